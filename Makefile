@@ -1,0 +1,45 @@
+# Every target works from a fresh checkout: it makes the environment first, and again only when
+# pyproject.toml changes.
+#
+# Nothing here needs a GPU. On Linux pip may choose a torch built for CUDA, which also runs on a CPU but is a
+# large download; PIP_ARGS can point pip to CPU-only builds, e.g. PIP_ARGS="--find-links <folder>".
+
+PYTHON ?= python3
+PIP_ARGS ?=
+ARGS ?=
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test quality style clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
+
+# One pip command, so that one resolution chooses torch and torchvision together.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[classification,dev]'
+	touch $@
+
+demo: $(STAMP)  ## finetune a digits classifier, on shifted and on plain data
+	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/shifted
+	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/plain shift.kind=none
+
+test: $(STAMP)  ## run the tests; ARGS goes to pytest, e.g. ARGS="-n 2 -m 'not slow'"
+	.venv/bin/python -m pytest $(ARGS)
+
+quality: $(STAMP)  ## check lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+style: $(STAMP)  ## fix lint and format where it can be done automatically
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove builds and caches; keep .venv and out
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,135 @@
+"""What a user installs: the sdist, the wheel and the names they import."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TASKS = ("classification", "detection", "retrieval")
+FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml")
+FOLDERS = ("metricopt_ext", "configs", "tests", "tools", *TASKS)
+HEAVY = ("detectron2", "faiss", "gpytorch", "matplotlib", "pytorch_metric_learning", "sklearn", "torchvision")
+
+
+def run_python(*args: str, cwd: Path, stdin: str = "") -> str:
+    """Run this interpreter and return its standard output; fail with its standard error."""
+    result = subprocess.run([sys.executable, *args], cwd=cwd, input=stdin, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def source_modules() -> set[str]:
+    """Return the modules of the source tree, each at the path that its import name calls for."""
+    core = {path.relative_to(ROOT) for path in (ROOT / "metricopt_ext").rglob("*.py")}
+    tasks = {"metricopt_ext" / path.relative_to(ROOT) for task in TASKS for path in (ROOT / task).rglob("*.py")}
+    return {path.as_posix() for path in core | tasks}
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel built from it, of a copy without build leftovers."""
+    checkout = tmp_path_factory.mktemp("checkout")
+    for name in FILES:
+        shutil.copy2(ROOT / name, checkout / name)
+    for name in FOLDERS:
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=ignore)
+    folder = tmp_path_factory.mktemp("dist")
+    run_python("-m", "build", "--no-isolation", "--outdir", str(folder), str(checkout), cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unpacked_wheel(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel puts into site-packages."""
+    (wheel,) = dist.glob("*.whl")
+    folder = tmp_path_factory.mktemp("site").resolve()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def test_checkout_links_task_folders() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("an sdist has no symlinks")
+    for task in TASKS:
+        link = ROOT / "metricopt_ext" / task
+        assert os.readlink(link) == f"../{task}"
+        assert link.samefile(ROOT / task)
+
+
+def test_sdist_holds_regular_files_only(dist: Path) -> None:
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        members = [member for member in archive if not member.isdir()]
+    assert all(member.isreg() for member in members)
+
+    names = {member.name.split("/", 1)[1] for member in members}
+    assert names >= set(FILES)
+    assert names >= {f"{task}/__init__.py" for task in TASKS}
+    assert names >= {"metricopt_ext/__init__.py", "metricopt_ext/py.typed", "tests/test_packaging.py"}
+    assert not [name for name in names if name.startswith(tuple(f"metricopt_ext/{task}/" for task in TASKS))]
+
+
+def test_wheel_holds_every_module_below_one_package(unpacked_wheel: Path) -> None:
+    top_level = {path.name for path in unpacked_wheel.iterdir() if path.suffix != ".dist-info"}
+    assert top_level == {"metricopt_ext"}
+
+    packed = {path.relative_to(unpacked_wheel).as_posix() for path in unpacked_wheel.rglob("*.py")}
+    assert packed == source_modules()
+    assert packed >= {f"metricopt_ext/{task}/__init__.py" for task in TASKS}
+
+    assert (unpacked_wheel / "metricopt_ext" / "py.typed").is_file()
+    (metadata,) = unpacked_wheel.glob("*.dist-info/METADATA")
+    assert "License-Expression: Apache-2.0" in metadata.read_text(encoding="utf-8")
+    assert list(unpacked_wheel.glob("*.dist-info/licenses/LICENSE"))
+
+
+def test_wheel_imports_under_the_full_names_only(unpacked_wheel: Path) -> None:
+    code = """
+import importlib, json, sys
+site, *tasks = sys.argv[1:]
+sys.path.insert(0, site)
+files = [importlib.import_module(name).__file__ for name in ("metricopt_ext", *(f"metricopt_ext.{t}" for t in tasks))]
+missing = []
+for task in tasks:
+    try:
+        importlib.import_module(task)
+    except ModuleNotFoundError:
+        missing.append(task)
+print(json.dumps([files, missing]))
+"""
+    # -I: neither the working directory nor PYTHONPATH may offer the checkout.
+    files, missing = json.loads(run_python("-I", "-c", code, str(unpacked_wheel), *TASKS, cwd=unpacked_wheel))
+    assert all(Path(file).resolve().is_relative_to(unpacked_wheel) for file in files)
+    assert missing == list(TASKS)
+
+
+def test_import_is_light() -> None:
+    code = "import json, sys, metricopt_ext; print(json.dumps(list(sys.modules)))"
+    loaded = json.loads(run_python("-c", code, cwd=ROOT))
+    assert "metricopt_ext" in loaded
+    assert not set(HEAVY) & set(loaded)
+
+
+def lint(statement: str, filename: str) -> list[str]:
+    """Return the import rules that one statement in a file of this name breaks, under the project's configuration."""
+    options = ("--no-cache", "--exit-zero", "--select", "TID", "--output-format", "json", "--stdin-filename", filename)
+    report = run_python("-m", "ruff", "check", *options, "-", cwd=ROOT, stdin=f"{statement}\n")
+    return [violation["code"] for violation in json.loads(report)]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_lint_forbids_bare_task_imports(task: str) -> None:
+    bare = (f"import {task}", f"import {task}.sub", f"from {task} import name", f"from {task}.sub import name")
+    for statement in bare:
+        assert lint(statement, "tools/example.py") == ["TID251"], statement
+    for statement in (f"import metricopt_ext.{task}.sub", f"from metricopt_ext.{task}.sub import name"):
+        assert lint(statement, f"{task}/example.py") == [], statement
