@@ -1,0 +1,33 @@
+"""The errors a user can meet. Each one names the offending value and what would be right."""
+
+
+class MetricOptError(Exception):
+    """Base of every error that metricopt-ext raises on purpose."""
+
+
+class AdapterError(MetricOptError, ValueError):
+    """A model and an adapter do not fit: no such layer, attached twice, another dimension."""
+
+
+class MetricError(MetricOptError, RuntimeError):
+    """The black-box metric raised, returned NaN or left its bounds."""
+
+
+class BudgetError(MetricOptError, RuntimeError):
+    """A metric query was asked for after the budget was spent, or a budget is too small to plan with."""
+
+
+class ValueFunctionError(MetricOptError, ValueError):
+    """A value function does not fit its use: another dimension, too little data to fit."""
+
+
+class FileFormatError(MetricOptError, ValueError):
+    """A file is truncated, corrupt, or belongs to another run."""
+
+
+class DataError(MetricOptError, ValueError):
+    """The user's data can't be used: missing, empty, one class only, unreadable."""
+
+
+class ConfigError(MetricOptError, ValueError):
+    """A configuration key or value is unknown or impossible."""

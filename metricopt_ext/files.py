@@ -1,0 +1,94 @@
+"""Files that are whole or not there: safetensors and JSON written to a temporary name, synced, then renamed."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from .errors import FileFormatError
+
+
+def write_atomically(path: str | Path, data: bytes) -> None:
+    """Write ``data`` so that a reader, or a run after a crash, sees all of it or the old file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    """Write indented JSON atomically."""
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def read_json(path: str | Path) -> Any:
+    """Read JSON.
+
+    Raises:
+        FileFormatError: The file is not JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise FileFormatError(f"{path} is not valid JSON ({error}); delete it to have it made again") from error
+
+
+def claim(path: str | Path, identity: dict[str, Any]) -> None:
+    """Write what a folder's content depends on, or check that it is what an earlier run wrote.
+
+    Raises:
+        FileFormatError: The folder belongs to a run with other settings; the message names the first that differs.
+    """
+    identity = json.loads(json.dumps(identity))
+    if not Path(path).exists():
+        write_json(path, identity)
+        return
+    theirs = read_json(path)
+    for key in sorted({*theirs, *identity}):
+        if theirs.get(key) != identity.get(key):
+            raise FileFormatError(
+                f"{Path(path).parent} holds another run: {key} was {theirs.get(key)!r}, now {identity.get(key)!r};"
+                " go on with the old settings or use another output folder"
+            )
+
+
+def write_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, described: dict[str, Any]) -> None:
+    """Write tensors and what describes them to a safetensors file, atomically."""
+    contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    metadata = {"format": kind, "described": json.dumps(described)}
+    write_atomically(path, safetensors.torch.save(contiguous, metadata=metadata))
+
+
+def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `write_tensors` wrote.
+
+    Raises:
+        FileFormatError: The file is missing, truncated, corrupt, or of another kind.
+    """
+    if not Path(path).is_file():
+        raise FileFormatError(f"{path} does not exist")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    except Exception as error:
+        raise FileFormatError(f"{path} is truncated or no safetensors file ({error})") from error
+    if metadata.get("format") != kind:
+        raise FileFormatError(f"{path} has format {metadata.get('format')!r}, expected {kind!r}")
+    try:
+        return tensors, json.loads(metadata["described"])
+    except (KeyError, ValueError) as error:
+        raise FileFormatError(f"{path} is corrupt: its description can't be read ({error})") from error

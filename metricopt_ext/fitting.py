@@ -1,0 +1,235 @@
+"""Fits value functions to observed trajectories and measures them on trajectories that they have not seen."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+
+from .errors import ValueFunctionError
+from .seeding import generator
+from .trajectory import Trajectory
+from .value_function import NeuralValueFunction, Quality, RidgeValueFunction, ValueFunction
+
+
+@dataclass(frozen=True)
+class Observations:
+    """All observed points of some trajectories, n in all.
+
+    Attributes:
+        phi: ``n x d``, float32.
+        cost: ``n``, float32.
+        trajectory: Which trajectory a point lies on, counted from 0, ``n``.
+        round: The trajectory's round, ``n``.
+        progress: The point's step over T, in [0, 1], ``n``.
+    """
+
+    phi: Tensor
+    cost: Tensor
+    trajectory: Tensor
+    round: Tensor
+    progress: Tensor
+
+    @classmethod
+    def of(cls, trajectories: Iterable[Trajectory]) -> "Observations":
+        """Gather the observed points, trajectory by trajectory."""
+        items = list(trajectories)
+        counts = torch.tensor([len(t.cost) for t in items])
+        return cls(
+            phi=torch.cat([t.observed_phi for t in items]).float(),
+            cost=torch.cat([t.cost for t in items]).float(),
+            trajectory=torch.arange(len(items)).repeat_interleave(counts),
+            round=torch.tensor([t.round for t in items]).repeat_interleave(counts),
+            progress=torch.cat([t.observed / (len(t.phi) - 1) for t in items]),
+        )
+
+    def where_used(self) -> Tensor:
+        """Mark the points where f is going to be used, ``n``: the second half of on-policy trajectories.
+
+        Before any on-policy round that is the second half of all trajectories.
+        """
+        late = self.progress >= 0.5
+        on_policy = self.round > 0
+        return late & on_policy if on_policy.any() else late
+
+
+class Learner(Protocol):
+    """Fits an ensemble; member m must not see the trajectories of fold m."""
+
+    def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
+        """Return the fitted f with ``folds`` members.
+
+        Args:
+            data: The observed points.
+            fold: The fold of each point, ``n``, the same along a trajectory.
+            folds: Number of folds, at least 2.
+            seed: Seed of initial weights and mini-batches.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class NeuralLearner:
+    """Fits `NeuralValueFunction` by AdamW with a one-cycle rate on batches that mix all tasks.
+
+    Batches of one trajectory, as Algorithm 1 has them, would let BatchNorm normalise away what differs between tasks.
+
+    Attributes:
+        iterations: Steps of AdamW.
+        batch_size: Observed points per step and member.
+        lr: Peak learning rate.
+        weight_decay: Decoupled weight decay; strong, because a few hundred points are all there is.
+    """
+
+    iterations: int = 1500
+    batch_size: int = 128
+    lr: float = 5e-3
+    weight_decay: float = 1.0
+
+    def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
+        """Minimise the L1 regression term of Eq. 2 (with equal uncertainties) for all members at once."""
+        rng = generator(seed, "fit")
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(rng.initial_seed())
+            f = NeuralValueFunction(data.phi.shape[-1], folds)
+        f.cost_mean.copy_(data.cost.mean())
+        f.cost_std.copy_(data.cost.std().clamp(min=1e-8))
+        seen = [(fold != member).nonzero().squeeze(1) for member in range(folds)]
+        optimizer = torch.optim.AdamW(f.parameters(), self.lr, weight_decay=self.weight_decay, fused=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=self.iterations)
+        f.train()
+        for _ in range(self.iterations):
+            batch = torch.stack(
+                [points[torch.randint(len(points), (self.batch_size,), generator=rng)] for points in seen], dim=1
+            )
+            predicted = f.predict(f.features(data.phi[batch]))
+            loss = ((predicted - data.cost[batch]) / f.cost_std).abs().mean(0).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        return f
+
+
+@dataclass(frozen=True)
+class RidgeLearner:
+    """Fits `RidgeValueFunction` in closed form on standardised features.
+
+    Attributes:
+        penalties: Candidate ridge penalties per point; each member takes the one with the least generalised
+            cross-validation error.
+    """
+
+    penalties: tuple[float, ...] = tuple(10.0**e for e in range(-5, 2))
+
+    def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
+        """Fit each member to the points outside its fold."""
+        f = RidgeValueFunction(data.phi.shape[-1], folds)
+        features = f.basis(data.phi).double()
+        cost = data.cost.double()
+        for member in range(folds):
+            seen = fold != member
+            coefficients, intercept = self._solve(features[seen], cost[seen])
+            f.coefficients[:, member] = coefficients
+            f.intercept[member] = intercept
+        return f
+
+    def _solve(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return coefficients, ``p``, and intercept of the ridge fit to ``n x p`` and ``n``."""
+        n = len(x)
+        mean, std = x.mean(0), x.std(0).clamp(min=1e-12)
+        u, s, vt = torch.linalg.svd((x - mean) / std, full_matrices=False)
+        centred = y - y.mean()
+        projected = u.T @ centred
+        best_error, best = float("inf"), torch.zeros_like(mean)
+        for penalty in self.penalties:
+            shrink = s**2 / (s**2 + n * penalty)
+            residual = centred - u @ (shrink * projected)
+            freedom = 1 - (1 + shrink.sum()) / n
+            error = float(residual.square().mean() / freedom.clamp(min=1e-6) ** 2)
+            if error < best_error:
+                best_error, best = error, vt.T @ (s / (s**2 + n * penalty) * projected) / std
+        return best, y.mean() - mean @ best
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A chosen value function with what it was chosen by.
+
+    Attributes:
+        f: The value function; ``f.quality`` is its held-out quality.
+        candidates: Held-out quality of each kind that was fitted.
+        predicted: Held-out predictions where f is used, ``m``.
+        true: The costs observed there, ``m``.
+    """
+
+    f: ValueFunction
+    candidates: dict[str, Quality]
+    predicted: Tensor
+    true: Tensor
+
+
+def fit_value_function(
+    data: Observations, learners: Sequence[Learner] | None = None, *, folds: int = 4, seed: int = 0
+) -> Fit:
+    """Fit each kind of value function and keep the one that ranks held-out trajectories best.
+
+    Every trajectory is held out from one member of the ensemble: that member's predictions measure quality, and yet
+    no query is spent on held-out data alone. (The ensemble's mean is usually better than the members so measured.)
+
+    Args:
+        data: The observed points.
+        learners: What to fit; by default the MLP and the diagonal quadratic ridge.
+        folds: Number of folds and of ensemble members.
+        seed: Seed of folds, weights and batches.
+
+    Raises:
+        ValueFunctionError: There are fewer than two folds, fewer trajectories than folds, or all costs are equal.
+    """
+    if folds < 2:
+        raise ValueFunctionError(f"folds is {folds}; it must be at least 2")
+    trajectories = int(data.trajectory.max()) + 1
+    if trajectories < folds:
+        raise ValueFunctionError(f"{trajectories} trajectories can't be held out in {folds} folds; collect more tasks")
+    if data.cost.min() == data.cost.max():
+        raise ValueFunctionError(
+            f"all {len(data.cost)} observed costs equal {float(data.cost[0]):.6g}: the metric does not react to phi;"
+            " modulate more layers, or start further out (start_std)"
+        )
+    order = torch.randperm(trajectories, generator=generator(seed, "folds"))
+    fold = (order % folds)[data.trajectory]
+    used = data.where_used()
+    fits = []
+    for learner in learners or (NeuralLearner(), RidgeLearner()):
+        f = learner(data, fold, folds, seed)
+        f.set_domain(data.phi)
+        held_out = f.members(data.phi).gather(1, fold[:, None]).squeeze(1)
+        f.quality = measure(held_out[used], data.cost[used], data.trajectory[used])
+        fits.append((f.quality, f, held_out[used]))
+    _, best, predicted = max(fits, key=lambda fit: fit[0].spearman)
+    return Fit(best, {f.kind: quality for quality, f, _ in fits}, predicted, data.cost[used])
+
+
+def measure(predicted: Tensor, true: Tensor, trajectory: Tensor) -> Quality:
+    """Compare held-out predictions with the truth.
+
+    Args:
+        predicted: Predicted costs, ``m``.
+        true: Observed costs, ``m``.
+        trajectory: The trajectory of each point, ``m``.
+    """
+    if not predicted.isfinite().all():
+        spearman = -1.0  # a diverged fit must lose against any other
+    elif true.min() == true.max() or predicted.min() == predicted.max():
+        spearman = 0.0
+    else:
+        spearman = float(spearmanr(predicted.numpy(), true.numpy()).statistic)
+    return Quality(
+        spearman=spearman,
+        mae=float((predicted - true).abs().mean()),
+        constant_mae=float((true - true.median()).abs().mean()),
+        points=len(true),
+        trajectories=len(trajectory.unique()),
+    )

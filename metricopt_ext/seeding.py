@@ -1,0 +1,19 @@
+"""Random numbers from (seed, purpose, indices), never from a global stream: any draw can be replayed alone."""
+
+import zlib
+
+import numpy as np
+import torch
+
+
+def generator(seed: int, purpose: str, *indices: int) -> torch.Generator:
+    """Return a CPU generator that depends on all arguments and on nothing else.
+
+    Args:
+        seed: The run's seed, at least 0.
+        purpose: What is drawn, e.g. ``"batch"``; different purposes are independent streams.
+        indices: Task index, step, ..., each at least 0.
+    """
+    words = [seed, zlib.crc32(purpose.encode()), *indices]
+    state = np.random.SeedSequence(words).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]) & (2**63 - 1))

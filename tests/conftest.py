@@ -1,0 +1,65 @@
+"""A finetuning task whose loss and metric are known in closed form."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.film import attach_input_bias
+from metricopt_ext.metric import Ledger, Metric
+from metricopt_ext.seeding import generator
+from metricopt_ext.task import FinetuneTask
+
+
+class Quadratic(FinetuneTask):
+    """loss = 1/2 sum_i h_i (phi_i - c_i - noise_i)^2 with batch = noise; metric = |phi - goal|^2, lower is better."""
+
+    def __init__(self, dim: int, *, population: int, noise: float, dtype: torch.dtype, budget: int | None) -> None:
+        rng = torch.Generator().manual_seed(11)
+        self.curvature = torch.rand(dim, generator=rng, dtype=dtype) + 0.5
+        self.centre = torch.randn(dim, generator=rng, dtype=dtype)
+        self.goal = torch.randn(dim, generator=rng, dtype=dtype)
+        self.noise = noise
+        self.fail_after: int | None = None
+        self.asked = 0
+        super().__init__(
+            attach_input_bias(nn.Linear(2, 3).to(dtype), dim=dim),
+            loss=self._quadratic,
+            batches=self.batch,
+            metric=Metric(self._distance, maximize=False, bounds=None, name="distance", ledger=Ledger(budget)),
+            population=population,
+        )
+
+    def batch(self, seed: int, task: int, step: int) -> Tensor:
+        return self.noise * torch.randn(self.dim, generator=generator(seed, "batch", task, step)).to(self.centre)
+
+    def _quadratic(self, model: Any, batch: Tensor) -> Tensor:
+        return (self.curvature * (model.metricopt.value() - self.centre - batch) ** 2).sum() / 2
+
+    def true_cost(self, phi: Tensor) -> float:
+        return float(((phi - self.goal) ** 2).sum())
+
+    def _distance(self, model: Any) -> float:
+        self.asked += 1
+        if self.fail_after is not None and self.asked > self.fail_after:
+            raise OSError("the evaluation server is down")
+        return self.true_cost(model.metricopt.phi)
+
+
+@pytest.fixture
+def quadratic() -> Callable[..., Quadratic]:
+    """Make a quadratic task of a given dimension."""
+
+    def make(
+        dim: int = 4,
+        *,
+        population: int = 32,
+        noise: float = 0.3,
+        dtype: torch.dtype = torch.float64,
+        budget: int | None = None,
+    ) -> Quadratic:
+        return Quadratic(dim, population=population, noise=noise, dtype=dtype, budget=budget)
+
+    return make
