@@ -1,0 +1,208 @@
+"""One seed of evidence: MetricOpt beside what it has to beat, in the same process and on the same splits."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .baselines import best_of_loss_finetune
+from .errors import FileFormatError
+from .files import claim, read_json, write_json
+from .metric import Metric
+from .optimizer import LossStep
+from .pipeline import Recipe, finetune, metric_policy, optimize_metric
+from .task import FinetuneTask
+from .value_function import Quality
+
+Rival = Callable[[FinetuneTask], Tensor | nn.Module | None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one method reached, in the metric's own units.
+
+    Attributes:
+        validation: Metric on the data that queries see.
+        test: Metric on the test data, asked once.
+        queries_total: Metric queries spent.
+        queries_per_start: Of these, what each further start costs again.
+        seconds: Wall-clock seconds.
+    """
+
+    validation: float
+    test: float
+    queries_total: int
+    queries_per_start: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SeedRecord:
+    """All that a report needs of one seed; a seed is a fresh split, model and value function.
+
+    Attributes:
+        seed: The seed.
+        outcomes: Outcome by method.
+        quality: Held-out quality of the value function in use.
+        candidates: Held-out quality of each kind of value function that was fitted.
+        kept: Which end point the guard kept.
+        setting: The (loss weight, metric step) in use.
+        curves: Validation metric along finetuning by method, ``steps + 1`` numbers each. Asked for the plot; no
+            method sees them.
+        true: Metric at held-out points where f is used.
+        predicted: What f said there before it saw them.
+    """
+
+    seed: int
+    outcomes: dict[str, Outcome]
+    quality: Quality
+    candidates: dict[str, Quality]
+    kept: str
+    setting: tuple[float, float]
+    curves: dict[str, list[float]]
+    true: list[float]
+    predicted: list[float]
+
+    def save(self, path: Path) -> None:
+        """Write the record as JSON."""
+        write_json(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> "SeedRecord":
+        """Read a record.
+
+        Raises:
+            FileFormatError: The file holds something else.
+        """
+        content = read_json(path)
+        try:
+            content["outcomes"] = {name: Outcome(**outcome) for name, outcome in content["outcomes"].items()}
+            content["candidates"] = {kind: Quality(**quality) for kind, quality in content["candidates"].items()}
+            content["quality"] = Quality(**content["quality"])
+            content["setting"] = tuple(content["setting"])
+            return cls(**content)
+        except (KeyError, TypeError) as error:
+            raise FileFormatError(
+                f"{path} is no record of a seed: {error!r}; delete it to have it made again"
+            ) from error
+
+
+def compare(
+    task: FinetuneTask,
+    test_metric: Metric,
+    rivals: Mapping[str, Rival],
+    *,
+    queries: int,
+    recipe: Recipe,
+    seed: int,
+    folder: Path,
+    best_evals: int,
+    resume: bool = False,
+    progress: bool = True,
+) -> SeedRecord:
+    """Run MetricOpt and its rivals from phi = 0, and judge each end point on the test data, once.
+
+    Args:
+        task: The task; its metric looks at the validation data.
+        test_metric: The same metric on the test data.
+        rivals: Further methods by name: each returns the phi it visited, ``(T + 1) x d``, or a model of its own, or
+            None where it does not apply.
+        queries: Metric queries of MetricOpt in all.
+        recipe: How MetricOpt works; loss-only finetuning shares its steps and rate.
+        seed: The seed.
+        folder: Receives what `optimize_metric` keeps.
+        best_evals: Queries of the rival that keeps the best of evaluated steps of the loss finetune.
+        resume: Go on with what an interrupted run left in ``folder``.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The record; the model is left with MetricOpt's phi.
+    """
+    clock = _Clock()
+    result = optimize_metric(
+        task, queries=queries, recipe=recipe, seed=seed, output_dir=folder, resume=resume, progress=progress
+    )
+    clock.lap("metricopt")
+    tuned = task.adapter.phi.detach().clone()
+
+    aside = task.judged_by(task.metric.with_new_ledger())  # what rivals and curves ask is not MetricOpt's expense
+    paths = {"loss_finetune": finetune(aside, LossStep(recipe.lr), recipe.steps, seed)}
+    clock.lap("loss_finetune")
+    best = best_of_loss_finetune(aside, paths["loss_finetune"], best_evals)
+    clock.lap("loss_finetune_best", "loss_finetune")
+    ends: dict[str, Tensor | nn.Module] = {
+        "pretrained": task.origin(),
+        "loss_finetune": paths["loss_finetune"][-1],
+        "loss_finetune_best": best,
+    }
+    for name, rival in rivals.items():
+        outcome = rival(aside)
+        clock.lap(name)
+        if isinstance(outcome, nn.Module):
+            ends[name] = outcome
+        elif outcome is not None:
+            paths[name], ends[name] = outcome, outcome[-1]
+    ends["metricopt"] = tuned
+    paths["metricopt"] = finetune(aside, metric_policy(result.fit, recipe, result.setting), recipe.steps, seed)
+
+    spent = {
+        "loss_finetune_best": (aside.metric.ledger.spent,) * 2,
+        "metricopt": (sum(result.queries.values()), result.queries_per_start),
+    }
+    validation, test = task.judged_by(task.metric.with_new_ledger()), task.judged_by(test_metric)
+    outcomes = {
+        name: Outcome(
+            _judge(validation, end), _judge(test, end), *spent.get(name, (0, 0)), clock.seconds.get(name, 0.0)
+        )
+        for name, end in ends.items()
+    }
+    curves = {name: [_judge(validation, phi) for phi in path] for name, path in paths.items()}
+    assert result.fit.f.quality is not None
+    to_value = task.metric.to_value
+    return SeedRecord(
+        seed=seed,
+        outcomes=outcomes,
+        quality=result.fit.f.quality,
+        candidates=result.fit.candidates,
+        kept=result.chosen,
+        setting=result.setting,
+        curves=curves,
+        true=[to_value(cost) for cost in result.fit.true.tolist()],
+        predicted=[to_value(cost) for cost in result.fit.predicted.tolist()],
+    )
+
+
+def open_run(folder: Path, config: dict[str, Any], resume: bool) -> None:
+    """Make a run's output folder its own; seeds may be added to a run, other settings may not change.
+
+    Raises:
+        FileFormatError: The folder holds a run, and ``resume`` is False or its settings differ.
+    """
+    if (folder / "run.json").exists() and not resume:
+        raise FileFormatError(f"{folder} holds an earlier run: add --resume to go on with it, or use another folder")
+    claim(folder / "run.json", {key: value for key, value in config.items() if key not in ("seed", "seeds")})
+
+
+def _judge(task: FinetuneTask, end: Tensor | nn.Module) -> float:
+    cost = task.metric.cost(end, "judge") if isinstance(end, nn.Module) else task.cost(end, "judge")
+    return task.metric.to_value(cost)
+
+
+class _Clock:
+    """Seconds of consecutive stages."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str, on_top_of: str | None = None) -> None:
+        """Book the time since the last lap; a stage that needs another's work first counts that as well."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds[name] = now - self._last + (self.seconds[on_top_of] if on_top_of else 0.0)
+        self._last = now

@@ -1,0 +1,79 @@
+"""Pictures of a run: methods side by side, the metric along finetuning, predicted against true metric."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .report import TITLES, Report
+
+COLOURS = {
+    "pretrained": "#9a9a9a",
+    "loss_finetune": "#d98c3f",
+    "loss_finetune_best": "#b5651d",
+    "batchnorm_validation": "#8a6fb0",
+    "loss_finetune_validation": "#4f8f8b",
+    "metricopt": "#c02942",
+}
+
+
+def plot_methods(report: Report, path: str | Path) -> Path:
+    """Draw each method's test metric: a dot per seed, a bar at the mean."""
+    names = report.methods
+    figure, axes = _figure(7.5, 0.9 + 0.42 * len(names))
+    for row, name in enumerate(reversed(names)):
+        values = report.values(name, "test")
+        axes.barh(row, np.mean(values), color=COLOURS[name], alpha=0.35, height=0.7)
+        axes.plot(values, [row] * len(values), "o", color=COLOURS[name], markersize=4)
+    everything = [value for name in names for value in report.values(name, "test")]
+    margin = 0.15 * (max(everything) - min(everything) or 0.1)
+    axes.set_xlim(max(0.0, min(everything) - margin), max(everything) + margin)
+    axes.set_yticks(range(len(names)), [TITLES[name] for name in reversed(names)])
+    direction = "higher" if report.maximize else "lower"
+    axes.set_xlabel(f"test {report.metric} ({direction} is better); bar: mean, dots: seeds")
+    return _save(figure, path)
+
+
+def plot_finetuning(report: Report, path: str | Path) -> Path:
+    """Draw the validation metric along finetuning, mean and standard deviation over seeds."""
+    figure, axes = _figure(6.4, 4.0)
+    for name in (name for name in report.methods if name in report.records[0].curves):
+        values = np.array([record.curves[name] for record in report.records])
+        mean, std = values.mean(0), values.std(0)
+        steps = np.arange(values.shape[1])
+        axes.plot(steps, mean, color=COLOURS[name], label=TITLES[name])
+        axes.fill_between(steps, mean - std, mean + std, color=COLOURS[name], alpha=0.15, linewidth=0)
+    axes.set_xlabel("finetuning step")
+    axes.set_ylabel(f"validation {report.metric}")
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_title(f"mean and standard deviation over {len(report.records)} seeds", fontsize=9)
+    return _save(figure, path)
+
+
+def plot_value_function(report: Report, path: str | Path) -> Path:
+    """Draw predicted against true metric where f is used, on trajectories that it was not fitted to."""
+    figure, axes = _figure(4.8, 4.6)
+    for record in report.records:
+        axes.plot(record.true, record.predicted, ".", markersize=4, alpha=0.5, label=f"seed {record.seed}")
+    true = [value for record in report.records for value in record.true]
+    axes.plot([min(true), max(true)], [min(true), max(true)], color="black", linewidth=0.8)
+    axes.set_xlabel(f"true {report.metric}")
+    axes.set_ylabel(f"predicted {report.metric}")
+    spearman = np.mean([quality.spearman for quality in report.quality])
+    axes.set_title(f"value function on held-out trajectories, Spearman {spearman:.2f}", fontsize=9)
+    axes.legend(frameon=False, markerscale=2, fontsize=8)
+    return _save(figure, path)
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, path: str | Path) -> Path:
+    figure.savefig(path, dpi=150)
+    return Path(path)
