@@ -1,0 +1,1 @@
+"""Classifiers, tabular or of images, finetuned for classification metrics."""

@@ -1,0 +1,242 @@
+"""Turns a classification config into the things it describes: data, model, adapter, metric."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metricopt_ext.batches import TensorBatches
+from metricopt_ext.classification.config import ClassificationConfig, DataConfig, MetricConfig, ModelConfig
+from metricopt_ext.classification.data import (
+    Labelled,
+    Split,
+    Splits,
+    hold_out,
+    load_a9a,
+    load_cifar10,
+    load_csv,
+    load_image_folder,
+    load_libsvm,
+    load_sklearn,
+    split,
+    standardise,
+)
+from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
+from metricopt_ext.classification.models import build_model
+from metricopt_ext.classification.shift import ImageShift
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.files import write_atomically
+from metricopt_ext.film import Adapter, attach_film, attach_input_bias
+from metricopt_ext.metric import Metric
+from metricopt_ext.seeding import generator
+
+EVALUATION_BATCH = 2048
+
+SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
+LOADERS: dict[str, Callable[[DataConfig], Labelled]] = {
+    "a9a": lambda data: load_a9a(data.root),
+    "csv": lambda data: load_csv(data.root, data.target),
+    "image_folder": lambda data: load_image_folder(data.root, data.image_size or None),
+    "libsvm": lambda data: load_libsvm(data.root),
+    **{name: lambda data, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
+}
+
+
+def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross-entropy of ``n`` or ``n x c`` logits for inputs ``n x ...`` and labels ``n``."""
+    x, y = batch
+    return cross_entropy(model(x), y)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of one logit per example, ``n``, or of ``n x c`` logits."""
+    if logits.dim() == 1:
+        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+    return F.cross_entropy(logits, labels)
+
+
+def predict(model: nn.Module, x: Tensor) -> Tensor:
+    """Return the logits of inputs ``n x ...``, in batches; the caller sees to evaluation mode and gradients."""
+    return torch.cat([model(part) for part in x.split(EVALUATION_BATCH)])
+
+
+@torch.no_grad()
+def predict_classes(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
+    """Return the classes, ``n``, that the model with phi, ``d``, gives to inputs ``n x ...``."""
+    with adapter.using(phi) as model:
+        logits = predict(model, x)
+    return (logits > 0).long() if logits.dim() == 1 else logits.argmax(1)
+
+
+def model_metric(spec: MetricSpec, part: Split) -> Metric:
+    """Make the black box: a classifier's metric on one part of the data."""
+    return Metric(
+        lambda model: spec.function(predict(model, part.x), part.y),
+        maximize=spec.maximize,
+        bounds=spec.bounds,
+        name=spec.name,
+    )
+
+
+def build_metric(config: MetricConfig) -> MetricSpec:
+    """Return the metric that the settings name.
+
+    Raises:
+        ConfigError: There is no such metric, or its settings are incomplete.
+    """
+    if config.name in METRICS:
+        return METRICS[config.name]
+    try:
+        if config.name == "expected_cost":
+            return expected_cost(config.costs, config.prior or None)
+        module, colon, function = config.name.partition(":")
+        if not colon:
+            raise ConfigError(
+                f"metric.name={config.name!r} is none of {', '.join([*METRICS, 'expected_cost'])}; a function of your"
+                " own is MODULE:FUNCTION, e.g. sklearn.metrics:matthews_corrcoef"
+            )
+        low, high = config.bounds
+        fn = getattr(importlib.import_module(module), function)
+        return from_callable(
+            fn,
+            maximize=config.maximize,
+            bounds=(low, high),
+            name=function,
+            scores=config.scores,  # type: ignore[arg-type]
+        )
+    except (ImportError, AttributeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"metric.name={config.name!r}: {error}") from error
+
+
+def load_splits(config: ClassificationConfig, seed: int) -> Splits:
+    """Load the data, divide it by the seed, and shift validation and test where the settings say so.
+
+    Raises:
+        ConfigError: A setting is unknown.
+        DataError: The data are not there or not usable.
+    """
+    splits = _divided(config.data, seed)
+    if config.data.standardise:
+        splits = standardise(splits)
+    if splits.train.x.dtype == torch.uint8:
+        splits = _each(splits, lambda x, name: x.float() / 255)
+    if config.shift.kind == "none":
+        return splits
+    if config.shift.kind != "image":
+        raise ConfigError(f"shift.kind={config.shift.kind!r} is neither none nor image")
+    if splits.train.x.dim() != 4:
+        raise ConfigError(f"shift.kind=image needs images, {config.data.name} has {tuple(splits.train.x.shape[1:])}")
+    settings = {name: value for name, value in vars(config.shift).items() if name != "kind"}
+    shift = ImageShift(**settings)
+    drawn = {name: generator(seed, "shift", i).initial_seed() for i, name in enumerate(("validation", "test"))}
+    return _each(splits, lambda x, name: shift(x, seed=drawn[name]) if name in drawn else x)
+
+
+def pretrained(config: ClassificationConfig, splits: Splits, seed: int, folder: Path) -> nn.Module:
+    """Return the classifier: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
+
+    Raises:
+        DataError: The weights don't fit the model.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(seed, "model").initial_seed())
+        model = build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes)
+        kept = folder / "model.safetensors"
+        if config.model.weights:
+            _load_weights(model, Path(config.model.weights))
+        elif kept.exists():
+            _load_weights(model, kept)
+        else:
+            _train(model.to(splits.train.x.device), splits.train, config.model, config.balanced, seed)
+    if not kept.exists():
+        write_atomically(kept, safetensors.torch.save(model.state_dict()))
+    return model.to(splits.train.x.device).eval()
+
+
+def attach(model: nn.Module, config: ClassificationConfig, seed: int) -> Adapter:
+    """Attach the adapter that the settings describe."""
+    layers = config.adapter.layers
+    if config.adapter.kind == "film":
+        return attach_film(model, layers or None, dim=config.adapter.dim, seed=seed)
+    if config.adapter.kind == "input_bias":
+        if len(layers) > 1:
+            raise ConfigError(f"adapter.layers={layers}: an input bias acts on one linear layer")
+        return attach_input_bias(model, layers[0] if layers else None, dim=config.adapter.dim, seed=seed)
+    raise ConfigError(f"adapter.kind={config.adapter.kind!r} is neither film nor input_bias")
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that a name stands for; ``auto`` is a GPU where there is one.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device={name!r} is not to be had here: {str(error).splitlines()[0]}") from error
+
+
+def to_device(splits: Splits, device: torch.device) -> Splits:
+    """Move all parts to a device."""
+
+    def moved(part: Split) -> Split:
+        return Split(part.x.to(device), part.y.to(device))
+
+    return replace(splits, train=moved(splits.train), validation=moved(splits.validation), test=moved(splits.test))
+
+
+def _divided(data: DataConfig, seed: int) -> Splits:
+    if data.name != "cifar10" and data.name not in LOADERS:
+        raise ConfigError(f"data.name={data.name!r} is none of cifar10, {', '.join(LOADERS)}")
+    if data.name not in SKLEARN_SETS and not data.root:
+        raise ConfigError(f"data.name={data.name} needs data.root=PATH, the file or folder that holds it")
+    if data.name == "cifar10":
+        train, test = load_cifar10(data.root)
+        rest, validation = hold_out(train, data.validation_size, seed)
+        return Splits(rest, validation, test, len(train.class_names), train.class_names)
+    whole = LOADERS[data.name](data)
+    return split(whole.x, whole.y, data.fractions, seed, class_names=whole.class_names)
+
+
+def _each(splits: Splits, change: Callable[[Tensor, str], Tensor]) -> Splits:
+    def changed(name: str) -> Split:
+        part = getattr(splits, name)
+        return Split(change(part.x, name), part.y)
+
+    return replace(splits, train=changed("train"), validation=changed("validation"), test=changed("test"))
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    try:
+        if path.suffix == ".safetensors":
+            state = safetensors.torch.load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(state)
+    except Exception as error:
+        raise DataError(f"{path} holds no weights for {type(model).__name__}: {error}") from error
+
+
+def _train(model: nn.Module, part: Split, config: ModelConfig, balanced: bool, seed: int) -> None:
+    batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)
+    steps = max(1, config.epochs * len(part) // config.batch_size)
+    optimizer = torch.optim.Adam(model.parameters(), config.lr)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, total_steps=steps)
+    model.train()
+    for step in range(steps):
+        x, y = batches(seed, 0, step)
+        loss = cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()

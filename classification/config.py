@@ -1,0 +1,117 @@
+"""What `tools/finetune_classifier.py` can be told; each key is a field here and nowhere else."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.pipeline import Recipe
+
+
+@dataclass
+class DataConfig:
+    """Where examples come from and how they are divided."""
+
+    # a9a, cifar10, csv, image_folder, libsvm, or scikit-learn's breast_cancer, digits, iris, wine
+    name: str = MISSING
+    root: str = ""  # the file, or the folder that holds the set; not needed for scikit-learn's
+    target: str = ""  # csv: the column of classes
+    image_size: int = 0  # image_folder: pixels per side; 0 where all images have one size
+    fractions: list[float] = field(default_factory=lambda: [0.7, 0.1, 0.2])  # train, validation, test
+    validation_size: int = 5000  # cifar10: held out of its train set
+    standardise: bool = False  # tabular: zero mean and unit variance by train statistics
+
+
+@dataclass
+class ModelConfig:
+    """The classifier and how it is trained before anything else happens."""
+
+    name: str = MISSING  # tabular_mlp, small_cnn, or a torchvision classifier
+    weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use in place of training
+    epochs: int = 10
+    lr: float = 1e-3  # peak rate of Adam under a one-cycle schedule
+    batch_size: int = 100
+
+
+@dataclass
+class AdapterConfig:
+    """Where phi acts."""
+
+    kind: str = "film"  # film or input_bias
+    layers: list[str] = field(default_factory=list)  # name patterns; empty: all norms (film), first linear (input_bias)
+    dim: int = 16
+
+
+@dataclass
+class MetricConfig:
+    """What the classifier is judged by."""
+
+    # accuracy, aucpr, balanced_accuracy, expected_cost, f1, jaccard, mcr, worst_recall, or MODULE:FUNCTION
+    name: str = "accuracy"
+    costs: list[list[float]] = field(default_factory=list)  # expected_cost: cost[true][predicted]
+    prior: list[float] = field(default_factory=list)  # expected_cost: weight of each class
+    maximize: bool = True  # MODULE:FUNCTION: whether higher is better
+    bounds: list[float] = field(default_factory=lambda: [0.0, 1.0])  # MODULE:FUNCTION: lowest and highest value
+    scores: str = "labels"  # MODULE:FUNCTION: what it gets, labels, probabilities or logits
+
+
+@dataclass
+class ShiftConfig:
+    """How validation and test inputs differ from what the loss sees."""
+
+    kind: str = "none"  # none or image
+    contrast: float = 1.0  # factor on each image's contrast, in (0, 1]
+    brightness: float = 0.0  # added to every pixel, in [-1, 1]
+    noise_std: float = 0.0  # standard deviation of pixel noise
+    rotation_degrees: float = 0.0  # angles are uniform within plus or minus this
+
+
+@dataclass
+class RecipeConfig:
+    """The fields of `metricopt_ext.Recipe` that a run may set; see there."""
+
+    steps: int = 50
+    lr: float = 0.1
+    evals: int = 5
+    rounds: int = 3
+    start_std: float = 0.2
+    trials: int = 3
+    folds: int = 4
+
+    def build(self) -> Recipe:
+        """Return the recipe.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        try:
+            return Recipe(**vars(self))
+        except ValueError as error:
+            raise ConfigError(f"recipe: {error}") from error
+
+
+@dataclass
+class ClassificationConfig:
+    """A whole run of `tools/finetune_classifier.py`."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    metric: MetricConfig = field(default_factory=MetricConfig)
+    shift: ShiftConfig = field(default_factory=ShiftConfig)
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    queries: int = 600  # metric queries of MetricOpt, all in
+    batch_size: int = 100  # of the loss while finetuning
+    balanced: bool = True  # every class gets an equal part of a batch
+    population: int = 32  # tasks computed together
+    best_evals: int = 51  # queries of the rival "loss finetune + best"
+    seeds: int = 5  # number of seeds, each a fresh split, model and value function
+    seed: int = 0  # the first of them
+    device: str = "auto"  # auto, cpu, cuda, cuda:0, ...
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the settings as plain data."""
+        from dataclasses import asdict
+
+        return asdict(self)

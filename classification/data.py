@@ -1,0 +1,514 @@
+"""Labelled data in memory: loaders of common formats, and the three parts that finetuning for a metric needs."""
+
+import csv
+import difflib
+import io
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import DataError
+
+StrPath = str | os.PathLike[str]
+Array = npt.NDArray[Any]
+
+_IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+_SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Examples and their labels.
+
+    Attributes:
+        x: Inputs, ``n x ...``: finite float32, or uint8 images.
+        y: Labels, ``n`` int64.
+
+    Raises:
+        DataError: For other types, unequal lengths, or inputs that are not finite.
+    """
+
+    x: Tensor
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        """Check types and lengths."""
+        if self.x.dtype not in (torch.float32, torch.uint8) or self.x.ndim < 2:
+            raise DataError(
+                f"x must be float32 or uint8 of shape n x ..., got {self.x.dtype} of shape {tuple(self.x.shape)}"
+            )
+        if self.y.dtype != torch.int64 or self.y.shape != self.x.shape[:1]:
+            raise DataError(
+                f"y must hold {len(self.x)} int64 labels, one per row of x, "
+                f"got {self.y.dtype} of shape {tuple(self.y.shape)}"
+            )
+        if self.x.is_floating_point():
+            bad = int((~self.x.flatten(1).isfinite()).any(1).sum())
+            if bad:
+                raise DataError(f"x must be finite, got NaN or infinity in {bad} of {len(self.x)} rows")
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return len(self.y)
+
+    def take(self, rows: Tensor) -> "Split":
+        """The examples at these positions, or where these booleans are true."""
+        return Split(self.x[rows], self.y[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled(Split):
+    """A whole set as loaded: a `Split` with a name for each class.
+
+    Attributes:
+        x: Inputs, ``n x ...``.
+        y: Labels, ``n`` int64 in 0..c-1.
+        class_names: The ``c`` names.
+    """
+
+    class_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """The three parts of a set.
+
+    Attributes:
+        train: What the surrogate loss is computed on.
+        validation: What the metric is queried on.
+        test: What the result is reported on.
+        num_classes: Number of classes c.
+        class_names: Their ``c`` names.
+
+    Raises:
+        DataError: For fewer than two classes, another number of names, an empty part, inputs of unequal shape or type,
+            or labels outside 0..c-1.
+    """
+
+    train: Split
+    validation: Split
+    test: Split
+    num_classes: int
+    class_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Check that the parts fit together."""
+        if self.num_classes < 2:
+            raise DataError(f"a classifier needs at least two classes, got {self.num_classes}")
+        if len(self.class_names) != self.num_classes:
+            raise DataError(f"there must be {self.num_classes} class names, got {len(self.class_names)}")
+        for name in ("train", "validation", "test"):
+            part: Split = getattr(self, name)
+            if len(part) == 0:
+                raise DataError(f"the {name} part is empty")
+            if part.x.shape[1:] != self.train.x.shape[1:] or part.x.dtype != self.train.x.dtype:
+                raise DataError(
+                    f"the {name} inputs must be {self.train.x.dtype} of shape n x {tuple(self.train.x.shape[1:])} as "
+                    f"those of train, got {part.x.dtype} of {tuple(part.x.shape[1:])}"
+                )
+            low, high = (int(bound) for bound in part.y.aminmax())
+            if low < 0 or high >= self.num_classes:
+                wrong = low if low < 0 else high
+                raise DataError(f"the {name} labels must be in 0..{self.num_classes - 1}, got {wrong}")
+
+
+def split(
+    x: Tensor,
+    y: Tensor,
+    fractions: Sequence[float] = (0.7, 0.1, 0.2),
+    seed: int = 0,
+    stratify: bool = True,
+    class_names: Sequence[str] | None = None,
+) -> Splits:
+    """Divide a set at random, the same way for the same seed.
+
+    Args:
+        x: Inputs, ``n x ...``.
+        y: Labels, ``n`` int64 from 0.
+        fractions: Shares of train, validation and test, above 0 and summing to 1.
+        seed: Seed of the shuffle.
+        stratify: Whether each part gets the classes in the proportions of the whole.
+        class_names: A name for each class; by default their numbers, up to the largest label.
+
+    Raises:
+        ValueError: For fractions out of range.
+        DataError: For a set too small to divide so.
+    """
+    if len(fractions) != 3 or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
+        raise ValueError(f"fractions must be three numbers above 0 that sum to 1, got {tuple(fractions)}")
+    whole = Split(x, y)
+    if len(whole) == 0:
+        raise DataError("the set to split is empty")
+    names = tuple(class_names) if class_names is not None else tuple(map(str, range(int(y.max()) + 1)))
+    _, validation, test = (round(share * len(whole)) for share in fractions)
+    rest, test_part = hold_out(whole, test, seed, stratify)
+    train_part, validation_part = hold_out(rest, validation, seed, stratify)
+    return Splits(train_part, validation_part, test_part, len(names), names)
+
+
+def hold_out(data: Split, size: int | float, seed: int = 0, stratify: bool = True) -> tuple[Split, Split]:
+    """Set aside a part at random, as a validation part of a set that comes with its own test part.
+
+    Args:
+        data: The examples.
+        size: How many to set aside, or their share where it is a float in (0, 1).
+        seed: Seed of the shuffle.
+        stratify: Whether both parts get the classes in the proportions of the whole.
+
+    Returns:
+        The rest, and the part set aside.
+
+    Raises:
+        DataError: If either part would be empty, or too small to hold every class where stratified.
+    """
+    from sklearn.model_selection import train_test_split
+
+    count = round(size * len(data)) if isinstance(size, float) else size
+    if not 0 < count < len(data):
+        raise DataError(f"the part held out must leave both parts filled, got {count} of {len(data)} examples")
+    labels = data.y.numpy(force=True)
+    try:
+        rest, held = train_test_split(
+            np.arange(len(data)), test_size=count, random_state=seed, stratify=labels if stratify else None
+        )
+    except ValueError as error:
+        raise DataError(f"cannot set aside {count} of {len(data)} examples by class: {error}") from error
+    return data.take(torch.from_numpy(rest)), data.take(torch.from_numpy(held))
+
+
+def standardise(splits: Splits) -> Splits:
+    """Shift and scale each feature by its mean and standard deviation in train; constant ones are only shifted.
+
+    Args:
+        splits: Parts with float32 inputs ``n x d``.
+
+    Raises:
+        DataError: For inputs of another shape or type.
+    """
+    x = splits.train.x
+    if x.ndim != 2 or not x.is_floating_point():
+        raise DataError(f"inputs to standardise must be n x d floats, got {x.dtype} of shape {tuple(x.shape)}")
+    mean, std = x.double().mean(0), x.double().std(0, correction=0)
+    std = torch.where(x.amax(0) > x.amin(0), std, 1)
+
+    def scale(part: Split) -> Split:
+        return Split(((part.x.double() - mean) / std).float(), part.y)
+
+    return replace(splits, train=scale(splits.train), validation=scale(splits.validation), test=scale(splits.test))
+
+
+def load_libsvm(paths: StrPath | Sequence[StrPath], num_features: int | None = None) -> Labelled:
+    """Read files in LIBSVM (SVMlight) format, gzipped where named ``.gz``, and stack them.
+
+    Args:
+        paths: One file or several.
+        num_features: Number of features d; by default the largest index found.
+
+    Returns:
+        Inputs ``n x d`` float32, and classes numbered in the order of their labels in the file (-1 before +1).
+
+    Raises:
+        DataError: For a file that is missing or malformed, or has more than d features.
+    """
+    from sklearn.datasets import load_svmlight_files
+
+    files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    for file in files:
+        _existing(file)
+    try:
+        loaded = load_svmlight_files([os.fspath(file) for file in files], n_features=num_features, dtype=np.float32)
+    except (ValueError, OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {_listed(files)} as LIBSVM data: {error}") from error
+    x = np.concatenate([part.toarray() for part in loaded[::2]])
+    labels, y = np.unique(np.concatenate(loaded[1::2]), return_inverse=True)
+    if len(y) == 0:
+        raise DataError(f"{_listed(files)} holds no examples")
+    return Labelled(torch.from_numpy(x), torch.from_numpy(y), tuple(f"{label:g}" for label in labels))
+
+
+def load_a9a(root: StrPath) -> Labelled:
+    """Read the two files of a9a (Adult), 48,842 rows of 123 features; class 1 earns more than 50,000.
+
+    Args:
+        root: Folder of ``a9a`` and ``a9a.t``, either gzipped (``.gz``) or not.
+
+    Raises:
+        DataError: For a missing or malformed file.
+    """
+    return load_libsvm([_existing(Path(root, name), Path(root, f"{name}.gz")) for name in ("a9a", "a9a.t")], 123)
+
+
+def load_csv(
+    path: StrPath, target: str, *, drop: Sequence[str] = (), delimiter: str = ",", max_categories: int = 100
+) -> Labelled:
+    """Read a table with a header row; numeric columns are kept, each other column becomes one 0/1 column per value.
+
+    Args:
+        path: The file, in UTF-8.
+        target: Name of the column of classes, numbered in numeric or else alphabetic order.
+        drop: Names of columns to leave out.
+        delimiter: Character between cells; blanks around cells are ignored.
+        max_categories: Most values that a text column, or classes that the target, may have.
+
+    Returns:
+        Inputs ``n x d`` float32, and classes named by their values.
+
+    Raises:
+        DataError: For a missing or malformed file, a name not in the header, an empty cell in a numeric column or the
+            target, or a column of too many values.
+    """
+    rows = _table(path, delimiter)
+    header = rows[0][1]
+    for name in (target, *drop):
+        if header.count(name) != 1:
+            near = difflib.get_close_matches(name, header, n=1, cutoff=0.0)[0]
+            raise DataError(
+                f"{path} must have one column {name!r}, got {header.count(name)}; nearest is {near!r} of {header}"
+            )
+    lines = [line for line, _ in rows[1:]]
+    columns = list(zip(header, zip(*(row for _, row in rows[1:]), strict=True), strict=True))
+
+    features: list[Array] = []
+    for name, column in columns:
+        if name == target or name in drop:
+            continue
+        numbers = _numbers(column)
+        if numbers is None:
+            values, codes = np.unique(column, return_inverse=True)
+            _few(path, f"text column {name!r}", values, max_categories)
+            features.append(codes[:, None] == np.arange(len(values)))
+            continue
+        invalid = np.flatnonzero(~np.isfinite(numbers))
+        if len(invalid):
+            at = int(invalid[0])
+            raise DataError(
+                f"{path}: column {name!r} must be a finite number in each row, got {column[at]!r} in row {lines[at]}; "
+                "fill it in, or drop the row or the column"
+            )
+        features.append(numbers[:, None])
+    if not features:
+        raise DataError(f"{path} must have a feature column besides the target {target!r}, got {header}")
+
+    labels = dict(columns)[target]
+    if "" in labels:
+        raise DataError(f"{path}: {target!r} must be given in each row, is empty in row {lines[labels.index('')]}")
+    classes, y = np.unique(labels, return_inverse=True)
+    _few(path, f"target {target!r}", classes, max_categories)
+    numbers = _numbers(classes.tolist())
+    if numbers is not None:
+        order = np.argsort(numbers)
+        classes, y = classes[order], np.argsort(order)[y]
+    x = np.concatenate(features, axis=1).astype(np.float32)
+    return Labelled(torch.from_numpy(x), torch.from_numpy(y), tuple(classes.tolist()))
+
+
+def load_image_folder(
+    path_or_zip: StrPath, image_size: int | tuple[int, int] | None = None, limit_per_class: int | None = None
+) -> Labelled:
+    """Read ``<class>/<file>`` images from a folder or a zip file, possibly below one more folder.
+
+    Args:
+        path_or_zip: The folder or the zip file; files without the suffix of an image are passed over.
+        image_size: Height and width to resize to, or one number for both; None where all images have one size.
+        limit_per_class: Read only this many of each class, the first in order of file name; at least 1.
+
+    Returns:
+        Inputs ``n x 3 x h x w`` uint8 (RGB), ordered by class and file name; classes in alphabetic order.
+
+    Raises:
+        DataError: For a missing path, no images, another layout, an unreadable image, or unequal sizes without
+            ``image_size``.
+    """
+    _check_limit(limit_per_class)
+    path = _existing(path_or_zip)
+    if path.is_dir():
+        found = (Path(top, name) for top, _, names in os.walk(path, followlinks=True) for name in names)
+        entries = (file.relative_to(path).as_posix() for file in found)
+        return _decode(path, entries, lambda name: (path / name).read_bytes(), image_size, limit_per_class)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _decode(path, archive.namelist(), archive.read, image_size, limit_per_class)
+    except zipfile.BadZipFile as error:
+        raise DataError(f"{path} must be a folder or a zip file: {error}") from error
+
+
+def load_cifar10(root: StrPath, limit_per_class: int | None = None) -> tuple[Labelled, Labelled]:
+    """Read the train and test sets of CIFAR-10, 50,000 and 10,000 images of ten classes.
+
+    Args:
+        root: Folder that holds either ``cifar-10-batches-py``, or ``train`` and ``test``, each a folder or a ``.zip``
+            of ``<class>/<file>`` images.
+        limit_per_class: Keep only this many of each class in each set, the first ones; at least 1.
+
+    Returns:
+        Train and test, with inputs ``n x 3 x 32 x 32`` uint8 (RGB).
+
+    Raises:
+        DataError: If neither layout is there, a file is corrupt, or the sets differ in their classes.
+    """
+    _check_limit(limit_per_class)
+    if Path(root, "cifar-10-batches-py").is_dir():
+        return _cifar10_batches(root, True, limit_per_class), _cifar10_batches(root, False, limit_per_class)
+    train, test = (
+        load_image_folder(_existing(Path(root, name), Path(root, f"{name}.zip")), None, limit_per_class)
+        for name in ("train", "test")
+    )
+    if train.class_names != test.class_names:
+        raise DataError(f"{root}: test must have the classes of train {train.class_names}, got {test.class_names}")
+    return train, test
+
+
+def load_sklearn(name: str) -> Labelled:
+    """Load a real data set that comes with scikit-learn.
+
+    Args:
+        name: ``breast_cancer``, ``digits``, ``iris`` or ``wine``.
+
+    Returns:
+        Inputs ``n x d`` float32, for digits ``n x 1 x 8 x 8`` in [0, 1].
+
+    Raises:
+        ValueError: For another name.
+    """
+    import sklearn.datasets
+
+    if name not in _SKLEARN_SETS:
+        raise ValueError(f"the data set must be one of {', '.join(_SKLEARN_SETS)}, got {name!r}")
+    bunch = getattr(sklearn.datasets, f"load_{name}")()
+    x = torch.tensor(bunch.data, dtype=torch.float32)
+    if name == "digits":
+        x = x.view(-1, 1, 8, 8) / 16
+    return Labelled(x, torch.tensor(bunch.target, dtype=torch.int64), tuple(map(str, bunch.target_names)))
+
+
+def _existing(*candidates: StrPath) -> Path:
+    """The first of these paths that exists."""
+    for candidate in candidates:
+        if Path(candidate).exists():
+            return Path(candidate)
+    raise DataError(f"{_listed(candidates, ' or ')} not found; set data.root=DIR to the folder that holds the data")
+
+
+def _check_limit(limit_per_class: int | None) -> None:
+    if limit_per_class is not None and limit_per_class < 1:
+        raise ValueError(f"limit_per_class must be at least 1, got {limit_per_class}")
+
+
+def _listed(paths: Iterable[StrPath], joint: str = ", ") -> str:
+    return joint.join(os.fspath(path) for path in paths)
+
+
+def _table(path: StrPath, delimiter: str) -> list[tuple[int, list[str]]]:
+    """The rows that are not blank, header first, each with its number and its cells stripped."""
+    try:
+        with _existing(path).open(newline="", encoding="utf-8-sig") as file:
+            read = list(csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True))
+    except (csv.Error, UnicodeDecodeError, OSError) as error:
+        raise DataError(f"cannot read {path} as CSV: {error}") from error
+    rows = [(number, [cell.strip() for cell in row]) for number, row in enumerate(read, start=1) if row]
+    if len(rows) < 2:
+        raise DataError(f"{path} must hold a header and at least one row, got {len(rows)} rows")
+    width = len(rows[0][1])
+    for number, row in rows:
+        if len(row) != width:
+            raise DataError(f"{path}: row {number} must have {width} cells as the header does, got {len(row)}")
+    return rows
+
+
+def _numbers(column: Sequence[str]) -> Array | None:
+    """The column as float64 with NaN for empty cells; None if a cell holds text."""
+    try:
+        return np.array([cell or "nan" for cell in column], dtype=np.float64)
+    except ValueError:
+        return None
+
+
+def _few(path: StrPath, what: str, values: Array, limit: int) -> None:
+    if len(values) > limit:
+        raise DataError(
+            f"{path}: {what} must have at most {limit} distinct values, got {len(values)} such as "
+            f"{values[:3].tolist()}; drop the column or raise max_categories"
+        )
+
+
+def _decode(
+    path: Path,
+    entries: Iterable[str],
+    read: Callable[[str], bytes],
+    image_size: int | tuple[int, int] | None,
+    limit_per_class: int | None,
+) -> Labelled:
+    names = sorted(name for name in entries if _is_image(name))
+    if not names:
+        raise DataError(f"{path} must hold <class>/<file> images, got none")
+    parts = [PurePosixPath(name).parts for name in names]
+    below = 1 if len(parts[0]) == 3 and len({part[0] for part in parts}) == 1 else 0
+    for name, part in zip(names, parts, strict=True):
+        if len(part) != below + 2:
+            raise DataError(f"{path} must hold its images as <class>/<file>, got {name}")
+    kept: dict[str, list[str]] = {}
+    for name, part in zip(names, parts, strict=True):
+        files = kept.setdefault(part[below], [])
+        if limit_per_class is None or len(files) < limit_per_class:
+            files.append(name)
+    class_names = tuple(sorted(kept))
+    chosen = [name for cls in class_names for name in kept[cls]]
+    size = (image_size, image_size) if isinstance(image_size, int) else image_size
+    x = np.empty((len(chosen), *_pixels(path, chosen[0], read, size).shape), dtype=np.uint8)
+    for i, name in enumerate(chosen):
+        pixels = _pixels(path, name, read, size)
+        if pixels.shape != x.shape[1:]:
+            got, first = (f"{shape[0]} x {shape[1]}" for shape in (pixels.shape, x.shape[1:]))
+            raise DataError(
+                f"{path}: images must have one size, got {got} ({name}) and {first} ({chosen[0]}); set image_size"
+            )
+        x[i] = pixels
+    y = torch.arange(len(class_names)).repeat_interleave(torch.tensor([len(kept[cls]) for cls in class_names]))
+    return Labelled(_channels_first(x), y, class_names)
+
+
+def _is_image(name: str) -> bool:
+    path = PurePosixPath(name)
+    hidden = any(part.startswith(".") or part == "__MACOSX" for part in path.parts)
+    return path.suffix.lower() in _IMAGE_SUFFIXES and not hidden
+
+
+def _pixels(path: Path, name: str, read: Callable[[str], bytes], size: tuple[int, int] | None) -> Array:
+    """One image as ``h x w x 3`` uint8."""
+    from PIL import Image
+
+    bomb = Image.DecompressionBombError
+    try:
+        with Image.open(io.BytesIO(read(name))) as image:
+            rgb = image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, RuntimeError, zlib.error, zipfile.BadZipFile, bomb) as error:
+        raise DataError(f"{path}: cannot read {name} as an image: {error}") from error
+    if size is not None and rgb.size != size[::-1]:
+        rgb = rgb.resize(size[::-1], Image.Resampling.BILINEAR)
+    return np.asarray(rgb)
+
+
+def _channels_first(images: Array) -> Tensor:
+    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+
+
+def _cifar10_batches(root: StrPath, train: bool, limit_per_class: int | None) -> Labelled:
+    from torchvision.datasets import CIFAR10
+
+    try:
+        batches = CIFAR10(os.fspath(root), train=train)
+    except RuntimeError as error:
+        raise DataError(f"{Path(root, 'cifar-10-batches-py')} is incomplete or corrupt: {error}") from error
+    y = torch.tensor(batches.targets)
+    every = [(y == label).nonzero().flatten()[:limit_per_class] for label in range(len(batches.classes))]
+    rows = torch.cat(every).sort().values
+    return Labelled(_channels_first(batches.data)[rows], y[rows], tuple(batches.classes))

@@ -1,0 +1,78 @@
+"""One seed of a classification run: train a classifier, finetune it for the metric, and run the rivals."""
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from metricopt_ext.baselines import finetune_on, reestimate_batchnorm
+from metricopt_ext.batches import TensorBatches
+from metricopt_ext.classification.build import (
+    EVALUATION_BATCH,
+    attach,
+    build_metric,
+    choose_device,
+    classification_loss,
+    load_splits,
+    model_metric,
+    predict_classes,
+    pretrained,
+    to_device,
+)
+from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.metrics import check_split
+from metricopt_ext.classification.pictures import plot_examples
+from metricopt_ext.evidence import SeedRecord, compare
+from metricopt_ext.task import FinetuneTask
+
+
+def run_seed(config: ClassificationConfig, seed: int, folder: Path, *, resume: bool, progress: bool) -> SeedRecord:
+    """Run one seed and keep model, trajectories, value function, adapter and record in ``folder``.
+
+    Raises:
+        MetricOptError: Data, settings or metric are not usable; the message says which.
+    """
+    record_file = folder / "record.json"
+    if resume and record_file.exists():
+        return SeedRecord.load(record_file)
+    splits = to_device(load_splits(config, seed), choose_device(config.device))
+    for part, where in ((splits.train, "train"), (splits.validation, "validation"), (splits.test, "test")):
+        check_split(part.y, splits.num_classes, where)
+    metric = build_metric(config.metric)
+    recipe = config.recipe.build()
+
+    def batches(part: str) -> TensorBatches:
+        data = getattr(splits, part)
+        return TensorBatches(data.x, data.y, config.batch_size, balanced=config.balanced)
+
+    def finetune_on_validation(task: FinetuneTask) -> Tensor:
+        return finetune_on(task, batches("validation"), recipe.lr, recipe.steps, seed)
+
+    def batchnorm_on_validation(task: FinetuneTask) -> nn.Module | None:
+        return reestimate_batchnorm(task.adapter.model, splits.validation.x.split(EVALUATION_BATCH))
+
+    model = pretrained(config, splits, seed, folder)
+    adapter = attach(model, config, seed)
+    task = FinetuneTask(
+        adapter,
+        loss=classification_loss,
+        batches=batches("train"),
+        metric=model_metric(metric, splits.validation),
+        population=config.population,
+    )
+    record = compare(
+        task,
+        model_metric(metric, splits.test),
+        {"batchnorm_validation": batchnorm_on_validation, "loss_finetune_validation": finetune_on_validation},
+        queries=config.queries,
+        recipe=recipe,
+        seed=seed,
+        folder=folder,
+        best_evals=config.best_evals,
+        resume=resume,
+        progress=progress,
+    )
+    if splits.test.x.dim() == 4:
+        before, after = (predict_classes(adapter, phi, splits.test.x) for phi in (task.origin(), adapter.phi.detach()))
+        plot_examples(splits.test, before, after, splits.class_names, folder / "examples.png", seed)
+    record.save(record_file)
+    return record

@@ -1,0 +1,328 @@
+"""Metrics of a classifier, computed from its logits.
+
+`METRICS` holds the built-in ones by name; `expected_cost` builds one from a cost matrix and `from_callable` wraps a
+scikit-learn or torchmetrics function. They all share one signature, ``function(logits, labels) -> float``, where the
+logits are ``n x c`` (c classes), or ``n`` for a binary classifier with one logit (class 1 where it is above 0), and the
+labels are ``n`` integers in 0..c-1. Two columns count as binary, with class 1 the positive one.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import DataError, MetricError
+
+MetricFunction = Callable[[Tensor, Tensor], float]
+Matrix = Tensor | npt.NDArray[Any] | Sequence[Any]
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """A metric and what an optimiser must know of it.
+
+    Attributes:
+        name: Name shown to users.
+        maximize: Whether larger is better.
+        bounds: Smallest and largest value the metric can take.
+        function: ``function(logits, labels) -> float``, with logits ``n x c`` or ``n``, and labels ``n``. It raises
+            `DataError` on an empty set, unequal lengths, NaN logits and labels outside 0..c-1.
+        description: One line for help texts.
+    """
+
+    name: str
+    maximize: bool
+    bounds: tuple[float, float]
+    function: MetricFunction
+    description: str
+
+
+def _check(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Validate one call; returns the detached logits, int64 labels on the same device, and the number of classes."""
+    logits = logits.detach()
+    if not logits.is_floating_point() or logits.ndim not in (1, 2) or (logits.ndim == 2 and logits.shape[1] < 2):
+        raise DataError(
+            f"logits must be floats of shape n (binary) or n x c with c >= 2, "
+            f"got {logits.dtype} of shape {tuple(logits.shape)}"
+        )
+    if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
+        raise DataError(f"labels must be n integers, got {labels.dtype} of shape {tuple(labels.shape)}")
+    if len(logits) != len(labels):
+        raise DataError(f"logits and labels must have one row per example, got {len(logits)} and {len(labels)} rows")
+    if len(labels) == 0:
+        raise DataError("a metric needs at least one example, got an empty set")
+    labels = labels.to(logits.device, torch.int64)
+    num_classes = logits.shape[1] if logits.ndim == 2 else 2
+    low, high = (int(bound) for bound in labels.aminmax())
+    if low < 0 or high >= num_classes:
+        raise DataError(f"labels must be in 0..{num_classes - 1}, got {low if low < 0 else high}")
+    invalid = torch.isnan(logits)
+    if invalid.any():
+        rows = invalid if logits.ndim == 1 else invalid.any(1)
+        raise DataError(f"logits must not be NaN, got NaN in {int(rows.sum())} of {len(logits)} rows")
+    return logits, labels, num_classes
+
+
+def _decide(logits: Tensor) -> Tensor:
+    return logits.argmax(1) if logits.ndim == 2 else (logits > 0).long()
+
+
+def _binary_logit(logits: Tensor) -> Tensor:
+    """The log-odds of class 1, as n float64, from n or n x 2 logits."""
+    logits = logits.double()
+    return logits if logits.ndim == 1 else logits[:, 1] - logits[:, 0]
+
+
+def _counts(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """True positives, predictions and examples of each class: three tensors of c float64."""
+    logits, labels, num_classes = _check(logits, labels)
+    predicted = _decide(logits)
+    hits = labels[predicted == labels]
+    tp, guessed, actual = (torch.bincount(v, minlength=num_classes).double() for v in (hits, predicted, labels))
+    return tp, guessed, actual
+
+
+def _positive_or_macro(numerator: Tensor, denominator: Tensor) -> float:
+    """The ratio of class 1 if there are two classes, else its mean over the classes where it is defined."""
+    ratio = numerator / denominator.clamp(min=1)
+    return float(ratio[1] if len(ratio) == 2 else ratio[denominator > 0].mean())
+
+
+def _accuracy(logits: Tensor, labels: Tensor) -> float:
+    logits, labels, _ = _check(logits, labels)
+    return float((_decide(logits) == labels).double().mean())
+
+
+def _mcr(logits: Tensor, labels: Tensor) -> float:
+    logits, labels, _ = _check(logits, labels)
+    return float((_decide(logits) != labels).double().mean())
+
+
+def _f1(logits: Tensor, labels: Tensor) -> float:
+    tp, guessed, actual = _counts(logits, labels)
+    return _positive_or_macro(2 * tp, guessed + actual)
+
+
+def _jaccard(logits: Tensor, labels: Tensor) -> float:
+    tp, guessed, actual = _counts(logits, labels)
+    return _positive_or_macro(tp, guessed + actual - tp)
+
+
+def _recalls(logits: Tensor, labels: Tensor) -> Tensor:
+    tp, _, actual = _counts(logits, labels)
+    return (tp / actual)[actual > 0]
+
+
+def _balanced_accuracy(logits: Tensor, labels: Tensor) -> float:
+    return float(_recalls(logits, labels).mean())
+
+
+def _worst_recall(logits: Tensor, labels: Tensor) -> float:
+    return float(_recalls(logits, labels).min())
+
+
+def _average_precision(scores: Tensor, positive: Tensor) -> Tensor:
+    """Average precision of each row: k values from k x n scores and k x n booleans, each row with a True.
+
+    The sum over distinct thresholds of (increase in recall) x (precision), so tied scores count as one threshold.
+    """
+    scores, order = scores.sort(descending=True)
+    tp = positive.gather(1, order).cumsum(1)
+    threshold = torch.ones_like(positive)
+    threshold[:, :-1] = scores[:, :-1] != scores[:, 1:]
+    reached = torch.where(threshold, tp, 0).cummax(1).values
+    gained = reached.diff(dim=1, prepend=torch.zeros_like(reached[:, :1]))
+    rank = torch.arange(1, tp.shape[1] + 1, device=tp.device)
+    return (gained * tp.double() / rank).sum(1) / tp[:, -1]
+
+
+def _aucpr(logits: Tensor, labels: Tensor) -> float:
+    logits, labels, num_classes = _check(logits, labels)
+    if num_classes == 2:
+        if not labels.any():
+            raise DataError("aucpr needs an example of the positive class, got labels that are all 0")
+        return float(_average_precision(_binary_logit(logits).unsqueeze(0), labels.bool().unsqueeze(0)))
+    present = torch.bincount(labels).nonzero().flatten()
+    scores = logits.double().log_softmax(1).T[present]
+    return float(_average_precision(scores, labels == present.unsqueeze(1)).mean())
+
+
+_PER_CLASS = "with 3 or more classes the mean over the classes present"
+
+METRICS: dict[str, MetricSpec] = {
+    spec.name: spec
+    for spec in (
+        MetricSpec("mcr", False, (0.0, 1.0), _mcr, "misclassification rate"),
+        MetricSpec("accuracy", True, (0.0, 1.0), _accuracy, "share of examples classified rightly"),
+        MetricSpec("f1", True, (0.0, 1.0), _f1, f"F-measure of the positive class; {_PER_CLASS}"),
+        MetricSpec("jaccard", True, (0.0, 1.0), _jaccard, f"TP / (TP + FP + FN) of the positive class; {_PER_CLASS}"),
+        MetricSpec(
+            "aucpr",
+            True,
+            (0.0, 1.0),
+            _aucpr,
+            f"area under the precision-recall curve (average precision); {_PER_CLASS}, each against the rest",
+        ),
+        MetricSpec(
+            "balanced_accuracy", True, (0.0, 1.0), _balanced_accuracy, "mean recall over the classes that have examples"
+        ),
+        MetricSpec(
+            "worst_recall", True, (0.0, 1.0), _worst_recall, "lowest recall among the classes that have examples"
+        ),
+    )
+}
+
+
+def expected_cost(costs: Matrix, prior: Matrix | None = None) -> MetricSpec:
+    """The mean cost of the decisions, to be minimised.
+
+    Args:
+        costs: ``c x c``, the cost of each ``[true class, predicted class]``; finite and not all equal.
+        prior: ``c`` class weights, not negative, scaled here to sum to 1; each class then counts by its weight rather
+            than by its share of the examples, and every class of positive weight must have examples.
+
+    Returns:
+        The metric, with bounds (smallest cost, largest cost).
+
+    Raises:
+        ValueError: For costs or a prior of the wrong shape or range.
+        DataError: From the metric, for logits of another number of classes or a weighted class without examples.
+    """
+    cost = torch.as_tensor(costs, dtype=torch.float64, device="cpu").detach()
+    if cost.ndim != 2 or cost.shape[0] != cost.shape[1] or len(cost) < 2:
+        raise ValueError(f"costs must be c x c with c >= 2, got shape {tuple(cost.shape)}")
+    if not cost.isfinite().all():
+        raise ValueError(f"costs must be finite, got {cost.tolist()}")
+    bounds = float(cost.min()), float(cost.max())
+    if bounds[0] == bounds[1]:
+        raise ValueError(f"costs must differ from each other, got {bounds[0]} everywhere")
+    weight = None if prior is None else torch.as_tensor(prior, dtype=torch.float64, device="cpu").detach()
+    if weight is not None:
+        if weight.shape != (len(cost),):
+            raise ValueError(
+                f"prior must hold {len(cost)} weights as costs do classes, got shape {tuple(weight.shape)}"
+            )
+        if not weight.isfinite().all() or weight.min() < 0 or weight.sum() == 0:
+            raise ValueError(f"prior must hold finite weights, none negative and not all 0, got {weight.tolist()}")
+        weight = weight / weight.sum()
+
+    def function(logits: Tensor, labels: Tensor) -> float:
+        logits, labels, num_classes = _check(logits, labels)
+        if num_classes != len(cost):
+            raise DataError(f"costs are for {len(cost)} classes, got logits of {num_classes}")
+        paid = cost.to(labels.device)[labels, _decide(logits)]
+        if weight is None:
+            return min(max(float(paid.mean()), bounds[0]), bounds[1])
+        counts = torch.bincount(labels, minlength=num_classes)
+        share = weight.to(labels.device)
+        missing = ((counts == 0) & (share > 0)).nonzero().flatten().tolist()
+        if missing:
+            raise DataError(f"every class with a positive prior must have examples, got none of class {missing}")
+        return min(max(float(paid @ (share / counts)[labels]), bounds[0]), bounds[1])
+
+    return MetricSpec("expected_cost", False, bounds, function, "mean cost of the decisions")
+
+
+def from_callable(
+    fn: Callable[..., Any],
+    *,
+    maximize: bool,
+    bounds: tuple[float, float] = (0.0, 1.0),
+    name: str | None = None,
+    scores: Literal["labels", "probabilities", "logits"] = "labels",
+) -> MetricSpec:
+    """Make a metric of somebody else's function.
+
+    A torchmetrics function (or a ``functools.partial`` of one) or metric object is called as ``fn(preds, target)`` on
+    tensors, and an object is reset around each call. Anything else is called as scikit-learn's metrics are,
+    ``fn(y_true, y_pred)`` on numpy arrays.
+
+    Args:
+        fn: The function. It must return one finite number within ``bounds``.
+        maximize: Whether larger is better.
+        bounds: Smallest and largest value of the metric.
+        name: Name of the metric; by default that of ``fn``.
+        scores: What ``fn`` gets as predictions: the predicted classes (``n``), or the probabilities or logits
+            (``n x c``; for two classes ``n``, those of class 1).
+
+    Raises:
+        ValueError: For unknown ``scores`` or bounds out of order.
+        MetricError: From the metric, for a result that is not one number, not finite or out of bounds.
+    """
+    if scores not in ("labels", "probabilities", "logits"):
+        raise ValueError(f"scores must be 'labels', 'probabilities' or 'logits', got {scores!r}")
+    low, high = (float(bound) for bound in bounds)
+    if not low < high:
+        raise ValueError(f"bounds must be (smallest, largest), got {bounds}")
+    inner: Any = fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    label = str(name or getattr(inner, "__name__", type(inner).__name__))
+    torchmetrics = sys.modules.get("torchmetrics")  # whoever made such a metric has imported it
+    stateful = torchmetrics is not None and isinstance(fn, torchmetrics.Metric)
+    takes_tensors = stateful or (getattr(inner, "__module__", None) or "").partition(".")[0] == "torchmetrics"
+
+    def predictions(logits: Tensor, num_classes: int) -> Tensor:
+        if scores == "labels":
+            return _decide(logits)
+        if num_classes == 2:
+            logit = _binary_logit(logits)
+            return logit.sigmoid() if scores == "probabilities" else logit
+        return logits.double().softmax(1) if scores == "probabilities" else logits
+
+    def evaluate(predicted: Tensor, labels: Tensor) -> Any:
+        if not takes_tensors:
+            return fn(labels.numpy(force=True), predicted.numpy(force=True))
+        if not stateful:
+            return fn(predicted, labels)
+        metric: Any = fn
+        metric.reset()
+        metric.update(predicted.to(metric.device), labels.to(metric.device))
+        value = metric.compute()
+        metric.reset()
+        return value
+
+    def function(logits: Tensor, labels: Tensor) -> float:
+        logits, labels, num_classes = _check(logits, labels)
+        result = evaluate(predictions(logits, num_classes), labels)
+        try:
+            value = float(result)
+        except (TypeError, ValueError, RuntimeError):
+            raise MetricError(f"metric {label!r} must return one number, got {result!r}") from None
+        slack = 1e-6 * (high - low)  # single precision may overshoot a bound
+        if not (math.isfinite(value) and low - slack <= value <= high + slack):
+            raise MetricError(f"metric {label!r} must be within its bounds ({low:g}, {high:g}), got {value:g}")
+        return min(max(value, low), high)
+
+    return MetricSpec(label, maximize, (low, high), function, f"{label} of the {scores}")
+
+
+def check_split(labels: Tensor, num_classes: int, where: str = "validation", *, all_classes: bool = False) -> None:
+    """Make sure that a metric means something on these labels.
+
+    Args:
+        labels: ``n`` integers in 0..num_classes-1.
+        num_classes: Number of classes, 2 or more.
+        where: Name of the split, for the message.
+        all_classes: Whether the metric needs examples of every class, rather than of two.
+
+    Raises:
+        DataError: If the split is empty, holds a label out of range or one class only, or lacks a class that is needed.
+    """
+    if len(labels) == 0:
+        raise DataError(f"the {where} split is empty; it must hold examples of at least two classes")
+    present = sorted(set(labels.tolist()))
+    if present[0] < 0 or present[-1] >= num_classes:
+        wrong = present[0] if present[0] < 0 else present[-1]
+        raise DataError(f"the {where} split must have labels in 0..{num_classes - 1}, got {wrong}")
+    if len(present) == 1:
+        raise DataError(f"the {where} split must hold at least two classes, got only class {present[0]}")
+    if all_classes and len(present) < num_classes:
+        missing = sorted(set(range(num_classes)) - set(present))
+        raise DataError(f"the {where} split must hold all {num_classes} classes, got no examples of class {missing}")

@@ -1,0 +1,86 @@
+"""Networks of the paper's classification experiments, and any torchvision classifier by name."""
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.errors import ConfigError
+
+
+class TabularMLP(nn.Module):
+    """Leaky-ReLU network 100-30-10-c with BatchNorm and dropout at each layer (paper, section 4.2).
+
+    Args:
+        features: Number of inputs.
+        outputs: Number of logits c; 1 for a binary classifier.
+        widths: Hidden widths.
+        dropout: Dropout probability.
+    """
+
+    def __init__(
+        self, features: int, outputs: int = 1, widths: tuple[int, ...] = (100, 30, 10), dropout: float = 0.2
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for a, b in zip((features, *widths), widths, strict=False):
+            layers += [nn.Linear(a, b), nn.LeakyReLU(), nn.BatchNorm1d(b), nn.Dropout(dropout)]
+        self.body = nn.Sequential(*layers)
+        self.head = nn.Linear(widths[-1], outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``n x features`` to logits, ``n`` for one output, else ``n x outputs``."""
+        logits: Tensor = self.head(self.body(x))
+        return logits.squeeze(-1) if logits.shape[-1] == 1 else logits
+
+
+class SmallCNN(nn.Module):
+    """Three 3x3 convolutions with BatchNorm, for images of 8 to 32 pixels; norms are ``norm1``, ``norm2``, ``norm3``.
+
+    Args:
+        channels: Input channels.
+        classes: Number of classes.
+        width: Channels of the first convolution; the others have twice as many.
+    """
+
+    def __init__(self, channels: int, classes: int, width: int = 16) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, 2 * width, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(2 * width)
+        self.conv3 = nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False)
+        self.norm3 = nn.BatchNorm2d(2 * width)
+        self.head = nn.Linear(2 * width * 4, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``n x channels x h x w`` to logits, ``n x classes``."""
+        h = self.norm1(self.conv1(x)).relu()
+        h = nn.functional.max_pool2d(self.norm2(self.conv2(h)).relu(), 2)
+        h = self.norm3(self.conv3(h)).relu()
+        return self.head(nn.functional.adaptive_avg_pool2d(h, 2).flatten(1))  # type: ignore[no-any-return]
+
+
+def build_model(name: str, input_shape: torch.Size, classes: int) -> nn.Module:
+    """Build an untrained classifier.
+
+    Args:
+        name: ``tabular_mlp``, ``small_cnn``, or the name of a torchvision classifier, e.g. ``resnet18``.
+        input_shape: Shape of one input: ``features`` or ``channels x h x w``.
+        classes: Number of classes c. Two classes give the MLP one logit.
+
+    Raises:
+        ConfigError: There is no such model, or it doesn't take such inputs.
+    """
+    if name == "tabular_mlp":
+        if len(input_shape) != 1:
+            raise ConfigError(f"model.name=tabular_mlp takes vectors, the data has {tuple(input_shape)}")
+        return TabularMLP(input_shape[0], 1 if classes == 2 else classes)
+    if len(input_shape) != 3:
+        raise ConfigError(f"model.name={name} takes images, the data has {tuple(input_shape)}")
+    if name == "small_cnn":
+        return SmallCNN(input_shape[0], classes)
+    import torchvision
+
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        raise ConfigError(f"model.name={name!r} is neither tabular_mlp, small_cnn nor a torchvision classifier")
+    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes)
+    return model

@@ -1,0 +1,287 @@
+"""Metrics of a classifier, against scikit-learn and torchmetrics."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.metrics as skm
+import torch
+import torchmetrics
+import torchmetrics.functional as tmf
+from torch import Tensor
+
+from metricopt_ext.classification.metrics import METRICS, check_split, expected_cost, from_callable
+from metricopt_ext.errors import DataError, MetricError
+
+
+def _f1(y: Any, p: Any, binary: bool) -> Any:
+    return skm.f1_score(y, p, average="binary" if binary else "macro", zero_division=0)
+
+
+def _jaccard(y: Any, p: Any, binary: bool) -> Any:
+    return skm.jaccard_score(y, p, average="binary" if binary else "macro", zero_division=0)
+
+
+def _recalls(y: Any, p: Any) -> Any:
+    return skm.recall_score(y, p, average=None, labels=np.unique(y))
+
+
+REFERENCES: dict[str, Callable[[Any, Any, bool], Any]] = {
+    "mcr": lambda y, p, _: skm.zero_one_loss(y, p),
+    "accuracy": lambda y, p, _: skm.accuracy_score(y, p),
+    "f1": _f1,
+    "jaccard": _jaccard,
+    "balanced_accuracy": lambda y, p, _: skm.balanced_accuracy_score(y, p),
+    "worst_recall": lambda y, p, _: _recalls(y, p).min(),
+}
+
+
+def _case(kind: str, seed: int) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    classes = 2 if kind.startswith("binary") else 5
+    shape = (300,) if "one logit" in kind else (300, classes)
+    logits = torch.randn(shape, generator=rng)
+    labels = torch.randint(classes, (300,), generator=rng)
+    if "ties" in kind:
+        logits = (logits * 2).round()
+    if "absent" in kind:
+        labels[labels == 2] = 3
+        logits[:, 1] -= 50  # class 1 never predicted, class 2 never true
+    if "unused" in kind:
+        labels[labels == 2] = 3
+        logits[:, 2] -= 50
+    if "all one" in kind:
+        logits[..., -1] = 50
+    if "rare" in kind:
+        labels = (torch.rand(300, generator=rng) < 0.02).long()
+    return logits, labels
+
+
+KINDS = [
+    "binary",
+    "binary one logit",
+    "binary rare",
+    "binary ties",
+    "binary one logit ties",
+    "binary all one",
+    "multi",
+    "multi ties",
+    "multi absent",
+    "multi unused",
+    "multi all one",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", REFERENCES)
+def test_decisions_agree_with_scikit_learn(name: str, kind: str) -> None:
+    for seed in range(3):
+        logits, labels = _case(kind, seed)
+        decisions = (logits > 0).long() if logits.ndim == 1 else torch.from_numpy(logits.numpy().argmax(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # classes predicted but never true
+            expected = REFERENCES[name](labels.numpy(), decisions.numpy(), logits.ndim == 1 or logits.shape[1] == 2)
+        assert METRICS[name].function(logits, labels) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_aucpr_agrees_with_scikit_learn(kind: str) -> None:
+    for seed in range(3):
+        logits, labels = _case(kind, seed)
+        if logits.ndim == 2 and logits.shape[1] > 2:
+            scores = logits.double().log_softmax(1).numpy()
+            present = np.unique(labels)
+            expected = np.mean([skm.average_precision_score(labels.numpy() == k, scores[:, k]) for k in present])
+        else:
+            margin = logits if logits.ndim == 1 else logits[:, 1] - logits[:, 0]
+            expected = skm.average_precision_score(labels.numpy(), margin.numpy())
+        assert METRICS["aucpr"].function(logits, labels) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("f1", functools.partial(tmf.f1_score, task="multiclass", num_classes=5, average="macro")),
+        ("jaccard", functools.partial(tmf.jaccard_index, task="multiclass", num_classes=5)),
+        ("aucpr", functools.partial(tmf.average_precision, task="multiclass", num_classes=5)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["multi", "multi absent", "multi unused"])
+def test_agrees_with_torchmetrics(name: str, reference: Callable[..., Tensor], kind: str) -> None:
+    logits, labels = _case(kind, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # average precision of an absent class
+        expected = float(reference(logits.double(), labels))
+    assert METRICS[name].function(logits, labels) == pytest.approx(expected, abs=1e-5)
+
+
+def test_aucpr_of_constant_scores_is_the_share_of_positives() -> None:
+    assert METRICS["aucpr"].function(torch.zeros(4), torch.tensor([1, 0, 0, 0])) == 0.25
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_one_logit_equals_two(name: str) -> None:
+    logit, labels = _case("binary one logit", 1)
+    pair = torch.stack([torch.full_like(logit, 3), logit + 3], 1).double()
+    assert METRICS[name].function(logit, labels) == pytest.approx(METRICS[name].function(pair, labels), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_bounds_are_reached_by_the_perfect_and_the_worst(name: str) -> None:
+    labels = torch.tensor([0, 1, 2, 2])
+    right = 10.0 * torch.eye(3)[labels]
+    spec = METRICS[name]
+    best, worst = spec.bounds[::-1] if spec.maximize else spec.bounds
+    assert spec.function(right, labels) == best
+    if name != "aucpr":  # at its lowest still above 0
+        assert spec.function(right.roll(1, 1), labels) == worst
+
+
+def test_metrics_ignore_gradients_and_half_precision() -> None:
+    logits, labels = _case("multi", 0)
+    for spec in METRICS.values():
+        half = logits.bfloat16()
+        assert spec.function(half.requires_grad_(), labels) == spec.function(half.detach().float(), labels)
+
+
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize(
+    ("logits", "labels", "message"),
+    [
+        (torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64), "empty"),
+        (torch.zeros(4, 3), torch.tensor([0, 1, 2]), "4 and 3 rows"),
+        (torch.zeros(3, 3), torch.tensor([0, 1, 3]), r"in 0\.\.2, got 3"),
+        (torch.zeros(3), torch.tensor([0, 1, 2]), r"in 0\.\.1, got 2"),
+        (torch.zeros(3), torch.tensor([0, -1, 1]), r"got -1"),
+        (torch.tensor([[0.0, 1], [float("nan"), 0]]), torch.tensor([0, 1]), "NaN in 1 of 2 rows"),
+        (torch.zeros(2, 1), torch.tensor([0, 1]), r"shape \(2, 1\)"),
+        (torch.zeros(2, 2, 2), torch.tensor([0, 1]), r"shape \(2, 2, 2\)"),
+        (torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1]), "must be floats"),
+        (torch.zeros(2), torch.tensor([0.0, 1.0]), "must be n integers"),
+    ],
+)
+def test_bad_input_is_named(name: str, logits: Tensor, labels: Tensor, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        METRICS[name].function(logits, labels)
+
+
+def test_aucpr_needs_a_positive() -> None:
+    with pytest.raises(DataError, match="positive class"):
+        METRICS["aucpr"].function(torch.zeros(3), torch.zeros(3, dtype=torch.int64))
+
+
+COSTS = [[0.0, 5.0, 1.0], [2.0, 0.0, 1.0], [10.0, 4.0, -1.0]]
+
+
+def test_expected_cost() -> None:
+    logits, labels = torch.eye(3)[[0, 1, 1, 0]], torch.tensor([0, 0, 1, 2])
+    spec = expected_cost(COSTS)
+    assert spec.bounds == (-1, 10)
+    assert not spec.maximize
+    assert spec.function(logits, labels) == (0 + 5 + 0 + 10) / 4
+    weighted = expected_cost(np.array(COSTS), prior=torch.tensor([2, 1, 1]))
+    assert weighted.function(logits, labels) == pytest.approx(0.5 * 2.5 + 0.25 * 0 + 0.25 * 10)
+
+
+def test_expected_cost_of_zero_one_costs_is_the_error_rate() -> None:
+    logits, labels = _case("multi", 0)
+    assert expected_cost(1 - torch.eye(5)).function(logits, labels) == pytest.approx(
+        METRICS["mcr"].function(logits, labels)
+    )
+
+
+@pytest.mark.parametrize(
+    ("costs", "prior", "message"),
+    [
+        ([[0, 1, 2], [1, 0, 2]], None, r"shape \(2, 3\)"),
+        ([[0, float("inf")], [1, 0]], None, "finite"),
+        ([[1, 1], [1, 1]], None, "differ"),
+        (COSTS, [1, 2], r"3 weights.*\(2,\)"),
+        (COSTS, [1, -1, 1], "none negative"),
+        (COSTS, [0, 0, 0], "not all 0"),
+    ],
+)
+def test_impossible_costs_are_named(costs: Any, prior: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        expected_cost(costs, prior)
+
+
+def test_costs_must_fit_the_data() -> None:
+    labels = torch.tensor([0, 1])
+    with pytest.raises(DataError, match="3 classes, got logits of 2"):
+        expected_cost(COSTS).function(torch.zeros(2), labels)
+    with pytest.raises(DataError, match=r"class \[2\]"):
+        expected_cost(COSTS, [1, 1, 1]).function(torch.zeros(2, 3), labels)
+    assert expected_cost(COSTS, [1, 1, 0]).function(torch.eye(3)[:2], labels) == 0
+
+
+def test_from_callable_takes_scikit_learn() -> None:
+    logits, labels = _case("multi", 0)
+    spec = from_callable(skm.cohen_kappa_score, maximize=True, bounds=(-1, 1))
+    assert (spec.name, spec.bounds) == ("cohen_kappa_score", (-1, 1))
+    assert spec.function(logits, labels) == skm.cohen_kappa_score(labels, logits.argmax(1))
+    ovr = from_callable(functools.partial(skm.roc_auc_score, multi_class="ovr"), maximize=True, scores="probabilities")
+    assert ovr.name == "roc_auc_score"
+    expected = skm.roc_auc_score(labels, logits.double().softmax(1), multi_class="ovr")
+    assert ovr.function(logits, labels) == pytest.approx(expected)
+
+
+def test_from_callable_gives_binary_functions_the_positive_class() -> None:
+    pair, labels = _case("binary", 0)
+    probability = pair.double().softmax(1)[:, 1]
+    brier = from_callable(skm.brier_score_loss, maximize=False, scores="probabilities")
+    assert brier.function(pair, labels) == pytest.approx(skm.brier_score_loss(labels, probability))
+    auc = from_callable(skm.roc_auc_score, maximize=True, scores="logits")
+    assert auc.function(pair, labels) == pytest.approx(skm.roc_auc_score(labels, probability))
+
+
+def test_from_callable_takes_torchmetrics_in_their_order() -> None:
+    logits, labels = _case("binary rare", 0)
+    logits[:, 1] += 1  # recall and precision differ, so that swapped arguments show
+    expected = skm.recall_score(labels, logits.argmax(1))
+    functional = functools.partial(tmf.recall, task="binary")
+    assert from_callable(functional, maximize=True).function(logits, labels) == pytest.approx(expected)
+    assert from_callable(tmf.classification.binary_recall, maximize=True).name == "binary_recall"
+    used = torchmetrics.classification.BinaryRecall()
+    used.update(1 - labels, labels)
+    spec = from_callable(used, maximize=True)
+    assert spec.name == "BinaryRecall"
+    assert spec.function(logits, labels) == pytest.approx(expected)
+    flipped = skm.recall_score(labels, (-logits).argmax(1))
+    assert spec.function(-logits, labels) == pytest.approx(flipped)  # nothing kept from earlier calls
+    auc = from_callable(torchmetrics.classification.MulticlassAUROC(5), maximize=True, scores="logits")
+    many, classes = _case("multi", 0)
+    assert auc.function(many, classes) == pytest.approx(
+        skm.roc_auc_score(classes, many.double().softmax(1), multi_class="ovr"), abs=1e-5
+    )
+
+
+def test_from_callable_forgives_rounding_but_nothing_else() -> None:
+    logits, labels = _case("binary", 0)
+    assert from_callable(lambda y, p: 1 + 1e-7, maximize=True).function(logits, labels) == 1
+    for result, message in ((1.5, "within its bounds"), (float("nan"), "got nan"), ([1, 2], "one number")):
+        spec = from_callable(lambda y, p, result=result: result, maximize=True, name="mine")
+        with pytest.raises(MetricError, match=f"'mine'.*{message}"):
+            spec.function(logits, labels)
+
+
+def test_from_callable_checks_its_arguments() -> None:
+    with pytest.raises(ValueError, match="'margins'"):
+        from_callable(skm.f1_score, maximize=True, scores="margins")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"\(1, 0\)"):
+        from_callable(skm.f1_score, maximize=True, bounds=(1, 0))
+
+
+def test_check_split() -> None:
+    check_split(torch.tensor([0, 2, 2]), 3)
+    with pytest.raises(DataError, match="tuning split is empty"):
+        check_split(torch.zeros(0, dtype=torch.int64), 3, "tuning")
+    with pytest.raises(DataError, match=r"validation split .* only class 2"):
+        check_split(torch.tensor([2, 2]), 3)
+    with pytest.raises(DataError, match=r"class \[1, 3\]"):
+        check_split(torch.tensor([0, 2]), 4, all_classes=True)
+    with pytest.raises(DataError, match=r"0\.\.1, got 2"):
+        check_split(torch.tensor([0, 2]), 2)
