@@ -1,0 +1,71 @@
+"""Finetune a classifier for the metric it is judged by, and say what that was worth.
+
+    python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/digits
+    python tools/finetune_classifier.py --config-file configs/classification/a9a.yaml --output-dir out/a9a \
+        metric.name=f1 data.root=FOLDER
+
+Writes report.json, report.md and plots, and for each seed model, adapter, value function and trajectories.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from metricopt_ext.classification.build import build_metric
+from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.experiment import run_seed
+from metricopt_ext.config import load_config
+from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.evidence import open_run
+from metricopt_ext.plots import plot_finetuning, plot_methods, plot_value_function
+from metricopt_ext.report import Report, write_events
+
+
+def main() -> None:
+    """Parse the command line, run all seeds, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-file", required=True, help="YAML file; its keys are those of ClassificationConfig")
+    parser.add_argument("--output-dir", required=True, type=Path, help="folder for everything that is written")
+    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run in the output folder")
+    parser.add_argument("--seed", type=int, help="first seed, in place of the config's")
+    parser.add_argument("overrides", nargs="*", help="key=value, e.g. metric.name=f1 data.root=FOLDER")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(ClassificationConfig, arguments.config_file, arguments.overrides)
+        if arguments.seed is not None:
+            config.seed = arguments.seed
+        run(config, arguments.output_dir, arguments.resume)
+    except MetricOptError as error:
+        sys.exit(f"error: {error}")
+
+
+def run(config: ClassificationConfig, folder: Path, resume: bool) -> Report:
+    """Run every seed and write the report; returns it."""
+    if config.seeds < 1 or config.seed < 0:
+        raise ConfigError(f"seeds={config.seeds}, seed={config.seed}: run at least one seed, the first from 0 on")
+    open_run(folder, config.as_dict(), resume)
+    records = []
+    for seed in range(config.seed, config.seed + config.seeds):
+        print(f"seed {seed}", flush=True)
+        records.append(run_seed(config, seed, folder / f"seed-{seed}", resume=resume, progress=True))
+    report = Report(
+        task=f"classification/{config.data.name}",
+        metric=config.metric.name.rpartition(":")[2],
+        maximize=build_metric(config.metric).maximize,
+        records=records,
+        config=config.as_dict(),
+    )
+    written = [
+        *report.write(folder),
+        plot_methods(report, folder / "methods.png"),
+        plot_finetuning(report, folder / "finetuning.png"),
+        plot_value_function(report, folder / "value_function.png"),
+    ]
+    write_events(report, folder / "events")
+    report.print()
+    print("wrote", *written, f"and {folder}/seed-*/", sep="\n  ")
+    return report
+
+
+if __name__ == "__main__":
+    main()
