@@ -15,8 +15,12 @@ from .files import claim, read_json, write_json
 from .metric import Metric
 from .optimizer import LossStep
 from .pipeline import Recipe, finetune, metric_policy, optimize_metric
+from .progress import Watcher
 from .task import FinetuneTask
 from .value_function import Quality
+
+# Settings that a resumed run may change: which seeds to run, and how.
+RUN_AGAIN_KEYS = ("seed", "seeds", "workers", "device")
 
 Rival = Callable[[FinetuneTask], Tensor | nn.Module | None]
 
@@ -102,7 +106,7 @@ def compare(
     folder: Path,
     best_evals: int,
     resume: bool = False,
-    progress: bool = True,
+    watcher: Watcher | None = None,
 ) -> SeedRecord:
     """Run MetricOpt and its rivals from phi = 0, and judge each end point on the test data, once.
 
@@ -117,14 +121,14 @@ def compare(
         folder: Receives what `optimize_metric` keeps.
         best_evals: Queries of the rival that keeps the best of evaluated steps of the loss finetune.
         resume: Go on with what an interrupted run left in ``folder``.
-        progress: Whether to show a progress bar.
+        watcher: Is told of the progress.
 
     Returns:
         The record; the model is left with MetricOpt's phi.
     """
     clock = _Clock()
     result = optimize_metric(
-        task, queries=queries, recipe=recipe, seed=seed, output_dir=folder, resume=resume, progress=progress
+        task, queries=queries, recipe=recipe, seed=seed, output_dir=folder, resume=resume, watcher=watcher
     )
     clock.lap("metricopt")
     tuned = task.adapter.phi.detach().clone()
@@ -184,7 +188,7 @@ def open_run(folder: Path, config: dict[str, Any], resume: bool) -> None:
     """
     if (folder / "run.json").exists() and not resume:
         raise FileFormatError(f"{folder} holds an earlier run: add --resume to go on with it, or use another folder")
-    claim(folder / "run.json", {key: value for key, value in config.items() if key not in ("seed", "seeds")})
+    claim(folder / "run.json", {key: value for key, value in config.items() if key not in RUN_AGAIN_KEYS})
 
 
 def _judge(task: FinetuneTask, end: Tensor | nn.Module) -> float:

@@ -8,11 +8,12 @@
 import difflib
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,13 @@ class Context(nn.Module):
 
 
 class Modulation(nn.Module):
-    """What is done to one layer's output. Registered as the layer's child, so it follows ``.to`` and ``deepcopy``."""
+    """What is done to one layer's output. Registered as the layer's child, so it follows ``.to`` and ``deepcopy``.
+
+    Attributes:
+        merges_into: Names of the layer's tensors that `merge_into` changes.
+    """
+
+    merges_into: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
     def __init__(self, context: Context) -> None:
         super().__init__()
@@ -170,6 +177,7 @@ class InputBias(Modulation):
     """
 
     C: Tensor
+    merges_into = ("bias",)
 
     def __init__(self, context: Context, features: int, rng: torch.Generator) -> None:
         super().__init__(context)
@@ -278,7 +286,23 @@ class Adapter:
         """Fold phi into the modulated layers and detach: a plain model computing what the adapted one did.
 
         Every host can save, export and serve it, and it costs nothing at inference. Returns the model.
+
+        Raises:
+            AdapterError: A modulated layer shares its weight with another, or computes it; nothing was changed.
         """
+        tensors = [
+            t for module in self.model.modules() for t in (*module._parameters.values(), *module._buffers.values())
+        ]
+        owners = Counter(map(id, tensors))
+        for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True):
+            for key in modulation.merges_into:
+                tensor = layer._parameters.get(key, layer._buffers.get(key))
+                if tensor is None:
+                    raise AdapterError(f"{name}.{key} is computed from other tensors, so phi can't be folded into it")
+                if owners[id(tensor)] > 1:
+                    raise AdapterError(
+                        f"{name}.{key} is shared with another layer, which folding phi into it would change"
+                    )
         for layer, modulation in self.modulations():
             modulation.merge_into(layer)
         return self.remove()

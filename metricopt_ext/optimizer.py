@@ -150,6 +150,9 @@ class MetricOpt(torch.optim.Optimizer):
             raise ValueError(f"{len(self.param_groups) + 1} parameter groups given; f sees one vector phi, so give one")
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "f": self.f}
+
     @property
     def _parameters(self) -> list[Tensor]:
         return self.param_groups[0]["params"]  # type: ignore[no-any-return]

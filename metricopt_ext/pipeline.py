@@ -15,7 +15,7 @@ from .files import read_json, write_json
 from .fitting import Fit, Learner, NeuralLearner, Observations, RidgeLearner, fit_value_function
 from .metric import Ledger
 from .optimizer import LossStep, MetricOptStep
-from .progress import Progress
+from .progress import Bars, Watcher
 from .seeding import generator
 from .task import FinetuneTask
 from .trajectory import Policy, TrajectoryStore, collect, rollout
@@ -47,7 +47,7 @@ class Recipe:
     steps: int = 50
     lr: float = 0.1
     evals: int = 5
-    rounds: int = 3
+    rounds: int = 6
     start_std: float = 0.2
     explored_step: float = 0.15
     settings: tuple[Setting, ...] = ((0.0, 0.15), (0.3, 0.15), (0.3, 0.3))
@@ -130,18 +130,13 @@ class Result:
 
     def __str__(self) -> str:
         """Tell the outcome, its cost and whether f was to be trusted, in three lines."""
-        quality = self.fit.f.quality
-        assert quality is not None
         kept = {"start": "the model as it was", "loss_finetune": "the loss-only finetune", "metricopt": "MetricOpt"}
-        verdict = "to be trusted" if quality.trusted else "NOT to be trusted, so it was not followed"
         spent = ", ".join(f"{purpose} {n}" for purpose, n in self.queries.items())
         return (
             f"{self.metric}: {self.before:.4f} -> {self.after:.4f} (loss-only {self.loss_finetune:.4f});"
             f" kept {kept[self.chosen]}\n"
             f"queries: {sum(self.queries.values())} ({spent}); {self.queries_per_start} for each further start\n"
-            f"value function ({self.fit.f.kind}): {verdict}; held-out Spearman {quality.spearman:.2f}"
-            f" (95% lower bound {quality.spearman_lower:.2f}), MAE {quality.mae:.4f}"
-            f" against {quality.constant_mae:.4f} of a constant"
+            f"value function ({self.fit.f.kind}): {self.fit.f.quality}"
         )
 
 
@@ -153,7 +148,7 @@ def optimize_metric(
     seed: int = 0,
     output_dir: str | Path | None = None,
     resume: bool = False,
-    progress: bool = True,
+    watcher: Watcher | None = None,
 ) -> Result:
     """Finetune a frozen model's phi for its metric within a number of metric queries.
 
@@ -169,7 +164,7 @@ def optimize_metric(
         seed: Seed of all draws.
         output_dir: Keeps trajectories, ``value_function.safetensors`` and ``adapter.safetensors``; None keeps nothing.
         resume: Go on with what an interrupted run left in ``output_dir``; the result is the same bit for bit.
-        progress: Whether to show a progress bar.
+        watcher: Is told of the progress; by default a bar on the terminal.
 
     Returns:
         The result; the tuned phi is in the model.
@@ -179,6 +174,17 @@ def optimize_metric(
         MetricError: The metric failed; finished work is in ``output_dir``.
         FileFormatError: ``output_dir`` holds another run, or a run and ``resume`` is False.
     """
+    if watcher is None:
+        with Bars() as bars:
+            return optimize_metric(
+                task,
+                queries=queries,
+                recipe=recipe,
+                seed=seed,
+                output_dir=output_dir,
+                resume=resume,
+                watcher=bars.watch(task.metric.name, queries),
+            )
     recipe = recipe or Recipe()
     tasks = recipe.tasks_per_round(queries)
     folder = None if output_dir is None else Path(output_dir)
@@ -189,22 +195,22 @@ def optimize_metric(
     ledger = task.metric.ledger = Ledger(queries)
     if len(store):
         ledger.spend("collect", store.queries)
-    with Progress(task.metric, queries, enabled=progress) as bar:
-        fit = meta_train(task, tasks=tasks, recipe=recipe, seed=seed, store=store, bar=bar)
 
-        bar.stage("choose step size")
-        setting = stages.remember("setting", lambda: _choose_setting(task, fit, recipe, seed, bar), ledger, "choose")
+    fit = meta_train(task, tasks=tasks, recipe=recipe, seed=seed, store=store, watcher=watcher)
 
-        bar.stage("finetune")
-        ends = {
-            "start": task.origin(),
-            "loss_finetune": finetune(task, LossStep(recipe.lr), recipe.steps, seed)[-1],
-            "metricopt": finetune(task, metric_policy(fit, recipe, setting), recipe.steps, seed)[-1],
-        }
+    watcher.stage("choose settings")
+    setting = stages.remember("setting", lambda: _choose_setting(task, fit, recipe, seed, watcher), ledger, "choose")
 
-        bar.stage("guard")
-        costs = stages.remember("guard", lambda: _guard(task, ends, bar), ledger, "guard")
-        bar.stage("done")
+    watcher.stage("finetune")
+    ends = {
+        "start": task.origin(),
+        "loss_finetune": finetune(task, LossStep(recipe.lr), recipe.steps, seed)[-1],
+        "metricopt": finetune(task, metric_policy(fit, recipe, setting), recipe.steps, seed)[-1],
+    }
+
+    watcher.stage("guard")
+    costs = stages.remember("guard", lambda: _guard(task, ends, watcher), ledger, "guard")
+    watcher.stage("done")
     chosen = min(costs, key=lambda name: costs[name])
     task.adapter.set_phi(ends[chosen])
     if folder is not None:
@@ -232,7 +238,7 @@ def meta_train(
     recipe: Recipe | None = None,
     seed: int = 0,
     store: TrajectoryStore | None = None,
-    bar: Progress | None = None,
+    watcher: Watcher | None = None,
 ) -> Fit:
     """Learn a value function from rounds of ``tasks`` trajectories (Algorithm 1, meta-training).
 
@@ -245,14 +251,15 @@ def meta_train(
         recipe: How to work.
         seed: Seed of all draws.
         store: Keeps the trajectories; those that it has are not collected again.
-        bar: Shows progress.
+        watcher: Is told of the progress.
     """
     recipe = recipe or Recipe()
     store = TrajectoryStore() if store is None else store
+    watcher = watcher or Watcher()
     fit: Fit | None = None
     for round in range(recipe.rounds):
-        if bar:
-            bar.stage(f"round {round + 1}/{recipe.rounds} " + ("loss only" if fit is None else "on policy"))
+        skill = "loss only" if fit is None or fit.f.quality is None else f"f at {fit.f.quality.spearman:.2f}"
+        watcher.stage(f"round {round + 1}/{recipe.rounds}, {skill}")
         collect(
             task,
             store,
@@ -263,18 +270,14 @@ def meta_train(
             steps=recipe.steps,
             evals=recipe.evals,
             seed=seed,
-            on_query=bar.query if bar else lambda cost: None,
+            on_query=partial(_tell, watcher, task),
         )
         seen = [trajectory for trajectory in store if trajectory.round <= round]
         fit = fit_value_function(Observations.of(seen), recipe.learners, folds=recipe.folds, seed=seed)
         fit.f.to(task.origin().device)
-        if bar and fit.f.quality:
-            quality = fit.f.quality
-            bar.say(
-                f"round {round + 1}: f ({fit.f.kind}) on held-out trajectories: Spearman {quality.spearman:.2f},"
-                f" MAE {quality.mae:.4f} (constant {quality.constant_mae:.4f})"
-            )
     assert fit is not None
+    assert fit.f.quality is not None
+    watcher.say(f"value function ({fit.f.kind}): {fit.f.quality}")
     return fit
 
 
@@ -346,7 +349,7 @@ def _collection_policy(fit: Fit | None, recipe: Recipe, seed: int, chunk: Sequen
     return MetricOptStep(fit.f, recipe.lr, metric_step, draws[:, 1], recipe.steps, even_untrusted=True)
 
 
-def _choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int, bar: Progress) -> Setting:
+def _choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int, watcher: Watcher) -> Setting:
     """Try each setting from phi = 0 and a few random starts; the least mean cost wins."""
     if len(recipe.settings) == 1 or not fit.f.trusted:
         return recipe.settings[0]
@@ -360,15 +363,20 @@ def _choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int, bar
     costs = []
     for phi in points[:, -1]:
         costs.append(task.cost(phi, "choose"))
-        bar.query(costs[-1])
+        _tell(watcher, task, costs[-1])
     return recipe.settings[int(torch.tensor(costs).view(m, n).mean(1).argmin())]
 
 
-def _guard(task: FinetuneTask, ends: dict[str, Tensor], bar: Progress) -> dict[str, float]:
+def _guard(task: FinetuneTask, ends: dict[str, Tensor], watcher: Watcher) -> dict[str, float]:
     """Ask the metric about each end point; without a trusted f two of them are the same and cost one query."""
     costs: dict[str, float] = {}
     for name, phi in ends.items():
         same = next((other for other in costs if torch.equal(ends[other], phi)), None)
         costs[name] = costs[same] if same else task.cost(phi, "guard")
-        bar.query(costs[name])
+        _tell(watcher, task, costs[name])
     return costs
+
+
+def _tell(watcher: Watcher, task: FinetuneTask, cost: float) -> None:
+    metric = task.metric
+    watcher.query(metric.ledger.spent, f"{metric.name} {metric.to_value(cost):.4f}")

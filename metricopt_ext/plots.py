@@ -18,19 +18,17 @@ COLOURS = {
 
 
 def plot_methods(report: Report, path: str | Path) -> Path:
-    """Draw each method's test metric: a dot per seed, a bar at the mean."""
+    """Draw each method's test metric: a dot for each seed and a stroke at the mean."""
     names = report.methods
-    figure, axes = _figure(7.5, 0.9 + 0.42 * len(names))
+    figure, axes = _figure(6.4, 0.9 + 0.36 * len(names))
     for row, name in enumerate(reversed(names)):
         values = report.values(name, "test")
-        axes.barh(row, np.mean(values), color=COLOURS[name], alpha=0.35, height=0.7)
-        axes.plot(values, [row] * len(values), "o", color=COLOURS[name], markersize=4)
-    everything = [value for name in names for value in report.values(name, "test")]
-    margin = 0.15 * (max(everything) - min(everything) or 0.1)
-    axes.set_xlim(max(0.0, min(everything) - margin), max(everything) + margin)
+        axes.plot(values, [row] * len(values), "o", color=COLOURS[name], markersize=5, alpha=0.6, markeredgewidth=0)
+        axes.plot([np.mean(values)] * 2, [row - 0.33, row + 0.33], color=COLOURS[name], linewidth=2.5)
     axes.set_yticks(range(len(names)), [TITLES[name] for name in reversed(names)])
+    axes.grid(axis="x", alpha=0.25)
     direction = "higher" if report.maximize else "lower"
-    axes.set_xlabel(f"test {report.metric} ({direction} is better); bar: mean, dots: seeds")
+    axes.set_xlabel(f"test {report.metric} ({direction} is better); dots: seeds, stroke: mean")
     return _save(figure, path)
 
 

@@ -1,53 +1,92 @@
-"""Progress for people who watch: one bar with the metric last seen and the queries left."""
+"""Progress for people who watch: a bar for each run with its stage, the metric last seen and the queries spent."""
 
 from contextlib import AbstractContextManager
 from typing import Any
 
-from .metric import Metric
+
+class Watcher:
+    """Told of a run's progress; this one shows nothing."""
+
+    def stage(self, description: str) -> None:
+        """Learn what is being done from now on."""
+
+    def query(self, spent: int, seen: str) -> None:
+        """Learn of one more metric query: how many were spent, and what the metric said."""
+
+    def say(self, line: str) -> None:
+        """Learn something worth a line of its own."""
 
 
-class Progress(AbstractContextManager["Progress"]):
-    """A progress bar over metric queries; silent where nobody watches.
+class Bars(AbstractContextManager["Bars"]):
+    """Shows progress bars on the terminal, one for each run that is watched.
 
-    Args:
-        metric: Its ledger says what was spent and what is left.
-        total: Queries that are planned.
-        enabled: False shows nothing.
+    Example:
+        >>> with Bars() as bars:
+        ...     bars.watch("seed 0", total=600).query(1, "accuracy 0.71")  # doctest: +SKIP
     """
 
-    def __init__(self, metric: Metric, total: int, *, enabled: bool = True) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as RichProgress
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self.metric = metric
-        self._bar = RichProgress(
-            TextColumn("{task.description:<24}"),
+        self._progress = Progress(
+            TextColumn("{task.fields[name]}"),
+            TextColumn("{task.description:<22}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("queries  {task.fields[seen]}"),
             TimeElapsedColumn(),
-            disable=not enabled,
         )
-        self._task = self._bar.add_task("", total=total, seen="")
 
-    def stage(self, description: str) -> None:
-        """Name what is being done."""
-        self._bar.update(self._task, description=description)
+    def watch(self, name: str, total: int) -> Watcher:
+        """Add a bar for a run of ``total`` queries."""
+        return _Bar(self._progress, name, total)
 
-    def query(self, cost: float) -> None:
-        """Show one more query and the metric it gave."""
-        seen = f"{self.metric.name} {self.metric.to_value(cost):.4f}"
-        self._bar.update(self._task, completed=self.metric.ledger.spent, seen=seen)
-
-    def say(self, line: str) -> None:
-        """Print a line above the bar."""
-        self._bar.console.print(line, highlight=False) if not self._bar.disable else None
-
-    def __enter__(self) -> "Progress":
-        """Start the bar."""
-        self._bar.start()
+    def __enter__(self) -> "Bars":
+        """Start drawing."""
+        self._progress.start()
         return self
 
     def __exit__(self, *details: Any) -> None:
-        """Leave the finished bar on the screen."""
-        self._bar.stop()
+        """Stop drawing and leave the bars on the screen."""
+        self._progress.stop()
+
+
+class _Bar(Watcher):
+    def __init__(self, progress: Any, name: str, total: int) -> None:
+        self._progress, self._name = progress, name
+        self._task = progress.add_task("waiting", total=total, name=name, seen="", start=False)
+
+    def stage(self, description: str) -> None:
+        self._progress.start_task(self._task)
+        self._progress.update(self._task, description=description)
+
+    def query(self, spent: int, seen: str) -> None:
+        self._progress.update(self._task, completed=spent, seen=seen)
+
+    def say(self, line: str) -> None:
+        self._progress.console.print(f"{self._name}  {line}".strip(), highlight=False, soft_wrap=True)
+
+
+class QueueWatcher(Watcher):
+    """Passes everything on through a queue, from another process to `relay`."""
+
+    def __init__(self, queue: Any, name: str) -> None:
+        self._queue, self._name = queue, name
+
+    def stage(self, description: str) -> None:
+        """Pass on."""
+        self._queue.put((self._name, "stage", (description,)))
+
+    def query(self, spent: int, seen: str) -> None:
+        """Pass on."""
+        self._queue.put((self._name, "query", (spent, seen)))
+
+    def say(self, line: str) -> None:
+        """Pass on."""
+        self._queue.put((self._name, "say", (line,)))
+
+
+def relay(queue: Any, watchers: dict[str, Watcher]) -> None:
+    """Hand messages of `QueueWatcher` to the watchers of those names until None comes through the queue."""
+    for name, method, arguments in iter(queue.get, None):
+        getattr(watchers[name], method)(*arguments)

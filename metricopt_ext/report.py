@@ -18,11 +18,11 @@ from .value_function import Quality
 PACKAGES = ("metricopt-ext", "torch", "torchvision", "numpy", "scipy", "scikit-learn")
 
 TITLES = {
-    "pretrained": "pretrained (phi = 0)",
+    "pretrained": "pretrained",
     "loss_finetune": "loss finetune",
-    "loss_finetune_best": "loss finetune + best of evaluated steps",
-    "batchnorm_validation": "BatchNorm re-estimated on validation inputs",
-    "loss_finetune_validation": "loss finetune on labelled validation data",
+    "loss_finetune_best": "loss finetune, best step",
+    "batchnorm_validation": "BatchNorm on validation",
+    "loss_finetune_validation": "loss on validation labels",
     "metricopt": "MetricOpt",
 }
 
@@ -114,6 +114,8 @@ class Report:
             "|---|---|---|---|---|---|",
             *("| " + " | ".join(row) + " |" for row in self._rows()),
             "",
+            "`queries`: metric queries in all; `a start`: of these, what finetuning one more start costs again.",
+            "",
             *(f"- {line}" for line in self.findings()),
             "",
         ]
@@ -148,17 +150,20 @@ class Report:
 
     def print(self) -> None:
         """Print the table and the findings."""
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
 
         direction = "higher" if self.maximize else "lower"
-        table = Table(title=f"{self.task}: {self.metric} ({direction} is better)", title_justify="left")
-        for i, column in enumerate(self._header()):
-            table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i > 0)
+        title = f"{self.task}: {self.metric} ({direction} is better), {len(self.records)} seeds"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        shown = self._header()[:-1]  # seconds would not fit into 80 columns; report.md has them
+        for i, column in enumerate(shown):
+            table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
         for name, row in zip(self.methods, self._rows(), strict=True):
-            table.add_row(*row, style="bold" if name == "metricopt" else "")
-        console = Console(highlight=False)
-        console.print(table)
+            table.add_row(*row[: len(shown)], style="bold" if name == "metricopt" else "")
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(table, soft_wrap=False)
         for line in self.findings():
             console.print(line)
 
@@ -170,7 +175,7 @@ class Report:
         return paths
 
     def _header(self) -> list[str]:
-        return ["method", "validation", "test", "queries", "per new start", "seconds"]
+        return ["method", "validation", "test", "queries", "a start", "seconds"]
 
     def _rows(self) -> list[list[str]]:
         return [
@@ -217,7 +222,7 @@ def paired_interval(differences: Any, level: float = 0.95) -> tuple[float, float
 def spread(values: Sequence[float]) -> str:
     """Format mean and standard deviation over seeds."""
     mean = f"{np.mean(values):.4f}"
-    return mean if len(values) < 2 else f"{mean} ± {np.std(values, ddof=1):.4f}"
+    return mean if len(values) < 2 else f"{mean} ±{np.std(values, ddof=1):.4f}"
 
 
 def versions() -> dict[str, str]:

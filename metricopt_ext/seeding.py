@@ -14,6 +14,7 @@ def generator(seed: int, purpose: str, *indices: int) -> torch.Generator:
         purpose: What is drawn, e.g. ``"batch"``; different purposes are independent streams.
         indices: Task index, step, ..., each at least 0.
     """
-    words = [seed, zlib.crc32(purpose.encode()), *indices]
+    # The number of indices is a word too: SeedSequence ignores trailing zeros.
+    words = [seed, zlib.crc32(purpose.encode()), len(indices), *indices]
     state = np.random.SeedSequence(words).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]) & (2**63 - 1))

@@ -50,6 +50,14 @@ class Quality:
         """Whether f may steer a model: it ranks unseen points above chance and errs less than the best constant."""
         return self.spearman_lower > 0 and self.mae < self.constant_mae
 
+    def __str__(self) -> str:
+        """Say whether f is to be trusted, and why, in one line."""
+        verdict = "to be trusted" if self.trusted else "NOT to be trusted and not followed"
+        return (
+            f"{verdict}; on held-out trajectories Spearman {self.spearman:.2f} (95% sure of {self.spearman_lower:.2f}),"
+            f" MAE {self.mae:.4f} (a constant's {self.constant_mae:.4f})"
+        )
+
 
 class ValueFunction(nn.Module):
     """Base of all value functions; an ensemble of M members whose mean is f.
@@ -88,7 +96,7 @@ class ValueFunction(nn.Module):
             raise ValueFunctionError(
                 f"phi has dimension {phi.shape[-1]}, this value function was fitted for {self.dim}"
             )
-        return self.members(phi).mean(-1)
+        return self.members(phi.to(self.radius.dtype)).mean(-1)
 
     def gradient(self, phi: Tensor) -> Tensor:
         """Return grad f, ``... x d``, at phi, ``... x d``."""

@@ -12,6 +12,8 @@ from metricopt_ext.metric import Ledger, Metric
 from metricopt_ext.seeding import generator
 from metricopt_ext.task import FinetuneTask
 
+torch.set_num_threads(1)  # the tests' tensors are small: threads would only wait for each other
+
 
 class Quadratic(FinetuneTask):
     """loss = 1/2 sum_i h_i (phi_i - c_i - noise_i)^2 with batch = noise; metric = |phi - goal|^2, lower is better."""

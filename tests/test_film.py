@@ -307,6 +307,48 @@ def test_one_layer_used_twice_is_modulated_twice() -> None:
     torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x.argmax(1)))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("make", "layers", "message"),
+    [
+        (Tied, "head", r"head\.weight is shared with another layer"),
+        (normed, ["0", "1"], r"1\.weight is computed from other tensors"),
+    ],
+)
+def test_merging_where_it_would_be_wrong(make: Callable[[], nn.Module], layers: Any, message: str) -> None:
+    model = make()
+    adapter = attach_film(model, layers, dim=2)
+    adapter.set_phi(torch.ones(2))
+    x = rand(6, 3, dtype=torch.float32)
+    adapted = model(x)
+    with pytest.raises(AdapterError, match=message):
+        adapter.merge()
+    assert torch.equal(model(x), adapted)
+
+
+def test_input_bias_merges_beside_tied_weights() -> None:
+    model = Tied()
+    adapter = attach_input_bias(model, "head", dim=2)
+    adapter.set_phi(torch.ones(2))
+    x = rand(6, 3, dtype=torch.float32)
+    adapted = model(x)
+    torch.testing.assert_close(adapter.merge()(x), adapted)
+
+
 # --- using ---------------------------------------------------------------------------------------------------
 
 
