@@ -2,7 +2,7 @@
 # pyproject.toml changes.
 #
 # Nothing here needs a GPU. On Linux pip may choose a torch built for CUDA, which also runs on a CPU but is a
-# large download; PIP_ARGS can point pip to CPU-only builds, e.g. PIP_ARGS="--find-links <folder>".
+# large download. A CPU-only torch does only with a torchvision built for it: PIP_ARGS can point pip to both.
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -25,6 +25,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: $(STAMP)  ## finetune a digits classifier, on shifted and on plain data
+	rm -rf out/demo
 	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/shifted
 	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/plain shift.kind=none
 

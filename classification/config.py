@@ -74,7 +74,7 @@ class RecipeConfig:
     steps: int = 50
     lr: float = 0.1
     evals: int = 5
-    rounds: int = 3
+    rounds: int = 6
     start_std: float = 0.2
     trials: int = 3
     folds: int = 4
@@ -108,6 +108,8 @@ class ClassificationConfig:
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
     seed: int = 0  # the first of them
+    workers: int = 1  # seeds that run side by side, each in a process of its own
+    threads: int = 1  # CPU threads of each
     device: str = "auto"  # auto, cpu, cuda, cuda:0, ...
 
     def as_dict(self) -> dict[str, Any]:

@@ -22,15 +22,17 @@ from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.metrics import check_split
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.evidence import SeedRecord, compare
+from metricopt_ext.progress import Watcher
 from metricopt_ext.task import FinetuneTask
 
 
-def run_seed(config: ClassificationConfig, seed: int, folder: Path, *, resume: bool, progress: bool) -> SeedRecord:
-    """Run one seed and keep model, trajectories, value function, adapter and record in ``folder``.
+def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int, watcher: Watcher) -> SeedRecord:
+    """Run one seed and keep model, trajectories, value function, adapter and record in ``folder/seed-N``.
 
     Raises:
         MetricOptError: Data, settings or metric are not usable; the message says which.
     """
+    folder = folder / f"seed-{seed}"
     record_file = folder / "record.json"
     if resume and record_file.exists():
         return SeedRecord.load(record_file)
@@ -50,6 +52,7 @@ def run_seed(config: ClassificationConfig, seed: int, folder: Path, *, resume: b
     def batchnorm_on_validation(task: FinetuneTask) -> nn.Module | None:
         return reestimate_batchnorm(task.adapter.model, splits.validation.x.split(EVALUATION_BATCH))
 
+    watcher.stage("train the classifier")
     model = pretrained(config, splits, seed, folder)
     adapter = attach(model, config, seed)
     task = FinetuneTask(
@@ -69,7 +72,7 @@ def run_seed(config: ClassificationConfig, seed: int, folder: Path, *, resume: b
         folder=folder,
         best_evals=config.best_evals,
         resume=resume,
-        progress=progress,
+        watcher=watcher,
     )
     if splits.test.x.dim() == 4:
         before, after = (predict_classes(adapter, phi, splits.test.x) for phi in (task.origin(), adapter.phi.detach()))

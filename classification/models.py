@@ -33,7 +33,9 @@ class TabularMLP(nn.Module):
 
 
 class SmallCNN(nn.Module):
-    """Three 3x3 convolutions with BatchNorm, for images of 8 to 32 pixels; norms are ``norm1``, ``norm2``, ``norm3``.
+    """Three 3x3 convolutions with BatchNorm, the second of stride 2, for small images.
+
+    The norms are named ``norm1``, ``norm2`` and ``norm3``.
 
     Args:
         channels: Input channels.
@@ -45,7 +47,7 @@ class SmallCNN(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, 2 * width, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(2 * width)
         self.conv3 = nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False)
         self.norm3 = nn.BatchNorm2d(2 * width)
@@ -54,7 +56,7 @@ class SmallCNN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``n x channels x h x w`` to logits, ``n x classes``."""
         h = self.norm1(self.conv1(x)).relu()
-        h = nn.functional.max_pool2d(self.norm2(self.conv2(h)).relu(), 2)
+        h = self.norm2(self.conv2(h)).relu()
         h = self.norm3(self.conv3(h)).relu()
         return self.head(nn.functional.adaptive_avg_pool2d(h, 2).flatten(1))  # type: ignore[no-any-return]
 

@@ -9,6 +9,7 @@ Writes report.json, report.md and plots, and for each seed model, adapter, value
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from metricopt_ext.classification.build import build_metric
@@ -19,6 +20,7 @@ from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.evidence import open_run
 from metricopt_ext.plots import plot_finetuning, plot_methods, plot_value_function
 from metricopt_ext.report import Report, write_events
+from metricopt_ext.seeds import run_seeds
 
 
 def main() -> None:
@@ -44,14 +46,20 @@ def run(config: ClassificationConfig, folder: Path, resume: bool) -> Report:
     if config.seeds < 1 or config.seed < 0:
         raise ConfigError(f"seeds={config.seeds}, seed={config.seed}: run at least one seed, the first from 0 on")
     open_run(folder, config.as_dict(), resume)
-    records = []
-    for seed in range(config.seed, config.seed + config.seeds):
-        print(f"seed {seed}", flush=True)
-        records.append(run_seed(config, seed, folder / f"seed-{seed}", resume=resume, progress=True))
+    metric = build_metric(config.metric)
+    data = config.data.name if config.shift.kind == "none" else f"shifted {config.data.name}"
+    print(f"{config.model.name} on {data}: {metric.name}, {config.seeds} seeds of {config.queries} queries")
+    records = run_seeds(
+        partial(run_seed, config, folder, resume),
+        range(config.seed, config.seed + config.seeds),
+        queries=config.queries,
+        workers=config.workers,
+        threads=config.threads,
+    )
     report = Report(
         task=f"classification/{config.data.name}",
-        metric=config.metric.name.rpartition(":")[2],
-        maximize=build_metric(config.metric).maximize,
+        metric=metric.name,
+        maximize=metric.maximize,
         records=records,
         config=config.as_dict(),
     )
