@@ -1,6 +1,7 @@
 """Turns a classification config into the things it describes: data, model, adapter, metric."""
 
 import importlib
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from metricopt_ext.classification.data import (
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.shift import ImageShift
-from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.errors import ConfigError, DataError, MetricOptError
 from metricopt_ext.files import write_atomically
 from metricopt_ext.film import Adapter, attach_film, attach_input_bias
 from metricopt_ext.metric import Metric
@@ -122,7 +123,12 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
         ConfigError: A setting is unknown.
         DataError: The data are not there or not usable.
     """
-    splits = _divided(config.data, seed)
+    try:
+        splits = _divided(config.data, seed)
+    except MetricOptError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"data: {error}") from error
     if config.data.standardise:
         splits = standardise(splits)
     if splits.train.x.dtype == torch.uint8:
@@ -134,7 +140,10 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
     if splits.train.x.dim() != 4:
         raise ConfigError(f"shift.kind=image needs images, {config.data.name} has {tuple(splits.train.x.shape[1:])}")
     settings = {name: value for name, value in vars(config.shift).items() if name != "kind"}
-    shift = ImageShift(**settings)
+    try:
+        shift = ImageShift(**settings)
+    except ValueError as error:
+        raise ConfigError(f"shift: {error}") from error
     drawn = {name: generator(seed, "shift", i).initial_seed() for i, name in enumerate(("validation", "test"))}
     return _each(splits, lambda x, name: shift(x, seed=drawn[name]) if name in drawn else x)
 
@@ -158,6 +167,19 @@ def pretrained(config: ClassificationConfig, splits: Splits, seed: int, folder: 
     if not kept.exists():
         write_atomically(kept, safetensors.torch.save(model.state_dict()))
     return model.to(splits.train.x.device).eval()
+
+
+def flip_and_shift(x: Tensor, rng: torch.Generator, pixels: int = 4) -> Tensor:
+    """Mirror half of the images, ``n x c x h x w``, and shift each by up to ``pixels``, with zeros from outside."""
+    n, _, height, width = x.shape
+    mirrored = torch.rand(n, generator=rng).to(x.device) < 0.5
+    x = torch.where(mirrored[:, None, None, None], x.flip(-1), x)
+    offset = torch.randint(2 * pixels + 1, (2, n), generator=rng).to(x.device)
+    rows = offset[0, :, None] + torch.arange(height, device=x.device)
+    columns = offset[1, :, None] + torch.arange(width, device=x.device)
+    padded = F.pad(x, (pixels,) * 4).movedim(1, -1)
+    image = torch.arange(n, device=x.device)[:, None, None]
+    return padded[image, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
 
 
 def attach(model: nn.Module, config: ClassificationConfig, seed: int) -> Adapter:
@@ -224,7 +246,8 @@ def _load_weights(model: nn.Module, path: Path) -> None:
             state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state)
     except Exception as error:
-        raise DataError(f"{path} holds no weights for {type(model).__name__}: {error}") from error
+        why = textwrap.shorten(str(error), 300, placeholder=" ...")
+        raise DataError(f"{path} holds no weights for {type(model).__name__}: {why}") from error
 
 
 def _train(model: nn.Module, part: Split, config: ModelConfig, balanced: bool, seed: int) -> None:
@@ -235,6 +258,8 @@ def _train(model: nn.Module, part: Split, config: ModelConfig, balanced: bool, s
     model.train()
     for step in range(steps):
         x, y = batches(seed, 0, step)
+        if config.augment:
+            x = flip_and_shift(x, generator(seed, "augment", step))
         loss = cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()

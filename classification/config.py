@@ -32,6 +32,7 @@ class ModelConfig:
     epochs: int = 10
     lr: float = 1e-3  # peak rate of Adam under a one-cycle schedule
     batch_size: int = 100
+    augment: bool = False  # images: random flips and shifts by up to 4 pixels while training
 
 
 @dataclass
@@ -111,6 +112,25 @@ class ClassificationConfig:
     workers: int = 1  # seeds that run side by side, each in a process of its own
     threads: int = 1  # CPU threads of each
     device: str = "auto"  # auto, cpu, cuda, cuda:0, ...
+
+    def check(self) -> None:
+        """Refuse what would only fail after work was done.
+
+        Raises:
+            ConfigError: A value is out of range.
+            BudgetError: There are too few queries; the message says how many would do.
+        """
+        least_one = {name: getattr(self, name) for name in ("batch_size", "population", "best_evals", "seeds")}
+        least_one |= {"workers": self.workers, "threads": self.threads}
+        least_one |= {"model.epochs": self.model.epochs, "model.batch_size": self.model.batch_size}
+        for name, value in least_one.items():
+            if value < 1:
+                raise ConfigError(f"{name}={value}: it must be at least 1")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed}: it must be at least 0")
+        if not self.model.lr > 0:
+            raise ConfigError(f"model.lr={self.model.lr}: it must be above 0")
+        self.recipe.build().tasks_per_round(self.queries)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""

@@ -1,5 +1,6 @@
 """One seed of a classification run: train a classifier, finetune it for the metric, and run the rivals."""
 
+import math
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from metricopt_ext.classification.build import (
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.metrics import check_split
 from metricopt_ext.classification.pictures import plot_examples
+from metricopt_ext.classification.threshold import tune_threshold
 from metricopt_ext.evidence import SeedRecord, compare
 from metricopt_ext.progress import Watcher
 from metricopt_ext.task import FinetuneTask
@@ -35,6 +37,7 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
     folder = folder / f"seed-{seed}"
     record_file = folder / "record.json"
     if resume and record_file.exists():
+        watcher.done()
         return SeedRecord.load(record_file)
     splits = to_device(load_splits(config, seed), choose_device(config.device))
     for part, where in ((splits.train, "train"), (splits.validation, "validation"), (splits.test, "test")):
@@ -50,7 +53,11 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
         return finetune_on(task, batches("validation"), recipe.lr, recipe.steps, seed)
 
     def batchnorm_on_validation(task: FinetuneTask) -> nn.Module | None:
-        return reestimate_batchnorm(task.adapter.model, splits.validation.x.split(EVALUATION_BATCH))
+        x = splits.validation.x
+        return reestimate_batchnorm(task.adapter.model, x.tensor_split(math.ceil(len(x) / EVALUATION_BATCH)))
+
+    def threshold(task: FinetuneTask) -> nn.Module | None:
+        return tune_threshold(task, splits.validation.x)
 
     watcher.stage("train the classifier")
     model = pretrained(config, splits, seed, folder)
@@ -65,7 +72,11 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
     record = compare(
         task,
         model_metric(metric, splits.test),
-        {"batchnorm_validation": batchnorm_on_validation, "loss_finetune_validation": finetune_on_validation},
+        {
+            "threshold": threshold,
+            "batchnorm_validation": batchnorm_on_validation,
+            "loss_finetune_validation": finetune_on_validation,
+        },
         queries=config.queries,
         recipe=recipe,
         seed=seed,

@@ -61,11 +61,69 @@ class SmallCNN(nn.Module):
         return self.head(nn.functional.adaptive_avg_pool2d(h, 2).flatten(1))  # type: ignore[no-any-return]
 
 
+class CifarResNet(nn.Module):
+    """The residual network for 32-pixel images of He et al. (2016), section 4.2, with parameter-free shortcuts.
+
+    Three stages of n blocks and 16, 32, 64 channels: depth 6n + 2; 32 is the paper's network for MCR.
+
+    Args:
+        depth: Number of layers, 6n + 2 with n at least 1.
+        classes: Number of classes.
+
+    Raises:
+        ConfigError: The depth is not of that form.
+    """
+
+    def __init__(self, depth: int = 32, classes: int = 10) -> None:
+        super().__init__()
+        if depth < 8 or (depth - 2) % 6:
+            raise ConfigError(f"depth is {depth}; a CIFAR ResNet has 6n + 2 layers, e.g. 20, 32, 56")
+        self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(16)
+        blocks = (depth - 2) // 6
+        self.stage1 = self._stage(16, 16, blocks)
+        self.stage2 = self._stage(16, 32, blocks)
+        self.stage3 = self._stage(32, 64, blocks)
+        self.head = nn.Linear(64, classes)
+
+    @staticmethod
+    def _stage(inputs: int, outputs: int, blocks: int) -> nn.Sequential:
+        return nn.Sequential(*(CifarBlock(inputs if i == 0 else outputs, outputs) for i in range(blocks)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``n x 3 x h x w`` to logits, ``n x classes``."""
+        h = self.norm(self.conv(x)).relu()
+        h = self.stage3(self.stage2(self.stage1(h)))
+        logits: Tensor = self.head(h.mean((2, 3)))
+        return logits
+
+
+class CifarBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut; a change of width also halves the resolution."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.stride, self.added = (1, 0) if inputs == outputs else (2, outputs - inputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=self.stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``n x inputs x h x w`` to ``n x outputs x h/stride x w/stride``."""
+        h = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu()))
+        shortcut = x[:, :, :: self.stride, :: self.stride]
+        shortcut = nn.functional.pad(shortcut, (0, 0, 0, 0, 0, self.added))  # new channels start at zero
+        total: Tensor = h + shortcut
+        return total.relu()
+
+
 def build_model(name: str, input_shape: torch.Size, classes: int) -> nn.Module:
     """Build an untrained classifier.
 
     Args:
-        name: ``tabular_mlp``, ``small_cnn``, or the name of a torchvision classifier, e.g. ``resnet18``.
+        name: ``tabular_mlp``, ``small_cnn``, ``cifar_resnet32`` (or another depth), or the name of a torchvision
+            classifier, e.g. ``resnet18``.
         input_shape: Shape of one input: ``features`` or ``channels x h x w``.
         classes: Number of classes c. Two classes give the MLP one logit.
 
@@ -80,9 +138,19 @@ def build_model(name: str, input_shape: torch.Size, classes: int) -> nn.Module:
         raise ConfigError(f"model.name={name} takes images, the data has {tuple(input_shape)}")
     if name == "small_cnn":
         return SmallCNN(input_shape[0], classes)
+    if name.startswith("cifar_resnet") and name.removeprefix("cifar_resnet").isdigit():
+        return CifarResNet(int(name.removeprefix("cifar_resnet")), classes)
     import torchvision
 
     if name not in torchvision.models.list_models(module=torchvision.models):
-        raise ConfigError(f"model.name={name!r} is neither tabular_mlp, small_cnn nor a torchvision classifier")
+        raise ConfigError(
+            f"model.name={name!r} is neither tabular_mlp, small_cnn, cifar_resnetN nor a torchvision classifier"
+        )
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes)
-    return model
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(2, *input_shape))
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"model.name={name} does not take images of shape {tuple(input_shape)}: {why}") from error
+    return model.train()

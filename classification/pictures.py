@@ -38,7 +38,7 @@ def plot_examples(
         if place >= len(shown):
             continue
         i = shown[place]
-        axes.imshow(x[i].movedim(0, -1).squeeze(-1), cmap="gray", vmin=0, vmax=1)
+        axes.imshow(x[i].movedim(0, -1).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
         axes.set_title(
             f"{class_names[before[i]]} → {class_names[after[i]]}",
             fontsize=9,

@@ -37,13 +37,23 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Tensor]) -> nn.Modul
 
     Args:
         model: With or without an adapter; the copy has none, and is in evaluation mode.
-        inputs: Batches of inputs, without labels.
+        inputs: Batches of inputs, without labels; each counts the same, so give them about one size.
     """
     copied = copy.deepcopy(model)
     if hasattr(copied, CONTEXT_NAME):
         Adapter(copied).remove()
-    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in copied.modules()):
+    norms = [module for module in copied.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if not norms:
         return None
+    copied.eval()  # dropout, above all, must not disturb the statistics
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
+        norm.train()
     with torch.no_grad():
-        torch.optim.swa_utils.update_bn(inputs, copied)
+        for batch in inputs:
+            copied(batch)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
     return copied.eval()

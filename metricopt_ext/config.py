@@ -22,30 +22,37 @@ def load_config(schema: type[Schema], file: str | Path | None, overrides: Sequen
     Raises:
         ConfigError: A key is unknown or a value has the wrong type; the message names the nearest key.
     """
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     config = OmegaConf.structured(schema)
     known = known_keys(schema)
+    in_file = where = "" if file is None else f"{file}: "
     try:
         if file is not None:
             if not Path(file).is_file():
                 raise ConfigError(f"config file {file} does not exist")
-            config = OmegaConf.merge(config, OmegaConf.load(file))
+            content = OmegaConf.load(file)
+            if not isinstance(content, DictConfig):
+                raise ConfigError(f"{file} holds a list; it must hold keys with values")
+            config = OmegaConf.merge(config, content)
         for override in overrides:
             key, equals, _ = override.partition("=")
             if not equals:
                 raise ConfigError(f"override {override!r} is not of the form key=value")
             if key not in known:
                 raise ConfigError(f"unknown key {key!r}{_nearest(key, known)}")
+            where = f"{override}: "
             config = OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
+        where = in_file
         return OmegaConf.to_object(config)  # type: ignore[return-value]
-    except (OmegaConfBaseException, YAMLError) as error:
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         key = getattr(error, "full_key", None) or ""
-        hint = _nearest(key, known) if key and key not in known else ""
-        where = f"{file}: " if file is not None else ""
-        raise ConfigError(f"{where}{str(error).splitlines()[0]}{hint}") from error
+        if key and key.partition("[")[0] not in known:
+            raise ConfigError(f"{where}unknown key {key!r}{_nearest(key, known)}") from error
+        named = f"{key}: " if key and where == in_file else ""
+        raise ConfigError(f"{where}{named}{' '.join(str(error).partition('    full_key:')[0].split())}") from error
 
 
 def known_keys(schema: Any, prefix: str = "") -> list[str]:

@@ -89,7 +89,7 @@ class SeedRecord:
             content["quality"] = Quality(**content["quality"])
             content["setting"] = tuple(content["setting"])
             return cls(**content)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise FileFormatError(
                 f"{path} is no record of a seed: {error!r}; delete it to have it made again"
             ) from error
@@ -138,14 +138,20 @@ def compare(
     clock.lap("loss_finetune")
     best = best_of_loss_finetune(aside, paths["loss_finetune"], best_evals)
     clock.lap("loss_finetune_best", "loss_finetune")
+    spent = {
+        "loss_finetune_best": (aside.metric.ledger.spent,) * 2,
+        "metricopt": (sum(result.queries.values()), result.queries_per_start),
+    }
     ends: dict[str, Tensor | nn.Module] = {
         "pretrained": task.origin(),
         "loss_finetune": paths["loss_finetune"][-1],
         "loss_finetune_best": best,
     }
     for name, rival in rivals.items():
+        before = aside.metric.ledger.spent
         outcome = rival(aside)
         clock.lap(name)
+        spent[name] = (aside.metric.ledger.spent - before,) * 2
         if isinstance(outcome, nn.Module):
             ends[name] = outcome
         elif outcome is not None:
@@ -153,10 +159,6 @@ def compare(
     ends["metricopt"] = tuned
     paths["metricopt"] = finetune(aside, metric_policy(result.fit, recipe, result.setting), recipe.steps, seed)
 
-    spent = {
-        "loss_finetune_best": (aside.metric.ledger.spent,) * 2,
-        "metricopt": (sum(result.queries.values()), result.queries_per_start),
-    }
     validation, test = task.judged_by(task.metric.with_new_ledger()), task.judged_by(test_metric)
     outcomes = {
         name: Outcome(
@@ -183,9 +185,13 @@ def compare(
 def open_run(folder: Path, config: dict[str, Any], resume: bool) -> None:
     """Make a run's output folder its own; seeds may be added to a run, other settings may not change.
 
+    A run that failed before it made anything, a ``seed-N`` folder that is, does not hold the folder.
+
     Raises:
         FileFormatError: The folder holds a run, and ``resume`` is False or its settings differ.
     """
+    if not any(folder.glob("seed-*")):
+        (folder / "run.json").unlink(missing_ok=True)
     if (folder / "run.json").exists() and not resume:
         raise FileFormatError(f"{folder} holds an earlier run: add --resume to go on with it, or use another folder")
     claim(folder / "run.json", {key: value for key, value in config.items() if key not in RUN_AGAIN_KEYS})

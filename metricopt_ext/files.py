@@ -35,15 +35,20 @@ def write_json(path: str | Path, content: Any) -> None:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read JSON.
+    """Read a JSON object.
 
     Raises:
-        FileFormatError: The file is not JSON.
+        FileFormatError: The file is not JSON, or something else than an object.
     """
     try:
-        return json.loads(Path(path).read_text())
+        content = json.loads(Path(path).read_text())
     except ValueError as error:
         raise FileFormatError(f"{path} is not valid JSON ({error}); delete it to have it made again") from error
+    if not isinstance(content, dict):
+        raise FileFormatError(
+            f"{path} holds a {type(content).__name__}, no JSON object; delete it to have it made again"
+        )
+    return content
 
 
 def claim(path: str | Path, identity: dict[str, Any]) -> None:

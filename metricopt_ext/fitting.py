@@ -1,7 +1,7 @@
 """Fits value functions to observed trajectories and measures them on trajectories that they have not seen."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,50 +11,9 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from .errors import ValueFunctionError
+from .observations import Observations
 from .seeding import generator
-from .trajectory import Trajectory
 from .value_function import NeuralValueFunction, Quality, RidgeValueFunction, ValueFunction
-
-
-@dataclass(frozen=True)
-class Observations:
-    """All observed points of some trajectories, n in all.
-
-    Attributes:
-        phi: ``n x d``, float32.
-        cost: ``n``, float32.
-        trajectory: Which trajectory a point lies on, counted from 0, ``n``.
-        round: The trajectory's round, ``n``.
-        progress: The point's step over T, in [0, 1], ``n``.
-    """
-
-    phi: Tensor
-    cost: Tensor
-    trajectory: Tensor
-    round: Tensor
-    progress: Tensor
-
-    @classmethod
-    def of(cls, trajectories: Iterable[Trajectory]) -> "Observations":
-        """Gather the observed points, trajectory by trajectory."""
-        items = list(trajectories)
-        counts = torch.tensor([len(t.cost) for t in items])
-        return cls(
-            phi=torch.cat([t.observed_phi for t in items]).float(),
-            cost=torch.cat([t.cost for t in items]).float(),
-            trajectory=torch.arange(len(items)).repeat_interleave(counts),
-            round=torch.tensor([t.round for t in items]).repeat_interleave(counts),
-            progress=torch.cat([t.observed / (len(t.phi) - 1) for t in items]),
-        )
-
-    def where_used(self) -> Tensor:
-        """Mark the points where f is going to be used, ``n``: the second half of on-policy trajectories.
-
-        Before any on-policy round that is the second half of all trajectories.
-        """
-        late = self.progress >= 0.5
-        on_policy = self.round > 0
-        return late & on_policy if on_policy.any() else late
 
 
 class Learner(Protocol):
@@ -226,7 +185,7 @@ def fit_value_function(
         )
     order = torch.randperm(trajectories, generator=generator(seed, "folds"))
     fold = (order % folds)[data.trajectory]
-    used = data.where_used()
+    used = data.where_used() & data.observed
     fits = []
     for learner in learners or (NeuralLearner(), RidgeLearner()):
         f = learner(data, fold, folds, seed)

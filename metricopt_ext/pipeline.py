@@ -1,7 +1,8 @@
 """The whole job under one query budget: learn f, finetune phi, and keep the change only if the metric agrees."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from .errors import BudgetError, FileFormatError
 from .files import read_json, write_json
-from .fitting import Fit, Learner, NeuralLearner, Observations, RidgeLearner, fit_value_function
-from .metric import Ledger
+from .fitting import Fit, Learner, NeuralLearner, RidgeLearner, fit_value_function
+from .metric import Ledger, Metric
+from .observations import Observations
 from .optimizer import LossStep, MetricOptStep
 from .progress import Bars, Watcher
 from .seeding import generator
@@ -187,30 +189,32 @@ def optimize_metric(
             )
     recipe = recipe or Recipe()
     tasks = recipe.tasks_per_round(queries)
+    if queries > task.metric.ledger.left:
+        raise BudgetError(f"{queries} queries asked for, {task.metric.ledger.left} are left in the metric's own budget")
     folder = None if output_dir is None else Path(output_dir)
     store = open_store(task, recipe, tasks, seed, folder, resume)
     stages = _Stages(None if folder is None else folder / "stages.json")
-    if queries > task.metric.ledger.left:
-        raise BudgetError(f"{queries} queries asked for, {task.metric.ledger.left} are left in the metric's own budget")
-    ledger = task.metric.ledger = Ledger(queries)
-    if len(store):
-        ledger.spend("collect", store.queries)
+    with _counted(task.metric, queries) as ledger:
+        if len(store):
+            ledger.spend("collect", store.queries)
 
-    fit = meta_train(task, tasks=tasks, recipe=recipe, seed=seed, store=store, watcher=watcher)
+        fit = meta_train(task, tasks=tasks, recipe=recipe, seed=seed, store=store, watcher=watcher)
 
-    watcher.stage("choose settings")
-    setting = stages.remember("setting", lambda: _choose_setting(task, fit, recipe, seed, watcher), ledger, "choose")
+        watcher.stage("choose settings")
+        setting = stages.remember(
+            "setting", lambda: _choose_setting(task, fit, recipe, seed, watcher), ledger, "choose"
+        )
 
-    watcher.stage("finetune")
-    ends = {
-        "start": task.origin(),
-        "loss_finetune": finetune(task, LossStep(recipe.lr), recipe.steps, seed)[-1],
-        "metricopt": finetune(task, metric_policy(fit, recipe, setting), recipe.steps, seed)[-1],
-    }
+        watcher.stage("finetune")
+        ends = {
+            "start": task.origin(),
+            "loss_finetune": finetune(task, LossStep(recipe.lr), recipe.steps, seed)[-1],
+            "metricopt": finetune(task, metric_policy(fit, recipe, setting), recipe.steps, seed)[-1],
+        }
 
-    watcher.stage("guard")
-    costs = stages.remember("guard", lambda: _guard(task, ends, watcher), ledger, "guard")
-    watcher.stage("done")
+        watcher.stage("guard")
+        costs = stages.remember("guard", lambda: _guard(task, ends, watcher), ledger, "guard")
+    watcher.done()
     chosen = min(costs, key=lambda name: costs[name])
     task.adapter.set_phi(ends[chosen])
     if folder is not None:
@@ -305,20 +309,30 @@ def open_store(
     if folder is None:
         return TrajectoryStore()
     trajectories = folder / "trajectories"
-    if trajectories.exists() and not resume:
-        raise FileFormatError(f"{trajectories} holds an earlier run; resume it, or use another output folder")
-    context = task.adapter.context
-    settings = {name: value for name, value in asdict(recipe).items() if name not in ("learners", "settings", "trials")}
+    if not resume and (trajectories.exists() or (folder / "stages.json").exists()):
+        raise FileFormatError(f"{folder} holds an earlier run; resume it, or use another output folder")
+    context, metric = task.adapter.context, task.metric
     identity = {
-        **settings,
+        **asdict(recipe),
         "learners": [repr(learner) for learner in recipe.learners],
         "tasks": tasks,
         "seed": seed,
         "population": task.population,
-        "metric": task.metric.name,
+        "metric": [metric.name, metric.maximize, metric.bounds],  # stored costs depend on the last two
         "adapter": [context.kind, task.dim, context.layers, context.seed],
     }
     return TrajectoryStore(trajectories, identity)
+
+
+@contextmanager
+def _counted(metric: Metric, queries: int) -> Iterator[Ledger]:
+    """Give a metric a ledger of the run's own; a run that fails leaves the old one, so that it can be resumed."""
+    before, metric.ledger = metric.ledger, Ledger(queries)
+    try:
+        yield metric.ledger
+    except BaseException:
+        metric.ledger = before
+        raise
 
 
 class _Stages:
@@ -330,7 +344,8 @@ class _Stages:
 
     def remember(self, name: str, compute: Any, ledger: Ledger, purpose: str) -> Any:
         if name in self.answers:
-            ledger.spend(purpose, self.answers[name]["queries"])
+            if self.answers[name]["queries"]:
+                ledger.spend(purpose, self.answers[name]["queries"])
         else:
             before = ledger.spent
             answer = compute()
@@ -345,6 +360,7 @@ def _collection_policy(fit: Fit | None, recipe: Recipe, seed: int, chunk: Sequen
     if fit is None:
         return LossStep(recipe.lr)
     draws = torch.stack([torch.rand(2, generator=generator(seed, "policy", index)) for index in chunk])
+    draws = draws.to(fit.f.radius.device)
     metric_step = recipe.explored_step * torch.exp((2 * draws[:, 0] - 1) * math.log(3))
     return MetricOptStep(fit.f, recipe.lr, metric_step, draws[:, 1], recipe.steps, even_untrusted=True)
 
@@ -354,15 +370,18 @@ def _choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int, wat
     if len(recipe.settings) == 1 or not fit.f.trusted:
         return recipe.settings[0]
     indices = range(FRESH + 1, FRESH + 1 + recipe.trials)
-    starts = torch.cat([task.origin()[None], task.starts(recipe.start_std, seed, indices)])
+    starts = task.origin()[None]
+    if recipe.trials:
+        starts = torch.cat([starts, task.starts(recipe.start_std, seed, indices)])
     n, m = len(starts), len(recipe.settings)
-    weight, metric_step = torch.tensor(recipe.settings, dtype=starts.dtype).repeat_interleave(n, dim=0).unbind(1)
+    settings = torch.tensor(recipe.settings, dtype=starts.dtype, device=starts.device)
+    weight, metric_step = settings.repeat_interleave(n, dim=0).unbind(1)
     policy = MetricOptStep(fit.f, recipe.lr, metric_step, weight, recipe.steps)
     trial_tasks = [FRESH + 1 + recipe.trials, *indices] * m
     points, _ = rollout(task, starts.repeat(m, 1), policy, steps=recipe.steps, seed=seed, indices=trial_tasks)
-    costs = []
+    costs: list[float] = []
     for phi in points[:, -1]:
-        costs.append(task.cost(phi, "choose"))
+        costs.append(_ask(task, phi, "choose", f"choosing settings, trial {len(costs)}"))
         _tell(watcher, task, costs[-1])
     return recipe.settings[int(torch.tensor(costs).view(m, n).mean(1).argmin())]
 
@@ -372,9 +391,13 @@ def _guard(task: FinetuneTask, ends: dict[str, Tensor], watcher: Watcher) -> dic
     costs: dict[str, float] = {}
     for name, phi in ends.items():
         same = next((other for other in costs if torch.equal(ends[other], phi)), None)
-        costs[name] = costs[same] if same else task.cost(phi, "guard")
+        costs[name] = costs[same] if same else _ask(task, phi, "guard", f"end guard, {name}")
         _tell(watcher, task, costs[name])
     return costs
+
+
+def _ask(task: FinetuneTask, phi: Tensor, purpose: str, where: str) -> float:
+    return float(task.costs_at(phi[None], purpose, f"{where}; "))
 
 
 def _tell(watcher: Watcher, task: FinetuneTask, cost: float) -> None:

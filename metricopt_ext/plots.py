@@ -11,6 +11,7 @@ COLOURS = {
     "pretrained": "#9a9a9a",
     "loss_finetune": "#d98c3f",
     "loss_finetune_best": "#b5651d",
+    "threshold": "#5b7db1",
     "batchnorm_validation": "#8a6fb0",
     "loss_finetune_validation": "#4f8f8b",
     "metricopt": "#c02942",
@@ -20,7 +21,7 @@ COLOURS = {
 def plot_methods(report: Report, path: str | Path) -> Path:
     """Draw each method's test metric: a dot for each seed and a stroke at the mean."""
     names = report.methods
-    figure, axes = _figure(6.4, 0.9 + 0.36 * len(names))
+    figure, ((axes,),) = new_figure(6.4, 0.9 + 0.36 * len(names))
     for row, name in enumerate(reversed(names)):
         values = report.values(name, "test")
         axes.plot(values, [row] * len(values), "o", color=COLOURS[name], markersize=5, alpha=0.6, markeredgewidth=0)
@@ -29,12 +30,12 @@ def plot_methods(report: Report, path: str | Path) -> Path:
     axes.grid(axis="x", alpha=0.25)
     direction = "higher" if report.maximize else "lower"
     axes.set_xlabel(f"test {report.metric} ({direction} is better); dots: seeds, stroke: mean")
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_finetuning(report: Report, path: str | Path) -> Path:
     """Draw the validation metric along finetuning, mean and standard deviation over seeds."""
-    figure, axes = _figure(6.4, 4.0)
+    figure, ((axes,),) = new_figure(6.4, 4.0)
     for name in (name for name in report.methods if name in report.records[0].curves):
         values = np.array([record.curves[name] for record in report.records])
         mean, std = values.mean(0), values.std(0)
@@ -45,12 +46,12 @@ def plot_finetuning(report: Report, path: str | Path) -> Path:
     axes.set_ylabel(f"validation {report.metric}")
     axes.legend(frameon=False, fontsize=8)
     axes.set_title(f"mean and standard deviation over {len(report.records)} seeds", fontsize=9)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_value_function(report: Report, path: str | Path) -> Path:
     """Draw predicted against true metric where f is used, on trajectories that it was not fitted to."""
-    figure, axes = _figure(4.8, 4.6)
+    figure, ((axes,),) = new_figure(4.8, 4.6)
     for record in report.records:
         axes.plot(record.true, record.predicted, ".", markersize=4, alpha=0.5, label=f"seed {record.seed}")
     true = [value for record in report.records for value in record.true]
@@ -60,18 +61,21 @@ def plot_value_function(report: Report, path: str | Path) -> Path:
     spearman = np.mean([quality.spearman for quality in report.quality])
     axes.set_title(f"value function on held-out trajectories, Spearman {spearman:.2f}", fontsize=9)
     axes.legend(frameon=False, markerscale=2, fontsize=8)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
+def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any) -> tuple[Any, Any]:
+    """Return a figure of that many inches and its panels, ``rows x columns``; no global state is touched."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    panels = figure.subplots(rows, columns, squeeze=False, **shared)
+    for axes in panels.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
 
 
-def _save(figure: Any, path: str | Path) -> Path:
+def save_figure(figure: Any, path: str | Path) -> Path:
+    """Write a figure as PNG and return its path."""
     figure.savefig(path, dpi=150)
     return Path(path)

@@ -16,6 +16,9 @@ class Watcher:
     def say(self, line: str) -> None:
         """Learn something worth a line of its own."""
 
+    def done(self) -> None:
+        """Learn that the run is over, with whatever queries it left unspent."""
+
 
 class Bars(AbstractContextManager["Bars"]):
     """Shows progress bars on the terminal, one for each run that is watched.
@@ -63,6 +66,10 @@ class _Bar(Watcher):
     def query(self, spent: int, seen: str) -> None:
         self._progress.update(self._task, completed=spent, seen=seen)
 
+    def done(self) -> None:
+        self._progress.update(self._task, description="done")
+        self._progress.stop_task(self._task)
+
     def say(self, line: str) -> None:
         self._progress.console.print(f"{self._name}  {line}".strip(), highlight=False, soft_wrap=True)
 
@@ -84,6 +91,10 @@ class QueueWatcher(Watcher):
     def say(self, line: str) -> None:
         """Pass on."""
         self._queue.put((self._name, "say", (line,)))
+
+    def done(self) -> None:
+        """Pass on."""
+        self._queue.put((self._name, "done", ()))
 
 
 def relay(queue: Any, watchers: dict[str, Watcher]) -> None:

@@ -21,6 +21,7 @@ TITLES = {
     "pretrained": "pretrained",
     "loss_finetune": "loss finetune",
     "loss_finetune_best": "loss finetune, best step",
+    "threshold": "tuned threshold",
     "batchnorm_validation": "BatchNorm on validation",
     "loss_finetune_validation": "loss on validation labels",
     "metricopt": "MetricOpt",
@@ -114,7 +115,7 @@ class Report:
             "|---|---|---|---|---|---|",
             *("| " + " | ".join(row) + " |" for row in self._rows()),
             "",
-            "`queries`: metric queries in all; `a start`: of these, what finetuning one more start costs again.",
+            "`queries`: metric queries in all; `per start`: of these, what finetuning one more start costs again.",
             "",
             *(f"- {line}" for line in self.findings()),
             "",
@@ -156,7 +157,7 @@ class Report:
 
         direction = "higher" if self.maximize else "lower"
         title = f"{self.task}: {self.metric} ({direction} is better), {len(self.records)} seeds"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
         shown = self._header()[:-1]  # seconds would not fit into 80 columns; report.md has them
         for i, column in enumerate(shown):
             table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
@@ -175,7 +176,7 @@ class Report:
         return paths
 
     def _header(self) -> list[str]:
-        return ["method", "validation", "test", "queries", "a start", "seconds"]
+        return ["method", "validation", "test", "queries", "per start", "seconds"]
 
     def _rows(self) -> list[list[str]]:
         return [
@@ -197,7 +198,10 @@ def write_events(report: Report, folder: str | Path) -> None:
 
     for record in report.records:
         for name, curve in record.curves.items():
-            with SummaryWriter(str(Path(folder, f"seed-{record.seed}", name))) as writer:
+            run = Path(folder, f"seed-{record.seed}", name)
+            for earlier in run.glob("events.out.tfevents.*"):
+                earlier.unlink()  # a resumed run would draw every curve twice
+            with SummaryWriter(str(run)) as writer:
                 for step, value in enumerate(curve):
                     writer.add_scalar(f"validation/{report.metric}", value, step)
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import FileFormatError, ValueFunctionError
 from metricopt_ext.files import write_tensors
-from metricopt_ext.fitting import NeuralLearner, Observations, RidgeLearner, fit_value_function, measure
+from metricopt_ext.fitting import NeuralLearner, RidgeLearner, fit_value_function, measure
+from metricopt_ext.observations import Observations
 from metricopt_ext.trajectory import Trajectory, observation_steps
 from metricopt_ext.value_function import (
     FILE_FORMAT,

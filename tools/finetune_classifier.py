@@ -16,7 +16,7 @@ from metricopt_ext.classification.build import build_metric
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import run_seed
 from metricopt_ext.config import load_config
-from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.errors import MetricOptError
 from metricopt_ext.evidence import open_run
 from metricopt_ext.plots import plot_finetuning, plot_methods, plot_value_function
 from metricopt_ext.report import Report, write_events
@@ -31,22 +31,21 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted run in the output folder")
     parser.add_argument("--seed", type=int, help="first seed, in place of the config's")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. metric.name=f1 data.root=FOLDER")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # overrides may stand before, between and after the options
     try:
         config = load_config(ClassificationConfig, arguments.config_file, arguments.overrides)
         if arguments.seed is not None:
             config.seed = arguments.seed
         run(config, arguments.output_dir, arguments.resume)
-    except MetricOptError as error:
-        sys.exit(f"error: {error}")
+    except (MetricOptError, FloatingPointError, OSError) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 def run(config: ClassificationConfig, folder: Path, resume: bool) -> Report:
     """Run every seed and write the report; returns it."""
-    if config.seeds < 1 or config.seed < 0:
-        raise ConfigError(f"seeds={config.seeds}, seed={config.seed}: run at least one seed, the first from 0 on")
-    open_run(folder, config.as_dict(), resume)
+    config.check()
     metric = build_metric(config.metric)
+    open_run(folder, config.as_dict(), resume)
     data = config.data.name if config.shift.kind == "none" else f"shifted {config.data.name}"
     print(f"{config.model.name} on {data}: {metric.name}, {config.seeds} seeds of {config.queries} queries")
     records = run_seeds(

@@ -1,0 +1,533 @@
+"""The whole job under one budget, on tasks whose loss and metric are known in closed form."""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from metricopt_ext.errors import BudgetError, FileFormatError, MetricError, ValueFunctionError
+from metricopt_ext.film import attach_input_bias, load_adapter
+from metricopt_ext.fitting import NeuralLearner, RidgeLearner
+from metricopt_ext.metric import Ledger, Metric
+from metricopt_ext.optimizer import LossStep
+from metricopt_ext.pipeline import FRESH, Recipe, Result, finetune, meta_train, metric_policy, optimize_metric
+from metricopt_ext.progress import Watcher
+from metricopt_ext.trajectory import TrajectoryStore, rollout
+from metricopt_ext.value_function import load_value_function
+
+# Two rounds of six tasks with three observations, six queries to choose and three for the guard.
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
+COLLECTED, CHOOSING, QUERIES = 36, 6, 45
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **arguments: Any) -> Result:
+    return optimize_metric(task, queries=queries, recipe=recipe, **{"watcher": Watcher(), **arguments})
+
+
+def assert_same(a: Result, b: Result) -> None:
+    for name in ("metric", "before", "after", "loss_finetune", "chosen", "setting", "queries", "queries_per_start"):
+        assert getattr(a, name) == getattr(b, name), name
+    assert str(a) == str(b)
+    assert a.fit.f.quality == b.fit.f.quality
+    assert a.fit.candidates == b.fit.candidates
+    for x, y in ((a.ends, b.ends), (a.fit.f.state_dict(), b.fit.f.state_dict()), (vars(a.fit), vars(b.fit))):
+        assert x.keys() == y.keys()
+        assert all(torch.equal(x[key], y[key]) for key in x if isinstance(x[key], Tensor))
+
+
+# --- What it achieves ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("learner", [RidgeLearner(), NeuralLearner(iterations=60)])
+def test_the_metric_gets_better_than_the_loss_can_make_it(
+    quadratic: Callable[..., Any], learner: Any, maximize: bool
+) -> None:
+    task = quadratic()
+    if maximize:
+        task.metric = Metric(lambda model: -task._distance(model), maximize=True, bounds=None, name="closeness")
+    sign = -1 if maximize else 1
+    times = torch.linspace(0, 20, 400, dtype=torch.float64)[:, None]
+    flow = task.centre * (1 - torch.exp(-task.curvature * times))  # the loss's gradient flow from phi = 0
+    best_by_loss = min(map(task.true_cost, flow))
+    result = go(task, recipe=replace(RECIPE, learners=(learner,)))
+    assert result.chosen == "metricopt"
+    assert sign * result.before == pytest.approx(float((task.goal**2).sum()), rel=1e-12)
+    assert sign * result.after == task.true_cost(task.adapter.phi.detach())
+    assert sign * result.loss_finetune == task.true_cost(result.ends["loss_finetune"])
+    assert sign * result.after < 0.5 * sign * result.loss_finetune
+    assert sign * result.after < 0.5 * best_by_loss
+    assert torch.equal(task.adapter.phi, result.ends["metricopt"])
+    assert "to be trusted" in str(result)
+    assert "kept MetricOpt" in str(result)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("goal", [-1.0, -0.2, 0.0, 0.3])
+def test_it_never_ends_worse_than_it_began(quadratic: Callable[..., Any], goal: float, seed: int) -> None:
+    task = quadratic(noise=2.0)
+    task.goal = goal * task.centre  # behind the start as the loss sees it, at the start, or on the way
+    result = go(task, seed=seed)
+    reached = {name: task.true_cost(phi) for name, phi in result.ends.items()}
+    assert result.before == reached["start"] == task.true_cost(torch.zeros(4, dtype=torch.float64))
+    assert result.after == min(reached.values()) == reached[result.chosen] <= result.before
+    assert torch.equal(task.adapter.phi, result.ends[result.chosen])
+
+
+def test_the_guard_keeps_a_start_that_nothing_beats(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task = quadratic()
+    task.goal = torch.zeros_like(task.goal)
+    result = go(task, output_dir=tmp_path)
+    assert (result.chosen, result.before, result.after) == ("start", 0.0, 0.0)
+    assert result.loss_finetune > 0.1
+    assert not task.adapter.phi.any()
+    assert not load_adapter(nn.Linear(2, 3).double(), tmp_path / "adapter.safetensors").phi.any()
+    assert "kept the model as it was" in str(result)
+
+
+def test_an_f_without_skill_is_not_followed(quadratic: Callable[..., Any]) -> None:
+    task, rng, asked = quadratic(), torch.Generator().manual_seed(5), []
+
+    def noise(model: nn.Module) -> float:
+        asked.append(float(torch.rand((), generator=rng)))
+        return asked[-1]
+
+    task.metric = Metric(noise, maximize=True, name="noise")
+    said: list[str] = []
+    watcher = Watcher()
+    watcher.say = said.append  # type: ignore[method-assign]
+    result = go(task, watcher=watcher)
+    assert not result.fit.f.trusted
+    assert torch.equal(result.ends["metricopt"], result.ends["loss_finetune"])
+    assert torch.equal(result.ends["metricopt"], finetune(task, LossStep(0.1), 10, 0)[-1])
+    assert result.chosen in ("start", "loss_finetune")
+    assert result.after == pytest.approx(max(asked[-2:]))
+    assert result.queries == {"collect": COLLECTED, "guard": 2}  # nothing to choose, two equal ends
+    assert len(asked) == COLLECTED + 2
+    assert "NOT to be trusted" in str(result)
+    assert len(said) == 1
+    assert "NOT to be trusted" in said[0]
+
+
+def test_a_metric_that_does_not_react_to_phi_is_named(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    task.metric = Metric(lambda: 0.25, maximize=False, name="constant")
+    with pytest.raises(ValueFunctionError, match="does not react to phi"):
+        go(task)
+
+
+# --- What it costs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("queries", "tasks"), [(45, 6), (50, 6), (51, 7), (57, 8)])
+def test_every_query_is_booked_and_none_is_beyond_the_budget(
+    quadratic: Callable[..., Any], queries: int, tasks: int
+) -> None:
+    task = quadratic()
+    result = go(task, queries=queries)
+    assert result.queries == {"collect": 2 * tasks * 3, "choose": 6, "guard": 3} == task.metric.ledger.spent_on
+    assert task.asked == sum(result.queries.values()) == 6 * tasks + 9 <= queries == task.metric.ledger.budget
+    assert result.queries_per_start == 3
+
+
+def test_a_single_setting_needs_no_choice(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    result = go(task, recipe=replace(RECIPE, settings=((0.1, 0.2),)))
+    assert result.setting == (0.1, 0.2)
+    assert result.queries == {"collect": 42, "guard": 3}
+    assert task.asked == 45
+
+
+@pytest.mark.parametrize(
+    "recipe", [RECIPE, replace(RECIPE, rounds=1, evals=4, trials=0), replace(RECIPE, settings=((0.3, 0.1),), folds=3)]
+)
+def test_too_small_a_budget_says_what_would_do(quadratic: Callable[..., Any], recipe: Recipe) -> None:
+    task = quadratic()
+    with pytest.raises(BudgetError, match="20 queries are too few") as caught:
+        go(task, queries=20, recipe=recipe)
+    assert task.asked == 0
+    enough = int(re.search(r"give at least (\d+)", str(caught.value)).group(1))
+    with pytest.raises(BudgetError, match=f"at least {enough}"):
+        go(task, queries=enough - 1, recipe=recipe)
+    go(task, queries=enough, recipe=recipe)
+    assert 0 < task.asked <= enough
+
+
+def test_the_metrics_own_budget_is_checked_before_anything_is_asked_or_written(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    task = quadratic(budget=50)
+    task.metric.ledger.spend("elsewhere", 6)
+    with pytest.raises(BudgetError, match=r"45 queries asked for, 44 are left in the metric's own budget"):
+        go(task, output_dir=tmp_path / "run")
+    assert task.asked == 0
+    assert not (tmp_path / "run").exists()
+    task.metric.ledger = Ledger(45)
+    assert go(task, output_dir=tmp_path / "run").chosen == "metricopt"
+
+
+def test_the_watcher_learns_of_every_query_and_stage(
+    quadratic: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages, spent, seen = [], [], []
+
+    class Recorder(Watcher):
+        def stage(self, description: str) -> None:
+            stages.append(description)
+
+        def query(self, count: int, last: str) -> None:
+            spent.append(count)
+            seen.append(last)
+
+        def done(self) -> None:
+            stages.append("done")
+
+    result = go(quadratic(), watcher=Recorder())
+    assert spent == list(range(1, QUERIES + 1))
+    assert seen[-3] == f"distance {result.before:.4f}"
+    assert stages[0] == "round 1/2, loss only"
+    assert re.fullmatch(r"round 2/2, f at -?[01]\.\d\d", stages[1])
+    assert stages[2:] == ["choose settings", "finetune", "guard", "done"]
+    go(quadratic(), watcher=None)
+    assert "distance" in (shown := capsys.readouterr().out)
+    assert "45/45" in shown
+
+
+# --- The steps of the algorithm --------------------------------------------------------------------------------
+
+
+def test_finetuning_is_gradient_descent_on_fresh_batches_and_asks_nothing(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    phi = torch.zeros(4, dtype=torch.float64)
+    path = [phi]
+    for step in range(5):
+        phi = phi - 0.2 * task.curvature * (phi - task.centre - task.batch(3, FRESH, step))
+        path.append(phi)
+    torch.testing.assert_close(finetune(task, LossStep(0.2), 5, seed=3), torch.stack(path))
+    assert torch.equal(finetune(task, LossStep(0.2), 5, seed=3, start=path[2])[0], path[2])
+    assert task.asked == 0
+
+
+def test_the_first_round_follows_the_loss_and_later_ones_f(quadratic: Callable[..., Any]) -> None:
+    task, store = quadratic(), TrajectoryStore()
+    fit = meta_train(task, tasks=6, recipe=RECIPE, seed=2, store=store)
+    assert task.asked == store.queries == 36
+    assert [(t.round, t.index) for t in store] == [(i // 6, i) for i in range(12)]
+    off_loss = []
+    for trajectory in store:
+        assert trajectory.cost.tolist() == [task.true_cost(phi) for phi in trajectory.observed_phi]
+        for step, (phi, after) in enumerate(pairwise(trajectory.phi)):
+            gradient = task.curvature * (phi - task.centre - task.batch(2, trajectory.index, step))
+            off_loss.append((trajectory.round, float((after - (phi - 0.1 * gradient)).norm())))
+    assert max(distance for round, distance in off_loss if round == 0) < 1e-12
+    assert min(distance for round, distance in off_loss if round == 1) > 1e-3
+    again = meta_train(task, tasks=6, recipe=RECIPE, seed=2, store=store)
+    assert task.asked == 36
+    assert torch.equal(again.f.coefficients, fit.f.coefficients)
+
+
+@pytest.mark.parametrize("trials", [0, 1, 4])
+def test_the_setting_with_the_least_mean_metric_is_chosen(quadratic: Callable[..., Any], trials: int) -> None:
+    settings = ((0.0, 0.01), (0.3, 0.15), (0.5, 0.3), (1.0, 0.05))
+    recipe = replace(RECIPE, trials=trials, settings=settings)
+    task = quadratic()
+    result = go(task, queries=COLLECTED + recipe.choice_queries + 3, recipe=recipe)
+    assert result.queries["choose"] == 4 * (1 + trials)
+    indices = list(range(FRESH + 1, FRESH + 1 + trials))
+    starts = [task.origin(), *(task.starts(recipe.start_std, 0, [index])[0] for index in indices)]
+    means = {}
+    for setting in settings:
+        policy = metric_policy(result.fit, recipe, setting)
+        ends = [
+            rollout(task, start[None], policy, steps=10, seed=0, indices=[index])[0][0, -1]
+            for start, index in zip(starts, [FRESH + 1 + trials, *indices], strict=True)
+        ]
+        means[setting] = sum(map(task.true_cost, ends)) / len(ends)
+    assert result.setting == min(means, key=lambda setting: means[setting])
+    assert sorted(means.values())[1] > 1.01 * min(means.values())
+
+
+def test_the_seed_decides_everything(quadratic: Callable[..., Any]) -> None:
+    first, same, other = (go(quadratic(), seed=seed) for seed in (0, 0, 1))
+    assert_same(first, same)
+    assert first.after != other.after
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("steps", 1, "steps is 1; it must be at least 2"),
+        ("evals", 1, "evals is 1; it must be at least 2"),
+        ("rounds", 0, "rounds is 0; it must be at least 1"),
+        ("folds", 1, "folds is 1; it must be at least 2"),
+        ("trials", -1, "trials is -1; it must be at least 0"),
+        ("lr", 0.0, "lr is 0.0; it must be above 0"),
+        ("lr", math.nan, "lr is nan"),
+        ("start_std", -0.5, "start_std is -0.5"),
+        ("explored_step", 0.0, "explored_step is 0.0"),
+        ("evals", 12, "evals is 12; a task of 10 steps has 11 points"),
+        ("settings", (), "settings is empty"),
+    ],
+)
+def test_a_recipe_out_of_range_is_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(RECIPE, **{name: value})
+
+
+# --- Interrupted runs ------------------------------------------------------------------------------------------
+
+BOTH = replace(RECIPE, learners=(RidgeLearner(), NeuralLearner(iterations=60)))
+
+
+def content(path: Path) -> Any:
+    """Return what a file holds; the bytes of equal safetensors files may differ."""
+    if path.suffix != ".safetensors":
+        return path.read_bytes() if path.is_file() else None
+    with safe_open(path, framework="pt") as file:
+        return file.metadata(), {key: file.get_tensor(key).tolist() for key in file.keys()}  # noqa: SIM118
+
+
+def kept_of(asked: int) -> int:
+    """How many of the queries asked before the interruption a resumed run need not ask again."""
+    if asked < COLLECTED:
+        return asked // 3 * 3  # whole tasks
+    return COLLECTED + CHOOSING if asked >= COLLECTED + CHOOSING else COLLECTED
+
+
+@pytest.mark.parametrize("after", [0, 4, 18, 26, 38, 43])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    quadratic: Callable[..., Any], tmp_path: Path, after: int
+) -> None:
+    whole = quadratic(population=4)
+    expected = go(whole, recipe=BOTH, output_dir=tmp_path / "whole")
+    broken = quadratic(population=4)
+    broken.fail_after = after
+    with pytest.raises(MetricError, match="the evaluation server is down"):
+        go(broken, recipe=BOTH, output_dir=tmp_path / "broken")
+    assert broken.asked == after + 1
+    assert not (tmp_path / "broken" / "adapter.safetensors").exists()
+
+    resumed = quadratic(population=4)
+    result = go(resumed, recipe=BOTH, output_dir=tmp_path / "broken", resume=True)
+    assert resumed.asked == QUERIES - kept_of(after)
+    assert_same(result, expected)
+    assert torch.equal(resumed.adapter.phi, whole.adapter.phi)
+    assert resumed.metric.ledger.spent_on == whole.metric.ledger.spent_on == result.queries
+
+    names = {path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*")}
+    assert names == {path.relative_to(tmp_path / "broken") for path in (tmp_path / "broken").rglob("*")}
+    for name in names:
+        assert content(tmp_path / "whole" / name) == content(tmp_path / "broken" / name), name
+
+
+def test_the_same_task_resumes_under_its_own_budget(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    expected = go(quadratic())
+    task = quadratic(budget=QUERIES)
+    task.fail_after = 20
+    with pytest.raises(MetricError):
+        go(task, output_dir=tmp_path)
+    task.fail_after = None
+    assert_same(go(task, output_dir=tmp_path, resume=True), expected)
+
+
+def test_a_finished_run_is_told_again_without_a_query(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    expected = go(quadratic(), output_dir=tmp_path)
+    task = quadratic()
+    assert_same(go(task, output_dir=tmp_path, resume=True), expected)
+    assert task.asked == 0
+    assert torch.equal(task.adapter.phi, expected.ends["metricopt"])
+    assert task.metric.ledger.spent == QUERIES
+
+
+def test_a_resumed_run_without_a_trusted_f_books_the_same_queries(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    def noisy() -> Any:
+        task, rng = quadratic(), torch.Generator().manual_seed(5)
+        task.metric = Metric(lambda: float(torch.rand((), generator=rng)), maximize=True, name="noise")
+        return task
+
+    expected = go(noisy(), output_dir=tmp_path)
+    assert_same(go(noisy(), output_dir=tmp_path, resume=True), expected)
+
+
+def test_an_earlier_run_is_not_written_over(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    go(quadratic(), output_dir=tmp_path)
+    task = quadratic()
+    with pytest.raises(FileFormatError, match="holds an earlier run; resume it, or use another output folder"):
+        go(task, output_dir=tmp_path)
+    for path in sorted((tmp_path / "trajectories").iterdir()):
+        path.unlink()
+    (tmp_path / "trajectories").rmdir()
+    with pytest.raises(FileFormatError, match="holds an earlier run"):  # or its last answers would be taken for ours
+        go(task, output_dir=tmp_path)
+    assert task.asked == 0
+
+
+def other_adapter(task: Any) -> None:
+    task.adapter.remove()
+    task.adapter = attach_input_bias(task.adapter.model, dim=4, seed=1)
+
+
+def other_metric(**change: Any) -> Callable[[Any], None]:
+    def changed(task: Any) -> None:
+        settings = {"maximize": False, "bounds": (0.0, 50.0), "name": "distance", **change}
+        task.metric = Metric(task._distance, **settings)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "arguments"),
+    [
+        *(
+            (name, None, {"recipe": replace(RECIPE, **{name: value})})
+            for name, value in [
+                ("steps", 11),
+                ("lr", 0.2),
+                ("evals", 2),
+                ("rounds", 1),
+                ("start_std", 0.3),
+                ("explored_step", 0.1),
+                ("settings", ((0.0, 0.1), (0.3, 0.1), (0.3, 0.2))),
+                ("trials", 0),
+                ("folds", 3),
+                ("learners", (RidgeLearner(groups=4),)),
+            ]
+        ),
+        ("seed", None, {"seed": 1}),
+        ("tasks", None, {"queries": 51}),
+        ("population", lambda task: setattr(task, "population", 5), {}),
+        ("metric", other_metric(name="length"), {}),
+        ("metric", other_metric(maximize=True), {}),
+        ("metric", other_metric(bounds=(0.0, 60.0)), {}),
+        ("adapter", other_adapter, {}),
+    ],
+)
+def test_a_run_is_not_resumed_under_other_settings(
+    quadratic: Callable[..., Any], tmp_path: Path, key: str, change: Any, arguments: dict[str, Any]
+) -> None:
+    first = quadratic()
+    other_metric()(first)
+    first.fail_after = 20
+    with pytest.raises(MetricError):
+        go(first, output_dir=tmp_path)
+    task = quadratic()
+    other_metric()(task)
+    if change:
+        change(task)
+    with pytest.raises(FileFormatError, match=rf"holds another run: {key} was .*, now ") as caught:
+        go(task, output_dir=tmp_path, resume=True, **arguments)
+    assert str(tmp_path) in str(caught.value)
+    assert task.asked == 0
+
+
+def test_queries_that_change_nothing_may_be_added(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    expected, first, task = go(quadratic()), quadratic(), quadratic()
+    first.fail_after = 20
+    with pytest.raises(MetricError):
+        go(first, output_dir=tmp_path)
+    assert_same(go(task, output_dir=tmp_path, resume=True, queries=QUERIES + 5), expected)
+
+
+def test_damaged_files_are_named(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    go(quadratic(), output_dir=tmp_path)
+    damaged = tmp_path / "trajectories" / "round-0-task-00002.safetensors"
+    whole, before = damaged.read_bytes(), content(damaged)
+    for rubbish in (whole[: len(whole) // 2], b""):
+        damaged.write_bytes(rubbish)
+        with pytest.raises(FileFormatError, match=re.escape(str(damaged))):
+            go(quadratic(), output_dir=tmp_path, resume=True)
+    damaged.unlink()
+    task = quadratic()
+    go(task, output_dir=tmp_path, resume=True)
+    assert task.asked == 3  # that task alone
+    assert content(damaged) == before
+    for rubbish in ("{", "[]", "3"):
+        (tmp_path / "stages.json").write_text(rubbish)
+        with pytest.raises(FileFormatError, match=re.escape(str(tmp_path / "stages.json"))):
+            go(quadratic(), output_dir=tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("at", "where"),
+    [
+        (4, r"round 0, task 1, step \d+; 1 finished trajectories are kept"),
+        (23, r"round 1, task 7, step \d+; 7 finished trajectories are kept"),
+        (39, r"choosing settings, trial 3"),
+        (43, r"end guard, loss_finetune"),
+    ],
+)
+@pytest.mark.parametrize(("bad", "what"), [(math.nan, "returned nan"), (51.0, r"51\.0, outside its bounds")])
+def test_a_metric_gone_wrong_is_reported_with_its_place_and_the_mended_run_finishes(
+    quadratic: Callable[..., Any], tmp_path: Path, bad: float, what: str, at: int, where: str
+) -> None:
+    def bounded(wrong: float | None) -> Any:
+        task = quadratic()
+
+        def metric(model: nn.Module) -> float:
+            value = task._distance(model)
+            return wrong if wrong is not None and task.asked > at else value
+
+        task.metric = Metric(metric, maximize=False, bounds=(0.0, 50.0), name="distance")
+        return task
+
+    expected = go(bounded(None))
+    with pytest.raises(MetricError, match=what) as caught:
+        go(bounded(bad), output_dir=tmp_path)
+    assert re.search(where, str(caught.value))
+    task = bounded(None)
+    assert_same(go(task, output_dir=tmp_path, resume=True), expected)
+    assert task.asked == QUERIES - kept_of(at)
+
+
+# --- What is left behind ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("learner", [RidgeLearner(), NeuralLearner(iterations=60)])
+def test_files(quadratic: Callable[..., Any], tmp_path: Path, learner: Any) -> None:
+    task = quadratic(dtype=torch.float32)
+    result = go(task, recipe=replace(RECIPE, learners=(learner,)), output_dir=tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"trajectories", "stages.json", "value_function.safetensors", "adapter.safetensors"}
+    assert len(list((tmp_path / "trajectories").glob("*.safetensors"))) == 12
+
+    f = load_value_function(tmp_path / "value_function.safetensors", dim=4)
+    phi = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(f(phi), result.fit.f(phi))
+    assert torch.equal(f.gradient(phi), result.fit.f.gradient(phi))
+    assert f.quality == result.fit.f.quality
+    assert f.trusted
+
+    model = nn.Linear(2, 3)
+    model.load_state_dict(task.adapter.base_state_dict())
+    x = torch.randn(5, 2, generator=torch.Generator().manual_seed(1))
+    untuned = model(x)
+    adapter = load_adapter(model, tmp_path / "adapter.safetensors")
+    assert torch.equal(adapter.phi, task.adapter.phi)
+    assert torch.equal(model(x), task.adapter.model(x))
+    assert not torch.allclose(model(x), untuned)
+
+
+def test_nothing_is_kept_without_a_folder(
+    quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert go(quadratic()).chosen == "metricopt"
+    assert list(tmp_path.iterdir()) == []
