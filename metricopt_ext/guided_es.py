@@ -1,5 +1,7 @@
 """Guided evolution strategies (paper, section 3.2, Eq. 3-4) as pure functions; all take leading batch shapes."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -61,3 +63,71 @@ def analytic_direction(gradient: Tensor, history: Tensor) -> Tensor:
     """
     basis, rank = orthonormal_basis(history)
     return 2 * apply_covariance(basis, rank, gradient)
+
+
+def perturbations(basis: Tensor, rank: Tensor, count: int, scale: float, generator: torch.Generator) -> Tensor:
+    """Draw delta ~ N(0, s^2 Sigma), as s (e1 / sqrt(2d) + U e2 / sqrt(2k)) with standard normal e1 and e2 (Eq. 3).
+
+    k is the rank; without any direction delta = s e1 / sqrt(d). As tr Sigma = 1, the length of a delta is about s.
+
+    Args:
+        basis: U, ``... x d x k``.
+        rank: Number of its non-zero columns, ``...``.
+        count: Number P of draws, at least 1.
+        scale: s, above 0.
+        generator: Where the draws come from.
+
+    Returns:
+        The draws, ``... x P x d``.
+
+    Raises:
+        ValueError: ``count`` or ``scale`` is out of range.
+    """
+    if count < 1:
+        raise ValueError(f"count is {count}; it must be at least 1")
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; it must be above 0")
+    *batch, d, k = basis.shape
+    e1 = torch.randn(*batch, count, d, generator=generator, dtype=basis.dtype, device=generator.device).to(basis)
+    e2 = torch.randn(*batch, count, k, generator=generator, dtype=basis.dtype, device=generator.device).to(basis)
+    rank = rank[..., None, None]
+    inside = e2 @ basis.mT  # U's columns beyond the rank are zero
+    guided = e1 / (2 * d) ** 0.5 + inside / (2 * rank.clamp(min=1)).sqrt()
+    return scale * torch.where(rank > 0, guided, e1 / d**0.5)
+
+
+@torch.no_grad()
+def es_direction(
+    f: Callable[[Tensor], Tensor],
+    phi: Tensor,
+    history: Tensor,
+    *,
+    generator: torch.Generator,
+    count: int = 3,
+    variance: float = 0.01,
+) -> Tensor:
+    """Estimate the direction u_t from values of f alone, by antithetic perturbations (Eq. 4).
+
+    f may be a black box. Where its gradient is to be had, `analytic_direction` is what this estimates, without noise.
+
+    Args:
+        f: Called once, with all 2P points, ``... x 2P x d``; returns their values, ``... x 2P``.
+        phi: ``... x d``.
+        history: The past k loss gradients, ``... x k x d``.
+        generator: Where the perturbations come from.
+        count: Number P of antithetic pairs, at least 1.
+        variance: s^2, above 0.
+
+    Returns:
+        The direction to descend against, ``... x d``.
+
+    Raises:
+        ValueError: ``count`` or ``variance`` is out of range.
+    """
+    if not variance > 0:
+        raise ValueError(f"variance is {variance}; it must be above 0")
+    delta = perturbations(*orthonormal_basis(history), count, variance**0.5, generator)
+    centre = phi[..., None, :]
+    above, below = f(torch.cat([centre + delta, centre - delta], -2)).chunk(2, -1)
+    slope = (above - below).to(phi.dtype)[..., None]
+    return (delta * slope).sum(-2) / (variance * count)
