@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.batches import TensorBatches
-from metricopt_ext.classification.config import ClassificationConfig, DataConfig, MetricConfig, ModelConfig
+from metricopt_ext.classification.config import (
+    ClassificationConfig,
+    DataConfig,
+    MetricConfig,
+    ModelConfig,
+    SecondRoundConfig,
+)
 from metricopt_ext.classification.data import (
     Labelled,
     Split,
@@ -163,10 +169,29 @@ def pretrained(config: ClassificationConfig, splits: Splits, seed: int, folder: 
         elif kept.exists():
             _load_weights(model, kept)
         else:
-            _train(model.to(splits.train.x.device), splits.train, config.model, config.balanced, seed)
+            train(model.to(splits.train.x.device), splits.train, config.model, config.balanced, seed)
     if not kept.exists():
         write_atomically(kept, safetensors.torch.save(model.state_dict()))
     return model.to(splits.train.x.device).eval()
+
+
+def train(model: nn.Module, part: Split, config: ModelConfig | SecondRoundConfig, balanced: bool, seed: int) -> None:
+    """Train what can be trained in a model by cross-entropy, with Adam under a one-cycle schedule."""
+    batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)
+    steps = max(1, config.epochs * len(part) // config.batch_size)
+    optimizer = torch.optim.Adam(model.parameters(), config.lr)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, total_steps=steps)
+    model.train()
+    for step in range(steps):
+        x, y = batches(seed, 0, step)
+        if config.augment:
+            x = flip_and_shift(x, generator(seed, "augment", step))
+        loss = cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    model.eval()
 
 
 def flip_and_shift(x: Tensor, rng: torch.Generator, pixels: int = 4) -> Tensor:
@@ -248,20 +273,3 @@ def _load_weights(model: nn.Module, path: Path) -> None:
     except Exception as error:
         why = textwrap.shorten(str(error), 300, placeholder=" ...")
         raise DataError(f"{path} holds no weights for {type(model).__name__}: {why}") from error
-
-
-def _train(model: nn.Module, part: Split, config: ModelConfig, balanced: bool, seed: int) -> None:
-    batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)
-    steps = max(1, config.epochs * len(part) // config.batch_size)
-    optimizer = torch.optim.Adam(model.parameters(), config.lr)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, total_steps=steps)
-    model.train()
-    for step in range(steps):
-        x, y = batches(seed, 0, step)
-        if config.augment:
-            x = flip_and_shift(x, generator(seed, "augment", step))
-        loss = cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()

@@ -69,6 +69,25 @@ class ShiftConfig:
 
 
 @dataclass
+class TransferConfig:
+    """Reuse of another run's value function, for no query, beside the same turned at random (a placebo)."""
+
+    value_function: str = ""  # a value_function.safetensors for phi of the same dimension; empty: no transfer
+    loss_weight: float = 0.3
+    metric_step: float = 0.15
+
+
+@dataclass
+class SecondRoundConfig:
+    """Finetuning of theta under the tuned phi, and of phi again (paper, Table 4, last row)."""
+
+    epochs: int = 0  # of training theta; 0: no second round
+    lr: float = 1e-4  # peak rate of Adam under a one-cycle schedule
+    batch_size: int = 100
+    augment: bool = False
+
+
+@dataclass
 class RecipeConfig:
     """The fields of `metricopt_ext.Recipe` that a run may set; see there."""
 
@@ -101,6 +120,8 @@ class ClassificationConfig:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     metric: MetricConfig = field(default_factory=MetricConfig)
     shift: ShiftConfig = field(default_factory=ShiftConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    second_round: SecondRoundConfig = field(default_factory=SecondRoundConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
     queries: int = 600  # metric queries of MetricOpt, all in
     batch_size: int = 100  # of the loss while finetuning

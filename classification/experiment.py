@@ -1,6 +1,7 @@
 """One seed of a classification run: train a classifier, finetune it for the metric, and run the rivals."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -18,14 +19,20 @@ from metricopt_ext.classification.build import (
     predict_classes,
     pretrained,
     to_device,
+    train,
 )
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.metrics import check_split
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.classification.threshold import tune_threshold
 from metricopt_ext.evidence import SeedRecord, compare
+from metricopt_ext.optimizer import MetricOptStep
+from metricopt_ext.pipeline import Result, finetune
 from metricopt_ext.progress import Watcher
+from metricopt_ext.second_round import copied_task, run_second_round
 from metricopt_ext.task import FinetuneTask
+from metricopt_ext.transfer import RotatedValueFunction
+from metricopt_ext.value_function import load_value_function
 
 
 def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int, watcher: Watcher) -> SeedRecord:
@@ -49,15 +56,40 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
         data = getattr(splits, part)
         return TensorBatches(data.x, data.y, config.batch_size, balanced=config.balanced)
 
-    def finetune_on_validation(task: FinetuneTask) -> Tensor:
+    def finetune_on_validation(task: FinetuneTask, result: Result) -> Tensor:
         return finetune_on(task, batches("validation"), recipe.lr, recipe.steps, seed)
 
-    def batchnorm_on_validation(task: FinetuneTask) -> nn.Module | None:
+    def batchnorm_on_validation(task: FinetuneTask, result: Result) -> nn.Module | None:
         x = splits.validation.x
         return reestimate_batchnorm(task.adapter.model, x.tensor_split(math.ceil(len(x) / EVALUATION_BATCH)))
 
-    def threshold(task: FinetuneTask) -> nn.Module | None:
+    def threshold(task: FinetuneTask, result: Result) -> nn.Module | None:
         return tune_threshold(task, splits.validation.x)
+
+    def transferred(task: FinetuneTask, result: Result, placebo: bool = False) -> Tensor | None:
+        if not config.transfer.value_function:
+            return None
+        f = load_value_function(config.transfer.value_function, task.dim).to(task.adapter.phi.device)
+        policy = MetricOptStep(
+            RotatedValueFunction(f, seed) if placebo else f,
+            recipe.lr,
+            config.transfer.metric_step,
+            config.transfer.loss_weight,
+            recipe.steps,
+            even_untrusted=True,
+        )
+        return finetune(task, policy, recipe.steps, seed)
+
+    def train_theta(model: nn.Module) -> None:
+        train(model, splits.train, config.second_round, config.balanced, seed)
+
+    def second_round(task: FinetuneTask, result: Result) -> nn.Module | None:
+        if not config.second_round.epochs:
+            return None
+        again = copied_task(task)
+        again.adapter.set_phi(result.ends[result.chosen])
+        run_second_round(again, result.fit, train_theta, recipe=recipe, setting=result.setting, seed=seed)
+        return again.adapter.merge()
 
     watcher.stage("train the classifier")
     model = pretrained(config, splits, seed, folder)
@@ -76,6 +108,9 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
             "threshold": threshold,
             "batchnorm_validation": batchnorm_on_validation,
             "loss_finetune_validation": finetune_on_validation,
+            "transferred": transferred,
+            "placebo": partial(transferred, placebo=True),
+            "second_round": second_round,
         },
         queries=config.queries,
         recipe=recipe,

@@ -14,7 +14,7 @@ from .errors import FileFormatError
 from .files import claim, read_json, write_json
 from .metric import Metric
 from .optimizer import LossStep
-from .pipeline import Recipe, finetune, metric_policy, optimize_metric
+from .pipeline import Recipe, Result, finetune, metric_policy, optimize_metric
 from .progress import Watcher
 from .task import FinetuneTask
 from .value_function import Quality
@@ -22,7 +22,7 @@ from .value_function import Quality
 # Settings that a resumed run may change: which seeds to run, and how.
 RUN_AGAIN_KEYS = ("seed", "seeds", "workers", "device")
 
-Rival = Callable[[FinetuneTask], Tensor | nn.Module | None]
+Rival = Callable[[FinetuneTask, Result], Tensor | nn.Module | None]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def compare(
     Args:
         task: The task; its metric looks at the validation data.
         test_metric: The same metric on the test data.
-        rivals: Further methods by name: each returns the phi it visited, ``(T + 1) x d``, or a model of its own, or
+        rivals: Further methods by name: each is given the task, with a ledger of its own, and MetricOpt's result, and
+            returns the phi it visited, ``(T + 1) x d``, or a model of its own, or
             None where it does not apply.
         queries: Metric queries of MetricOpt in all.
         recipe: How MetricOpt works; loss-only finetuning shares its steps and rate.
@@ -149,7 +150,7 @@ def compare(
     }
     for name, rival in rivals.items():
         before = aside.metric.ledger.spent
-        outcome = rival(aside)
+        outcome = rival(aside, result)
         clock.lap(name)
         spent[name] = (aside.metric.ledger.spent - before,) * 2
         if isinstance(outcome, nn.Module):

@@ -14,7 +14,10 @@ COLOURS = {
     "threshold": "#5b7db1",
     "batchnorm_validation": "#8a6fb0",
     "loss_finetune_validation": "#4f8f8b",
+    "transferred": "#7f9c3c",
+    "placebo": "#b9c58f",
     "metricopt": "#c02942",
+    "second_round": "#7a1f3d",
 }
 
 

@@ -24,7 +24,10 @@ TITLES = {
     "threshold": "tuned threshold",
     "batchnorm_validation": "BatchNorm on validation",
     "loss_finetune_validation": "loss on validation labels",
+    "transferred": "f of another run",
+    "placebo": "the same f, turned",
     "metricopt": "MetricOpt",
+    "second_round": "MetricOpt, second round",
 }
 
 

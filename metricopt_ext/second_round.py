@@ -1,4 +1,4 @@
-"""A second run (paper, section 4.3 and Table 4, last row): finetune theta under the tuned phi, then adjust phi again."""
+"""A second run (paper, section 4.3 and Table 4): finetune theta under the tuned phi, then adjust phi to it."""
 
 import copy
 from collections.abc import Callable, Iterator

@@ -146,12 +146,12 @@ def test_the_best_step_is_the_best_of_the_evaluated_ones(
 
 
 def test_each_method_is_charged_with_what_it_asked(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    def asking(task: FinetuneTask) -> Tensor:
+    def asking(task: FinetuneTask, result: Any) -> Tensor:
         task.costs_at(torch.randn(4, task.dim), "search")
         return task.origin()[None]
 
     task = quadratic()
-    record, _ = beside(task, tmp_path, {"silent": lambda task: task.origin()[None], "asking": asking})
+    record, _ = beside(task, tmp_path, {"silent": lambda task, result: task.origin()[None], "asking": asking})
     assert {name: (o.queries_total, o.queries_per_start) for name, o in record.outcomes.items()} == {
         "pretrained": (0, 0),
         "loss_finetune": (0, 0),
@@ -166,13 +166,13 @@ def test_each_method_is_charged_with_what_it_asked(quadratic: Callable[..., Any]
 def test_rivals_may_return_points_a_model_or_nothing(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     points = torch.randn(7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-    def model(task: FinetuneTask) -> nn.Module:
+    def model(task: FinetuneTask, result: Any) -> nn.Module:
         other = copy.deepcopy(task.adapter.model)
         other.metricopt.phi.data.copy_(points[3])
         return other
 
     task = quadratic()
-    rivals = {"points": lambda task: points, "model": model, "nothing": lambda task: None}
+    rivals = {"points": lambda task, result: points, "model": model, "nothing": lambda task, result: None}
     record, hidden = beside(task, tmp_path, rivals)
     assert list(record.outcomes) == [*ALWAYS[:3], "points", "model", "metricopt"]
     for name, phi in (("points", points[-1]), ("model", points[3])):
@@ -184,10 +184,10 @@ def test_rivals_may_return_points_a_model_or_nothing(quadratic: Callable[..., An
 
 
 def test_seconds_are_booked_on_who_took_them(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    def slow(task: FinetuneTask) -> None:
+    def slow(task: FinetuneTask, result: Any) -> None:
         time.sleep(0.2)
 
-    def model(task: FinetuneTask) -> nn.Module:
+    def model(task: FinetuneTask, result: Any) -> nn.Module:
         time.sleep(0.1)
         return task.adapter.model
 
@@ -202,7 +202,7 @@ def test_seconds_are_booked_on_who_took_them(quadratic: Callable[..., Any], tmp_
 def test_an_interrupted_comparison_ends_as_an_uninterrupted_one(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     expected, _ = beside(quadratic(), tmp_path / "whole")
 
-    def interrupted(task: FinetuneTask) -> None:
+    def interrupted(task: FinetuneTask, result: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
