@@ -159,8 +159,7 @@ def optimize_metric(
     began on the data that the metric sees.
 
     Args:
-        task: Model, loss, batches and metric. The run counts its queries in a ledger of its own, which
-            ``task.metric.ledger`` is afterwards.
+        task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end.
         queries: Metric queries that may be spent in all.
         recipe: How to work.
         seed: Seed of all draws.
@@ -326,13 +325,18 @@ def open_store(
 
 @contextmanager
 def _counted(metric: Metric, queries: int) -> Iterator[Ledger]:
-    """Give a metric a ledger of the run's own; a run that fails leaves the old one, so that it can be resumed."""
-    before, metric.ledger = metric.ledger, Ledger(queries)
+    """Count a run in a ledger of its own, and charge the metric's own once it is over.
+
+    A run that fails charges nothing: what it did comes back when it is resumed.
+    """
+    own, metric.ledger = metric.ledger, Ledger(queries)
+    run = metric.ledger
     try:
-        yield metric.ledger
-    except BaseException:
-        metric.ledger = before
-        raise
+        yield run
+    finally:
+        metric.ledger = own
+    for purpose, spent in run.spent_on.items():
+        own.spend(purpose, spent)
 
 
 class _Stages:

@@ -3,11 +3,11 @@
 import copy
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,20 +183,32 @@ def test_rivals_may_return_points_a_model_or_nothing(quadratic: Callable[..., An
     assert set(record.curves) == {"loss_finetune", "points", "metricopt"}
 
 
-def test_seconds_are_booked_on_who_took_them(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+def test_seconds_are_booked_on_who_took_them(
+    quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, now = quadratic(), [0.0]
+    monkeypatch.setattr("metricopt_ext.evidence.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def takes_a_second(model: nn.Module) -> float:
+        now[0] += 1
+        return task._distance(model)
+
     def slow(task: FinetuneTask, result: Any) -> None:
-        time.sleep(0.2)
+        now[0] += 100
 
     def model(task: FinetuneTask, result: Any) -> nn.Module:
-        time.sleep(0.1)
+        now[0] += 7
         return task.adapter.model
 
-    record, _ = beside(quadratic(), tmp_path, {"slow": slow, "model": model})
-    seconds = {name: outcome.seconds for name, outcome in record.outcomes.items()}
-    assert 0.1 <= seconds["model"] < 0.2
-    assert seconds["loss_finetune"] < seconds["loss_finetune_best"] < 0.1
-    assert seconds["pretrained"] == 0.0
-    assert seconds["metricopt"] > 0.01
+    task.metric = Metric(takes_a_second, maximize=False, bounds=None, name="distance")
+    record, _ = beside(task, tmp_path, {"slow": slow, "model": model})
+    assert {name: outcome.seconds for name, outcome in record.outcomes.items()} == {
+        "pretrained": 0,
+        "loss_finetune": 0,
+        "loss_finetune_best": 6,
+        "model": 7,
+        "metricopt": QUERIES,
+    }
 
 
 def test_an_interrupted_comparison_ends_as_an_uninterrupted_one(quadratic: Callable[..., Any], tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_every_query_is_booked_and_none_is_beyond_the_budget(
     task = quadratic()
     result = go(task, queries=queries)
     assert result.queries == {"collect": 2 * tasks * 3, "choose": 6, "guard": 3} == task.metric.ledger.spent_on
-    assert task.asked == sum(result.queries.values()) == 6 * tasks + 9 <= queries == task.metric.ledger.budget
+    assert task.asked == sum(result.queries.values()) == 6 * tasks + 9 <= queries
     assert result.queries_per_start == 3
 
 
@@ -240,6 +240,34 @@ def test_the_first_round_follows_the_loss_and_later_ones_f(quadratic: Callable[.
     again = meta_train(task, tasks=6, recipe=RECIPE, seed=2, store=store)
     assert task.asked == 36
     assert torch.equal(again.f.coefficients, fit.f.coefficients)
+
+
+def test_an_f_without_skill_is_followed_in_collection_to_be_corrected(quadratic: Callable[..., Any]) -> None:
+    task, store, rng = quadratic(), TrajectoryStore(), torch.Generator().manual_seed(5)
+    task.metric = Metric(lambda: float(torch.rand((), generator=rng)), maximize=True, name="noise")
+    assert not meta_train(task, tasks=6, recipe=RECIPE, seed=2, store=store).f.trusted
+    off_loss = []
+    for trajectory in store:
+        phi = trajectory.phi[0]
+        gradient = task.curvature * (phi - task.centre - task.batch(2, trajectory.index, 0))
+        off_loss.append(float((trajectory.phi[1] - (phi - 0.1 * gradient)).norm()))
+    assert max(off_loss[:6]) < 1e-12
+    assert min(off_loss[6:]) > 1e-3
+
+
+def test_choice_and_finetuning_meet_batches_that_collection_did_not(quadratic: Callable[..., Any]) -> None:
+    task, met = quadratic(), []
+
+    def batches(seed: int, index: int, step: int) -> Tensor:
+        met.append(index)
+        return task.batch(seed, index, step)
+
+    task.batches = batches
+    go(task)
+    collected, fresh = set(met[: 12 * 10]), set(met[12 * 10 :])
+    assert collected == set(range(12))
+    assert fresh == {FRESH, FRESH + 1, FRESH + 2}  # the end points, and the random start and phi = 0 of the choice
+    assert not collected & fresh
 
 
 @pytest.mark.parametrize("trials", [0, 1, 4])
@@ -531,3 +559,13 @@ def test_nothing_is_kept_without_a_folder(
     monkeypatch.chdir(tmp_path)
     assert go(quadratic()).chosen == "metricopt"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shared_ledger_is_charged_for_every_finished_run(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(budget=2 * QUERIES + 1)
+    first = go(task)
+    assert task.metric.ledger.spent_on == first.queries
+    go(task, seed=1)
+    assert task.metric.ledger.spent == 2 * sum(first.queries.values())
+    with pytest.raises(BudgetError, match="in the metric's own budget"):
+        go(task, seed=2)
