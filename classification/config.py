@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.observations import Labeller, Observations
 from metricopt_ext.pipeline import Recipe
 
 
@@ -98,6 +99,7 @@ class RecipeConfig:
     start_std: float = 0.2
     trials: int = 3
     folds: int = 4
+    labels: str = "observed"  # observed, linear, gp (interpolated where that shows skill) or gp_always
 
     def build(self) -> Recipe:
         """Return the recipe.
@@ -106,9 +108,23 @@ class RecipeConfig:
             ConfigError: A value is out of range.
         """
         try:
-            return Recipe(**vars(self))
+            return Recipe(**{**vars(self), "labels": self._labeller()})
         except ValueError as error:
             raise ConfigError(f"recipe: {error}") from error
+
+    def _labeller(self) -> Labeller:
+        if self.labels == "observed":
+            return Observations.of
+        from metricopt_ext.interpolation import GaussianProcessLabels, LinearLabels
+
+        known: dict[str, Labeller] = {
+            "linear": LinearLabels(),
+            "gp": GaussianProcessLabels(),
+            "gp_always": GaussianProcessLabels(always=True),
+        }
+        if self.labels not in known:
+            raise ValueError(f"labels is {self.labels!r}; it must be observed, {', '.join(known)}")
+        return known[self.labels]
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Labelled points for fitting value functions: phi, its cost, and how sure the label is."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,3 +55,7 @@ class Observations:
         late = self.progress >= 0.5
         on_policy = self.round > 0
         return late & on_policy if on_policy.any() else late
+
+
+Labeller = Callable[[Sequence[Trajectory]], Observations]
+"""Turns trajectories into labelled points: `Observations.of`, or an interpolation in time."""

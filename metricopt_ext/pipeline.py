@@ -15,7 +15,7 @@ from .errors import BudgetError, FileFormatError
 from .files import read_json, write_json
 from .fitting import Fit, Learner, NeuralLearner, RidgeLearner, fit_value_function
 from .metric import Ledger, Metric
-from .observations import Observations
+from .observations import Labeller, Observations
 from .optimizer import LossStep, MetricOptStep
 from .progress import Bars, Watcher
 from .seeding import generator
@@ -43,6 +43,8 @@ class Recipe:
         settings: Candidate pairs (loss weight, metric step) for finetuning; a few queries choose among them.
         trials: Random starts, besides phi = 0, on which each setting is tried, one query each.
         folds: Members of f's ensemble, each held out from as many parts of the trajectories.
+        labels: Turns trajectories into labelled points: those observed, or all steps by interpolation
+            (`interpolation.GaussianProcessLabels`).
         learners: Kinds of value function to fit; held-out quality chooses.
     """
 
@@ -55,6 +57,7 @@ class Recipe:
     settings: tuple[Setting, ...] = ((0.0, 0.15), (0.3, 0.15), (0.3, 0.3))
     trials: int = 3
     folds: int = 4
+    labels: Labeller = Observations.of
     learners: tuple[Learner, ...] = field(default=(NeuralLearner(), RidgeLearner()))
 
     def __post_init__(self) -> None:
@@ -276,7 +279,7 @@ def meta_train(
             on_query=partial(_tell, watcher, task),
         )
         seen = [trajectory for trajectory in store if trajectory.round <= round]
-        fit = fit_value_function(Observations.of(seen), recipe.learners, folds=recipe.folds, seed=seed)
+        fit = fit_value_function(recipe.labels(seen), recipe.learners, folds=recipe.folds, seed=seed)
         fit.f.to(task.origin().device)
     assert fit is not None
     assert fit.f.quality is not None
@@ -313,6 +316,7 @@ def open_store(
     context, metric = task.adapter.context, task.metric
     identity = {
         **asdict(recipe),
+        "labels": repr(recipe.labels),
         "learners": [repr(learner) for learner in recipe.learners],
         "tasks": tasks,
         "seed": seed,

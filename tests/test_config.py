@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.config import ClassificationConfig, RecipeConfig
 from metricopt_ext.config import known_keys, load_config
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.pipeline import Recipe
@@ -173,3 +173,16 @@ def test_too_few_queries_are_refused_before_any_work() -> None:
         load_config(ClassificationConfig, None, overrides).check()
     enough = re.search(r"at least (\d+), or", str(caught.value)).group(1)
     load_config(ClassificationConfig, None, [*overrides[:2], f"queries={enough}"]).check()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("linear", "LinearLabels()"), ("gp_always", "GaussianProcessLabels(always=True"), ("observed", "Observations.of")],
+)
+def test_labels_are_chosen_by_name(name: str, kind: str) -> None:
+    assert kind in repr(RecipeConfig(labels=name).build().labels)
+
+
+def test_unknown_labels_are_named() -> None:
+    with pytest.raises(ConfigError, match="labels is 'cubic'; it must be observed, linear, gp"):
+        RecipeConfig(labels="cubic").build()
