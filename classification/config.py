@@ -146,6 +146,7 @@ class ClassificationConfig:
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
     seed: int = 0  # the first of them
+    pictures: bool = True  # of the first seed's value function; its landscape asks the metric 169 times more
     workers: int = 1  # seeds that run side by side, each in a process of its own
     threads: int = 1  # CPU threads of each
     device: str = "auto"  # auto, cpu, cuda, cuda:0, ...

@@ -117,6 +117,7 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
         seed=seed,
         folder=folder,
         best_evals=config.best_evals,
+        pictures=config.pictures and seed == config.seed,
         resume=resume,
         watcher=watcher,
     )

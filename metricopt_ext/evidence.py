@@ -105,6 +105,7 @@ def compare(
     seed: int,
     folder: Path,
     best_evals: int,
+    pictures: bool = False,
     resume: bool = False,
     watcher: Watcher | None = None,
 ) -> SeedRecord:
@@ -121,6 +122,8 @@ def compare(
         seed: The seed.
         folder: Receives what `optimize_metric` keeps.
         best_evals: Queries of the rival that keeps the best of evaluated steps of the loss finetune.
+        pictures: Whether to draw the value function into ``folder``; its landscape asks the metric 169 times more,
+            which no method sees.
         resume: Go on with what an interrupted run left in ``folder``.
         watcher: Is told of the progress.
 
@@ -167,6 +170,11 @@ def compare(
         )
         for name, end in ends.items()
     }
+    if pictures:
+        from .pictures import draw_value_function
+
+        shown = {name: paths[name] for name in ("loss_finetune", "metricopt")}
+        draw_value_function(validation, result, shown, folder)
     curves = {name: [_judge(validation, phi) for phi in path] for name, path in paths.items()}
     assert result.fit.f.quality is not None
     to_value = task.metric.to_value

@@ -8,12 +8,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .interpolation import GaussianProcess
 from .observations import Observations
+from .pipeline import Result
 from .plots import COLOURS, new_figure, save_figure
 from .report import TITLES
 from .task import FinetuneTask
 from .trajectory import Trajectory
 from .value_function import NeuralValueFunction, ValueFunction
+
+
+def draw_value_function(
+    task: FinetuneTask, result: Result, paths: Mapping[str, Tensor], folder: Path, *, grid: int = 13
+) -> list[Path]:
+    """Draw all pictures of a run's value function into a folder; returns their paths.
+
+    Args:
+        task: Its metric is asked ``grid * grid`` times, for the landscape; give it a ledger of its own.
+        result: What `optimize_metric` returned.
+        paths: Visited phi by method, ``(T + 1) x d`` each.
+        folder: Where the PNG files go.
+        grid: Points along each side of the landscape.
+    """
+    f, trajectories = result.fit.f, result.trajectories
+    process = GaussianProcess.fit(trajectories)
+    shown = trajectories[:: max(1, len(trajectories) // 6)][:6]
+    note = f"Gaussian process, leave-one-out {process.leave_one_out(trajectories)}".partition(" (")[0]
+    drawn = [
+        plot_interpolation(shown, process.posterior(shown), task.metric, folder / "interpolation.png", note),
+        plot_landscape(task, f, paths, folder / "landscape.png", grid=grid),
+    ]
+    if isinstance(f, NeuralValueFunction):
+        drawn.append(plot_embedding(f, Observations.of(trajectories), task.metric, folder / "embedding.png"))
+    return drawn
 
 
 def plot_interpolation(
@@ -56,8 +83,8 @@ def plot_interpolation(
 def plot_embedding(f: NeuralValueFunction, data: Observations, metric: Any, path: str | Path) -> Path:
     """Draw the first member's embedding of the observed points, two principal components, by metric (Fig. 2c)."""
     with torch.no_grad():
-        points = data.phi[:, None].expand(-1, f.members_count, -1)
-        features = f.features(points)[:, 0].double()
+        points = data.phi.to(f.radius)[:, None].expand(-1, f.members_count, -1)
+        features = f.features(points)[:, 0].double().cpu()
     centred = features - features.mean(0)
     _, s, directions = torch.linalg.svd(centred, full_matrices=False)
     flat = centred @ directions[:2].T

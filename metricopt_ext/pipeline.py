@@ -20,7 +20,7 @@ from .optimizer import LossStep, MetricOptStep
 from .progress import Bars, Watcher
 from .seeding import generator
 from .task import FinetuneTask
-from .trajectory import Policy, TrajectoryStore, collect, rollout
+from .trajectory import Policy, Trajectory, TrajectoryStore, collect, rollout
 
 Setting = tuple[float, float]
 
@@ -120,6 +120,7 @@ class Result:
         queries_per_start: Queries that finetuning another start with the same f would cost.
         fit: The value function with its held-out quality.
         ends: End point phi, ``d``, of each candidate of the guard.
+        trajectories: What the value function was learned from.
     """
 
     metric: str
@@ -132,6 +133,7 @@ class Result:
     queries_per_start: int
     fit: Fit
     ends: dict[str, Tensor]
+    trajectories: tuple[Trajectory, ...]
 
     def __str__(self) -> str:
         """Tell the outcome, its cost and whether f was to be trusted, in three lines."""
@@ -234,6 +236,7 @@ def optimize_metric(
         queries_per_start=recipe.guard_queries,
         fit=fit,
         ends=ends,
+        trajectories=tuple(store),
     )
 
 
