@@ -6,8 +6,10 @@ from typing import Any
 from omegaconf import MISSING
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.fitting import Learner, NeuralLearner, RidgeLearner
 from metricopt_ext.observations import Labeller, Observations
 from metricopt_ext.pipeline import Recipe
+from metricopt_ext.reptile import ReptileLearner
 
 
 @dataclass
@@ -100,6 +102,7 @@ class RecipeConfig:
     trials: int = 3
     folds: int = 4
     labels: str = "observed"  # observed, linear, gp (interpolated where that shows skill) or gp_always
+    learners: list[str] = field(default_factory=lambda: ["neural", "ridge"])  # of neural, ridge, reptile
 
     def build(self) -> Recipe:
         """Return the recipe.
@@ -108,9 +111,16 @@ class RecipeConfig:
             ConfigError: A value is out of range.
         """
         try:
-            return Recipe(**{**vars(self), "labels": self._labeller()})
+            return Recipe(**{**vars(self), "labels": self._labeller(), "learners": self._learners()})
         except ValueError as error:
             raise ConfigError(f"recipe: {error}") from error
+
+    def _learners(self) -> tuple[Learner, ...]:
+        known: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
+        unknown = [name for name in self.learners if name not in known]
+        if unknown or not self.learners:
+            raise ValueError(f"learners is {self.learners}; it must name some of {', '.join(known)}")
+        return tuple(known[name] for name in self.learners)
 
     def _labeller(self) -> Labeller:
         if self.labels == "observed":

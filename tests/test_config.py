@@ -186,3 +186,11 @@ def test_labels_are_chosen_by_name(name: str, kind: str) -> None:
 def test_unknown_labels_are_named() -> None:
     with pytest.raises(ConfigError, match="labels is 'cubic'; it must be observed, linear, gp"):
         RecipeConfig(labels="cubic").build()
+
+
+def test_learners_are_chosen_by_name() -> None:
+    recipe = RecipeConfig(learners=["reptile", "ridge"]).build()
+    assert [type(learner).__name__ for learner in recipe.learners] == ["ReptileLearner", "RidgeLearner"]
+    for wrong in (["forest"], []):
+        with pytest.raises(ConfigError, match="it must name some of neural, ridge, reptile"):
+            RecipeConfig(learners=wrong).build()
