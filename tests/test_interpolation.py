@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import minimize
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.interpolation import (
+    BOUNDS,
     GaussianProcess,
     GaussianProcessLabels,
     LinearLabels,
@@ -37,7 +39,7 @@ PROCESSES = [
 def along(steps: int, observed: Sequence[int], cost: Any, *, index: int = 0, round: int = 0) -> Trajectory:
     phi = torch.randn(steps + 1, 3, generator=torch.Generator().manual_seed(index))
     costs = torch.as_tensor(np.asarray(cost, dtype=np.float64))
-    return Trajectory(round, index, phi, torch.zeros(steps), torch.tensor(observed), costs)
+    return Trajectory(round, index, phi, torch.zeros(steps), torch.tensor(list(observed)), costs)
 
 
 def mixed(seed: int = 0) -> list[Trajectory]:
@@ -174,6 +176,27 @@ def test_no_grid_point_is_more_likely(kind: str) -> None:
                     assert rival.log_likelihood(data) <= best + 1e-5
 
 
+@pytest.mark.parametrize("length_scale", [0.03, 0.8])
+def test_no_other_search_climbs_higher(length_scale: float) -> None:
+    data = noise_only(1, 0.5)  # two maxima: a search from 0.8 ends at the lower one
+    fitted = GaussianProcess.fit(data)
+    names = ["length_scale", "output_scale", "noise", "level_scale"]
+
+    def loss(logs: Any) -> float:
+        return -replace(fitted, **dict(zip(names, np.exp(logs).tolist(), strict=True))).log_likelihood(data)
+
+    found = minimize(
+        loss,
+        np.log([length_scale, 1, 0.1, 1]),
+        method="Nelder-Mead",
+        bounds=np.log([BOUNDS[name] for name in names]),
+        options={"maxfev": 300},
+    )
+    assert fitted.log_likelihood(data) >= -found.fun - 1e-4
+    for name, (low, high) in BOUNDS.items():
+        assert name == "warp" or low <= getattr(fitted, name) <= high
+
+
 def test_fit_is_deterministic_and_draws_nothing() -> None:
     data, state = mixed(), torch.get_rng_state()
     first, second = GaussianProcess.fit(data, warped=True), GaussianProcess.fit(data, warped=True)
@@ -236,7 +259,7 @@ def test_nearly_constant_trajectories(gap: float) -> None:
     data.append(along(20, [0, 19, 20], [0.9, 0.9, 0.9 - gap], index=5))
     labels = GaussianProcessLabels(always=True)(data)
     assert labels.cost.isfinite().all()
-    assert (labels.sigma > 0).all()
+    assert (labels.sigma > 1e-6).all()  # in proportion to the costs, not to their rounding
     assert ((labels.cost - torch.tensor([0.5] * 5 + [0.9])[labels.trajectory]).abs() < 100 * gap + 1e-3).all()
 
 
@@ -287,6 +310,12 @@ def test_uncertainty_grows_away_from_observations() -> None:
     assert (std[65:].diff() < 0).all()
     assert (std[20] < std[10]) & (std[10] < std[60])
     assert std[20] < PLAIN.noise_std < std[60] < PLAIN.std * math.sqrt(2.7)
+
+
+def test_rounding_leaves_no_negative_variance() -> None:
+    level = GaussianProcess(length_scale=3.0, output_scale=1e-3, noise=1e-9, level_scale=1e7)
+    ((_, std),) = level.posterior([along(1200, [0, 400, 800, 1200], [0.1, 0.2, 0.3, 0.4])])
+    assert std.isfinite().all()
 
 
 def test_no_covariance_between_all_steps() -> None:
