@@ -154,6 +154,7 @@ class ClassificationConfig:
     balanced: bool = True  # every class gets an equal part of a batch
     population: int = 32  # tasks computed together
     best_evals: int = 51  # queries of the rival "loss finetune + best"
+    search_queries: int = 0  # of each direct search on the true metric, Guided ES and CMA-ES; 0: none
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
     seed: int = 0  # the first of them
     pictures: bool = True  # of the first seed's value function; its landscape asks the metric 169 times more

@@ -29,6 +29,7 @@ from metricopt_ext.evidence import SeedRecord, compare
 from metricopt_ext.optimizer import MetricOptStep
 from metricopt_ext.pipeline import Result, finetune
 from metricopt_ext.progress import Watcher
+from metricopt_ext.search import CMAES, GuidedES, Search
 from metricopt_ext.second_round import copied_task, run_second_round
 from metricopt_ext.task import FinetuneTask
 from metricopt_ext.transfer import RotatedValueFunction
@@ -80,6 +81,11 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
         )
         return finetune(task, policy, recipe.steps, seed)
 
+    def searched(task: FinetuneTask, result: Result, search: Search) -> Tensor | None:
+        if not config.search_queries:
+            return None
+        return search(task, task.origin(), config.search_queries, seed=seed).phi
+
     def train_theta(model: nn.Module) -> None:
         train(model, splits.train, config.second_round, config.balanced, seed)
 
@@ -108,6 +114,8 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
             "threshold": threshold,
             "batchnorm_validation": batchnorm_on_validation,
             "loss_finetune_validation": finetune_on_validation,
+            "guided_es": partial(searched, search=GuidedES(lr=recipe.lr)),
+            "cma_es": partial(searched, search=CMAES()),
             "transferred": transferred,
             "placebo": partial(transferred, placebo=True),
             "second_round": second_round,

@@ -115,7 +115,7 @@ def compare(
         task: The task; its metric looks at the validation data.
         test_metric: The same metric on the test data.
         rivals: Further methods by name: each is given the task, with a ledger of its own, and MetricOpt's result, and
-            returns the phi it visited, ``(T + 1) x d``, or a model of its own, or
+            returns the phi it visited, ``(T + 1) x d``, its end point alone, ``d``, or a model of its own, or
             None where it does not apply.
         queries: Metric queries of MetricOpt in all.
         recipe: How MetricOpt works; loss-only finetuning shares its steps and rate.
@@ -156,7 +156,7 @@ def compare(
         outcome = rival(aside, result)
         clock.lap(name)
         spent[name] = (aside.metric.ledger.spent - before,) * 2
-        if isinstance(outcome, nn.Module):
+        if isinstance(outcome, nn.Module) or (outcome is not None and outcome.dim() == 1):
             ends[name] = outcome
         elif outcome is not None:
             paths[name], ends[name] = outcome, outcome[-1]

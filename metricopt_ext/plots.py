@@ -14,6 +14,8 @@ COLOURS = {
     "threshold": "#5b7db1",
     "batchnorm_validation": "#8a6fb0",
     "loss_finetune_validation": "#4f8f8b",
+    "guided_es": "#2f6fa3",
+    "cma_es": "#6aa3cf",
     "transferred": "#7f9c3c",
     "placebo": "#b9c58f",
     "metricopt": "#c02942",

@@ -24,6 +24,8 @@ TITLES = {
     "threshold": "tuned threshold",
     "batchnorm_validation": "BatchNorm on validation",
     "loss_finetune_validation": "loss on validation labels",
+    "guided_es": "Guided ES on the metric",
+    "cma_es": "CMA-ES on the metric",
     "transferred": "f of another run",
     "placebo": "the same f, turned",
     "metricopt": "MetricOpt",

@@ -1,11 +1,11 @@
-"""Guided ES: the analytic direction against the dense matrix product."""
+"""Guided ES: the analytic direction against the dense matrix product, the sampled one against a naive loop."""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from metricopt_ext.guided_es import analytic_direction, apply_covariance, orthonormal_basis
+from metricopt_ext.guided_es import analytic_direction, apply_covariance, es_direction, orthonormal_basis, perturbations
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
@@ -114,3 +114,100 @@ def test_direction_is_the_expected_search_step() -> None:
     eps = rng.multivariate_normal(np.zeros(4), dense_covariance(history.numpy()), size=400_000)
     estimate = (eps * (2 * eps @ gradient.numpy())[:, None]).mean(0)
     np.testing.assert_allclose(analytic_direction(gradient, history), estimate, atol=0.015)
+
+
+# --- The sampled estimate ------------------------------------------------------------------------------------
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def wavy(phi: Tensor) -> Tensor:
+    return phi.sin().sum(-1)
+
+
+@pytest.mark.parametrize(
+    "history",
+    [rand(2, 6), torch.stack([g, 2 * g, h]), rand(9, 5, seed=4), torch.zeros(3, 5).double(), rand(0, 5)],
+    ids=["independent", "dependent", "more than dimensions", "zero", "none"],
+)
+def test_perturbations_have_the_search_covariance(history: Tensor) -> None:
+    scale, draws = 0.3, 400_000
+    delta = perturbations(*orthonormal_basis(history), draws, scale, rng())
+    assert delta.shape == (draws, history.shape[-1])
+    np.testing.assert_allclose(delta.mean(0), 0, atol=5 * scale / draws**0.5)
+    sampled, sigma = torch.cov(delta.mT) / scale**2, covariance(history)
+    np.testing.assert_allclose(sampled, sigma, atol=0.004)
+    assert float(sampled.trace()) == pytest.approx(1, abs=0.005)
+    np.testing.assert_allclose(np.linalg.eigvalsh(sampled), np.linalg.eigvalsh(sigma), rtol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
+@pytest.mark.parametrize(("k", "count", "variance"), [(0, 3, 0.01), (1, 1, 0.01), (3, 4, 0.5)])
+def test_estimate_is_the_naive_loop(shape: tuple[int, ...], k: int, count: int, variance: float) -> None:
+    def f(phi: Tensor) -> Tensor:
+        asked.append(phi.shape)
+        return phi.cos().prod(-1) + phi[..., 0] ** 3
+
+    asked: list[torch.Size] = []
+    phi, history = rand(*shape, 6), rand(*shape, k, 6, seed=1)
+    u = es_direction(f, phi, history, generator=rng(5), count=count, variance=variance)
+    assert u.shape == phi.shape
+    assert asked == [(*shape, 2 * count, 6)]
+    delta = perturbations(*orthonormal_basis(history), count, variance**0.5, rng(5))
+    for index in np.ndindex(*shape):
+        expected = torch.zeros(6).double()
+        for i in range(count):
+            d = delta[index][i]
+            expected += d * (f(phi[index] + d) - f(phi[index] - d)) / (variance * count)
+        torch.testing.assert_close(u[index], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_expected_estimate_is_the_analytic_direction() -> None:
+    phi, history, gradient = rand(5), rand(2, 5, seed=1), rand(5, seed=2)
+    u = es_direction(lambda p: p @ gradient + 7, phi, history, generator=rng(), count=1_000_000, variance=0.04)
+    expected = analytic_direction(gradient, history)
+    assert float((u - expected).norm() / expected.norm()) < 0.01
+
+
+def test_rows_draw_independently() -> None:
+    phi, history = torch.zeros(2, 6).double(), rand(3, 6).expand(2, 3, 6)
+    first, second = es_direction(lambda p: p.sum(-1), phi, history, generator=rng())
+    assert not torch.allclose(first, second)
+
+
+def test_black_box_without_gradient() -> None:
+    """Counts in integers, double costs of single-precision points: all that a metric may be."""
+
+    def stairs(phi: Tensor) -> Tensor:
+        assert not phi.requires_grad
+        return torch.tensor([int(10 * p.sum()) for p in phi], dtype=torch.float64)
+
+    phi, history = rand(6).float().requires_grad_(True), rand(3, 6, seed=1).float()
+    u = es_direction(stairs, phi, history, generator=rng(), count=500, variance=1.0)
+    assert u.dtype == torch.float32
+    assert not u.requires_grad
+    expected = analytic_direction(torch.full((6,), 10.0), history)
+    assert float(torch.cosine_similarity(u, expected, dim=0)) > 0.95
+
+
+def test_draws_come_from_the_generator_alone() -> None:
+    phi, history = rand(6), rand(3, 6, seed=1)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = es_direction(wavy, phi, history, generator=rng(3))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert torch.equal(es_direction(wavy, phi, history, generator=rng(3)), first)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("count", 0), ("variance", 0.0), ("variance", -1.0)])
+def test_impossible_sampling_is_refused(setting: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{setting} is {value}"):
+        es_direction(lambda p: p.sum(-1), rand(4), rand(2, 4), generator=rng(), **{setting: value})  # type: ignore[arg-type]
+
+
+def test_impossible_scale_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"scale is 0"):
+        perturbations(*orthonormal_basis(rand(2, 4)), 3, 0, rng())
