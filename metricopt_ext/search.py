@@ -231,5 +231,5 @@ def _import_cma() -> Any:
     try:
         import cma
     except ImportError as error:
-        raise ImportError("CMA-ES needs the package cma: pip install 'cma>=3.3,<5'") from error
+        raise ImportError("CMA-ES needs the package cma: pip install 'cma>=4,<5'") from error
     return cma
