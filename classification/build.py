@@ -2,7 +2,7 @@
 
 import importlib
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,14 +80,44 @@ def predict_classes(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
     return (logits > 0).long() if logits.dim() == 1 else logits.argmax(1)
 
 
-def model_metric(spec: MetricSpec, part: Split) -> Metric:
-    """Make the black box: a classifier's metric on one part of the data."""
+def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] = ()) -> Metric:
+    """Make the black box: a classifier's metric on one part of the data.
+
+    Args:
+        spec: The metric.
+        part: Inputs and labels.
+        halves: Indices of two halves of them, for a metric that tells its value on each as well; none for one that
+            does not.
+    """
+
+    def function(model: nn.Module) -> float | tuple[float, tuple[float, ...]]:
+        logits = predict(model, part.x)
+        value = spec.function(logits, part.y)
+        return (value, tuple(spec.function(logits[half], part.y[half]) for half in halves)) if halves else value
+
     return Metric(
-        lambda model: spec.function(predict(model, part.x), part.y),
+        function,
         maximize=spec.maximize,
         bounds=spec.bounds,
         name=spec.name,
     )
+
+
+def stratified_halves(y: Tensor, seed: int) -> tuple[Tensor, ...]:
+    """Divide examples at random into two halves with equally many of each class, up to one.
+
+    Args:
+        y: Labels, ``n``.
+        seed: Seed of the division.
+
+    Returns:
+        The indices of each half, ascending; nothing if a class has a single example, for then a half lacks it.
+    """
+    order = torch.randperm(len(y), generator=generator(seed, "halves")).to(y.device)
+    order = order[y[order].argsort(stable=True)]  # class by class, at random within
+    if len(y) == 0 or int(y.unique(return_counts=True)[1].min()) < 2:
+        return ()
+    return order[::2].sort().values, order[1::2].sort().values
 
 
 def build_metric(config: MetricConfig) -> MetricSpec:

@@ -8,7 +8,7 @@ from omegaconf import MISSING
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.fitting import Learner, NeuralLearner, RidgeLearner
 from metricopt_ext.observations import Labeller, Observations
-from metricopt_ext.pipeline import Recipe
+from metricopt_ext.recipe import Recipe
 from metricopt_ext.reptile import ReptileLearner
 
 
@@ -155,6 +155,7 @@ class ClassificationConfig:
     population: int = 32  # tasks computed together
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     search_queries: int = 0  # of each direct search on the true metric, Guided ES and CMA-ES; 0: none
+    refine_queries: int = 0  # of CMA-ES that goes on from MetricOpt's end point; 0: none
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
     seed: int = 0  # the first of them
     pictures: bool = True  # of the first seed's value function; its landscape asks the metric 169 times more

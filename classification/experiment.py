@@ -18,6 +18,7 @@ from metricopt_ext.classification.build import (
     model_metric,
     predict_classes,
     pretrained,
+    stratified_halves,
     to_device,
     train,
 )
@@ -27,10 +28,11 @@ from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.classification.threshold import tune_threshold
 from metricopt_ext.evidence import SeedRecord, compare
 from metricopt_ext.optimizer import MetricOptStep
-from metricopt_ext.pipeline import Result, finetune
 from metricopt_ext.progress import Watcher
+from metricopt_ext.result import MetricOptResult
 from metricopt_ext.search import CMAES, GuidedES, Search
 from metricopt_ext.second_round import copied_task, run_second_round
+from metricopt_ext.start import finetune
 from metricopt_ext.task import FinetuneTask
 from metricopt_ext.transfer import RotatedValueFunction
 from metricopt_ext.value_function import load_value_function
@@ -57,17 +59,17 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
         data = getattr(splits, part)
         return TensorBatches(data.x, data.y, config.batch_size, balanced=config.balanced)
 
-    def finetune_on_validation(task: FinetuneTask, result: Result) -> Tensor:
+    def finetune_on_validation(task: FinetuneTask, result: MetricOptResult) -> Tensor:
         return finetune_on(task, batches("validation"), recipe.lr, recipe.steps, seed)
 
-    def batchnorm_on_validation(task: FinetuneTask, result: Result) -> nn.Module | None:
+    def batchnorm_on_validation(task: FinetuneTask, result: MetricOptResult) -> nn.Module | None:
         x = splits.validation.x
         return reestimate_batchnorm(task.adapter.model, x.tensor_split(math.ceil(len(x) / EVALUATION_BATCH)))
 
-    def threshold(task: FinetuneTask, result: Result) -> nn.Module | None:
+    def threshold(task: FinetuneTask, result: MetricOptResult) -> nn.Module | None:
         return tune_threshold(task, splits.validation.x)
 
-    def transferred(task: FinetuneTask, result: Result, placebo: bool = False) -> Tensor | None:
+    def transferred(task: FinetuneTask, result: MetricOptResult, placebo: bool = False) -> Tensor | None:
         if not config.transfer.value_function:
             return None
         f = load_value_function(config.transfer.value_function, task.dim).to(task.adapter.phi.device)
@@ -81,15 +83,20 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
         )
         return finetune(task, policy, recipe.steps, seed)
 
-    def searched(task: FinetuneTask, result: Result, search: Search) -> Tensor | None:
+    def searched(task: FinetuneTask, result: MetricOptResult, search: Search) -> Tensor | None:
         if not config.search_queries:
             return None
         return search(task, task.origin(), config.search_queries, seed=seed).phi
 
+    def refined(task: FinetuneTask, result: MetricOptResult) -> Tensor | None:
+        if not config.refine_queries:
+            return None
+        return CMAES()(task, result.ends[result.chosen], config.refine_queries, seed=seed).phi
+
     def train_theta(model: nn.Module) -> None:
         train(model, splits.train, config.second_round, config.balanced, seed)
 
-    def second_round(task: FinetuneTask, result: Result) -> nn.Module | None:
+    def second_round(task: FinetuneTask, result: MetricOptResult) -> nn.Module | None:
         if not config.second_round.epochs:
             return None
         again = copied_task(task)
@@ -104,7 +111,7 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
         adapter,
         loss=classification_loss,
         batches=batches("train"),
-        metric=model_metric(metric, splits.validation),
+        metric=model_metric(metric, splits.validation, stratified_halves(splits.validation.y, seed)),
         population=config.population,
     )
     record = compare(
@@ -118,8 +125,8 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
             "cma_es": partial(searched, search=CMAES()),
             "transferred": transferred,
             "placebo": partial(transferred, placebo=True),
-            "second_round": second_round,
         },
+        {"refined": refined, "second_round": second_round},
         queries=config.queries,
         recipe=recipe,
         seed=seed,

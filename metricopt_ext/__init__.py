@@ -19,12 +19,17 @@ from .errors import (
 from .film import Adapter, attach_film, attach_input_bias, load_adapter
 from .metric import Ledger, Metric
 from .optimizer import MetricOpt
-from .pipeline import Recipe, Result, meta_train, optimize_metric
+from .pipeline import meta_train, optimize_metric
+from .recipe import Recipe
+from .result import MetricOptResult, Result
+from .search import CMAES, GuidedES
+from .start import Tuned, tune_start
 from .task import FinetuneTask
 from .trajectory import Trajectory, TrajectoryStore
 from .value_function import NeuralValueFunction, Quality, RidgeValueFunction, ValueFunction, load_value_function
 
 __all__ = [
+    "CMAES",
     "Adapter",
     "AdapterError",
     "BudgetError",
@@ -33,11 +38,13 @@ __all__ = [
     "DatasetBatches",
     "FileFormatError",
     "FinetuneTask",
+    "GuidedES",
     "Ledger",
     "Metric",
     "MetricError",
     "MetricOpt",
     "MetricOptError",
+    "MetricOptResult",
     "NeuralValueFunction",
     "Quality",
     "Recipe",
@@ -46,6 +53,7 @@ __all__ = [
     "TensorBatches",
     "Trajectory",
     "TrajectoryStore",
+    "Tuned",
     "ValueFunction",
     "ValueFunctionError",
     "attach_film",
@@ -54,4 +62,5 @@ __all__ = [
     "load_value_function",
     "meta_train",
     "optimize_metric",
+    "tune_start",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .batches import Batches
 from .film import CONTEXT_NAME, Adapter
 from .optimizer import LossStep
-from .pipeline import finetune
+from .start import finetune
 from .task import FinetuneTask
 
 

@@ -1,5 +1,6 @@
 """One seed of evidence: MetricOpt beside what it has to beat, in the same process and on the same splits."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,15 +15,18 @@ from .errors import FileFormatError
 from .files import claim, read_json, write_json
 from .metric import Metric
 from .optimizer import LossStep
-from .pipeline import Recipe, Result, finetune, metric_policy, optimize_metric
+from .pipeline import optimize_metric
 from .progress import Watcher
+from .recipe import Recipe
+from .result import MetricOptResult
+from .start import finetune, metric_policy
 from .task import FinetuneTask
 from .value_function import Quality
 
 # Settings that a resumed run may change: which seeds to run, and how.
 RUN_AGAIN_KEYS = ("seed", "seeds", "workers", "device")
 
-Rival = Callable[[FinetuneTask, Result], Tensor | nn.Module | None]
+Rival = Callable[[FinetuneTask, MetricOptResult], Tensor | nn.Module | None]
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class SeedRecord:
         candidates: Held-out quality of each kind of value function that was fitted.
         kept: Which end point the guard kept.
         setting: The (loss weight, metric step) in use.
+        split_half: Correlation of the metric's halves over random phi; None if it does not tell them.
+        chance: Standard deviation of the chance part of a validation gain; 0 if the metric does not tell halves.
         curves: Validation metric along finetuning by method, ``steps + 1`` numbers each. Asked for the plot; no
             method sees them.
         true: Metric at held-out points where f is used.
@@ -67,6 +73,8 @@ class SeedRecord:
     candidates: dict[str, Quality]
     kept: str
     setting: tuple[float, float]
+    split_half: float | None
+    chance: float
     curves: dict[str, list[float]]
     true: list[float]
     predicted: list[float]
@@ -99,6 +107,7 @@ def compare(
     task: FinetuneTask,
     test_metric: Metric,
     rivals: Mapping[str, Rival],
+    follow_ups: Mapping[str, Rival] | None = None,
     *,
     queries: int,
     recipe: Recipe,
@@ -117,6 +126,7 @@ def compare(
         rivals: Further methods by name: each is given the task, with a ledger of its own, and MetricOpt's result, and
             returns the phi it visited, ``(T + 1) x d``, its end point alone, ``d``, or a model of its own, or
             None where it does not apply.
+        follow_ups: Further methods that go on from MetricOpt's result; what it spent counts as theirs too.
         queries: Metric queries of MetricOpt in all.
         recipe: How MetricOpt works; loss-only finetuning shares its steps and rate.
         seed: The seed.
@@ -132,7 +142,7 @@ def compare(
     """
     clock = _Clock()
     result = optimize_metric(
-        task, queries=queries, recipe=recipe, seed=seed, output_dir=folder, resume=resume, watcher=watcher
+        task, queries=queries, strategy=recipe, seed=seed, output_dir=folder, resume=resume, watcher=watcher
     )
     clock.lap("metricopt")
     tuned = task.adapter.phi.detach().clone()
@@ -151,17 +161,18 @@ def compare(
         "loss_finetune": paths["loss_finetune"][-1],
         "loss_finetune_best": best,
     }
-    for name, rival in rivals.items():
+    for name, rival in {**rivals, **(follow_ups or {})}.items():
         before = aside.metric.ledger.spent
         outcome = rival(aside, result)
         clock.lap(name)
-        spent[name] = (aside.metric.ledger.spent - before,) * 2
+        own, earlier = aside.metric.ledger.spent - before, (0, 0) if name in rivals else spent["metricopt"]
+        spent[name] = (earlier[0] + own, earlier[1] + own)
         if isinstance(outcome, nn.Module) or (outcome is not None and outcome.dim() == 1):
             ends[name] = outcome
         elif outcome is not None:
             paths[name], ends[name] = outcome, outcome[-1]
     ends["metricopt"] = tuned
-    paths["metricopt"] = finetune(aside, metric_policy(result.fit, recipe, result.setting), recipe.steps, seed)
+    paths["metricopt"] = finetune(aside, metric_policy(result.fit.f, recipe, result.setting), recipe.steps, seed)
 
     validation, test = task.judged_by(task.metric.with_new_ledger()), task.judged_by(test_metric)
     outcomes = {
@@ -185,6 +196,8 @@ def compare(
         candidates=result.fit.candidates,
         kept=result.chosen,
         setting=result.setting,
+        split_half=None if math.isnan(result.split_half) else result.split_half,
+        chance=result.chance,
         curves=curves,
         true=[to_value(cost) for cost in result.fit.true.tolist()],
         predicted=[to_value(cost) for cost in result.fit.predicted.tolist()],

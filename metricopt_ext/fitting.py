@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -11,6 +11,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from .errors import ValueFunctionError
+from .objective import Objective, comparable_sigma, warn_of_collapse
 from .observations import Observations
 from .seeding import generator
 from .value_function import NeuralValueFunction, Quality, RidgeValueFunction, ValueFunction
@@ -42,21 +43,31 @@ class NeuralLearner:
         batch_size: Observed points per step and member.
         lr: Peak learning rate.
         weight_decay: Decoupled weight decay; strong, because a few hundred points are all there is.
+        objective: What is minimised; by default Eq. 2's regression alone.
+        resolution: Sigma of labels that are all equally sure, in standard deviations of the costs.
     """
 
     iterations: int = 800
     batch_size: int = 64
     lr: float = 1e-2
     weight_decay: float = 1.0
+    objective: Objective = field(default=Objective(gamma=1.0, beta=0.0))
+    resolution: float = 0.1
+
+    @classmethod
+    def offline(cls) -> "NeuralLearner":
+        """Return the rival of Reptile in the paper's Fig. 3b: Eq. 2 on all trajectories stored offline."""
+        return cls(iterations=2000, objective=Objective(gamma=10.0, beta=1.0))
 
     def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
-        """Minimise the L1 regression term of Eq. 2 (with equal uncertainties) for all members at once."""
+        """Minimise the objective for all members at once."""
         rng = generator(seed, "fit")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(rng.initial_seed())
             f = NeuralValueFunction(data.phi.shape[-1], folds)
         f.cost_mean.copy_(data.cost.mean())
         f.cost_std.copy_(data.cost.std().clamp(min=1e-8))
+        sigma = comparable_sigma(data, self.resolution)
         seen = [(fold != member).nonzero().squeeze(1) for member in range(folds)]
         optimizer = torch.optim.AdamW(f.parameters(), self.lr, weight_decay=self.weight_decay, fused=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=self.iterations)
@@ -65,12 +76,13 @@ class NeuralLearner:
             batch = torch.stack(
                 [points[torch.randint(len(points), (self.batch_size,), generator=rng)] for points in seen], dim=1
             )
-            predicted = f.predict(f.features(data.phi[batch]))
-            loss = ((predicted - data.cost[batch]) / f.cost_std).abs().mean(0).sum()
+            loss = self.objective(f, data.phi[batch], data.cost[batch], sigma[batch], rng)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
+        f.eval()
+        warn_of_collapse(f, data.phi, data.cost)
         return f
 
 
@@ -136,12 +148,14 @@ class Fit:
         candidates: Held-out quality of each kind that was fitted.
         predicted: Held-out predictions where f is used, ``m``.
         true: The costs observed there, ``m``.
+        halves: The costs on two halves of the metric's data there, ``m x 2``; None if the metric does not tell them.
     """
 
     f: ValueFunction
     candidates: dict[str, Quality]
     predicted: Tensor
     true: Tensor
+    halves: Tensor | None = None
 
 
 @contextmanager

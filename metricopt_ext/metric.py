@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,12 +47,26 @@ class Ledger:
         self.spent_on[purpose] = self.spent_on.get(purpose, 0) + queries
 
 
+class Answer(NamedTuple):
+    """What a metric said about a model, as costs.
+
+    Attributes:
+        cost: The metric's cost.
+        halves: Its costs on two halves of its data, None from a metric that does not tell them.
+    """
+
+    cost: float
+    halves: tuple[float, float] | None = None
+
+
 class Metric:
     """A black-box evaluation metric, seen as a cost to minimise (paper, section 3: M normalised into [0, 1]).
 
     Args:
         function: Returns the metric as a float. It takes the model, or nothing where it knows the model already. It
-            is called in evaluation mode and without gradients, once per phi.
+            is called in evaluation mode and without gradients, once per phi. It may return ``(value, (half, half))``
+            instead, its value on all of its data and on two random halves of them: from these the tool learns how
+            much of a gain is chance (`split_half`). That is still one query, for it takes one pass over the data.
         maximize: Whether higher is better.
         bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for a metric without known
             bounds: its cost is the value itself, negated where higher is better.
@@ -88,7 +102,11 @@ class Metric:
         return Metric(self.function, maximize=self.maximize, bounds=self.bounds, name=self.name)
 
     def cost(self, model: nn.Module, purpose: str) -> float:
-        """Ask the metric about the model as it is and return the cost; one query.
+        """Ask the metric about the model as it is and return the cost; see `ask`."""
+        return self.ask(model, purpose).cost
+
+    def ask(self, model: nn.Module, purpose: str) -> Answer:
+        """Ask the metric about the model as it is; one query.
 
         Args:
             model: The model to judge.
@@ -102,9 +120,16 @@ class Metric:
         with evaluating(model), torch.no_grad():
             try:
                 answer = self.function(model) if self._takes_model else self.function()
-                value = float(answer)
+                value, *rest = answer if isinstance(answer, tuple) else (answer,)
+                value, halves = float(value), [float(half) for half in rest[0]] if rest else None
             except Exception as error:
                 raise MetricError(f"metric {self.name!r} raised {type(error).__name__}: {error}") from error
+        if halves is not None and (len(halves) != 2 or len(rest) > 1):
+            raise MetricError(f"metric {self.name!r} returned {answer}; it must be a number, or (number, (half, half))")
+        costs = [self._checked_cost(number) for number in (value, *(halves or ()))]
+        return Answer(costs[0], (costs[1], costs[2]) if halves else None)
+
+    def _checked_cost(self, value: float) -> float:
         if not math.isfinite(value):
             raise MetricError(f"metric {self.name!r} returned {value}; it must be a finite number")
         if self.bounds is not None and not self.bounds[0] <= value <= self.bounds[1]:
@@ -120,6 +145,11 @@ class Metric:
             return -value if self.maximize else value
         low, high = self.bounds
         return (high - value) / (high - low) if self.maximize else (value - low) / (high - low)
+
+    @property
+    def scale(self) -> float:
+        """How much the value changes where the cost changes by 1, without its sign."""
+        return 1.0 if self.bounds is None else self.bounds[1] - self.bounds[0]
 
     def to_value(self, cost: float) -> float:
         """Turn a cost back into the metric's own units and direction."""

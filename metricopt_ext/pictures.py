@@ -10,16 +10,16 @@ from torch import Tensor
 
 from .interpolation import GaussianProcess
 from .observations import Observations
-from .pipeline import Result
 from .plots import COLOURS, new_figure, save_figure
 from .report import TITLES
+from .result import MetricOptResult
 from .task import FinetuneTask
 from .trajectory import Trajectory
 from .value_function import NeuralValueFunction, ValueFunction
 
 
 def draw_value_function(
-    task: FinetuneTask, result: Result, paths: Mapping[str, Tensor], folder: Path, *, grid: int = 13
+    task: FinetuneTask, result: MetricOptResult, paths: Mapping[str, Tensor], folder: Path, *, grid: int = 13
 ) -> list[Path]:
     """Draw all pictures of a run's value function into a folder; returns their paths.
 

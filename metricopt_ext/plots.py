@@ -19,6 +19,7 @@ COLOURS = {
     "transferred": "#7f9c3c",
     "placebo": "#b9c58f",
     "metricopt": "#c02942",
+    "refined": "#e0607a",
     "second_round": "#7a1f3d",
 }
 

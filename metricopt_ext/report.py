@@ -13,6 +13,7 @@ import numpy as np
 
 from .evidence import SeedRecord
 from .files import write_atomically, write_json
+from .split_half import CERTAINTY
 from .value_function import Quality
 
 PACKAGES = ("metricopt-ext", "torch", "torchvision", "numpy", "scipy", "scikit-learn")
@@ -29,6 +30,7 @@ TITLES = {
     "transferred": "f of another run",
     "placebo": "the same f, turned",
     "metricopt": "MetricOpt",
+    "refined": "MetricOpt, then CMA-ES",
     "second_round": "MetricOpt, second round",
 }
 
@@ -93,6 +95,8 @@ class Report:
                 "per_seed": [vars(q) for q in self.quality],
                 "candidates": [{k: vars(q) for k, q in record.candidates.items()} for record in self.records],
             },
+            "split_half": [record.split_half for record in self.records],
+            "chance": [record.chance for record in self.records],
             "kept": [record.kept for record in self.records],
             "settings": [record.setting for record in self.records],
             "versions": versions(),
@@ -146,6 +150,13 @@ class Report:
         spearman = np.mean([quality.spearman for quality in self.quality])
         mae = np.mean([quality.mae for quality in self.quality])
         constant = np.mean([quality.constant_mae for quality in self.quality])
+        halves = [record.split_half for record in self.records if record.split_half is not None]
+        if halves:
+            chance = np.mean([record.chance for record in self.records])
+            lines.append(
+                f"Split-half correlation of the metric over random phi: {np.mean(halves):.2f} (near 0 no method can"
+                f" help); gains on validation below {CERTAINTY * chance:.4f} may be chance and change nothing"
+            )
         kept = collections.Counter(record.kept for record in self.records)
         lines.append(
             f"Value function on held-out trajectories: Spearman {spearman:.2f}, MAE {mae:.4f} against {constant:.4f} of"

@@ -1,7 +1,6 @@
 """Meta-trains value functions by first-order Reptile (paper, section 3.1; Algorithm 1, lines 1-8)."""
 
 from collections.abc import Callable, Iterable
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .objective import Objective, comparable_sigma, hardest_triplets, regression_loss, warn_of_collapse
+from .objective import Objective, comparable_sigma, hardest_triplets, warn_of_collapse
 from .observations import Observations
 from .seeding import generator
 from .value_function import NeuralValueFunction
@@ -258,30 +257,3 @@ def set_statistics(f: NeuralValueFunction, phi: Tensor, seen: Tensor) -> None:
         statistics["running_mean"].copy_(mean.flatten())
         statistics["running_var"].copy_(variance.flatten())
         h = norm(h.flatten(1)).view_as(h).relu()
-
-
-def adapt(
-    f: NeuralValueFunction, data: Observations, *, steps: int = 10, inner: InnerOptimizer | None = None
-) -> NeuralValueFunction:
-    """Adapt a fitted f to the points observed from a new start, by descending the regression term of Eq. 2.
-
-    All members see all points. BatchNorm keeps the statistics of the tasks that f was fitted to: those of a single task
-    would hide how it differs from them.
-
-    Args:
-        f: The fitted value function; left as it is.
-        data: Points of the new start; whoever asked for their costs has counted the queries.
-        steps: Steps on all points at once.
-        inner: Optimizer; by default Adam at rate 1e-3 without weight decay.
-
-    Returns:
-        A new f. Its domain and its held-out quality are still those of ``f``.
-    """
-    new = deepcopy(f).eval().requires_grad_(True)
-    phi, cost, sigma = (x[:, None].expand(-1, f.members_count, *x.shape[1:]) for x in (data.phi, data.cost, data.sigma))
-
-    def loss() -> Tensor:
-        return regression_loss(new.predict(new.features(phi)), cost, sigma) / new.cost_std
-
-    inner_loop(new, inner or AdamW(lr=1e-3, weight_decay=0.0), steps, loss)
-    return new.requires_grad_(False)

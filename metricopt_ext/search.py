@@ -79,8 +79,8 @@ class GuidedES:
         step: Length of the first step along u, at least 0.
         loss_weight: Weight w of the loss step, at least 0.
         lr: Rate of the first loss step, at least 0.
-        history: Number k of past loss gradients that half of each perturbation is confined to; 0 searches all
-            directions alike.
+        history: Number k of past loss gradients that half of each perturbation is confined to; the paper has 3. 0
+            searches all directions alike, which measured better where the loss does not know what the metric does.
     """
 
     pairs: int = 6
@@ -88,7 +88,7 @@ class GuidedES:
     step: float = 0.07
     loss_weight: float = 0.3
     lr: float = 0.1
-    history: int = 3
+    history: int = 0
 
     def __post_init__(self) -> None:
         """Check the settings.

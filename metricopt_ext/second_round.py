@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from .film import Adapter
 from .fitting import Fit
-from .pipeline import Recipe, finetune, metric_policy
+from .recipe import Recipe
+from .start import finetune, metric_policy
 from .task import FinetuneTask
 
 
@@ -64,7 +65,7 @@ def run_second_round(
         train_theta(model)
     theta = task.cost(first_phi, "second round")
 
-    points = finetune(task, metric_policy(fit, recipe, setting), recipe.steps, seed, start=first_phi)
+    points = finetune(task, metric_policy(fit.f, recipe, setting), recipe.steps, seed, start=first_phi)
     after = task.cost(points[-1], "second round")
 
     costs = {"before": before, "theta": theta, "after": after}

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from .batches import Batches
 from .errors import AdapterError, MetricError
 from .film import Adapter
-from .metric import Metric
+from .metric import Answer, Metric
 from .seeding import generator
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -90,7 +90,7 @@ class FinetuneTask:
             raise FloatingPointError(f"the loss gradient of task {worst} is not finite at step {step}; lower the lr")
         return loss.detach(), gradient
 
-    def cost(self, phi: Tensor, purpose: str) -> float:
+    def ask(self, phi: Tensor, purpose: str) -> Answer:
         """Ask the metric about one phi, ``d``; one query.
 
         phi is copied into the model's own parameter meanwhile, so that a metric which exports the model, or reads its
@@ -99,23 +99,32 @@ class FinetuneTask:
         before = self.adapter.phi.detach().clone()
         self.adapter.set_phi(phi)
         try:
-            return self.metric.cost(self.adapter.model, purpose)
+            return self.metric.ask(self.adapter.model, purpose)
         finally:
             self.adapter.set_phi(before)
 
-    def costs_at(self, phi: Tensor, purpose: str, where: str = "") -> Tensor:
-        """Ask the metric about ``n x d`` points, ``n`` costs in float64; n queries.
+    def cost(self, phi: Tensor, purpose: str) -> float:
+        """Ask the metric about one phi, ``d``, and return the cost alone; see `ask`."""
+        return self.ask(phi, purpose).cost
+
+    def answers_at(self, phi: Tensor, purpose: str, where: str = "") -> list[Answer]:
+        """Ask the metric about ``n x d`` points; n queries.
 
         Raises:
             MetricError: The metric failed; the message says at which point.
         """
-        costs = torch.empty(len(phi), dtype=torch.float64)
+        answers = []
         for i, point in enumerate(phi):
             try:
-                costs[i] = self.cost(point, purpose)
+                answers.append(self.ask(point, purpose))
             except MetricError as error:
                 raise MetricError(f"{error} ({where}point {i} of {len(phi)}, |phi| = {point.norm():.3g})") from error
-        return costs
+        return answers
+
+    def costs_at(self, phi: Tensor, purpose: str, where: str = "") -> Tensor:
+        """Ask the metric about ``n x d`` points and return the costs alone, ``n``, float64; see `answers_at`."""
+        costs = [answer.cost for answer in self.answers_at(phi, purpose, where)]
+        return torch.tensor(costs, dtype=torch.float64)
 
     def _losses(self, phi: Tensor, batches: Sequence[Any]) -> Tensor:
         if len(phi) == 1 or self.population == 1:

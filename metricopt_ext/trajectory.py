@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .files import claim, read_tensors, write_tensors
+from .metric import Answer
 from .seeding import generator
 from .task import FinetuneTask
 
@@ -34,6 +35,7 @@ class Trajectory:
         loss: The surrogate loss at phi_0 ... phi_{T-1}, each on its own batch, ``T``.
         observed: Steps at which the metric was asked, ascending, ``K``.
         cost: The metric there as a cost, float64, ``K``.
+        halves: The costs on two halves of the metric's data, float64, ``K x 2``; None if the metric does not tell them.
     """
 
     round: int
@@ -42,6 +44,7 @@ class Trajectory:
     loss: Tensor
     observed: Tensor
     cost: Tensor
+    halves: Tensor | None = None
 
     @property
     def observed_phi(self) -> Tensor:
@@ -196,17 +199,27 @@ def collect(
         phi, loss = rollout(task, starts, policy_of(chunk), steps=steps, seed=seed, indices=chunk)
         for row in missing:
             observed = observation_steps(steps, evals, seed, chunk[row])
-            costs = []
+            answers: list[Answer] = []
             for step in observed.tolist():
                 where = f"round {round}, task {chunk[row]}, step {step}; {len(store)} finished trajectories are kept; "
-                costs.append(task.costs_at(phi[row, step][None], "collect", where))
-                on_query(float(costs[-1]))
-            store.add(Trajectory(round, chunk[row], phi[row].cpu(), loss[row].cpu(), observed, torch.cat(costs)))
+                answers += task.answers_at(phi[row, step][None], "collect", where)
+                on_query(answers[-1].cost)
+            cost = torch.tensor([answer.cost for answer in answers], dtype=torch.float64)
+            halves = stacked_halves(answers)
+            store.add(Trajectory(round, chunk[row], phi[row].cpu(), loss[row].cpu(), observed, cost, halves))
     return [trajectory for index in indices if (trajectory := store.get(round, index)) is not None]
+
+
+def stacked_halves(answers: Sequence[Answer]) -> Tensor | None:
+    """Return the answers' costs on two halves of the data, ``n x 2``, or None if any lacks them."""
+    halves = [answer.halves for answer in answers]
+    return None if None in halves else torch.tensor(halves, dtype=torch.float64)
 
 
 def _write(path: Path, trajectory: Trajectory) -> None:
     tensors = {name: getattr(trajectory, name) for name in ("phi", "loss", "observed", "cost")}
+    if trajectory.halves is not None:
+        tensors["halves"] = trajectory.halves
     write_tensors(path, tensors, FILE_FORMAT, {"round": trajectory.round, "index": trajectory.index})
 
 

@@ -31,9 +31,11 @@ from metricopt_ext.film import attach_film
 from metricopt_ext.fitting import RidgeLearner
 from metricopt_ext.metric import Metric
 from metricopt_ext.optimizer import LossStep
-from metricopt_ext.pipeline import FRESH, Recipe, finetune, metric_policy, optimize_metric
+from metricopt_ext.pipeline import optimize_metric
 from metricopt_ext.progress import Watcher
+from metricopt_ext.recipe import Recipe
 from metricopt_ext.seeds import run_seeds
+from metricopt_ext.start import FRESH, finetune, metric_policy
 from metricopt_ext.task import FinetuneTask
 
 RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
@@ -91,7 +93,7 @@ def without_seconds(record: SeedRecord) -> SeedRecord:
 def test_outcomes_are_what_the_phis_are_worth(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     task, twin = quadratic(noise=2.0), quadratic(noise=2.0)
     record, hidden = beside(task, tmp_path)
-    alone = optimize_metric(twin, queries=QUERIES, recipe=RECIPE, seed=3, watcher=Watcher())
+    alone = optimize_metric(twin, queries=QUERIES, strategy=RECIPE, seed=3, watcher=Watcher())
     path = finetune(twin, LossStep(0.1), 10, seed=3)
     best = min((path[step] for step in (0, 2, 4, 6, 8, 10)), key=twin.true_cost)  # 6 evenly spaced of 11 points
     phis = {
@@ -111,7 +113,7 @@ def test_outcomes_are_what_the_phis_are_worth(quadratic: Callable[..., Any], tmp
     assert record.quality == alone.fit.f.quality == record.candidates["ridge"]
     assert record.true == alone.fit.true.tolist()
     assert record.predicted == alone.fit.predicted.tolist()
-    steered = finetune(twin, metric_policy(alone.fit, RECIPE, alone.setting), 10, seed=3)
+    steered = finetune(twin, metric_policy(alone.fit.f, RECIPE, alone.setting), 10, seed=3)
     assert record.curves == {
         "loss_finetune": [twin.true_cost(phi) for phi in path],
         "metricopt": [twin.true_cost(phi) for phi in steered],

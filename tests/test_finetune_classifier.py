@@ -31,7 +31,7 @@ from metricopt_ext.config import load_config
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.film import load_adapter
 from metricopt_ext.fitting import RidgeLearner
-from metricopt_ext.pipeline import Recipe
+from metricopt_ext.recipe import Recipe
 from metricopt_ext.task import FinetuneTask
 from metricopt_ext.value_function import load_value_function
 
@@ -137,7 +137,7 @@ def test_everything_is_written(finished: Path) -> None:
             assert min(image.size) > 200
     for seed in (0, 1):
         folder = finished / f"seed-{seed}"
-        assert {"record.json", "examples.png", "stages.json"} <= {path.name for path in folder.iterdir()}
+        assert {"record.json", "examples.png", "answers.json"} <= {path.name for path in folder.iterdir()}
         assert len(list((folder / "trajectories").glob("round-0-task-*.safetensors"))) == 4
         f = load_value_function(folder / "value_function.safetensors", dim=3)
         assert f(torch.zeros(3)).shape == ()

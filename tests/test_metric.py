@@ -240,3 +240,32 @@ def test_evaluation_mode_without_gradients(grad: bool, failing: bool) -> None:
         assert torch.is_grad_enabled() == grad
     assert seen == [(False, False)]
     assert [module.training for module in model.modules()] == before
+
+
+# --- Halves ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("maximize", "cost", "halves"), [(True, 0.25, (0.5, 0.0)), (False, 0.75, (0.5, 1.0))])
+def test_halves_are_turned_into_costs_for_one_query(maximize: bool, cost: float, halves: tuple[float, float]) -> None:
+    metric = Metric(lambda model: (0.75, (0.5, torch.tensor(1.0))), maximize=maximize)
+    assert metric.ask(nn.Identity(), "x") == (cost, halves)
+    assert metric.cost(nn.Identity(), "x") == cost
+    assert metric.ledger.spent == 2
+    assert Metric(lambda model: 0.75, maximize=maximize).ask(nn.Identity(), "x") == (cost, None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((0.5, (0.5,)), "number, or .number, .half, half"),
+        ((0.5, (0.5, 0.5, 0.5)), "number, or .number, .half, half"),
+        ((0.5, (0.5, 0.5), 1), "number, or .number, .half, half"),
+        ((0.5, 0.5), "raised TypeError"),
+        ((0.5, (0.5, math.nan)), "returned nan"),
+        ((0.5, (0.5, 1.5)), r"returned 1\.5, outside its bounds"),
+        ((), "raised ValueError"),
+    ],
+)
+def test_wrong_halves_are_refused(answer: Any, message: str) -> None:
+    with pytest.raises(MetricError, match=message):
+        Metric(lambda model: answer, maximize=True).ask(nn.Identity(), "x")

@@ -10,14 +10,17 @@ import torch
 
 from metricopt_ext import pictures
 from metricopt_ext.fitting import NeuralLearner, RidgeLearner
-from metricopt_ext.pipeline import Recipe, Result, finetune, metric_policy, optimize_metric
+from metricopt_ext.pipeline import optimize_metric
 from metricopt_ext.progress import Watcher
+from metricopt_ext.recipe import Recipe
+from metricopt_ext.result import MetricOptResult
+from metricopt_ext.start import finetune, metric_policy
 
 
-def run(task: Any, learner: Any) -> tuple[Result, dict[str, torch.Tensor]]:
+def run(task: Any, learner: Any) -> tuple[MetricOptResult, dict[str, torch.Tensor]]:
     recipe = Recipe(steps=8, evals=4, rounds=2, folds=2, trials=0, learners=(learner,))
-    result = optimize_metric(task, queries=80, recipe=recipe, watcher=Watcher())
-    return result, {"metricopt": finetune(task, metric_policy(result.fit, recipe, (0.3, 0.3)), 8, 0)}
+    result = optimize_metric(task, queries=80, strategy=recipe, watcher=Watcher())
+    return result, {"metricopt": finetune(task, metric_policy(result.fit.f, recipe, (0.3, 0.3)), 8, 0)}
 
 
 @pytest.mark.parametrize(
@@ -53,9 +56,9 @@ def test_landscape_shows_f_and_the_metric_at_the_same_points(
 
     monkeypatch.setattr(pictures, "save_figure", keep)
     asked = []
-    cost = task.metric.cost
+    ask = task.metric.ask
     monkeypatch.setattr(
-        task.metric, "cost", lambda model, purpose: asked.append(model.metricopt.phi.clone()) or cost(model, purpose)
+        task.metric, "ask", lambda model, purpose: asked.append(model.metricopt.phi.clone()) or ask(model, purpose)
     )
     pictures.plot_landscape(task, result.fit.f, paths, tmp_path / "x.png", grid=4)
     points = torch.stack(asked)

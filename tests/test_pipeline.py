@@ -18,8 +18,12 @@ from metricopt_ext.film import attach_input_bias, load_adapter
 from metricopt_ext.fitting import NeuralLearner, RidgeLearner
 from metricopt_ext.metric import Ledger, Metric
 from metricopt_ext.optimizer import LossStep
-from metricopt_ext.pipeline import FRESH, Recipe, Result, finetune, meta_train, metric_policy, optimize_metric
+from metricopt_ext.pipeline import meta_train, optimize_metric
 from metricopt_ext.progress import Watcher
+from metricopt_ext.recipe import Recipe
+from metricopt_ext.result import MetricOptResult
+from metricopt_ext.search import CMAES, GuidedES, Search
+from metricopt_ext.start import FRESH, finetune, metric_policy
 from metricopt_ext.trajectory import TrajectoryStore, rollout
 from metricopt_ext.value_function import load_value_function
 
@@ -36,11 +40,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **arguments: Any) -> Result:
-    return optimize_metric(task, queries=queries, recipe=recipe, **{"watcher": Watcher(), **arguments})
+def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **arguments: Any) -> MetricOptResult:
+    return optimize_metric(task, queries=queries, strategy=recipe, **{"watcher": Watcher(), **arguments})
 
 
-def assert_same(a: Result, b: Result) -> None:
+def assert_same(a: MetricOptResult, b: MetricOptResult) -> None:
     for name in ("metric", "before", "after", "loss_finetune", "chosen", "setting", "queries", "queries_per_start"):
         assert getattr(a, name) == getattr(b, name), name
     assert str(a) == str(b)
@@ -281,7 +285,7 @@ def test_the_setting_with_the_least_mean_metric_is_chosen(quadratic: Callable[..
     starts = [task.origin(), *(task.starts(recipe.start_std, 0, [index])[0] for index in indices)]
     means = {}
     for setting in settings:
-        policy = metric_policy(result.fit, recipe, setting)
+        policy = metric_policy(result.fit.f, recipe, setting)
         ends = [
             rollout(task, start[None], policy, steps=10, seed=0, indices=[index])[0][0, -1]
             for start, index in zip(starts, [FRESH + 1 + trials, *indices], strict=True)
@@ -333,9 +337,7 @@ def content(path: Path) -> Any:
 
 def kept_of(asked: int) -> int:
     """How many of the queries asked before the interruption a resumed run need not ask again."""
-    if asked < COLLECTED:
-        return asked // 3 * 3  # whole tasks
-    return COLLECTED + CHOOSING if asked >= COLLECTED + CHOOSING else COLLECTED
+    return asked if asked >= COLLECTED else asked // 3 * 3  # of collection whole tasks, then every answer
 
 
 @pytest.mark.parametrize("after", [0, 4, 18, 26, 38, 43])
@@ -488,8 +490,8 @@ def test_damaged_files_are_named(quadratic: Callable[..., Any], tmp_path: Path) 
     assert task.asked == 3  # that task alone
     assert content(damaged) == before
     for rubbish in ("{", "[]", "3"):
-        (tmp_path / "stages.json").write_text(rubbish)
-        with pytest.raises(FileFormatError, match=re.escape(str(tmp_path / "stages.json"))):
+        (tmp_path / "answers.json").write_text(rubbish)
+        with pytest.raises(FileFormatError, match=re.escape(str(tmp_path / "answers.json"))):
             go(quadratic(), output_dir=tmp_path, resume=True)
 
 
@@ -533,7 +535,7 @@ def test_files(quadratic: Callable[..., Any], tmp_path: Path, learner: Any) -> N
     task = quadratic(dtype=torch.float32)
     result = go(task, recipe=replace(RECIPE, learners=(learner,)), output_dir=tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"trajectories", "stages.json", "value_function.safetensors", "adapter.safetensors"}
+    assert names == {"trajectories", "answers.json", "value_function.safetensors", "adapter.safetensors"}
     assert len(list((tmp_path / "trajectories").glob("*.safetensors"))) == 12
 
     f = load_value_function(tmp_path / "value_function.safetensors", dim=4)
@@ -569,3 +571,128 @@ def test_a_shared_ledger_is_charged_for_every_finished_run(quadratic: Callable[.
     assert task.metric.ledger.spent == 2 * sum(first.queries.values())
     with pytest.raises(BudgetError, match="in the metric's own budget"):
         go(task, seed=2)
+
+
+# --- Other strategies --------------------------------------------------------------------------------------------
+
+SEARCHES = [CMAES(sigma0=0.3), GuidedES(lr=0.1)]
+each_search = pytest.mark.parametrize("search", SEARCHES, ids=lambda search: type(search).__name__)
+
+
+@each_search
+def test_direct_search_is_a_strategy_on_the_same_ledger(quadratic: Callable[..., Any], search: Search) -> None:
+    task, alone = quadratic(), quadratic()
+    result = optimize_metric(task, queries=100, strategy=search, seed=3, watcher=Watcher())
+    found = search(alone, alone.origin(), 100, seed=3)
+    assert torch.equal(task.adapter.phi, found.phi)
+    assert result.after == result.best == found.cost == task.true_cost(task.adapter.phi.detach()) < result.before
+    assert (result.chosen, result.queries_per_start) == ("search", 100)
+    assert result.queries == task.metric.ledger.spent_on == {"search": 100}
+    assert task.asked == 100
+    assert "kept the best point found\nqueries: 100 (search 100); 100 for each further start" in str(result)
+
+
+@each_search
+@pytest.mark.parametrize("after", [0, 1, 30, 99])
+def test_a_resumed_search_asks_nothing_twice(
+    quadratic: Callable[..., Any], tmp_path: Path, search: Search, after: int
+) -> None:
+    expected = optimize_metric(quadratic(), queries=100, strategy=search, watcher=Watcher())
+    broken, resumed = quadratic(), quadratic()
+    broken.fail_after = after
+    with pytest.raises(MetricError, match="server is down"):
+        optimize_metric(broken, queries=100, strategy=search, output_dir=tmp_path, watcher=Watcher())
+    with pytest.raises(FileFormatError, match="holds an earlier run"):
+        optimize_metric(resumed, queries=100, strategy=search, output_dir=tmp_path, watcher=Watcher())
+    for change in ({"queries": 90}, {"seed": 1}):
+        with pytest.raises(FileFormatError, match=f"{next(iter(change))} was"):
+            optimize_metric(
+                resumed,
+                **{"queries": 100, "strategy": search, "output_dir": tmp_path, "watcher": Watcher()} | change,
+                resume=True,
+            )
+    result = optimize_metric(resumed, queries=100, strategy=search, output_dir=tmp_path, resume=True, watcher=Watcher())
+    assert str(result) == str(expected)
+    assert torch.equal(result.ends["search"], expected.ends["search"])
+    assert resumed.asked == 100 - after
+    assert resumed.metric.ledger.spent_on == {"search": 100}
+    assert torch.equal(
+        load_adapter(nn.Linear(2, 3).double(), tmp_path / "adapter.safetensors").phi, result.ends["search"]
+    )
+
+
+@each_search
+def test_too_small_a_budget_for_a_search_is_refused(quadratic: Callable[..., Any], search: Search) -> None:
+    task = quadratic()
+    least = search.least_queries(4)
+    with pytest.raises(BudgetError, match=f"{least - 1} queries are too few: .* needs at least {least}"):
+        optimize_metric(task, queries=least - 1, strategy=search, watcher=Watcher())
+    assert task.asked == 0
+
+
+def test_metricopt_followed_by_a_search(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    refined = replace(RECIPE, refine=CMAES(sigma0=0.1), refine_queries=40)
+    task, plain, broken = quadratic(), quadratic(), quadratic()
+    before = go(plain)
+    result = go(task, queries=QUERIES + 40, recipe=refined)
+    assert result.queries == task.metric.ledger.spent_on == before.queries | {"search": 40}
+    assert task.asked == QUERIES + 40
+    assert result.queries_per_start == 43
+    assert result.chosen == "refined"
+    assert result.after < 0.8 * before.after
+    found = refined.refine(plain, before.ends["metricopt"], 40, seed=0)  # type: ignore[misc]
+    assert torch.equal(result.ends["refined"], found.phi)
+
+    broken.fail_after = QUERIES + 10
+    with pytest.raises(MetricError):
+        go(broken, queries=QUERIES + 40, recipe=refined, output_dir=tmp_path)
+    broken.fail_after = None
+    assert_same(go(broken, queries=QUERIES + 40, recipe=refined, output_dir=tmp_path, resume=True), result)
+    assert broken.asked == QUERIES + 40 + 1  # the one that failed
+
+
+def test_a_search_to_refine_with_needs_its_queries(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    with pytest.raises(BudgetError, match=r"refine_queries is 5; .* needs at least 10"):
+        go(task, queries=100, recipe=replace(RECIPE, refine=CMAES(), refine_queries=5))
+    with pytest.raises(ValueError, match="refine is None and refine_queries is 9; give both, or neither"):
+        replace(RECIPE, refine_queries=9)
+    assert task.asked == 0
+
+
+# --- Gains beyond chance -----------------------------------------------------------------------------------------
+
+
+def halved(task: Any, apart: float) -> Any:
+    """Let the metric tell halves that differ by up to ``apart``, whose mean is the metric."""
+
+    def metric(model: Any) -> Any:
+        value = task._distance(model)
+        luck = apart * math.sin(float(model.metricopt.phi.sum()))
+        return value, (value + luck, value - luck)
+
+    task.metric = Metric(metric, maximize=False, bounds=None, name="distance")
+    return task
+
+
+@pytest.mark.parametrize("strategy", [RECIPE, CMAES(sigma0=0.3)], ids=["recipe", "search"])
+def test_a_gain_that_may_be_chance_leaves_the_model_as_it_was(quadratic: Callable[..., Any], strategy: Any) -> None:
+    sure, unsure = halved(quadratic(), 0.01), halved(quadratic(), 10.0)
+    kept = optimize_metric(sure, queries=QUERIES, strategy=strategy, watcher=Watcher())
+    left = optimize_metric(unsure, queries=QUERIES, strategy=strategy, watcher=Watcher())
+    assert kept.best == kept.after == left.best < left.after == left.before == kept.before
+    assert (left.chosen, unsure.adapter.phi.any()) == ("start", False)
+    assert 0 < kept.chance < 0.02
+    assert 2 * left.chance > left.before - left.best
+    assert f"gains up to {2 * left.chance:.4f} are chance" in str(left)
+    assert "are chance" not in str(kept)
+
+
+def test_halves_come_back_from_files(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    expected = go(halved(quadratic(), 0.1), output_dir=tmp_path)
+    task = halved(quadratic(), 0.1)
+    assert_same(go(task, output_dir=tmp_path, resume=True), expected)
+    assert task.asked == 0
+    assert expected.split_half > 0.9
+    assert "the metric's halves correlate at 0.9" in str(expected)
+    assert math.isnan(go(quadratic()).split_half)

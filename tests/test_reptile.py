@@ -14,9 +14,9 @@ from torch import Tensor
 
 from metricopt_ext import reptile
 from metricopt_ext.fitting import fit_value_function
-from metricopt_ext.objective import CollapseWarning, Objective, hardest_triplets, regression_loss
+from metricopt_ext.objective import CollapseWarning, Objective, hardest_triplets
 from metricopt_ext.observations import Observations
-from metricopt_ext.reptile import SGD, AdamW, ReptileLearner, Tasks, adapt, interpolate, set_statistics
+from metricopt_ext.reptile import SGD, AdamW, ReptileLearner, Tasks, interpolate, set_statistics
 from metricopt_ext.value_function import NeuralValueFunction
 
 DIM = 4
@@ -376,32 +376,3 @@ def fitted() -> NeuralValueFunction:
 
 def error(f: NeuralValueFunction, data: Observations) -> float:
     return float((f(data.phi) - data.cost).abs().mean())
-
-
-def test_adaptation_to_a_new_start() -> None:
-    f, new = fitted(), observations(tasks=1, points=9, seed=9)
-    new = replace(new, cost=new.cost + 0.1)
-    asked = replace(new, **{name: value[::2] for name, value in vars(new).items()})
-    state = deepcopy(f.state_dict())
-    adapted = adapt(f, asked, steps=30)
-    assert error(adapted, asked) < 0.5 * error(f, asked)
-    assert error(adapted, new) < 0.7 * error(f, new)
-    assert error(adapt(f, asked, steps=0), new) == error(f, new)
-
-    assert_same(list(state.values()), list(f.state_dict().values()))
-    for g in (f, adapted):
-        assert not g.training
-        assert not any(p.requires_grad or p.grad is not None for p in g.parameters())
-    for name in ("radius", "gradient_floor", "norms.0.running_mean", "norms.3.running_var"):
-        assert torch.equal(adapted.state_dict()[name], state[name])
-    assert adapted.quality == f.quality
-
-
-def test_one_step_of_adaptation_is_one_of_sgd() -> None:
-    f, new = fitted(), observations(tasks=1, points=9, seed=9)
-    adapted, by_hand = adapt(f, new, steps=1, inner=SGD(0.01)), deepcopy(f).requires_grad_(True)
-    per_member = [x[:, None].expand(-1, 2) for x in (new.cost, new.sigma)]
-    loss = regression_loss(by_hand.members(new.phi), *per_member) / f.cost_std
-    loss.backward()
-    expected = [p.detach() - 0.01 * p.grad for p in by_hand.parameters() if p.grad is not None]
-    assert_same(parameters(adapted), expected, 1e-6)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from metricopt_ext.film import attach_film
 from metricopt_ext.fitting import Fit, RidgeLearner
 from metricopt_ext.metric import Metric
-from metricopt_ext.pipeline import Recipe, meta_train
+from metricopt_ext.pipeline import meta_train
+from metricopt_ext.recipe import Recipe
 from metricopt_ext.second_round import copied_task, run_second_round, unfrozen_theta
 from metricopt_ext.task import FinetuneTask
 

@@ -585,7 +585,7 @@ def test_of_two_useful_ones_the_better_ranking_is_kept(reverse: bool) -> None:
 
 
 def test_both_kinds_are_fitted_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NeuralLearner.__init__, "__defaults__", (5, 32, 5e-3, 1.0))
+    monkeypatch.setattr(NeuralLearner.__init__, "__defaults__", (5, *NeuralLearner.__init__.__defaults__[1:]))  # type: ignore[index]
     fit = fit_value_function(Observations.of(trajectories(diagonal)))
     assert set(fit.candidates) == {"neural", "ridge"}
     assert fit.f.members_count == 4

@@ -1,0 +1,104 @@
+"""How `optimize_metric` works by default: learn a value function, then follow it."""
+
+from dataclasses import dataclass, field
+
+from .errors import BudgetError
+from .fitting import Learner, NeuralLearner, RidgeLearner
+from .observations import Labeller, Observations
+from .search import Search
+
+Setting = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How `optimize_metric` works. The defaults are meant to be left alone, but for ``steps`` and ``lr``.
+
+    Attributes:
+        steps: Finetuning steps T of each task.
+        lr: Rate of the loss step.
+        evals: Metric queries K along each task, both ends included.
+        rounds: Rounds of collection: the first loss-only, the others on-policy under the f fitted so far.
+        start_std: Standard deviation of the tasks' starts phi_0.
+        explored_step: Centre of the metric step in on-policy rounds, drawn log-uniformly within a factor of 3; the
+            loss weight is drawn from [0, 1].
+        settings: Candidate pairs (loss weight, metric step) for finetuning; a few queries choose among them.
+        trials: Random starts, besides phi = 0, on which each setting is tried, one query each.
+        folds: Members of f's ensemble, each held out from as many parts of the trajectories.
+        labels: Turns trajectories into labelled points: those observed, or all steps by interpolation
+            (`interpolation.GaussianProcessLabels`).
+        learners: Kinds of value function to fit; held-out quality chooses.
+        adapt_queries: Queries along MetricOpt's own finetuning of a start, to which f is then adapted before that start
+            is finetuned once more; 0 uses f as it is.
+        refine: A direct search on the metric from the best end point so far; None leaves it at that.
+        refine_queries: Queries of that search, for each start.
+    """
+
+    steps: int = 50
+    lr: float = 0.1
+    evals: int = 5
+    rounds: int = 6
+    start_std: float = 0.2
+    explored_step: float = 0.15
+    settings: tuple[Setting, ...] = ((0.0, 0.15), (0.3, 0.15), (0.3, 0.3))
+    trials: int = 3
+    folds: int = 4
+    labels: Labeller = Observations.of
+    learners: tuple[Learner, ...] = field(default=(NeuralLearner(), RidgeLearner()))
+    adapt_queries: int = 0
+    refine: Search | None = None
+    refine_queries: int = 0
+
+    def __post_init__(self) -> None:
+        """Check what a wrong value of would only show late.
+
+        Raises:
+            ValueError: A value is out of range; the message prints it.
+        """
+        least_of = {"steps": 2, "evals": 2, "rounds": 1, "folds": 2, "trials": 0, "adapt_queries": 0}
+        for name, least in least_of.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name in ("lr", "start_std", "explored_step"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.evals > self.steps + 1:
+            raise ValueError(f"evals is {self.evals}; a task of {self.steps} steps has {self.steps + 1} points")
+        if self.adapt_queries > self.steps - 1:
+            raise ValueError(
+                f"adapt_queries is {self.adapt_queries}; a task of {self.steps} steps has {self.steps - 1} points"
+                " between its ends"
+            )
+        if (self.refine is None) != (self.refine_queries == 0):
+            raise ValueError(
+                f"refine is {self.refine} and refine_queries is {self.refine_queries}; give both, or neither"
+            )
+        if not self.settings:
+            raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
+
+    @property
+    def choice_queries(self) -> int:
+        """Queries that choose among the settings."""
+        return len(self.settings) * (1 + self.trials) if len(self.settings) > 1 else 0
+
+    @property
+    def queries_per_start(self) -> int:
+        """Queries that one start costs: its guard (start, loss-only end, MetricOpt's end), adaptation, refinement."""
+        return 3 + (self.adapt_queries + 1 if self.adapt_queries else 0) + self.refine_queries
+
+    def tasks_per_round(self, queries: int) -> int:
+        """Return how many tasks a round can have.
+
+        Raises:
+            BudgetError: Fewer than two tasks per fold; the message says how many queries would do.
+        """
+        fixed, per_task = self.choice_queries + self.queries_per_start, self.rounds * self.evals
+        tasks = (queries - fixed) // per_task
+        least = 2 * self.folds
+        if tasks < least:
+            raise BudgetError(
+                f"{queries} queries are too few for {self.rounds} rounds of at least {least} tasks with {self.evals}"
+                f" observations each, {self.choice_queries} queries to choose settings and {self.queries_per_start}"
+                f" for the start: give at least {fixed + least * per_task}, or fewer rounds or evals"
+            )
+        return tasks

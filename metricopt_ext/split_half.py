@@ -1,0 +1,64 @@
+"""How much of a metric is chance: what its values on two halves of its data say about each other.
+
+A metric sees a sample. What differs between two halves of the sample will differ again on the next one, and the best of
+many models on a small sample is partly the luckiest. Halves come with a query for nothing (see `Metric`).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+
+from .metric import Answer
+from .trajectory import Trajectory
+
+# Standard deviations of chance that a gain has to exceed: one-sided 97.7% for a single comparison.
+CERTAINTY = 2.0
+
+
+def split_half_correlation(trajectories: Sequence[Trajectory]) -> float:
+    """Return the Spearman correlation of the metric on the two halves over random phi, the trajectories' starts.
+
+    Near 0 the metric says nothing about other data of its kind, and no method can help.
+
+    Returns:
+        The correlation in [-1, 1]; NaN if the metric does not tell halves or never differs.
+    """
+    starts = [t.halves[0] for t in trajectories if t.halves is not None and t.observed[0] == 0]
+    if len(starts) < 3:
+        return math.nan
+    a, b = torch.stack(starts).T
+    if a.min() == a.max() or b.min() == b.max():
+        return math.nan
+    return float(spearmanr(a.numpy(), b.numpy()).statistic)
+
+
+def chance_of_gain(start: Answer, elsewhere: Tensor | None) -> float:
+    """Return the standard deviation of the chance part of a gain over a start, in units of the cost.
+
+    A gain on all data is the mean of its two halves' gains. If it was the same everywhere these would agree: half the
+    root mean square of their difference estimates how far chance moves the mean.
+
+    Args:
+        start: What the metric said about the start.
+        elsewhere: Costs on the two halves of points to compare with, ``m x 2``, best those that finetuning visits.
+
+    Returns:
+        The standard deviation; 0 if the metric does not tell halves, for then nothing is known of it.
+    """
+    if start.halves is None or elsewhere is None or len(elsewhere) == 0:
+        return 0.0
+    gains = torch.tensor(start.halves, dtype=torch.float64) - elsewhere
+    return float((gains[:, 0] - gains[:, 1]).square().mean().sqrt() / 2)
+
+
+def halves_where_used(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    """Return the halves, ``m x 2``, observed where finetuning goes; None if the metric does not tell them.
+
+    That is on the second half of on-policy trajectories, or of all while there are none on policy.
+    """
+    on_policy = [t for t in trajectories if t.round > 0] or list(trajectories)
+    late = [t.halves[2 * t.observed >= len(t.phi) - 1] for t in on_policy if t.halves is not None]
+    return torch.cat(late) if len(late) == len(on_policy) else None

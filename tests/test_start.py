@@ -1,0 +1,95 @@
+"""One start under a known value function: guard, adaptation, refinement, and what each costs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from metricopt_ext.fitting import Fit, NeuralLearner, RidgeLearner
+from metricopt_ext.metric import Answer
+from metricopt_ext.pipeline import meta_train
+from metricopt_ext.recipe import Recipe
+from metricopt_ext.search import CMAES
+from metricopt_ext.start import FRESH, choose, finetune, metric_policy, tune_start
+
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=0, learners=(NeuralLearner(iterations=200),))
+
+
+def learned(task: Any, recipe: Recipe = RECIPE, seed: int = 0) -> Fit:
+    return meta_train(task, tasks=10, recipe=recipe, seed=seed)
+
+
+@pytest.mark.parametrize("start", [None, torch.full((4,), 0.2)])
+def test_ends_are_those_of_the_step_rules(quadratic: Callable[..., Any], start: torch.Tensor | None) -> None:
+    task = quadratic(dtype=torch.float32)
+    fit = learned(task)
+    assert fit.f.trusted
+    spent = task.metric.ledger.spent
+    tuned = tune_start(task, fit, recipe=RECIPE, setting=(0.2, 0.3), start=start, index=FRESH + 5, seed=2)
+    expected = finetune(task, metric_policy(fit.f, RECIPE, (0.2, 0.3)), 10, 2, start, FRESH + 5)
+    assert torch.equal(tuned.ends["start"], expected[0])
+    assert torch.equal(tuned.ends["metricopt"], expected[-1])
+    assert {name: answer.cost for name, answer in tuned.answers.items()} == {
+        name: task.true_cost(phi) for name, phi in tuned.ends.items()
+    }
+    assert tuned.chosen == tuned.best == "metricopt"
+    assert task.metric.ledger.spent - spent == task.metric.ledger.spent_on["guard"] == RECIPE.queries_per_start == 3
+    assert not task.adapter.phi.any()  # as it was
+
+
+def test_an_f_without_skill_is_not_followed_nor_adapted(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dtype=torch.float32)
+    fit = learned(task)
+    fit.f.quality = None
+    tuned = tune_start(task, fit, recipe=replace(RECIPE, adapt_queries=3))
+    assert torch.equal(tuned.ends["metricopt"], tuned.ends["loss_finetune"])
+    assert "adapted" not in tuned.ends
+    assert task.metric.ledger.spent_on["guard"] == 2
+
+
+@pytest.mark.parametrize("learner", [NeuralLearner(iterations=200), RidgeLearner()])
+@pytest.mark.parametrize("factor", [0.3, -0.5])
+def test_adaptation_counts_its_queries_and_mends_an_f_of_another_goal(
+    quadratic: Callable[..., Any], learner: Any, factor: float
+) -> None:
+    for seed in range(3):
+        task = quadratic(dtype=torch.float32)
+        recipe = replace(RECIPE, adapt_queries=4, learners=(learner,))
+        fit = learned(task, recipe, seed)
+        task.goal = factor * task.goal
+        tuned = tune_start(task, fit, recipe=recipe, seed=seed)
+        assert task.metric.ledger.spent_on["adapt"] == 4
+        assert task.metric.ledger.spent_on["guard"] == 4
+        assert recipe.queries_per_start == 8
+        assert tuned.answers["adapted"].cost == task.true_cost(tuned.ends["adapted"])
+        assert tuned.answers["adapted"].cost < 0.9 * tuned.answers["metricopt"].cost
+
+
+def test_refinement_goes_on_from_the_best_end(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dtype=torch.float32)
+    recipe = replace(RECIPE, refine=CMAES(), refine_queries=30)
+    fit = learned(task)
+    tuned = tune_start(task, fit, recipe=recipe, seed=1)
+    found = CMAES()(task, tuned.ends["metricopt"], 30, seed=1)
+    assert torch.equal(tuned.ends["refined"], found.phi)
+    assert tuned.answers["refined"].cost == found.cost < tuned.answers["metricopt"].cost
+    assert tuned.chosen == "refined"
+    assert recipe.queries_per_start == 33
+
+
+@pytest.mark.parametrize(
+    ("costs", "chance", "chosen"),
+    [
+        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.0, "metricopt"),
+        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.09, "metricopt"),
+        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.11, "start"),
+        ({"start": 0.5, "loss_finetune": 0.2, "metricopt": 0.3}, 0.1, "loss_finetune"),
+        ({"start": 0.3, "loss_finetune": 0.4, "metricopt": 0.3}, 0.0, "start"),
+    ],
+)
+def test_the_start_is_kept_unless_something_gains_more_than_chance(
+    costs: dict[str, float], chance: float, chosen: str
+) -> None:
+    assert choose({name: Answer(cost) for name, cost in costs.items()}, chance) == chosen
