@@ -35,7 +35,7 @@ from metricopt_ext.classification.data import (
 )
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
-from metricopt_ext.classification.shift import ImageShift
+from metricopt_ext.classification.shift import ImageShift, shift_class_ratio
 from metricopt_ext.errors import ConfigError, DataError, MetricOptError
 from metricopt_ext.files import write_atomically
 from metricopt_ext.film import Adapter, attach_film, attach_input_bias
@@ -169,19 +169,12 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
         splits = standardise(splits)
     if splits.train.x.dtype == torch.uint8:
         splits = _each(splits, lambda x, name: x.float() / 255)
-    if config.shift.kind == "none":
-        return splits
-    if config.shift.kind != "image":
-        raise ConfigError(f"shift.kind={config.shift.kind!r} is neither none nor image")
-    if splits.train.x.dim() != 4:
-        raise ConfigError(f"shift.kind=image needs images, {config.data.name} has {tuple(splits.train.x.shape[1:])}")
-    settings = {name: value for name, value in vars(config.shift).items() if name != "kind"}
     try:
-        shift = ImageShift(**settings)
+        return _shifted(splits, config, seed)
+    except MetricOptError:
+        raise
     except ValueError as error:
         raise ConfigError(f"shift: {error}") from error
-    drawn = {name: generator(seed, "shift", i).initial_seed() for i, name in enumerate(("validation", "test"))}
-    return _each(splits, lambda x, name: shift(x, seed=drawn[name]) if name in drawn else x)
 
 
 def pretrained(config: ClassificationConfig, splits: Splits, seed: int, folder: Path) -> nn.Module:
@@ -283,6 +276,21 @@ def _divided(data: DataConfig, seed: int) -> Splits:
         return Splits(rest, validation, test, len(train.class_names), train.class_names)
     whole = LOADERS[data.name](data)
     return split(whole.x, whole.y, data.fractions, seed, class_names=whole.class_names)
+
+
+def _shifted(splits: Splits, config: ClassificationConfig, seed: int) -> Splits:
+    settings = config.shift
+    if settings.kind == "none":
+        return splits
+    if settings.kind == "class_ratio":
+        return shift_class_ratio(splits, settings.ratio, seed)
+    if settings.kind != "image":
+        raise ConfigError(f"shift.kind={settings.kind!r} must be none, image or class_ratio")
+    if splits.train.x.dim() != 4:
+        raise ConfigError(f"shift.kind=image needs images, {config.data.name} has {tuple(splits.train.x.shape[1:])}")
+    shift = ImageShift(settings.contrast, settings.brightness, settings.noise_std, settings.rotation_degrees)
+    drawn = {name: generator(seed, "shift", i).initial_seed() for i, name in enumerate(("validation", "test"))}
+    return _each(splits, lambda x, name: shift(x, seed=drawn[name]) if name in drawn else x)
 
 
 def _each(splits: Splits, change: Callable[[Tensor, str], Tensor]) -> Splits:

@@ -62,13 +62,14 @@ class MetricConfig:
 
 @dataclass
 class ShiftConfig:
-    """How validation and test inputs differ from what the loss sees."""
+    """How validation and test differ from what the loss sees."""
 
-    kind: str = "none"  # none or image
+    kind: str = "none"  # none, image or class_ratio
     contrast: float = 1.0  # factor on each image's contrast, in (0, 1]
     brightness: float = 0.0  # added to every pixel, in [-1, 1]
     noise_std: float = 0.0  # standard deviation of pixel noise
     rotation_degrees: float = 0.0  # angles are uniform within plus or minus this
+    ratio: list[float] = field(default_factory=list)  # class_ratio: share of each class, above 0, summing to 1
 
 
 @dataclass

@@ -1,15 +1,17 @@
-"""A fixed shift of an image set, as between the data a classifier was trained on and the data it meets."""
+"""Fixed shifts, of images or of the class ratio, as between what a classifier was trained on and what it meets."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
+from metricopt_ext.classification.data import Split, Splits
 from metricopt_ext.errors import DataError
+from metricopt_ext.seeding import generator
 
 _CHUNK = 1024  # images worked on at a time, to bound memory
 
@@ -106,3 +108,42 @@ class ImageShift:
                 drawn = noise.standard_normal(tuple(out.shape), dtype=np.float32)
                 out = out + self.noise_std * torch.from_numpy(drawn).to(out)
             yield out.clamp(0, 1)
+
+
+def shift_class_ratio(splits: Splits, ratio: Sequence[float], seed: int = 0) -> Splits:
+    """Leave out validation and test examples at random until their classes have other shares; train stays as it is.
+
+    As few as possible are left out: the class that is scarcest for its share stays whole.
+
+    Args:
+        splits: The parts, of any inputs.
+        ratio: The ``c`` shares, above 0 and summing to 1; met up to half an example of each class.
+        seed: Seed of the choice.
+
+    Raises:
+        ValueError: For a ratio of another length, or out of range.
+        DataError: For a part in which a class would have no examples.
+    """
+    if len(ratio) != splits.num_classes:
+        raise ValueError(f"ratio must hold one share for each of {splits.num_classes} classes, got {list(ratio)}")
+    if not (min(ratio) > 0 and abs(sum(ratio) - 1) <= 1e-6):
+        raise ValueError(f"ratio must hold shares above 0 that sum to 1, got {list(ratio)}")
+
+    def subsampled(name: str, index: int) -> Split:
+        part: Split = getattr(splits, name)
+        counts = torch.bincount(part.y, minlength=len(ratio)).tolist()
+        size = min(count / share for count, share in zip(counts, ratio, strict=True))
+        kept = [round(size * share) for share in ratio]
+        if min(kept) == 0:
+            raise DataError(
+                f"the {name} part is too small for class shares of {list(ratio)}: of {counts} examples by class it "
+                f"would keep {kept}"
+            )
+        rng = generator(seed, "class_ratio", index)
+        rows = [
+            (part.y == label).nonzero().flatten()[torch.randperm(count, generator=rng)[:keep]]
+            for label, (count, keep) in enumerate(zip(counts, kept, strict=True))
+        ]
+        return part.take(torch.cat(rows).sort().values)
+
+    return replace(splits, validation=subsampled("validation", 0), test=subsampled("test", 1))

@@ -1,4 +1,4 @@
-"""Loaders on small files made here, splitting, and image shifts."""
+"""Loaders on small files made here, splitting, and shifts."""
 
 import gzip
 import io
@@ -28,7 +28,7 @@ from metricopt_ext.classification.data import (
     split,
     standardise,
 )
-from metricopt_ext.classification.shift import ImageShift, rotate
+from metricopt_ext.classification.shift import ImageShift, rotate, shift_class_ratio
 from metricopt_ext.errors import DataError
 
 LIBSVM = "-1 1:0.5 3:2\n+1 2:1\n-1\n"
@@ -464,3 +464,83 @@ def test_impossible_shifts_are_named(field: str, value: float) -> None:
 def test_shift_checks_its_images(x: Tensor, message: str) -> None:
     with pytest.raises(DataError, match=message):
         SHIFT(x)
+
+
+def _labels(counts: list[int]) -> Split:
+    """Shuffled labels, so many of each class; each input names its row and its label."""
+    y = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    y = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(len(y)))]
+    return Split(torch.stack([torch.arange(len(y)), y], 1).float(), y)
+
+
+def _splits(validation: list[int], test: list[int]) -> Splits:
+    names = tuple("abc"[: len(test)])
+    return Splits(_labels([9] * len(test)), _labels(validation), _labels(test), len(test), names)
+
+
+@pytest.mark.parametrize(
+    ("counts", "ratio", "kept"),
+    [
+        ([180, 20], [0.5, 0.5], [20, 20]),  # class 1 is scarce and stays whole
+        ([180, 20], [0.9, 0.1], [180, 20]),  # as it is
+        ([180, 20], [0.95, 0.05], [180, 9]),  # class 0 stays whole: 180 / 0.95 * 0.05 = 9.47
+        ([184, 20], [0.95, 0.05], [184, 10]),  # 9.68
+        ([10, 20, 30], [0.5, 0.25, 0.25], [10, 5, 5]),
+        ([30, 10, 20], [0.2, 0.4, 0.4], [5, 10, 10]),
+        ([7, 7, 7], [0.1, 0.2, 0.7], [1, 2, 7]),
+    ],
+)
+def test_a_class_ratio_is_met_by_dropping_as_few_as_possible(
+    counts: list[int], ratio: list[float], kept: list[int]
+) -> None:
+    splits = _splits(counts, [2 * count for count in counts])
+    shifted = shift_class_ratio(splits, ratio)
+    assert shifted.validation.y.bincount().tolist() == kept
+    assert shifted.train is splits.train
+    for before, after in ((splits.validation, shifted.validation), (splits.test, shifted.test)):
+        rows = after.x[:, 0].long()
+        assert (rows.diff() > 0).all()  # none twice, in their order
+        assert torch.equal(before.x[rows], after.x)
+        assert torch.equal(before.y[rows], after.y)
+        of_class = after.y.bincount()
+        missed = (of_class - len(after) * torch.tensor(ratio, dtype=torch.float64)).abs()
+        assert missed.max() < 1
+        assert (of_class == before.y.bincount()).any()  # nothing could be added to this class
+
+
+def test_the_choice_for_a_class_ratio_is_random_by_seed() -> None:
+    splits = _splits([90, 10], [90, 10])
+    first, again, other = (shift_class_ratio(splits, [0.5, 0.5], seed) for seed in (1, 1, 2))
+    assert torch.equal(first.validation.x, again.validation.x)
+    assert torch.equal(first.test.x, again.test.x)
+    assert not torch.equal(first.validation.x, other.validation.x)
+    assert not torch.equal(first.validation.x, first.test.x)
+    of_class_0 = splits.test.x[splits.test.y == 0, 0]
+    often = torch.zeros(100)
+    for seed in range(450):
+        often[shift_class_ratio(splits, [0.5, 0.5], seed).test.x[:, 0].long()] += 1
+    assert (often[splits.test.y == 1] == 450).all()
+    assert 25 < often[of_class_0.long()].min() < 50 < often[of_class_0.long()].max() < 80  # each 50 times, std 6.7
+
+
+@pytest.mark.parametrize(
+    ("ratio", "message"),
+    [
+        ([], r"one share for each of 2 classes, got \[\]"),
+        ([0.2, 0.3, 0.5], r"one share for each of 2 classes, got \[0\.2, 0\.3, 0\.5\]"),
+        ([0.5, 0.6], r"shares above 0 that sum to 1, got \[0\.5, 0\.6\]"),
+        ([1.0, 0.0], "shares above 0"),
+        ([1.5, -0.5], "shares above 0"),
+        ([0.5, float("nan")], "shares above 0"),
+    ],
+)
+def test_impossible_class_ratios(ratio: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shift_class_ratio(_splits([5, 5], [5, 5]), ratio)
+
+
+def test_parts_too_small_for_a_class_ratio_are_named() -> None:
+    with pytest.raises(DataError, match=r"the test part is too small .* of \[9, 9\] examples .* keep \[9, 0\]"):
+        shift_class_ratio(_splits([30, 30], [9, 9]), [0.95, 0.05])
+    with pytest.raises(DataError, match=r"the validation part is too small .* of \[9, 0\] examples .* keep \[0, 0\]"):
+        shift_class_ratio(_splits([9, 0], [9, 9]), [0.5, 0.5])

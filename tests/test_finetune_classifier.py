@@ -37,7 +37,9 @@ from metricopt_ext.value_function import load_value_function
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tools" / "finetune_classifier.py"
-DIGITS, A9A = (ROOT / "configs" / "classification" / f"{name}.yaml" for name in ("digits", "a9a"))
+DIGITS, A9A, A9A_SHIFTED = (
+    ROOT / "configs" / "classification" / f"{name}.yaml" for name in ("digits", "a9a", "a9a_shifted")
+)
 
 # One round of four tasks with two observations, three queries to choose and three for the guard.
 TINY = [
@@ -232,8 +234,8 @@ def test_any_metric_of_scikit_learn(tmp_path: Path) -> None:
         assert content["methods"][name]["test"] == [pytest.approx(expected)]
 
 
-@pytest.mark.usefixtures("ridge_alone")
-def test_a9a_in_its_own_layout(tmp_path: Path) -> None:
+def small_a9a(folder: Path) -> list[str]:
+    """Write the two files of a9a with few rows; returns the settings for them."""
     rng = np.random.default_rng(0)
     for name, rows in (("a9a", 260), ("a9a.t", 140)):
         lines = []
@@ -241,9 +243,14 @@ def test_a9a_in_its_own_layout(tmp_path: Path) -> None:
             on = np.flatnonzero(rng.random(123) < 0.1) + 1
             label = "+1" if rng.random() < (0.8 if 7 in on or 9 in on else 0.15) else "-1"
             lines.append(f"{label} {' '.join(f'{index}:1' for index in on)}")
-        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        (folder / name).write_text("\n".join(lines) + "\n")
     small = ["batch_size=20", "model.batch_size=20", "model.epochs=8", "recipe.start_std=2"]
-    small += ["metric.name=f1", f"data.root={tmp_path}"]
+    return [*small, f"data.root={folder}"]
+
+
+@pytest.mark.usefixtures("ridge_alone")
+def test_a9a_in_its_own_layout(tmp_path: Path) -> None:
+    small = [*small_a9a(tmp_path), "metric.name=f1"]
     call("--config-file", A9A, "--output-dir", tmp_path / "run", *TINY, *small)
     content = json.loads((tmp_path / "run" / "report.json").read_text())
     assert content["metric"] == {"name": "f1", "maximize": True}
@@ -254,6 +261,23 @@ def test_a9a_in_its_own_layout(tmp_path: Path) -> None:
     assert content["methods"]["pretrained"]["test"] == [pytest.approx(sklearn.metrics.f1_score(labels, logits > 0))]
     assert not (tmp_path / "run" / "seed-0" / "examples.png").exists()  # there is nothing to look at
     assert "batchnorm_validation" in content["methods"]
+
+
+@pytest.mark.usefixtures("ridge_alone")
+def test_a9a_under_another_class_ratio_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = small_a9a(tmp_path)
+    call("--config-file", A9A_SHIFTED, "--output-dir", tmp_path / "run", *TINY, *small)
+    assert "tabular_mlp on shifted a9a: expected_cost" in capsys.readouterr().out
+    content = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert content["metric"] == {"name": "expected_cost", "maximize": False}
+    config = config_of(*small, file=A9A_SHIFTED)
+    for name, tuned in (("pretrained", False), ("metricopt", True)):
+        labels, logits = answers(config, tmp_path / "run", 0, tuned)
+        assert labels.double().mean() == 0.5
+        (_, in_vain), (missed, _) = sklearn.metrics.confusion_matrix(labels, logits > 0)
+        assert content["methods"][name]["test"] == [pytest.approx((in_vain + 5 * missed) / len(labels))]
+    before, after = (content["methods"][name]["validation"][0] for name in ("pretrained", "threshold"))
+    assert after <= before
 
 
 def images(folder: Path, *, per_class: int = 12) -> Path:
@@ -332,7 +356,12 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["adapter.dim=0"], r"dim is 0"),
         (["data.name=mnist"], r"data\.name='mnist' is none of .*digits"),
         (["data.fractions=[0.5,0.6]"], r"fractions must be three numbers .* got \(0\.5, 0\.6\)"),
-        (["shift.kind=odd"], r"shift\.kind='odd' is neither none nor image"),
+        (["shift.kind=odd"], r"shift\.kind='odd' must be none, image or class_ratio"),
+        (["shift.kind=class_ratio"], r"shift: ratio must hold one share for each of 10 classes, got \[\]"),
+        (
+            ["shift.kind=class_ratio", "shift.ratio=[0.991,0.001,0.001,0.001,0.001,0.001,0.001,0.001,0.001,0.001]"],
+            r"the validation part is too small for class shares",
+        ),
         (["shift.contrast=2"], r"shift: contrast must be in \(0, 1\], got 2"),
         (["model.name=resnet999"], r"model\.name='resnet999' is neither"),
         (["model.name=resnet18", "adapter.layers=[]"], r"model\.name=resnet18 does not take images .*\(1, 8, 8\)"),
@@ -399,6 +428,25 @@ def test_only_validation_and_test_are_shifted_and_always_in_the_same_way() -> No
     assert not torch.equal(other.train.y, shifted.train.y)
     sizes = [len(getattr(shifted, name)) for name in ("train", "validation", "test")]
     assert sizes == [1797 - 359 - 629, 359, 629]
+
+
+@pytest.mark.parametrize("name", ["digits", "wine"])
+def test_another_class_ratio_leaves_out_validation_and_test_examples_alone(name: str) -> None:
+    ratio = [0.55] + [0.05] * 9 if name == "digits" else [0.2, 0.3, 0.5]
+    data = [f"data.name={name}", "data.fractions=[0.5,0.2,0.3]", "data.standardise=" + str(name == "wine").lower()]
+    shift = ["shift.kind=class_ratio", f"shift.ratio={ratio}"]
+    clean, shifted, other = (
+        load_splits(config_of(*data, *more), 5)
+        for more in (["shift.kind=none"], shift, [*shift, "metric.name=expected_cost"])
+    )
+    assert torch.equal(clean.train.x, shifted.train.x)
+    for part in ("validation", "test"):
+        a, b, c = (getattr(splits, part) for splits in (clean, shifted, other))
+        assert torch.equal(b.x, c.x)
+        assert len(b) < len(a)
+        rows = {tuple(x.flatten().tolist()): int(y) for x, y in zip(a.x, a.y, strict=True)}
+        assert all(rows[tuple(x.flatten().tolist())] == int(y) for x, y in zip(b.x, b.y, strict=True))
+        torch.testing.assert_close(b.y.bincount() / len(b), torch.tensor(ratio), atol=0.05, rtol=0)
 
 
 def test_a_shift_does_what_its_settings_say() -> None:
