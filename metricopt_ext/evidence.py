@@ -21,6 +21,7 @@ from .recipe import Recipe
 from .result import MetricOptResult
 from .start import finetune, metric_policy
 from .task import FinetuneTask
+from .trivial import trivial_predictors
 from .value_function import Quality
 
 # Settings that a resumed run may change: which seeds to run, and how.
@@ -57,6 +58,7 @@ class SeedRecord:
         outcomes: Outcome by method.
         quality: Held-out quality of the value function in use.
         candidates: Held-out quality of each kind of value function that was fitted.
+        trivial: The same of trivial predictors, on the same points.
         kept: Which end point the guard kept.
         setting: The (loss weight, metric step) in use.
         split_half: Correlation of the metric's halves over random phi; None if it does not tell them.
@@ -71,6 +73,7 @@ class SeedRecord:
     outcomes: dict[str, Outcome]
     quality: Quality
     candidates: dict[str, Quality]
+    trivial: dict[str, Quality]
     kept: str
     setting: tuple[float, float]
     split_half: float | None
@@ -93,7 +96,8 @@ class SeedRecord:
         content = read_json(path)
         try:
             content["outcomes"] = {name: Outcome(**outcome) for name, outcome in content["outcomes"].items()}
-            content["candidates"] = {kind: Quality(**quality) for kind, quality in content["candidates"].items()}
+            for name in ("candidates", "trivial"):
+                content[name] = {kind: Quality(**quality) for kind, quality in content[name].items()}
             content["quality"] = Quality(**content["quality"])
             content["setting"] = tuple(content["setting"])
             return cls(**content)
@@ -194,6 +198,7 @@ def compare(
         outcomes=outcomes,
         quality=result.fit.f.quality,
         candidates=result.fit.candidates,
+        trivial=trivial_predictors(result.trajectories, folds=recipe.folds, seed=seed),
         kept=result.chosen,
         setting=result.setting,
         split_half=None if math.isnan(result.split_half) else result.split_half,

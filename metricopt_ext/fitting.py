@@ -105,20 +105,31 @@ class RidgeLearner:
         features, cost = f.basis(data.phi).double(), data.cost.double()
         for member in range(folds):
             seen = fold != member
-            penalty = self._best_penalty(features[seen], cost[seen], data.trajectory[seen] % self.groups)
+            penalty = best_penalty(features[seen], cost[seen], data.trajectory[seen] % self.groups, self.penalties)
             ((coefficients, intercept),) = ridge_path(features[seen], cost[seen], [penalty])
             f.coefficients[:, member], f.intercept[member] = coefficients, intercept
         return f
 
-    def _best_penalty(self, x: Tensor, y: Tensor, group: Tensor) -> float:
-        errors = torch.zeros(len(self.penalties), dtype=x.dtype)
-        for held_out in group.unique():
-            inside, outside = group != held_out, group == held_out
-            if inside.sum() < 2:
-                continue
-            for i, (coefficients, intercept) in enumerate(ridge_path(x[inside], y[inside], self.penalties)):
-                errors[i] += (x[outside] @ coefficients + intercept - y[outside]).abs().sum()
-        return self.penalties[int(errors.argmin())]
+
+def best_penalty(x: Tensor, y: Tensor, group: Tensor, penalties: Sequence[float]) -> float:
+    """Return the ridge penalty that errs least in leaving out groups of points.
+
+    Args:
+        x: Features, ``n x p``.
+        y: Targets, ``n``.
+        group: The group of each point, ``n``.
+        penalties: The candidates; see `ridge_path`.
+    """
+    if len(penalties) == 1:
+        return penalties[0]
+    errors = torch.zeros(len(penalties), dtype=x.dtype)
+    for held_out in group.unique():
+        inside, outside = group != held_out, group == held_out
+        if inside.sum() < 2:
+            continue
+        for i, (coefficients, intercept) in enumerate(ridge_path(x[inside], y[inside], penalties)):
+            errors[i] += (x[outside] @ coefficients + intercept - y[outside]).abs().sum()
+    return penalties[int(errors.argmin())]
 
 
 def ridge_path(x: Tensor, y: Tensor, penalties: Sequence[float]) -> list[tuple[Tensor, Tensor]]:
@@ -197,8 +208,7 @@ def fit_value_function(
             f"all {len(data.cost)} observed costs equal {float(data.cost[0]):.6g}: the metric does not react to phi;"
             " modulate more layers, or start further out (start_std)"
         )
-    order = torch.randperm(trajectories, generator=generator(seed, "folds"))
-    fold = (order % folds)[data.trajectory]
+    fold = assign_folds(data.trajectory, folds, seed)
     used = data.where_used() & data.observed
     fits = []
     for learner in learners or (NeuralLearner(), RidgeLearner()):
@@ -209,6 +219,12 @@ def fit_value_function(
         fits.append((f.quality, f, held_out[used]))
     _, best, predicted = max(fits, key=lambda fit: _merit(fit[0]))
     return Fit(best, {f.kind: quality for quality, f, _ in fits}, predicted, data.cost[used])
+
+
+def assign_folds(trajectory: Tensor, folds: int, seed: int) -> Tensor:
+    """Return the fold of each point, ``n``, the same along a trajectory, from the trajectory of each point, ``n``."""
+    order = torch.randperm(int(trajectory.max()) + 1, generator=generator(seed, "folds"))
+    return (order % folds)[trajectory]
 
 
 def _merit(quality: Quality) -> tuple[bool, float]:

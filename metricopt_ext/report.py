@@ -94,6 +94,7 @@ class Report:
                 "trusted": [q.trusted for q in self.quality],
                 "per_seed": [vars(q) for q in self.quality],
                 "candidates": [{k: vars(q) for k, q in record.candidates.items()} for record in self.records],
+                "trivial": [{k: vars(q) for k, q in record.trivial.items()} for record in self.records],
             },
             "split_half": [record.split_half for record in self.records],
             "chance": [record.chance for record in self.records],
@@ -128,6 +129,12 @@ class Report:
             "",
             *(f"- {line}" for line in self.findings()),
             "",
+            "How well the metric is predicted on held-out trajectories, where f is used:",
+            "",
+            "| predictor | Spearman | mean absolute error, as a cost |",
+            "|---|---|---|",
+            *(f"| {name} | {spearman} | {mae} |" for name, spearman, mae in self._predictors()),
+            "",
         ]
         return "\n".join(lines)
 
@@ -146,6 +153,10 @@ class Report:
                 f"MetricOpt against {TITLES[name]}: {mean:+.4f} on test, 95% interval [{low:+.4f}, {high:+.4f}]:"
                 f" {verdict}"
             )
+        trivial = {
+            name: float(np.mean([record.trivial[name].spearman for record in self.records]))
+            for name in self.records[0].trivial
+        }
         trusted = sum(quality.trusted for quality in self.quality)
         spearman = np.mean([quality.spearman for quality in self.quality])
         mae = np.mean([quality.mae for quality in self.quality])
@@ -158,9 +169,11 @@ class Report:
                 f" help); gains on validation below {CERTAINTY * chance:.4f} may be chance and change nothing"
             )
         kept = collections.Counter(record.kept for record in self.records)
+        best = max(trivial, key=lambda name: trivial[name], default=None)
+        beside = "" if best is None else f" (best trivial predictor, {best.replace('_', ' ')}: {trivial[best]:.2f})"
         lines.append(
             f"Value function on held-out trajectories: Spearman {spearman:.2f}, MAE {mae:.4f} against {constant:.4f} of"
-            f" a constant; trusted in {trusted} of {len(self.quality)} seeds. End points kept by the guard: "
+            f" a constant{beside}; trusted in {trusted} of {len(self.quality)} seeds. End points kept by the guard: "
             + ", ".join(f"{name} {count}" for name, count in kept.most_common())
         )
         return lines
@@ -190,6 +203,15 @@ class Report:
         write_json(paths[0], self.to_json())
         write_atomically(paths[1], self.markdown().encode())
         return paths
+
+    def _predictors(self) -> list[tuple[str, str, str]]:
+        rows = {"**value function in use**": self.quality}
+        for title, column in (("fitted: {}", "candidates"), ("trivial: {}", "trivial")):
+            for name in getattr(self.records[0], column):
+                qualities = [getattr(record, column).get(name) for record in self.records]
+                if None not in qualities:
+                    rows[title.format(name.replace("_", " "))] = qualities
+        return [(name, spread([q.spearman for q in qs]), spread([q.mae for q in qs])) for name, qs in rows.items()]
 
     def _header(self) -> list[str]:
         return ["method", "validation", "test", "queries", "per start", "seconds"]

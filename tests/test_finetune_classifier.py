@@ -24,8 +24,10 @@ from torch import Tensor, nn
 
 from metricopt_ext.classification import build
 from metricopt_ext.classification import config as config_module
-from metricopt_ext.classification.build import attach, choose_device, load_splits, predict, pretrained
+from metricopt_ext.classification.build import attach, choose_device, load_splits, model_metric, predict, pretrained
 from metricopt_ext.classification.config import AdapterConfig, ClassificationConfig
+from metricopt_ext.classification.data import Split
+from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.config import load_config
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
@@ -222,6 +224,51 @@ def test_a_killed_run_resumes_to_the_same_report(
 
 
 @pytest.mark.usefixtures("ridge_alone")
+def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
+    f = finished / "seed-0" / "value_function.safetensors"
+    settings = [f"transfer.value_function={f}", "second_round.epochs=1", "search_queries=15", "refine_queries=10"]
+    report = tool.run(config_of("seed=1", *settings), tmp_path / "all", resume=False)
+    plain = json.loads((finished / "report.json").read_text())["methods"]
+    content = json.loads((tmp_path / "all" / "report.json").read_text())["methods"]
+    spent = {name: (int(method["queries_total"]), int(method["queries_per_start"])) for name, method in content.items()}
+    total = int(plain["metricopt"]["queries_total"])
+    assert {name: spent[name] for name in spent if name not in plain} == {
+        "guided_es": (15, 15),
+        "cma_es": (15, 15),
+        "transferred": (0, 0),
+        "placebo": (0, 0),
+        "refined": (total + 10, 13),
+        "second_round": (total + 3, 6),
+    }
+    for name in plain:
+        assert content[name]["test"] == plain[name]["test"][1:]  # they change nothing for the others
+    for name in ("guided_es", "cma_es", "refined", "second_round"):
+        start = "metricopt" if name in ("refined", "second_round") else "pretrained"
+        assert content[name]["validation"][0] >= content[start]["validation"][0]
+    text = (tmp_path / "all" / "report.md").read_text()
+    for title in ("MetricOpt, then CMA-ES", "f of another run", "the same f, turned", "MetricOpt, second round"):
+        assert f"| {title} |" in text
+    assert report.records[0].split_half is not None
+
+
+def test_metrics_tell_halves_of_equal_make_up() -> None:
+    y = torch.tensor([0] * 7 + [1] * 4 + [2] * 2)[torch.randperm(13, generator=torch.Generator().manual_seed(0))]
+    a, b = build.stratified_halves(y, seed=3)
+    assert sorted([*a.tolist(), *b.tolist()]) == list(range(13))
+    for kind in range(3):
+        assert abs(int((y[a] == kind).sum()) - int((y[b] == kind).sum())) <= 1
+    assert not torch.equal(build.stratified_halves(y, seed=4)[0], a)
+    assert build.stratified_halves(torch.tensor([0, 0, 1]), seed=0) == ()
+
+    part = Split(torch.randn(13, 5), y)
+    model = nn.Linear(5, 3)
+    told = model_metric(METRICS["accuracy"], part, (a, b)).ask(model, "test")
+    assert told.halves is not None
+    for half, cost in zip((a, b), told.halves, strict=True):
+        assert cost == model_metric(METRICS["accuracy"], Split(part.x[half], y[half])).cost(model, "test")
+    assert model_metric(METRICS["accuracy"], part).ask(model, "test") == (told.cost, None)
+
+
 def test_any_metric_of_scikit_learn(tmp_path: Path) -> None:
     overrides = ["metric.name=sklearn.metrics:matthews_corrcoef", "metric.bounds=[-1,1]"]
     call("--config-file", DIGITS, "--output-dir", tmp_path, "--seed", "3", *TINY, *overrides)

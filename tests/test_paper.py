@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metricopt_ext.fitting import RidgeLearner
+from metricopt_ext.fitting import NeuralLearner, RidgeLearner
 from metricopt_ext.guided_es import es_direction
 from metricopt_ext.paper import SGD, Adam, Algorithm1
 from metricopt_ext.reptile import ReptileLearner
@@ -79,6 +79,21 @@ def test_learns_f_from_loss_only_trajectories_and_lowers_the_metric_with_it(
     start = torch.zeros(3)
     end = settings.meta_test(task, f, start)[-1]
     assert task.true_cost(end) < 0.7 * task.true_cost(start)
+
+
+@pytest.mark.parametrize("learner", [ReptileLearner.paper(), NeuralLearner.offline()], ids=["reptile", "offline"])
+def test_online_and_offline_meta_training_lower_a_metric_that_the_loss_does_not_know(
+    quadratic: Callable[..., Any], learner: Any
+) -> None:
+    """The two schemes of Fig. 3b, on the same trajectories of a toy problem whose optimum is known."""
+    task = quadratic(dim=3, dtype=torch.float32)
+    settings = Algorithm1(steps=20, evals=6, lr=0.05, metric_rate=0.05, start_std=1.5, learner=learner)
+    f = settings.meta_train(task, tasks=60)
+    assert task.asked == 60 * 6
+    ends = [settings.meta_test(task, f, start, index=i)[-1] for i, start in enumerate(task.starts(0.5, 9, range(8)))]
+    starts = task.starts(0.5, 9, range(8))
+    before, after = (sum(map(task.true_cost, points)) for points in (starts, ends))
+    assert after < 0.8 * before
 
 
 def test_the_papers_learner_is_the_default_and_gives_the_papers_network(quadratic: Callable[..., Any]) -> None:

@@ -39,8 +39,11 @@ def report(tests: dict[str, list[float]] | None = None, *, seeds: int = 3, maxim
                 outcomes=outcomes,
                 quality=GOOD if row else POOR,
                 candidates={"neural": POOR, "ridge": GOOD if row else POOR},
+                trivial={"constant": POOR, "full_quadratic": GOOD},
                 kept="metricopt" if row else "start",
                 setting=(0.3, 0.15),
+                split_half=0.75,
+                chance=0.01,
                 curves={name: (0.5 + noise[row, :3, 0]).tolist() for name in ("loss_finetune", "metricopt")},
                 true=noise[row, :, 0].tolist(),
                 predicted=noise[row, :, 1].tolist(),
@@ -142,7 +145,11 @@ def test_words_follow_the_interval(differences: list[float], verdict: str, maxim
 
 def test_findings_tell_whether_f_was_trusted() -> None:
     last = report().findings()[-1]
-    assert "Spearman 0.63, MAE 0.0733 against 0.1000 of a constant; trusted in 2 of 3 seeds" in last
+    expected = "Spearman 0.63, MAE 0.0733 against 0.1000 of a constant (best trivial predictor, full quadratic: "
+    assert f"{expected}{GOOD.spearman:.2f}); trusted in 2 of 3 seeds" in last
+    halves = report().findings()[-2]
+    assert "over random phi: 0.75" in halves
+    assert "gains on validation below 0.0200 may be chance" in halves
     assert last.endswith("End points kept by the guard: metricopt 2, start 1")
 
 
@@ -154,7 +161,7 @@ def test_the_markdown_table_has_a_row_per_method(maximize: bool, tmp_path: Path)
     assert text == made.markdown()
     assert text.startswith(f"# classification/toy: accuracy ({'higher' if maximize else 'lower'} is better)\n")
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    header, rule, *rows = table
+    header, rule, *rows = table[: len(TITLES) + 2]
     assert header[:4] == ["method", "validation", "test", "queries"]
     assert len(rule) == len(header) == 6
     assert [row[0] for row in rows] == list(TITLES.values())

@@ -469,6 +469,26 @@ def test_neural_learner_learns_a_smooth_function() -> None:
     assert scipy.stats.spearmanr(fit.f(new), smooth(new)).statistic > 0.8
 
 
+def test_the_offline_learner_minimises_eq_2_on_all_trajectories() -> None:
+    offline = NeuralLearner.offline()
+    assert (offline.objective.gamma, offline.objective.beta) == (10, 1)
+    fit = fit_value_function(Observations.of(trajectories(smooth, n=80)), [replace(offline, iterations=600)])
+    assert fit.f.quality is not None
+    assert fit.f.quality.spearman > 0.8
+
+
+def test_unsure_labels_count_less() -> None:
+    data = Observations.of(trajectories(smooth, n=80))
+    wrong = torch.arange(len(data.cost)) % 3 == 0
+    spoilt = replace(data, cost=data.cost + 5 * wrong, sigma=torch.where(wrong, 1000.0, 1.0))
+    new = 0.5 * rand(200, 6, seed=99)
+    fold = torch.full_like(data.trajectory, -1)
+    told, untold = (
+        NeuralLearner(iterations=300)(d, fold, 1, 0)(new) for d in (spoilt, replace(spoilt, sigma=data.sigma))
+    )
+    assert (told - smooth(new)).abs().mean() < 0.5 * (untold - smooth(new)).abs().mean()
+
+
 # --- Fitting -------------------------------------------------------------------------------------------------
 
 
