@@ -1,6 +1,7 @@
 """One seed of a classification run: train a classifier, finetune it for the metric, and run the rivals."""
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +24,12 @@ from metricopt_ext.classification.build import (
     train,
 )
 from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.data import Split, Splits
 from metricopt_ext.classification.metrics import check_split
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.classification.threshold import tune_threshold
 from metricopt_ext.evidence import SeedRecord, compare
+from metricopt_ext.metric import Metric
 from metricopt_ext.optimizer import MetricOptStep
 from metricopt_ext.progress import Watcher
 from metricopt_ext.result import MetricOptResult
@@ -36,6 +39,48 @@ from metricopt_ext.start import finetune
 from metricopt_ext.task import FinetuneTask
 from metricopt_ext.transfer import RotatedValueFunction
 from metricopt_ext.value_function import load_value_function
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A trained classifier with an adapter, ready to be finetuned.
+
+    Attributes:
+        task: Its loss sees the train data, its metric the validation data.
+        test_metric: The same metric on the test data.
+        splits: The data.
+        config: What all of it was made from.
+    """
+
+    task: FinetuneTask
+    test_metric: Metric
+    splits: Splits
+    config: ClassificationConfig
+
+    def batches(self, part: Split) -> TensorBatches:
+        """Return batches of a part of the data as the loss is given them."""
+        return TensorBatches(part.x, part.y, self.config.batch_size, balanced=self.config.balanced)
+
+
+def prepare(config: ClassificationConfig, folder: Path, seed: int) -> Prepared:
+    """Load the data, train the classifier (or take it from ``folder``) and attach the adapter.
+
+    Raises:
+        MetricOptError: Data, settings or metric are not usable; the message says which.
+    """
+    splits = to_device(load_splits(config, seed), choose_device(config.device))
+    for part, where in ((splits.train, "train"), (splits.validation, "validation"), (splits.test, "test")):
+        check_split(part.y, splits.num_classes, where)
+    metric = build_metric(config.metric)
+    adapter = attach(pretrained(config, splits, seed, folder), config, seed)
+    task = FinetuneTask(
+        adapter,
+        loss=classification_loss,
+        batches=TensorBatches(splits.train.x, splits.train.y, config.batch_size, balanced=config.balanced),
+        metric=model_metric(metric, splits.validation, stratified_halves(splits.validation.y, seed)),
+        population=config.population,
+    )
+    return Prepared(task, model_metric(metric, splits.test), splits, config)
 
 
 def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int, watcher: Watcher) -> SeedRecord:
@@ -49,18 +94,12 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
     if resume and record_file.exists():
         watcher.done()
         return SeedRecord.load(record_file)
-    splits = to_device(load_splits(config, seed), choose_device(config.device))
-    for part, where in ((splits.train, "train"), (splits.validation, "validation"), (splits.test, "test")):
-        check_split(part.y, splits.num_classes, where)
-    metric = build_metric(config.metric)
-    recipe = config.recipe.build()
-
-    def batches(part: str) -> TensorBatches:
-        data = getattr(splits, part)
-        return TensorBatches(data.x, data.y, config.batch_size, balanced=config.balanced)
+    watcher.stage("train the classifier")
+    prepared = prepare(config, folder, seed)
+    task, splits, recipe = prepared.task, prepared.splits, config.recipe.build()
 
     def finetune_on_validation(task: FinetuneTask, result: MetricOptResult) -> Tensor:
-        return finetune_on(task, batches("validation"), recipe.lr, recipe.steps, seed)
+        return finetune_on(task, prepared.batches(splits.validation), recipe.lr, recipe.steps, seed)
 
     def batchnorm_on_validation(task: FinetuneTask, result: MetricOptResult) -> nn.Module | None:
         x = splits.validation.x
@@ -104,19 +143,9 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
         run_second_round(again, result.fit, train_theta, recipe=recipe, setting=result.setting, seed=seed)
         return again.adapter.merge()
 
-    watcher.stage("train the classifier")
-    model = pretrained(config, splits, seed, folder)
-    adapter = attach(model, config, seed)
-    task = FinetuneTask(
-        adapter,
-        loss=classification_loss,
-        batches=batches("train"),
-        metric=model_metric(metric, splits.validation, stratified_halves(splits.validation.y, seed)),
-        population=config.population,
-    )
     record = compare(
         task,
-        model_metric(metric, splits.test),
+        prepared.test_metric,
         {
             "threshold": threshold,
             "batchnorm_validation": batchnorm_on_validation,
@@ -137,7 +166,9 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
         watcher=watcher,
     )
     if splits.test.x.dim() == 4:
-        before, after = (predict_classes(adapter, phi, splits.test.x) for phi in (task.origin(), adapter.phi.detach()))
+        before, after = (
+            predict_classes(task.adapter, phi, splits.test.x) for phi in (task.origin(), task.adapter.phi.detach())
+        )
         plot_examples(splits.test, before, after, splits.class_names, folder / "examples.png", seed)
     record.save(record_file)
     return record

@@ -4,18 +4,20 @@ import multiprocessing
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from typing import TypeVar
 
 import torch
 
 from .errors import ConfigError
-from .evidence import SeedRecord
 from .progress import Bars, QueueWatcher, Watcher, relay
 
-RunSeed = Callable[[int, Watcher], SeedRecord]
+Record = TypeVar("Record")
 
 
-def run_seeds(run: RunSeed, seeds: Sequence[int], *, queries: int, workers: int, threads: int) -> list[SeedRecord]:
-    """Run every seed and return the records in the order of the seeds.
+def run_seeds(
+    run: Callable[[int, Watcher], Record], seeds: Sequence[int], *, queries: int, workers: int, threads: int
+) -> list[Record]:
+    """Run every seed and return what they return, in the order of the seeds.
 
     Args:
         run: ``run(seed, watcher)``; picklable where there are several workers.
