@@ -160,6 +160,7 @@ class Fit:
         predicted: Held-out predictions where f is used, ``m``.
         true: The costs observed there, ``m``.
         halves: The costs on two halves of the metric's data there, ``m x 2``; None if the metric does not tell them.
+        half_fits: Two more value functions, fitted to the costs on one half each; none if there are no halves.
     """
 
     f: ValueFunction
@@ -167,6 +168,7 @@ class Fit:
     predicted: Tensor
     true: Tensor
     halves: Tensor | None = None
+    half_fits: tuple[ValueFunction, ...] = ()
 
 
 @contextmanager

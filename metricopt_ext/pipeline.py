@@ -10,7 +10,7 @@ from typing import Any, overload
 
 import torch
 
-from .errors import BudgetError, FileFormatError
+from .errors import BudgetError, FileFormatError, ValueFunctionError
 from .files import claim
 from .fitting import Fit, fit_value_function
 from .metric import Ledger, Metric
@@ -21,10 +21,11 @@ from .remember import RememberedMetric
 from .result import MetricOptResult, Result
 from .search import Search
 from .seeding import generator
-from .split_half import chance_of_gain, halves_where_used, split_half_correlation
+from .split_half import chance_of_gain, halves_where_used, seen_on_half, split_half_correlation
 from .start import FRESH, ask, choose, teller, tune_start
 from .task import FinetuneTask
-from .trajectory import Policy, TrajectoryStore, collect, rollout, stacked_halves
+from .trajectory import Policy, Trajectory, TrajectoryStore, collect, rollout, stacked_halves
+from .value_function import ValueFunction
 
 
 @overload
@@ -131,6 +132,7 @@ def _follow_value_function(
         counted = task.judged_by(remembered)
         watcher.stage("choose settings")
         setting = _choose_setting(counted, fit, recipe, seed, watcher)
+        before = ledger.spent
         tuned = tune_start(counted, fit, recipe=recipe, setting=setting, seed=seed, watcher=watcher)
     if folder is not None:
         fit.f.save(folder / "value_function.safetensors")
@@ -143,8 +145,9 @@ def _follow_value_function(
         chosen=tuned.chosen,
         chance=tuned.chance * task.metric.scale,
         queries=dict(ledger.spent_on),
-        queries_per_start=recipe.queries_per_start,
+        queries_per_start=ledger.spent - before,
         ends=tuned.ends,
+        optimism=tuned.optimism * task.metric.scale,
         loss_finetune=value["loss_finetune"],
         setting=setting,
         split_half=split_half_correlation(list(store)),
@@ -179,6 +182,7 @@ def _search_directly(
         best=value(found.cost),
         chosen=chosen,
         chance=chance * task.metric.scale,
+        optimism=0.0,
         queries=dict(ledger.spent_on),
         queries_per_start=queries,
         ends={"start": task.origin(), "search": found.phi},
@@ -228,12 +232,24 @@ def meta_train(
         )
         seen = [trajectory for trajectory in store if trajectory.round <= round]
         fit = fit_value_function(recipe.labels(seen), recipe.learners, folds=recipe.folds, seed=seed)
-        fit = replace(fit, halves=halves_where_used(seen))
         fit.f.to(task.origin().device)
     assert fit is not None
     assert fit.f.quality is not None
+    fit = replace(fit, halves=halves_where_used(seen), half_fits=_fit_halves(seen, recipe, seed))
     watcher.say(f"value function ({fit.f.kind}): {fit.f.quality}")
     return fit
+
+
+def _fit_halves(trajectories: Sequence[Trajectory], recipe: Recipe, seed: int) -> tuple[ValueFunction, ...]:
+    """Fit a value function to each half of the metric's data; none if it tells no halves, or one never differs."""
+    if any(t.halves is None for t in trajectories):
+        return ()
+    try:
+        data = [recipe.labels(seen_on_half(trajectories, half)) for half in (0, 1)]
+        fits = [fit_value_function(half, recipe.learners, folds=recipe.folds, seed=seed).f for half in data]
+    except ValueFunctionError:
+        return ()
+    return tuple(fits)
 
 
 def open_store(

@@ -82,9 +82,13 @@ class Recipe:
         return len(self.settings) * (1 + self.trials) if len(self.settings) > 1 else 0
 
     @property
-    def queries_per_start(self) -> int:
-        """Queries that one start costs: its guard (start, loss-only end, MetricOpt's end), adaptation, refinement."""
-        return 3 + (self.adapt_queries + 1 if self.adapt_queries else 0) + self.refine_queries
+    def start_queries(self) -> int:
+        """Most queries that one start can cost: its guard, adaptation and refinement.
+
+        The guard asks about the start, the loss-only end, MetricOpt's end, and the two cross-checked ends of a metric
+        that tells halves.
+        """
+        return 5 + (self.adapt_queries + 1 if self.adapt_queries else 0) + self.refine_queries
 
     def tasks_per_round(self, queries: int) -> int:
         """Return how many tasks a round can have.
@@ -92,13 +96,13 @@ class Recipe:
         Raises:
             BudgetError: Fewer than two tasks per fold; the message says how many queries would do.
         """
-        fixed, per_task = self.choice_queries + self.queries_per_start, self.rounds * self.evals
+        fixed, per_task = self.choice_queries + self.start_queries, self.rounds * self.evals
         tasks = (queries - fixed) // per_task
         least = 2 * self.folds
         if tasks < least:
             raise BudgetError(
                 f"{queries} queries are too few for {self.rounds} rounds of at least {least} tasks with {self.evals}"
-                f" observations each, {self.choice_queries} queries to choose settings and {self.queries_per_start}"
+                f" observations each, {self.choice_queries} queries to choose settings and {self.start_queries}"
                 f" for the start: give at least {fixed + least * per_task}, or fewer rounds or evals"
             )
         return tasks

@@ -31,6 +31,8 @@ class Result:
         best: Metric of the best candidate; it differs from ``after`` if its gain may be chance.
         chosen: The candidate that was kept: ``"start"`` or another of ``ends``.
         chance: Standard deviation of the chance part of a gain; 0 if the metric does not tell halves.
+        optimism: What the gain of following f is expected to lose on other data; 0 if the metric does not tell halves,
+            and for direct searches.
         queries: Queries spent, by purpose.
         queries_per_start: Queries that another start would cost.
         ends: End point phi, ``d``, of each candidate.
@@ -42,6 +44,7 @@ class Result:
     best: float
     chosen: str
     chance: float
+    optimism: float
     queries: dict[str, int]
     queries_per_start: int
     ends: dict[str, Tensor]
@@ -56,8 +59,9 @@ class Result:
         lines = [f"{self.metric}: {self.before:.4f} -> {self.after:.4f}{self.beside()}; kept {KEPT[self.chosen]}"]
         if self.best != self.after:
             lines.append(
-                f"the best candidate has {self.best:.4f}, but gains up to {CERTAINTY * self.chance:.4f} are chance on"
-                " this little data: the model was left as it was. Judge by more data to see smaller gains"
+                f"the best candidate has {self.best:.4f}, but on this little data up to"
+                f" {CERTAINTY * self.chance + self.optimism:.4f} of a gain are chance and optimism. Judge by more data"
+                " to see smaller gains"
             )
         total = sum(self.queries.values())
         lines.append(f"queries: {total} ({spent}); {self.queries_per_start} for each further start")

@@ -1,11 +1,14 @@
 """How much of a metric is chance: what its values on two halves of its data say about each other.
 
 A metric sees a sample. What differs between two halves of the sample will differ again on the next one, and the best of
-many models on a small sample is partly the luckiest. Halves come with a query for nothing (see `Metric`).
+many models on a small sample is partly the luckiest: its gain is optimistic. Halves come with a query for nothing (see
+`Metric`); they say how large gains by chance are, and a value function fitted to one half shows on the other how
+optimistic its gains are.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from scipy.stats import spearmanr
@@ -14,8 +17,8 @@ from torch import Tensor
 from .metric import Answer
 from .trajectory import Trajectory
 
-# Standard deviations of chance that a gain has to exceed: one-sided 97.7% for a single comparison.
-CERTAINTY = 2.0
+# Standard deviations of chance that a gain has to exceed, once what is known to be optimism was taken off.
+CERTAINTY = 1.0
 
 
 def split_half_correlation(trajectories: Sequence[Trajectory]) -> float:
@@ -62,3 +65,26 @@ def halves_where_used(trajectories: Sequence[Trajectory]) -> Tensor | None:
     on_policy = [t for t in trajectories if t.round > 0] or list(trajectories)
     late = [t.halves[2 * t.observed >= len(t.phi) - 1] for t in on_policy if t.halves is not None]
     return torch.cat(late) if len(late) == len(on_policy) else None
+
+
+def seen_on_half(trajectories: Sequence[Trajectory], half: int) -> list[Trajectory]:
+    """Return the trajectories as a metric would have judged them that has one half (0 or 1) of the data only."""
+    return [replace(t, cost=t.halves[:, half]) for t in trajectories if t.halves is not None]
+
+
+def optimism_of_gain(crossed: Sequence[Answer]) -> float:
+    """Return by how much the gain of following f is larger on the data that f was fitted to than on others.
+
+    On its own half, an end that was found with half the data is better than on the other half by the optimism twice:
+    once found there, once lost elsewhere. Optimism is inversely proportional to the data (as in Akaike's criterion), so
+    on all data it is half of that on one half: in all a quarter of the sum over both halves.
+
+    Args:
+        crossed: What the metric said about two ends, found with an f fitted to the first and to the second half; none
+            if there are no such ends.
+
+    Returns:
+        What to subtract from the gain, in units of the cost; 0 without such ends, and never below 0.
+    """
+    apart = [a.halves[1 - half] - a.halves[half] for half, a in enumerate(crossed) if a.halves is not None]
+    return max(0.0, sum(apart) / 4)

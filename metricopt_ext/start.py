@@ -12,13 +12,15 @@ from .metric import Answer
 from .optimizer import LossStep, MetricOptStep
 from .progress import Watcher
 from .recipe import Recipe, Setting
-from .split_half import CERTAINTY, chance_of_gain
+from .split_half import CERTAINTY, chance_of_gain, optimism_of_gain
 from .task import FinetuneTask
 from .trajectory import Policy, rollout
 from .value_function import ValueFunction
 
 # Task indices from here on are never collected from, so that finetuning meets fresh starts and fresh batches.
 FRESH = 1_000_000
+
+WITHOUT_F = ("start", "loss_finetune")
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ class Tuned:
         answers: What the metric said about each of them.
         chosen: The candidate to keep.
         chance: Standard deviation of the chance part of a gain over the start, in units of the cost; 0 if unknown.
+        optimism: What f's own gain is expected to lose on other data of the same kind; 0 if unknown.
     """
 
     ends: dict[str, Tensor]
     answers: dict[str, Answer]
     chosen: str
     chance: float
+    optimism: float
 
     @property
     def best(self) -> str:
@@ -55,11 +59,12 @@ def tune_start(
     seed: int = 0,
     watcher: Watcher | None = None,
 ) -> Tuned:
-    """Finetune one start under a value function that was learned before; ``recipe.queries_per_start`` queries.
+    """Finetune one start under a value function that was learned before; at most ``recipe.start_queries`` queries.
 
-    The metric judges the start, the end of a loss-only finetune and MetricOpt's end. If the recipe says so, f is then
-    adapted to what the metric says along MetricOpt's way and followed once more, and a direct search goes on from the
-    best end. The start is kept unless another end is better by more than chance (`split_half`).
+    The metric judges the start, the end of a loss-only finetune and MetricOpt's end, and, if it tells halves, two ends
+    that show how optimistic MetricOpt's gain is. If the recipe says so, f is then adapted to what the metric says along
+    MetricOpt's way and followed once more, and a direct search goes on from the best end. The start is kept unless
+    another end is better by more than chance and optimism (`split_half`).
 
     Args:
         task: Model, loss, batches and metric. The model is left as it was: set the phi of ``ends[chosen]`` yourself.
@@ -89,6 +94,13 @@ def tune_start(
         same = next((other for other in answers if torch.equal(ends[other], phi)), None)
         answers[name] = answers[same] if same else ask(task, phi, "guard", f"end guard, {name}", watcher)
 
+    crossed = []
+    if fit.f.trusted:
+        for half, f in enumerate(fit.half_fits):
+            end = follow(metric_policy(f, recipe, setting))[-1]
+            crossed.append(ask(task, end, "guard", f"cross-check, half {half}", watcher))
+    optimism = optimism_of_gain(crossed)
+
     if recipe.adapt_queries and fit.f.trusted:
         watcher.stage("adapt f")
         steps = torch.linspace(0, recipe.steps, recipe.adapt_queries + 2).round().long()
@@ -104,13 +116,21 @@ def tune_start(
         found = recipe.refine(task, best, recipe.refine_queries, seed=seed, on_query=teller(task, watcher))
         ends["refined"], answers["refined"] = found.phi, Answer(found.cost)
     chance = chance_of_gain(answers["start"], fit.halves)
-    return Tuned(ends, answers, choose(answers, chance), chance)
+    return Tuned(ends, answers, choose(answers, chance, optimism), chance, optimism)
 
 
-def choose(answers: Mapping[str, Answer], chance: float) -> str:
-    """Return the candidate with the least cost, but the start unless that gains more than chance does."""
-    best = min(answers, key=lambda name: answers[name].cost)
-    return best if answers["start"].cost - answers[best].cost > CERTAINTY * chance else "start"
+def choose(answers: Mapping[str, Answer], chance: float, optimism: float = 0.0) -> str:
+    """Return the candidate with the least cost, but the start unless that gains more than chance.
+
+    Args:
+        answers: What the metric said about each candidate, ``"start"`` among them.
+        chance: Standard deviation of the chance part of a gain, in units of the cost.
+        optimism: What the gain of a candidate that f led to has too much; only the start and the loss-only end saw
+            nothing of f.
+    """
+    corrected = {name: a.cost + optimism * (name not in WITHOUT_F) for name, a in answers.items()}
+    best = min(corrected, key=lambda name: corrected[name])
+    return best if corrected["start"] - corrected[best] > CERTAINTY * chance else "start"
 
 
 def finetune(

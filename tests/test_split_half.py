@@ -8,7 +8,13 @@ import torch
 from scipy.stats import spearmanr
 
 from metricopt_ext.metric import Answer
-from metricopt_ext.split_half import chance_of_gain, halves_where_used, split_half_correlation
+from metricopt_ext.split_half import (
+    chance_of_gain,
+    halves_where_used,
+    optimism_of_gain,
+    seen_on_half,
+    split_half_correlation,
+)
 from metricopt_ext.trajectory import Trajectory
 
 
@@ -67,3 +73,34 @@ def test_halves_are_those_of_late_points_on_policy() -> None:
     assert first([early]) == [3, 4]
     assert first([early, late]) == [7, 8]
     assert halves_where_used([late, trajectory(1, [0, 10], None)]) is None
+
+
+def test_optimism_is_that_of_least_squares() -> None:
+    """The mean is the least-squares fit of a constant: its squared error is optimistic by 2 var / n, as is known."""
+    rng = np.random.default_rng(2)
+    n, found, true = 40, [], []
+    for _ in range(4000):
+        y = rng.normal(size=n)
+        halves = y[::2], y[1::2]
+
+        def answer(c: float, halves: tuple[np.ndarray, ...] = halves) -> Answer:
+            costs = [float(((half - c) ** 2).mean()) for half in halves]
+            return Answer(sum(costs) / 2, (costs[0], costs[1]))
+
+        apart = [a.halves[1 - h] - a.halves[h] for h, a in enumerate(answer(half.mean()) for half in halves)]
+        found.append(sum(apart) / 4)
+        true.append((1 + y.mean() ** 2) - ((y - y.mean()) ** 2).mean())  # on new data, less on its own
+    assert np.mean(found) == pytest.approx(2 / n, rel=0.05)
+    assert np.mean(true) == pytest.approx(2 / n, rel=0.2)
+
+
+def test_optimism_is_never_below_0_and_0_where_unknown() -> None:
+    assert optimism_of_gain([Answer(0.5, (0.4, 0.6)), Answer(0.5, (0.7, 0.4))]) == pytest.approx((0.2 + 0.3) / 4)
+    assert optimism_of_gain([Answer(0.5, (0.6, 0.4)), Answer(0.5, (0.4, 0.6))]) == 0
+    assert optimism_of_gain([]) == 0
+
+
+def test_a_half_is_judged_by_itself() -> None:
+    items = [trajectory(0, [0, 10], [[1, 2], [3, 4]]), trajectory(1, [0, 10], None)]
+    assert [t.cost.tolist() for t in seen_on_half(items, 0)] == [[1, 3]]
+    assert [t.cost.tolist() for t in seen_on_half(items, 1)] == [[2, 4]]

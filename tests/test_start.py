@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from metricopt_ext.fitting import Fit, NeuralLearner, RidgeLearner
-from metricopt_ext.metric import Answer
+from metricopt_ext.metric import Answer, Metric
 from metricopt_ext.pipeline import meta_train
 from metricopt_ext.recipe import Recipe
 from metricopt_ext.search import CMAES
@@ -35,7 +35,7 @@ def test_ends_are_those_of_the_step_rules(quadratic: Callable[..., Any], start: 
         name: task.true_cost(phi) for name, phi in tuned.ends.items()
     }
     assert tuned.chosen == tuned.best == "metricopt"
-    assert task.metric.ledger.spent - spent == task.metric.ledger.spent_on["guard"] == RECIPE.queries_per_start == 3
+    assert task.metric.ledger.spent - spent == task.metric.ledger.spent_on["guard"] == 3
     assert not task.adapter.phi.any()  # as it was
 
 
@@ -62,7 +62,7 @@ def test_adaptation_counts_its_queries_and_mends_an_f_of_another_goal(
         tuned = tune_start(task, fit, recipe=recipe, seed=seed)
         assert task.metric.ledger.spent_on["adapt"] == 4
         assert task.metric.ledger.spent_on["guard"] == 4
-        assert recipe.queries_per_start == 8
+        assert recipe.start_queries == 10
         assert tuned.answers["adapted"].cost == task.true_cost(tuned.ends["adapted"])
         assert tuned.answers["adapted"].cost < 0.9 * tuned.answers["metricopt"].cost
 
@@ -76,20 +76,53 @@ def test_refinement_goes_on_from_the_best_end(quadratic: Callable[..., Any]) -> 
     assert torch.equal(tuned.ends["refined"], found.phi)
     assert tuned.answers["refined"].cost == found.cost < tuned.answers["metricopt"].cost
     assert tuned.chosen == "refined"
-    assert recipe.queries_per_start == 33
+    assert recipe.start_queries == 35
 
 
 @pytest.mark.parametrize(
-    ("costs", "chance", "chosen"),
+    ("costs", "chance", "optimism", "chosen"),
     [
-        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.0, "metricopt"),
-        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.09, "metricopt"),
-        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.11, "start"),
-        ({"start": 0.5, "loss_finetune": 0.2, "metricopt": 0.3}, 0.1, "loss_finetune"),
-        ({"start": 0.3, "loss_finetune": 0.4, "metricopt": 0.3}, 0.0, "start"),
+        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.0, 0.0, "metricopt"),
+        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.19, 0.0, "metricopt"),
+        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.21, 0.0, "start"),
+        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.15, 0.06, "start"),
+        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.05, 0.11, "loss_finetune"),
+        ({"start": 0.5, "loss_finetune": 0.6, "refined": 0.3}, 0.05, 0.16, "start"),
+        ({"start": 0.5, "loss_finetune": 0.2, "metricopt": 0.3}, 0.1, 0.0, "loss_finetune"),
+        ({"start": 0.3, "loss_finetune": 0.4, "metricopt": 0.3}, 0.0, 0.0, "start"),
     ],
 )
-def test_the_start_is_kept_unless_something_gains_more_than_chance(
-    costs: dict[str, float], chance: float, chosen: str
+def test_the_start_is_kept_unless_something_gains_more_than_chance_and_optimism(
+    costs: dict[str, float], chance: float, optimism: float, chosen: str
 ) -> None:
-    assert choose({name: Answer(cost) for name, cost in costs.items()}, chance) == chosen
+    assert choose({name: Answer(cost) for name, cost in costs.items()}, chance, optimism) == chosen
+
+
+def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any]) -> None:
+    """Each half has a goal of its own: what f gains on one is partly lost on the other."""
+    task = quadratic(dtype=torch.float32)
+    goals = [task.goal + 0.4, task.goal - 0.4]
+
+    def metric(model: Any) -> Any:
+        halves = tuple(float(((model.metricopt.phi - goal) ** 2).sum()) for goal in goals)
+        return sum(halves) / 2, halves
+
+    task.metric = Metric(metric, maximize=False, bounds=None, name="distance")
+    fit = learned(task)
+    before = task.metric.ledger.spent
+    tuned = tune_start(task, fit, recipe=RECIPE, setting=(0.2, 0.3))
+    assert task.metric.ledger.spent - before == 5 == RECIPE.start_queries
+    ends = [finetune(task, metric_policy(f, RECIPE, (0.2, 0.3)), 10, 0)[-1] for f in fit.half_fits]
+    a, b = (torch.stack([((end - goal) ** 2).sum() for goal in goals]) for end in ends)
+    assert tuned.optimism == pytest.approx(float((a[1] - a[0]) + (b[0] - b[1])) / 4, rel=1e-5)
+    assert tuned.optimism > 0.05
+    assert torch.equal(tuned.ends["metricopt"], finetune(task, metric_policy(fit.f, RECIPE, (0.2, 0.3)), 10, 0)[-1])
+
+
+def test_a_half_that_never_differs_is_not_cross_checked(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dtype=torch.float32)
+    distance = task._distance
+    task.metric = Metric(lambda model: (distance(model), (distance(model), 1.0)), maximize=False, bounds=None)
+    fit = learned(task)
+    assert fit.half_fits == ()
+    assert tune_start(task, fit, recipe=RECIPE).optimism == 0
