@@ -18,10 +18,10 @@ from .value_function import NeuralValueFunction, Quality, RidgeValueFunction, Va
 
 
 class Learner(Protocol):
-    """Fits an ensemble; member m must not see the trajectories of fold m."""
+    """Fits an ensemble; member m must not see the trajectories of fold ``m % folds``."""
 
     def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
-        """Return the fitted f with ``folds`` members.
+        """Return the fitted f, with ``folds`` members or a multiple of that.
 
         Args:
             data: The observed points.
@@ -41,14 +41,16 @@ class NeuralLearner:
     Attributes:
         iterations: Steps of AdamW.
         batch_size: Observed points per step and member.
+        nets: Members for each fold, which differ in their initial weights and their batches.
         lr: Peak learning rate.
         weight_decay: Decoupled weight decay; strong, because a few hundred points are all there is.
         objective: What is minimised; by default Eq. 2's regression alone.
         resolution: Sigma of labels that are all equally sure, in standard deviations of the costs.
     """
 
-    iterations: int = 800
-    batch_size: int = 64
+    iterations: int = 400
+    batch_size: int = 256
+    nets: int = 2
     lr: float = 1e-2
     weight_decay: float = 1.0
     objective: Objective = field(default=Objective(gamma=1.0, beta=0.0))
@@ -57,18 +59,18 @@ class NeuralLearner:
     @classmethod
     def offline(cls) -> "NeuralLearner":
         """Return the rival of Reptile in the paper's Fig. 3b: Eq. 2 on all trajectories stored offline."""
-        return cls(iterations=2000, objective=Objective(gamma=10.0, beta=1.0))
+        return cls(iterations=2000, batch_size=64, nets=1, objective=Objective(gamma=10.0, beta=1.0))
 
     def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
         """Minimise the objective for all members at once."""
         rng = generator(seed, "fit")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(rng.initial_seed())
-            f = NeuralValueFunction(data.phi.shape[-1], folds)
+            f = NeuralValueFunction(data.phi.shape[-1], folds * self.nets)
         f.cost_mean.copy_(data.cost.mean())
         f.cost_std.copy_(data.cost.std().clamp(min=1e-8))
         sigma = comparable_sigma(data, self.resolution)
-        seen = [(fold != member).nonzero().squeeze(1) for member in range(folds)]
+        seen = [(fold != member % folds).nonzero().squeeze(1) for member in range(folds * self.nets)]
         optimizer = torch.optim.AdamW(f.parameters(), self.lr, weight_decay=self.weight_decay, fused=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=self.iterations)
         f.train()
@@ -188,13 +190,13 @@ def fit_value_function(
 ) -> Fit:
     """Fit each kind of value function and keep the one that predicts held-out trajectories best.
 
-    Every trajectory is held out from one member of the ensemble: that member's predictions measure quality, and yet
-    no query is spent on held-out data alone. (The ensemble's mean is usually better than the members so measured.)
+    Every trajectory is held out from some members of the ensemble: these members' predictions measure quality, and yet
+    no query is spent on held-out data alone. (The mean of all is usually better than the members so measured.)
 
     Args:
         data: The observed points.
         learners: What to fit; by default the MLP and the diagonal quadratic ridge.
-        folds: Number of folds and of ensemble members.
+        folds: Number of folds.
         seed: Seed of folds, weights and batches.
 
     Raises:
@@ -216,7 +218,8 @@ def fit_value_function(
     for learner in learners or (NeuralLearner(), RidgeLearner()):
         f = learner(data, fold, folds, seed)
         f.set_domain(data.phi)
-        held_out = f.members(data.phi).gather(1, fold[:, None]).squeeze(1)
+        of_fold = f.members(data.phi).view(len(fold), -1, folds).mean(1)
+        held_out = of_fold.gather(1, fold[:, None]).squeeze(1)
         f.quality = measure(held_out[used], data.cost[used], data.trajectory[used])
         fits.append((f.quality, f, held_out[used]))
     _, best, predicted = max(fits, key=lambda fit: _merit(fit[0]))

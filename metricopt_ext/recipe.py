@@ -24,7 +24,7 @@ class Recipe:
             loss weight is drawn from [0, 1].
         settings: Candidate pairs (loss weight, metric step) for finetuning; a few queries choose among them.
         trials: Random starts, besides phi = 0, on which each setting is tried, one query each.
-        folds: Members of f's ensemble, each held out from as many parts of the trajectories.
+        folds: Parts of the trajectories; each is held out from some members of f's ensemble, to measure it by.
         labels: Turns trajectories into labelled points: those observed, or all steps by interpolation
             (`interpolation.GaussianProcessLabels`).
         learners: Kinds of value function to fit; held-out quality chooses.

@@ -1,0 +1,352 @@
+"""Change one part of the default recipe at a time, and measure what that does to the value function and to the end.
+
+    python tools/ablate_recipe.py --output-dir out/ablations
+    python tools/ablate_recipe.py --output-dir out/ablations \
+        --task configs/classification/digits.yaml \
+        --task configs/classification/a9a.yaml data.root=FOLDER metric.name=mcr
+
+Each seed is a fresh split and model. Changes of the fit are made on the default's trajectories and changes of the step
+on its value function; all others are whole runs of their own. Nothing is guarded: end points are judged as they come.
+Writes ablations.json, ablations.md and ablations.png; a run that was interrupted goes on where it was.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.experiment import Prepared, prepare
+from metricopt_ext.config import load_config
+from metricopt_ext.errors import MetricOptError
+from metricopt_ext.files import claim, read_json, write_atomically, write_json
+from metricopt_ext.fitting import Fit, NeuralLearner, RidgeLearner, fit_value_function
+from metricopt_ext.guided_es import es_direction
+from metricopt_ext.interpolation import GaussianProcessLabels, LinearLabels
+from metricopt_ext.objective import Objective, hardest_triplets
+from metricopt_ext.optimizer import MetricOptStep
+from metricopt_ext.pipeline import optimize_metric
+from metricopt_ext.plots import new_figure, save_figure
+from metricopt_ext.progress import Watcher
+from metricopt_ext.recipe import Recipe
+from metricopt_ext.report import paired_interval, spread
+from metricopt_ext.reptile import ReptileLearner
+from metricopt_ext.result import MetricOptResult
+from metricopt_ext.seeding import generator
+from metricopt_ext.seeds import run_seeds
+from metricopt_ext.start import finetune, metric_policy
+
+DEFAULT = "default"
+ROOT = Path(__file__).parents[1]
+
+
+class EsStep(MetricOptStep):
+    """The default step, its direction estimated from values of f (Eq. 4) instead of its gradient."""
+
+    pairs = 3
+
+    def metric_direction(self, phi: Tensor, history: Tensor) -> Tensor:
+        """Return Eq. 4's estimate at the length of f's radius, ``... x d``."""
+        rng = generator(0, "ablation", int(phi.double().sum() * 1e6) % 2**31)  # anew at every step
+        u = es_direction(self.f, phi, history, generator=rng, count=self.pairs, variance=0.01)
+        return self.f.radius * torch.nn.functional.normalize(u, dim=-1)
+
+
+class EsStep12(EsStep):
+    """The same with twelve pairs."""
+
+    pairs = 12
+
+
+def learner(**change: Any) -> dict[str, Any]:
+    """Return the recipe's change to an MLP alone, with other settings."""
+    return {"learners": (NeuralLearner(**change),)}
+
+
+MIXED = ReptileLearner()
+
+# What is fitted to the default's trajectories, as changes of the recipe.
+FITS: dict[str, dict[str, Any]] = {
+    "MLP alone": learner(),
+    "ridge alone": {"learners": (RidgeLearner(),)},
+    "Reptile, mixed batches": {"learners": (MIXED,)},
+    "Reptile, one task per BatchNorm batch": {"learners": (replace(MIXED, tasks=1, points=None),)},
+    "Reptile, ordinal weight 0": {"learners": (replace(MIXED, objective=Objective(beta=0.0)),)},
+    "Reptile, ordinal weight 1": {"learners": (replace(MIXED, objective=Objective(beta=1.0)),)},
+    "Reptile, hardest triplets": {"learners": (replace(MIXED, objective=Objective(miner=hardest_triplets)),)},
+    "labels: linear": {"labels": LinearLabels()},
+    "labels: Gaussian process": {"labels": GaussianProcessLabels(always=True)},
+    "weight decay 0.01": learner(weight_decay=0.01),
+    "weight decay 0.3": learner(weight_decay=0.3),
+    "weight decay 3": learner(weight_decay=3.0),
+    "ensemble of 2": {"folds": 2},
+    "ensemble of 8": {"folds": 8},
+}
+
+# How the default's value function is followed: the step rule, its changes, and a setting if not the chosen one.
+STEPS: dict[str, tuple[type[MetricOptStep], dict[str, Any], tuple[float, float] | None]] = {
+    "step without the loss": (MetricOptStep, {}, (0.0, 0.15)),
+    "step with the loss at 0.3": (MetricOptStep, {}, (0.3, 0.15)),
+    "step with the loss at 1": (MetricOptStep, {}, (1.0, 0.15)),
+    "step length 0.05": (MetricOptStep, {}, (0.0, 0.05)),
+    "step length 0.3": (MetricOptStep, {}, (0.0, 0.3)),
+    "step length 0.6": (MetricOptStep, {}, (0.0, 0.6)),
+    "ES, 3 pairs": (EsStep, {}, None),
+    "ES, 12 pairs": (EsStep12, {}, None),
+    "trust radius 0.8": (MetricOptStep, {"trust": 0.8}, None),
+    "trust radius 2": (MetricOptStep, {"trust": 2.0}, None),
+    "no trust radius": (MetricOptStep, {"trust": 1e9}, None),
+}
+
+# Whole runs, as overrides of the config.
+RUNS: dict[str, list[str]] = {
+    "1 round (loss only)": ["recipe.rounds=1"],
+    "2 rounds": ["recipe.rounds=2"],
+    "3 rounds": ["recipe.rounds=3"],
+    "10 rounds": ["recipe.rounds=10"],
+    "K = 2": ["recipe.evals=2"],
+    "K = 3": ["recipe.evals=3"],
+    "K = 10": ["recipe.evals=10"],
+    "d = 8": ["adapter.dim=8"],
+    "d = 16": ["adapter.dim=16"],
+    "d = 32": ["adapter.dim=32"],
+    "d = 64": ["adapter.dim=64"],
+    "starts at phi = 0": ["recipe.start_std=0.001"],
+    "starts of std 0.1": ["recipe.start_std=0.1"],
+    "starts of std 0.4": ["recipe.start_std=0.4"],
+    "300 queries": ["queries=300"],
+    "600 queries": ["queries=600"],
+    "1200 queries": ["queries=1200"],
+    "2400 queries": ["queries=2400"],
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant on one seed.
+
+    Attributes:
+        spearman: Held-out rank correlation of f where it is used; NaN-free, None where f is the default's.
+        test: Test metric at MetricOpt's end.
+        queries: Metric queries of the variant in all.
+    """
+
+    spearman: float | None
+    test: float
+    queries: int
+
+
+def main() -> None:
+    """Parse the command line, run all variants, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", nargs="+", action="append", metavar="X", help="a config file, then key=value ...")
+    parser.add_argument("--output-dir", required=True, type=Path, help="folder for everything that is written")
+    parser.add_argument("--seed", type=int, default=2000, help="first seed (2000: none that results are stated for)")
+    parser.add_argument("--seeds", type=int, default=4, help="number of seeds")
+    parser.add_argument("--workers", type=int, default=2, help="seeds that run side by side")
+    arguments = parser.parse_args()
+    tasks = arguments.task or [[str(ROOT / "configs" / "classification" / "digits.yaml")]]
+    try:
+        seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+        ablate(tasks, arguments.output_dir, seeds, arguments.workers)
+    except (MetricOptError, FloatingPointError, OSError) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+
+
+def ablate(tasks: Sequence[Sequence[str]], folder: Path, seeds: Sequence[int], workers: int) -> dict[str, Any]:
+    """Run every variant on every seed of every task and write the report; returns it."""
+    table: dict[str, Any] = {}
+    for file, *overrides in tasks:
+        config = load_config(ClassificationConfig, file, overrides)
+        config.check()
+        name = title(config)
+        print(f"{name}: {1 + len(FITS) + len(STEPS) + len(RUNS)} variants on seeds {seeds[0]} to {seeds[-1]}")
+        run = partial(ablate_seed, file, overrides, folder / name.replace(" ", "-"))
+        rows = run_seeds(run, seeds, queries=len(RUNS) + 1, workers=workers, threads=1)
+        variants = [variant for variant in rows[0] if all(variant in of_seed for of_seed in rows)]
+        table[name] = {
+            "maximize": maximised(config),
+            "variants": {variant: [asdict(of_seed[variant]) for of_seed in rows] for variant in variants},
+        }
+    content = {"seeds": list(seeds), "tasks": table}
+    write_json(folder / "ablations.json", content)
+    write_atomically(folder / "ablations.md", markdown(content).encode())
+    plot(content, folder / "ablations.png")
+    print(markdown(content))
+    print("wrote", *(folder / f"ablations.{kind}" for kind in ("json", "md", "png")), sep="\n  ")
+    return content
+
+
+def title(config: ClassificationConfig) -> str:
+    """Return what tables call a task."""
+    return f"{'' if config.shift.kind == 'none' else 'shifted '}{config.data.name} {config.metric.name}"
+
+
+def maximised(config: ClassificationConfig) -> bool:
+    """Return whether higher is better."""
+    from metricopt_ext.classification.build import build_metric
+
+    return build_metric(config.metric).maximize
+
+
+def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watcher: Watcher) -> dict[str, Row]:
+    """Run every variant on one seed; those that are on file are not run again."""
+    folder = folder / f"seed-{seed}"
+    claim(folder / "identity.json", {"file": Path(file).name, "overrides": list(overrides)})
+    record = folder / "rows.json"
+    rows = {name: Row(**row) for name, row in read_json(record).items()} if record.exists() else {}
+
+    def remember(name: str, compute: Callable[[], Row]) -> None:
+        if name not in rows:
+            watcher.stage(name)
+            rows[name] = compute()
+            write_json(record, {variant: asdict(row) for variant, row in rows.items()})
+
+    config = load_config(ClassificationConfig, file, overrides)
+    ready, recipe = prepare(config, folder, seed), config.recipe.build()
+    watcher.stage(DEFAULT)
+    result = run(ready, config.queries, recipe, seed)
+    spent = sum(result.queries.values())
+    rows[DEFAULT] = Row(spearman(result.fit), test_metric(ready, result.ends["metricopt"]), spent)
+    for name, change in FITS.items():
+        changed = replace(recipe, **change)
+        remember(name, lambda changed=changed: fitted(ready, result, changed, seed))  # type: ignore[misc]
+    for name, (rule, change, setting) in STEPS.items():
+        weight, metric_step = setting or result.setting
+        policy = rule(result.fit.f, recipe.lr, metric_step, weight, recipe.steps, **change)
+        remember(name, lambda policy=policy: Row(None, followed(ready, policy, recipe, seed), spent))  # type: ignore[misc]
+    for done, (name, added) in enumerate(RUNS.items()):
+        watcher.query(done + 1, name)
+        remember(name, lambda added=added: whole(file, [*overrides, *added], folder, seed))  # type: ignore[misc]
+    watcher.done()
+    return rows
+
+
+def run(ready: Prepared, queries: int, recipe: Recipe, seed: int) -> MetricOptResult:
+    """Run the whole recipe on queries that are counted apart."""
+    task = ready.task.judged_by(ready.task.metric.with_new_ledger())
+    return optimize_metric(task, queries=queries, strategy=recipe, seed=seed, watcher=Watcher())
+
+
+def whole(file: str, overrides: list[str], folder: Path, seed: int) -> Row:
+    """Run a changed config from the start, with the same trained classifier."""
+    config = load_config(ClassificationConfig, file, overrides)
+    ready = prepare(config, folder, seed)
+    result = run(ready, config.queries, config.recipe.build(), seed)
+    return Row(spearman(result.fit), test_metric(ready, result.ends["metricopt"]), sum(result.queries.values()))
+
+
+def fitted(ready: Prepared, result: MetricOptResult, recipe: Recipe, seed: int) -> Row:
+    """Fit a value function to the default's trajectories in another way, and follow it whether trusted or not."""
+    labelled = recipe.labels(result.trajectories)
+    fit = fit_value_function(labelled, recipe.learners, folds=recipe.folds, seed=seed)
+    policy = replace(metric_policy(fit.f, recipe, result.setting), even_untrusted=True)
+    return Row(spearman(fit), followed(ready, policy, recipe, seed), sum(result.queries.values()))
+
+
+def followed(ready: Prepared, policy: MetricOptStep, recipe: Recipe, seed: int) -> float:
+    """Return the test metric at the end of a step rule."""
+    return test_metric(ready, finetune(ready.task, policy, recipe.steps, seed)[-1])
+
+
+def test_metric(ready: Prepared, phi: Tensor) -> float:
+    """Return the test metric at phi, ``d``."""
+    task = ready.task.judged_by(ready.test_metric)
+    return task.metric.to_value(task.cost(phi, "ablation"))
+
+
+def spearman(fit: Fit) -> float:
+    """Return f's held-out rank correlation."""
+    assert fit.f.quality is not None
+    return fit.f.quality.spearman
+
+
+def compared(content: dict[str, Any], task: str, variant: str) -> tuple[list[float], list[float]]:
+    """Return a variant's differences from the default, seed by seed: of Spearman, and of the gain on test."""
+    of_task = content["tasks"][task]
+    rows, default = of_task["variants"][variant], of_task["variants"][DEFAULT]
+    sign = 1 if of_task["maximize"] else -1
+    return (
+        [r["spearman"] - d["spearman"] for r, d in zip(rows, default, strict=True) if r["spearman"] is not None],
+        [sign * (r["test"] - d["test"]) for r, d in zip(rows, default, strict=True)],
+    )
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """Return the content of ablations.md."""
+    lines = [
+        "# Ablations of the default recipe",
+        "",
+        f"{len(content['seeds'])} seeds from {content['seeds'][0]} on, each a fresh split and model. Differences from"
+        " the default are paired, with 95% intervals; positive is better. An interval that includes 0 shows nothing.",
+    ]
+    for task, of_task in content["tasks"].items():
+        default = of_task["variants"][DEFAULT]
+        lines += [
+            "",
+            f"## {task}",
+            "",
+            f"Default: held-out Spearman {spread([row['spearman'] for row in default])}, test"
+            f" {spread([row['test'] for row in default])}, {default[0]['queries']} queries.",
+            "",
+            "| change | queries | Spearman | gain on test |",
+            "|---|---|---|---|",
+        ]
+        for variant, rows in of_task["variants"].items():
+            if variant != DEFAULT:
+                ranks, gains = compared(content, task, variant)
+                lines.append(
+                    f"| {variant} | {rows[0]['queries']} | {interval(ranks) if ranks else ''} | {interval(gains, 4)} |"
+                )
+    return "\n".join([*lines, ""])
+
+
+def interval(differences: Sequence[float], digits: int = 2) -> str:
+    """Format a mean and its paired 95% interval."""
+    mean, low, high = paired_interval(differences)
+    return f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def plot(content: dict[str, Any], path: Path) -> None:
+    """Draw each variant's difference from the default, with its interval, one colour for each task."""
+    variants = [*FITS, *STEPS, *RUNS]
+    figure, panels = new_figure(10.0, 1.2 + 0.21 * len(variants), 1, 2, sharey=True)
+    colours = ("#c02942", "#2f6fa3", "#4f8f8b", "#d98c3f", "#8a6fb0")
+    height = 0.7 / len(content["tasks"])
+    for number, task in enumerate(content["tasks"]):
+        colour = colours[number % len(colours)]
+        scale = np.std([row["test"] for row in content["tasks"][task]["variants"][DEFAULT]], ddof=1) or 1.0
+        for row, variant in enumerate(variants):
+            if variant not in content["tasks"][task]["variants"]:
+                continue
+            y = -row - height * (number - (len(content["tasks"]) - 1) / 2)
+            for axes, values, unit in zip(panels.flat, compared(content, task, variant), (1.0, scale), strict=True):
+                if values:
+                    mean, low, high = (value / unit for value in paired_interval(values))
+                    axes.plot([low, high], [y, y], color=colour, linewidth=1.0, alpha=0.6)
+                    axes.plot(mean, y, "o", color=colour, markersize=3.5, label=task if row == 0 else None)
+    for axes, label, limit in zip(
+        panels.flat, ("held-out Spearman", "gain on test, in std of the default over seeds"), (0.6, 6), strict=True
+    ):
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_xlabel(f"{label}, less the default's")
+        axes.set_xlim(-limit, limit)
+        axes.grid(axis="x", alpha=0.25)
+    panels[0, 0].set_yticks([-row for row in range(len(variants))], variants, fontsize=7)
+    panels[0, 0].set_ylim(-len(variants) + 0.3, 0.7)
+    panels[0, 0].legend(fontsize=7, loc="lower left")
+    figure.suptitle(
+        f"one change at a time; mean and paired 95% interval over {len(content['seeds'])} seeds", fontsize=9
+    )
+    save_figure(figure, path)
+
+
+if __name__ == "__main__":
+    main()
