@@ -38,7 +38,8 @@ class IndexSampler:
     def __call__(self, seed: int, task: int, step: int) -> Tensor:
         """Return indices, ``batch_size``."""
         rng = generator(seed, "batch", task, step)
-        return torch.cat([group[torch.randint(len(group), (self.share,), generator=rng)] for group in self.groups])
+        drawn = [group[torch.randint(len(group), (self.share,), generator=rng)] for group in self.groups]
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
 class TensorBatches:

@@ -16,5 +16,7 @@ def generator(seed: int, purpose: str, *indices: int) -> torch.Generator:
     """
     # The number of indices is a word too: SeedSequence ignores trailing zeros.
     words = [seed, zlib.crc32(purpose.encode()), len(indices), *indices]
-    state = np.random.SeedSequence(words).generate_state(1, np.uint64)
+    # The same entropy as the list, which SeedSequence takes several times longer to convert; large seeds need the list.
+    entropy = np.array(words, dtype=np.uint32) if min(words) >= 0 and max(words) < 2**32 else words
+    state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]) & (2**63 - 1))

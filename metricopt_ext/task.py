@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from .batches import Batches
@@ -14,6 +16,37 @@ from .metric import Answer, Metric
 from .seeding import generator
 
 Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class FoldedBatchNorm(TorchFunctionMode):
+    """Computes BatchNorm in evaluation mode, which is affine, as one scale and one shift of each channel.
+
+    `torch.func.vmap` has no such shortcut: its BatchNorm transposes and copies the whole population.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace calls of ``torch.nn.functional.batch_norm`` that use running statistics."""
+        if func is F.batch_norm and not (kwargs or {}).get("training"):
+            return _affine_batch_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _affine_batch_norm(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if training or mean is None or var is None:
+        return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+    scale = (var + eps).rsqrt() if weight is None else weight * (var + eps).rsqrt()
+    shift = -mean * scale if bias is None else bias - mean * scale
+    channels = (-1, *[1] * (x.dim() - 2))
+    return torch.addcmul(shift.view(channels), x, scale.view(channels))
 
 
 class FinetuneTask:
@@ -130,7 +163,8 @@ class FinetuneTask:
         if len(phi) == 1 or self.population == 1:
             return torch.stack([self._loss(p, batch) for p, batch in zip(phi, batches, strict=True)])
         stacked = tree_map(lambda *leaves: torch.stack(leaves), *batches)
-        losses: Tensor = torch.func.vmap(self._loss)(phi, stacked)
+        with FoldedBatchNorm():
+            losses: Tensor = torch.func.vmap(self._loss)(phi, stacked)
         return losses
 
     def _loss(self, phi: Tensor, batch: Any) -> Tensor:

@@ -1,5 +1,6 @@
 """Finetuning tasks: populations, gradients and batches against hand-written references."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from metricopt_ext.errors import AdapterError, DataError, MetricError
 from metricopt_ext.film import Adapter, attach_film, attach_input_bias
 from metricopt_ext.metric import Metric
 from metricopt_ext.seeding import generator
-from metricopt_ext.task import FinetuneTask
+from metricopt_ext.task import FinetuneTask, FoldedBatchNorm
 
 
 def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -437,3 +438,26 @@ def test_gradient_that_is_not_finite(bad: float, slope: float, population: int) 
     np.testing.assert_equal(torch.autograd.functional.jacobian(torch.sqrt, phi[2, 1]).item(), slope)
     with pytest.raises(FloatingPointError, match="task 12 is not finite at step 6; lower the lr"):
         task.loss_and_gradient(phi, 0, range(10, 14), 6)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False), nn.BatchNorm2d(3, eps=0.1)])
+@pytest.mark.parametrize("training", [False, True])
+def test_folded_batchnorm_is_batchnorm(norm: Any, training: bool) -> None:
+    norm = copy.deepcopy(norm).double()
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    if norm.affine:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    norm.train(training)
+    for shape in [(5, 3), (5, 3, 4)] if isinstance(norm, nn.BatchNorm1d) else [(5, 3, 4, 2)]:
+        x = torch.randn(shape, dtype=torch.float64)
+        expected = copy.deepcopy(norm)(x)
+        with FoldedBatchNorm():
+            torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_folded_batchnorm_leaves_norms_without_running_statistics_alone() -> None:
+    norm, x = nn.BatchNorm1d(3, track_running_stats=False).eval(), torch.randn(6, 3)
+    with FoldedBatchNorm():
+        assert torch.equal(norm(x), nn.functional.batch_norm(x, None, None, norm.weight, norm.bias, training=True))

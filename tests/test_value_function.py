@@ -524,14 +524,14 @@ def test_folds(folds: int) -> None:
     assert len(set(draws)) > 1
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_quality_is_that_of_held_out_predictions(rounds: int) -> None:
-    data, spy = Observations.of(trajectories(smooth, rounds=rounds)), Spy(ridge(6, 4))
+@pytest.mark.parametrize(("rounds", "members"), [(1, 4), (3, 4), (3, 8)])
+def test_quality_is_that_of_held_out_predictions(rounds: int, members: int) -> None:
+    data, spy = Observations.of(trajectories(smooth, rounds=rounds)), Spy(ridge(6, members))
     fit = fit_value_function(data, [spy], seed=3)
     fold, predicted, true, on = spy.asked[1], [], [], []
     for i, used in enumerate(data.where_used().tolist()):
         if used:
-            predicted.append(float(spy.f.members(data.phi[i])[fold[i]]))
+            predicted.append(float(spy.f.members(data.phi[i])[int(fold[i]) :: 4].mean()))
             true.append(float(data.cost[i]))
             on.append(int(data.trajectory[i]))
     assert 0 < len(predicted) < len(data.phi)
