@@ -1,0 +1,236 @@
+"""What a learned value function saves at every new start, and from how many starts learning it pays.
+
+    python tools/compare_starts.py --config-file configs/classification/digits.yaml --output-dir out/starts
+    python tools/compare_starts.py --config-file configs/classification/a9a.yaml --output-dir out/starts-a9a \
+        data.root=FOLDER metric.name=mcr
+
+Each seed learns one value function and tunes several new starts, random phi of the same model on fresh batches, by
+MetricOpt, by MetricOpt followed by CMA-ES, and by CMA-ES and Guided ES on the metric, at several numbers of queries for
+each start, guards included. Writes starts.json, starts.md and starts.png; an interrupted run goes on where it was.
+"""
+
+import argparse
+import math
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from metricopt_ext.classification.build import build_metric
+from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.experiment import prepare
+from metricopt_ext.config import load_config
+from metricopt_ext.errors import MetricOptError
+from metricopt_ext.files import claim, read_json, write_atomically, write_json
+from metricopt_ext.pipeline import optimize_metric
+from metricopt_ext.plots import COLOURS, new_figure, save_figure
+from metricopt_ext.progress import Watcher
+from metricopt_ext.report import TITLES, spread
+from metricopt_ext.search import CMAES, GuidedES
+from metricopt_ext.seeds import run_seeds
+from metricopt_ext.start import FRESH, tune_start
+from metricopt_ext.task import FinetuneTask
+
+BUDGETS = (25, 50, 100, 200, 400, 800)
+
+Points = dict[str, list[tuple[int, float]]]
+"""Of each method (queries per start, test metric), averaged over the starts of a seed."""
+
+
+def main() -> None:
+    """Parse the command line, run all seeds, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-file", required=True, help="YAML file; its keys are those of ClassificationConfig")
+    parser.add_argument("--output-dir", required=True, type=Path, help="folder for everything that is written")
+    parser.add_argument("--starts", type=int, default=4, help="new starts of each seed")
+    parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS, help="queries of the searches at each start")
+    parser.add_argument("overrides", nargs="*", help="key=value, e.g. metric.name=f1 data.root=FOLDER")
+    arguments = parser.parse_intermixed_args()
+    try:
+        if arguments.starts < 1:
+            raise SystemExit(f"error: --starts is {arguments.starts}; it must be at least 1")
+        config = load_config(ClassificationConfig, arguments.config_file, arguments.overrides)
+        compare_starts(config, arguments.output_dir, arguments.starts, tuple(arguments.budgets))
+    except (MetricOptError, FloatingPointError, OSError, ValueError) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+
+
+def compare_starts(
+    config: ClassificationConfig, folder: Path, starts: int, budgets: tuple[int, ...] = BUDGETS
+) -> dict[str, Any]:
+    """Run every seed and write the report; returns it."""
+    config.check()
+    metric = build_metric(config.metric)
+    seeds = range(config.seed, config.seed + config.seeds)
+    claim(folder / "run.json", {"config": config.as_dict(), "starts": starts, "budgets": list(budgets)})
+    rows = run_seeds(
+        partial(run_seed, config, folder, starts, budgets),
+        seeds,
+        queries=config.queries,
+        workers=config.workers,
+        threads=config.threads,
+    )
+    content = {
+        "task": f"classification/{config.data.name}",
+        "metric": {"name": metric.name, "maximize": metric.maximize},
+        "seeds": list(seeds),
+        "starts": starts,
+        "queries_once": max(row["queries_once"] for row in rows),
+        "methods": {name: _over_seeds([row["points"][name] for row in rows]) for name in rows[0]["points"]},
+    }
+    write_json(folder / "starts.json", content)
+    write_atomically(folder / "starts.md", markdown(content).encode())
+    plot(content, folder / "starts.png")
+    print(markdown(content))
+    print("wrote", *(folder / f"starts.{kind}" for kind in ("json", "md", "png")), sep="\n  ")
+    return content
+
+
+def run_seed(
+    config: ClassificationConfig, folder: Path, starts: int, budgets: tuple[int, ...], seed: int, watcher: Watcher
+) -> dict[str, Any]:
+    """Learn one value function and tune all new starts; returns what they reached."""
+    folder = folder / f"seed-{seed}"
+    record = folder / "points.json"
+    if record.exists():
+        watcher.done()
+        found: dict[str, Any] = read_json(record)
+        return found
+    watcher.stage("train the classifier")
+    ready, recipe = prepare(config, folder, seed), config.recipe.build()
+    result = optimize_metric(
+        ready.task, queries=config.queries, strategy=recipe, seed=seed, output_dir=folder, resume=True, watcher=watcher
+    )
+    test = ready.task.judged_by(ready.test_metric)
+
+    def judged(phi: Tensor) -> float:
+        return test.metric.to_value(test.cost(phi, "judge"))
+
+    def asked() -> FinetuneTask:
+        return ready.task.judged_by(ready.task.metric.with_new_ledger())
+
+    reached: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    for number in range(starts):
+        watcher.stage(f"new start {number + 1}/{starts}")
+        index = FRESH + 1000 + number
+        start = ready.task.starts(recipe.start_std, seed, [index])[0]
+        tuned = partial(tune_start, fit=result.fit, setting=result.setting, start=start, index=index, seed=seed)
+
+        def note(name: str, budget: int, task: FinetuneTask, phi: Tensor) -> None:
+            spent = task.metric.ledger.spent
+            reached.setdefault(name, {}).setdefault(budget, []).append((spent, judged(phi)))
+
+        note("pretrained", 0, asked(), start)
+        task = asked()
+        outcome = tuned(task, recipe=recipe)
+        note("metricopt", 0, task, outcome.ends[outcome.chosen])
+        for budget in budgets:
+            for name, search in (("guided_es", GuidedES(lr=recipe.lr)), ("cma_es", CMAES())):
+                if budget >= search.least_queries(task.dim):
+                    task = asked()
+                    note(name, budget, task, search(task, start, budget, seed=seed + number).phi)
+            if budget >= CMAES().least_queries(task.dim):
+                task = asked()
+                refining = replace(recipe, refine=CMAES(), refine_queries=budget)
+                outcome = tuned(task, recipe=refining)
+                note("refined", budget, task, outcome.ends[outcome.chosen])
+    points = {
+        name: [tuple(np.mean(values, axis=0).tolist()) for values in of_budget.values()]
+        for name, of_budget in reached.items()
+    }
+    row = {"queries_once": sum(result.queries.values()) - result.queries_per_start, "points": points}
+    write_json(record, row)
+    watcher.done()
+    return row
+
+
+def _over_seeds(points: list[list[tuple[float, float]]]) -> list[dict[str, Any]]:
+    """Gather a method's points of all seeds, budget by budget."""
+    return [
+        {"queries": float(np.mean([queries for queries, _ in column])), "test": [value for _, value in column]}
+        for column in zip(*points, strict=True)
+    ]
+
+
+def pays_from(content: dict[str, Any], rival: str) -> tuple[float, float]:
+    """Return from how many queries a rival matches MetricOpt at a new start, and from how many starts MetricOpt pays.
+
+    Both are infinite if the rival never matches it, or MetricOpt needs as many queries at each start.
+    """
+    sign = 1 if content["metric"]["maximize"] else -1
+    (ours,) = content["methods"]["metricopt"]
+    matching = [
+        point["queries"]
+        for point in content["methods"].get(rival, [])
+        if sign * np.mean(point["test"]) >= sign * np.mean(ours["test"])
+    ]
+    if not matching or min(matching) <= ours["queries"]:
+        return (min(matching, default=math.inf), math.inf)
+    return min(matching), math.ceil(content["queries_once"] / (min(matching) - ours["queries"]))
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """Return the content of starts.md."""
+    metric, seeds = content["metric"], content["seeds"]
+    (ours,) = content["methods"]["metricopt"]
+    lines = [
+        f"# What a new start costs: {content['task']}, {metric['name']}"
+        f" ({'higher' if metric['maximize'] else 'lower'} is better)",
+        "",
+        f"{len(seeds)} seeds from {seeds[0]} on, {content['starts']} new starts each: random phi on the same model,"
+        f" fresh batches. MetricOpt spent {content['queries_once']} queries once, to learn its value function. Test"
+        " metric, mean and standard deviation over seeds.",
+        "",
+        "| method | queries per start | test |",
+        "|---|---|---|",
+    ]
+    for name, points in content["methods"].items():
+        title = "the start itself" if name == "pretrained" else TITLES[name]
+        lines += [f"| {title} | {point['queries']:.0f} | {spread(point['test'])} |" for point in points]
+    lines.append("")
+    most = max((point["queries"] for point in content["methods"].get("cma_es", [])), default=0)
+    for rival in ("cma_es", "guided_es"):
+        queries, starts = pays_from(content, rival)
+        if math.isinf(queries):
+            least = math.ceil(content["queries_once"] / max(1, most - ours["queries"]))
+            lines.append(
+                f"- {TITLES[rival]} did not reach MetricOpt's mean with up to {most:.0f} queries per start: learning f"
+                f" pays from at most {least} starts on."
+            )
+        elif math.isinf(starts):
+            lines.append(f"- {TITLES[rival]} reaches MetricOpt's mean with no more queries: learning f does not pay.")
+        else:
+            lines.append(
+                f"- {TITLES[rival]} reaches MetricOpt's mean with {queries:.0f} queries per start: learning f pays from"
+                f" {starts:.0f} starts on."
+            )
+    return "\n".join([*lines, ""])
+
+
+def plot(content: dict[str, Any], path: Path) -> None:
+    """Draw the test metric against the queries for each start."""
+    figure, ((axes,),) = new_figure(6.4, 4.0)
+    for name, points in content["methods"].items():
+        x = [max(1.0, point["queries"]) for point in points]
+        mean = np.array([np.mean(point["test"]) for point in points])
+        error = np.array([np.std(point["test"]) for point in points]) / math.sqrt(len(content["seeds"]))
+        label = "the start itself" if name == "pretrained" else TITLES[name]
+        axes.errorbar(x, mean, error, color=COLOURS[name], marker="o", markersize=4, capsize=2, label=label)
+    axes.set_xscale("log")
+    axes.set_xlabel("metric queries for each new start, guard included (1: none)")
+    axes.set_ylabel(f"test {content['metric']['name']}")
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_title(
+        f"{content['starts']} starts on each of {len(content['seeds'])} seeds; bars: standard error over seeds",
+        fontsize=9,
+    )
+    axes.grid(alpha=0.25)
+    save_figure(figure, path)
+
+
+if __name__ == "__main__":
+    main()
