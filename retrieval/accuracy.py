@@ -41,7 +41,7 @@ class RecallCalculator(AccuracyCalculator):  # type: ignore[misc]
 
     Raises:
         ValueError: ``include`` or ``exclude`` names an unknown metric.
-        DataError: For impossible ``ks``, distance or subset; from `get_accuracy` as from `recall_at_k`.
+        DataError: For impossible ``ks``, distance, subset or seed; from `get_accuracy` as from `recall_at_k`.
 
     Example:
         >>> calculator = RecallCalculator(ks=(1, 2))
@@ -62,7 +62,8 @@ class RecallCalculator(AccuracyCalculator):  # type: ignore[misc]
         device: torch.device | None = None,
     ) -> None:
         self._options: dict[str, Any] = {"distance": distance, "query_subset": query_subset, "seed": seed}
-        self._ks = {f"recall_at_{number}": number for number in check_options(ks, distance, query_subset)}
+        numbers = check_options(ks, distance, query_subset, seed)
+        self._ks = {f"recall_at_{number}": number for number in numbers}
         for name, number in self._ks.items():
             # The base class finds its metrics by this prefix, and asks each for its value.
             setattr(self, f"calculate_{name}", partial(_recall_at, number))

@@ -31,12 +31,11 @@ except ImportError as error:
 Array = Tensor | npt.NDArray[Any]
 Distance = Literal["l2", "ip"]
 
-# FAISS itself takes 4096 queries at a time. Chunks of just that size cost no time and give the very same floats.
-CHUNK = 4096
-# Neighbours held at once; beyond k = 1023 a chunk has fewer queries instead.
-NEIGHBOURS = CHUNK * 1024
-# With fewer queries than this FAISS computes distances by another routine, which rounds differently.
-FEWEST = 20
+CHUNK = 4096  # FAISS itself takes so many queries at a time: chunks of them cost no time and give the very same floats
+# With fewer numbers in its queries (rows times dimension) FAISS doesn't use BLAS: slower, and rounded differently.
+# Older versions want 20 rows.
+FEWEST_NUMBERS, FEWEST_ROWS = 128_000, 20
+NEIGHBOURS = 2**24  # held at once, with some 30 bytes each
 GPU_LARGEST_K = 2048  # of FAISS' GPU indices
 
 
@@ -84,10 +83,11 @@ def recall_at_k(
     - Where items are equally far, those come first that FAISS returns first. Which these are may depend on the largest
       k, on the FAISS version and on the device: a recall is defined up to ties at its k-th place.
     - Where k exceeds the number of other gallery items, these are all that is searched, and the recall is 1.
-    - Distances are float32, as FAISS computes them, whatever the type of the embeddings.
+    - Distances are float32, as FAISS computes them, whatever the type of the embeddings; neighbours whose distances
+      differ by no more than float32's rounding may change places.
 
     Memory beyond the arguments: a float32 copy of embeddings that are of another type, not contiguous or on a GPU, and
-    some 200 MB for the neighbours of 4096 queries at a time.
+    some 250 MB for the neighbours of a few thousand queries at a time (400 MB where d is below 32).
 
     Args:
         embeddings: Queries, ``n x d``, real and finite; a tensor on any device or an array.
@@ -99,20 +99,20 @@ def recall_at_k(
             embeddings both give the cosine's order.
         query_subset: Search only this many queries, against the full gallery: exact for these queries and so many
             times cheaper. They are drawn from the queries that have a match; all are taken where there are no more.
-        seed: Draws the subset, together with the labels: with the same labels it is always the same.
+        seed: Draws the subset, at least 0; with the same labels it is always the same subset.
         progress: Title of a progress bar on stderr; None for no bar.
 
     Raises:
         DataError: No or unequal numbers of embeddings and labels, embeddings of another dimension or device than the
             gallery's, NaN or infinite ones, ones whose distances overflow float32, labels that are no integers, a
             gallery of one class only, no query with a match, queries that the gallery does not start with, k or the
-            subset below 1, an unknown distance.
+            subset below 1, an unknown distance, a negative seed.
 
     Example:
         >>> recall_at_k(np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 1, 0, 1]), ks=(1, 2)).at
         {1: 0.0, 2: 0.5}
     """
-    ks = check_options(ks, distance, query_subset)
+    ks = check_options(ks, distance, query_subset, seed)
     queries, labels = _check_items(embeddings, labels, "")
     if gallery is None:
         items, item_labels = queries, labels
@@ -132,8 +132,8 @@ def recall_at_k(
     k = min(max(ks), others)
     search = _searcher(items, k + includes_queries, distance)
     ranks = np.empty(len(chosen), dtype=np.int64)
-    size = min(CHUNK, max(FEWEST, NEIGHBOURS // (k + 1)))
-    for part in _with_bar(_chunks(len(chosen), size), len(chosen), progress):
+    chunks = _chunks(len(chosen), *_chunk_sizes(k, queries.shape[1]))
+    for part in _with_bar(chunks, len(chosen), progress):
         rows = chosen[part]
         neighbours = search(queries[rows])
         if includes_queries:
@@ -169,7 +169,7 @@ def recall_metric(
         ledger: Counts the metric queries.
 
     Raises:
-        DataError: For impossible ``ks``, distance or subset. Data that `recall_at_k` refuses make the metric raise.
+        DataError: For impossible ``ks``, distance, subset or seed. The metric raises on what `recall_at_k` refuses.
 
     Example:
         >>> batches = [(torch.tensor([[0.0], [1.0], [3.0], [3.5]]), torch.tensor([0, 1, 0, 1]))]
@@ -177,7 +177,7 @@ def recall_metric(
         >>> metric.name, metric.to_value(metric.cost(nn.Identity(), "example"))
         ('mean Recall@1,2', 0.25)
     """
-    ks = check_options(ks, distance, query_subset)
+    ks = check_options(ks, distance, query_subset, seed)
     embed = embed or _call
 
     def mean_recall(model: nn.Module) -> float:
@@ -251,10 +251,17 @@ def _with_match(
     return rows
 
 
-def _chunks(total: int, size: int) -> list[slice]:
-    """Slices of ``size`` rows; a last one too short for FAISS' usual routine joins the one before."""
+def _chunk_sizes(k: int, dimension: int) -> tuple[int, int]:
+    """How many queries to search at once, and the fewest that are worth a search of their own."""
+    fewest = max(FEWEST_ROWS, -(-FEWEST_NUMBERS // dimension))
+    size = CHUNK * min(4, -(-fewest // CHUNK))
+    return min(size, max(FEWEST_ROWS, NEIGHBOURS // (k + 1))), fewest
+
+
+def _chunks(total: int, size: int = CHUNK, fewest: int = 1) -> list[slice]:
+    """Slices of ``size`` rows; a last one of less than ``fewest`` joins the one before."""
     starts = list(range(0, total, size))
-    if len(starts) > 1 and total - starts[-1] < FEWEST:
+    if len(starts) > 1 and total - starts[-1] < fewest:
         starts.pop()
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], total], strict=True)]
 
@@ -274,7 +281,7 @@ def _with_bar(chunks: list[slice], total: int, title: str | None) -> Iterator[sl
             bar.update(task, completed=chunk.stop)
 
 
-def check_options(ks: Sequence[int], distance: str, query_subset: int | None) -> tuple[int, ...]:
+def check_options(ks: Sequence[int], distance: str, query_subset: int | None, seed: int) -> tuple[int, ...]:
     """Validate `recall_at_k`'s options; returns the distinct ks.
 
     Raises:
@@ -290,6 +297,8 @@ def check_options(ks: Sequence[int], distance: str, query_subset: int | None) ->
         raise DataError(f"distance must be 'l2' or 'ip', got {distance!r}")
     if query_subset is not None and query_subset < 1:
         raise DataError(f"query_subset must be at least 1, or None for all queries, got {query_subset}")
+    if seed < 0:
+        raise DataError(f"seed must be at least 0, got {seed}")
     return numbers
 
 
@@ -309,7 +318,7 @@ def _check_items(embeddings: Array, labels: Array, whose: str) -> tuple[npt.NDAr
         raise DataError(f"{whose}embeddings and labels must be equally many, got {len(embeddings)} and {len(labels)}")
     vectors = _as_float32(embeddings, whose)
     largest, wrong = 0.0, []
-    for part in _chunks(len(vectors), CHUNK):
+    for part in _chunks(len(vectors)):
         wrong += (np.flatnonzero(~np.isfinite(vectors[part]).all(axis=1)) + part.start).tolist()
         with np.errstate(over="ignore", invalid="ignore"):
             largest = max(largest, float(np.einsum("ij,ij->i", vectors[part], vectors[part]).max()))
@@ -335,7 +344,7 @@ def _as_float32(embeddings: Array, whose: str) -> npt.NDArray[np.float32]:
     if isinstance(embeddings, np.ndarray) and embeddings.dtype == np.float32 and embeddings.flags.c_contiguous:
         return embeddings
     vectors = np.empty(tuple(embeddings.shape), dtype=np.float32)
-    for part in _chunks(len(vectors), CHUNK):  # no second copy of all on the way, on the GPU in particular
+    for part in _chunks(len(vectors)):  # no second copy of all on the way, on the GPU in particular
         rows = embeddings[part]
         with np.errstate(over="ignore"):  # found below, as infinity
             vectors[part] = rows.float().cpu().numpy() if isinstance(rows, Tensor) else rows
@@ -354,7 +363,7 @@ def _check_gallery(queries: Any, labels: Any, items: Any, item_labels: Any, star
         raise DataError(f"queries and gallery must have embeddings of one dimension, got {dimension} and {other}")
     if not starts_with_queries:
         return
-    same = len(items) >= n and all(np.array_equal(queries[part], items[part]) for part in _chunks(n, CHUNK))
+    same = len(items) >= n and all(np.array_equal(queries[part], items[part]) for part in _chunks(n))
     if not (same and np.array_equal(labels, item_labels[:n])):
         raise DataError(
             f"the first {n} of the gallery's {len(items)} items must be the queries with their labels; they differ"
