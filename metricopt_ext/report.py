@@ -15,7 +15,10 @@ from .evidence import SeedRecord
 from .files import write_atomically, write_json
 from .value_function import Quality
 
-PACKAGES = ("metricopt-ext", "torch", "torchvision", "numpy", "scipy", "scikit-learn")
+PACKAGES = (
+    *("metricopt-ext", "torch", "torchvision", "numpy", "scipy", "scikit-learn"),
+    *("faiss-cpu", "faiss-gpu", "faiss-gpu-cu12", "pytorch-metric-learning"),
+)
 
 TITLES = {
     "pretrained": "pretrained",

@@ -6,7 +6,8 @@
         --output-dir out/recall
 
 Files are .npy, or .safetensors with tensors "embeddings" and "labels": then --labels (--gallery-labels) is left out.
-Without a gallery the queries search each other. Prints a table and writes report.json.
+Without a gallery the queries search each other; so they do where a gallery is the queries' own file. Another gallery
+must not hold the queries: they would find themselves. Prints a table and writes report.json.
 """
 
 import argparse
@@ -72,13 +73,11 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Evaluate against every gallery and write the report; returns its rows."""
-    import faiss
-
     from metricopt_ext.retrieval.recall import recall_at_k
 
     queries = read_items(arguments.embeddings, arguments.labels, "--labels")
     rows = []
-    for name, items in galleries(arguments.gallery_embeddings, arguments.gallery_labels):
+    for name, items in galleries(arguments.gallery_embeddings, arguments.gallery_labels, arguments.embeddings):
         started = time.perf_counter()
         recall = recall_at_k(
             *queries,
@@ -102,7 +101,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             "task": "retrieval/recall",
             "metric": {"name": "recall_at_k", "maximize": True},
             "galleries": [asdict(row) for row in rows],
-            "versions": {**versions(), "faiss": faiss.__version__},
+            "versions": versions(),
             "config": config,
         },
     )
@@ -110,12 +109,15 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def galleries(embeddings: list[Path], labels: list[Path]) -> Iterator[tuple[str, tuple[Any, Any] | None]]:
+def galleries(
+    embeddings: list[Path], labels: list[Path], queries: Path
+) -> Iterator[tuple[str, tuple[Any, Any] | None]]:
     """Read one gallery after the other.
 
     Args:
         embeddings: Files of the galleries; none for the queries themselves.
         labels: Files of their labels, one for each gallery; none where the galleries' own files hold them.
+        queries: The queries' file.
 
     Yields:
         Name and (embeddings, labels) of each; None in place of these for the queries.
@@ -130,7 +132,8 @@ def galleries(embeddings: list[Path], labels: list[Path]) -> Iterator[tuple[str,
     if not embeddings:
         yield "the queries", None
     for i, path in enumerate(embeddings):
-        yield str(path), read_items(path, labels[i] if labels else None, "--gallery-labels")
+        items = read_items(path, labels[i] if labels else None, "--gallery-labels")
+        yield str(path), None if path.samefile(queries) else items
 
 
 def read_items(embeddings: Path, labels: Path | None, option: str) -> tuple[Any, Any]:
