@@ -21,7 +21,7 @@ help:  ## list the targets
 # One pip command, so that one resolution chooses torch and torchvision together.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[classification,dev]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[classification,retrieval,dev]'
 	touch $@
 
 demo: $(STAMP)  ## finetune a digits classifier, on shifted and on plain data

@@ -16,7 +16,10 @@ from .files import write_atomically, write_json
 from .split_half import CERTAINTY
 from .value_function import Quality
 
-PACKAGES = ("metricopt-ext", "torch", "torchvision", "numpy", "scipy", "scikit-learn")
+PACKAGES = (
+    *("metricopt-ext", "torch", "torchvision", "numpy", "scipy", "scikit-learn"),
+    *("faiss-cpu", "faiss-gpu", "faiss-gpu-cu12", "pytorch-metric-learning"),
+)
 
 TITLES = {
     "pretrained": "pretrained",

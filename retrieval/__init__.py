@@ -1,4 +1,4 @@
 """Finetuning of retrieval embeddings for ranking metrics such as Recall@k.
 
-Empty so far: only the package exists.
+`recall` computes Recall@k with FAISS and makes a metric of it; `accuracy` offers it to pytorch-metric-learning.
 """

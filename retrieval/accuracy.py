@@ -1,0 +1,129 @@
+"""Recall@k for pytorch-metric-learning: an AccuracyCalculator for its testers and hooks.
+
+pytorch-metric-learning's own metrics have no Recall@k: its ``precision_at_k`` is the share of right neighbours.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from metricopt_ext.retrieval.recall import Array, Distance, Recall, check_options, recall_at_k
+
+try:
+    import faiss
+    from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
+    from pytorch_metric_learning.utils.inference import FaissKNN
+except ImportError as error:
+    raise ImportError(
+        "RecallCalculator needs pytorch-metric-learning: pip install 'metricopt-ext[retrieval]'"
+    ) from error
+
+
+class RecallCalculator(AccuracyCalculator):  # type: ignore[misc]
+    """Calculates ``recall_at_<k>``, and on request pytorch-metric-learning's own metrics beside them.
+
+    The recalls are `recall_at_k`'s, with its memory, its exact labels and its rules for ties and for classes with a
+    single member. pytorch-metric-learning's own metrics are calculated as it does: with labels as float32, which can't
+    tell ids above 2^24 apart, and with all neighbours in memory at once.
+
+    Args:
+        include: Metrics to calculate, e.g. ``("recall_at_1", "mean_average_precision_at_r")``; by default all recalls
+            and nothing else.
+        exclude: Metrics of these to leave out.
+        ks: Numbers of neighbours that there is a recall for, each at least 1.
+        distance: ``"l2"`` or ``"ip"``, for all metrics.
+        query_subset: As in `recall_at_k`; for the recalls only.
+        seed: As in `recall_at_k`.
+        k: Number of neighbours for pytorch-metric-learning's own metrics, see there.
+        device: Where its own metrics are calculated; None for a GPU if there is one.
+
+    Raises:
+        ValueError: ``include`` or ``exclude`` names an unknown metric.
+        DataError: For impossible ``ks``, distance, subset or seed; from `get_accuracy` as from `recall_at_k`.
+
+    Example:
+        >>> calculator = RecallCalculator(ks=(1, 2))
+        >>> calculator.get_accuracy(torch.tensor([[0.0], [1.0], [3.0], [3.5]]), torch.tensor([0, 1, 0, 1]))
+        {'recall_at_1': 0.0, 'recall_at_2': 0.5}
+    """
+
+    def __init__(
+        self,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        *,
+        ks: Sequence[int] = (1, 10, 100, 1000),
+        distance: Distance = "l2",
+        query_subset: int | None = None,
+        seed: int = 0,
+        k: int | str | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._options: dict[str, Any] = {"distance": distance, "query_subset": query_subset, "seed": seed}
+        numbers = check_options(ks, distance, query_subset, seed)
+        self._ks = {f"recall_at_{number}": number for number in numbers}
+        for name, number in self._ks.items():
+            # The base class finds its metrics by this prefix, and asks each for its value.
+            setattr(self, f"calculate_{name}", partial(_recall_at, number))
+        index = faiss.IndexFlatIP if distance == "ip" else faiss.IndexFlatL2
+        super().__init__(
+            tuple(include) or tuple(self._ks),
+            tuple(exclude),
+            k=k,
+            device=device,
+            knn_func=FaissKNN(index_init_fn=index),
+        )
+
+    def get_accuracy(
+        self,
+        query: Array,
+        query_labels: Array,
+        reference: Array | None = None,
+        reference_labels: Array | None = None,
+        ref_includes_query: bool = False,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+    ) -> dict[str, float]:
+        """Calculate the metrics.
+
+        Args:
+            query: Embeddings, ``n x d``.
+            query_labels: ``n`` integers.
+            reference: Embeddings of the gallery, ``m x d``; None to search the queries themselves.
+            reference_labels: ``m`` integers.
+            ref_includes_query: Whether the first n items of ``reference`` are the queries.
+            include: Metrics to calculate this time; by default all.
+            exclude: Metrics of these to leave out this time.
+
+        Returns:
+            Values by name.
+
+        Raises:
+            DataError: As `recall_at_k` does.
+        """
+        functions = self.get_function_dict(include, exclude)
+        recalls = {name: function for name, function in functions.items() if name in self._ks}
+        own = tuple(name for name in functions if name not in self._ks)
+        values: dict[str, float] = {}
+        if recalls:
+            recall = recall_at_k(
+                query,
+                query_labels,
+                [self._ks[name] for name in recalls],
+                gallery=None if reference is None else (reference, reference_labels),  # type: ignore[arg-type]
+                gallery_starts_with_queries=reference is not None and ref_includes_query,
+                **self._options,
+            )
+            values = self._get_accuracy(recalls, recall=recall)
+        if own:
+            values |= super().get_accuracy(
+                query, query_labels, reference, reference_labels, ref_includes_query, include=own
+            )
+        self.curr_function_dict = functions  # testers and hooks ask for the names of these
+        return {name: values[name] for name in functions}
+
+
+def _recall_at(k: int, recall: Recall) -> float:
+    return recall.at[k]

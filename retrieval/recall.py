@@ -1,0 +1,370 @@
+"""Recall@k: the share of queries for which any of the k nearest others has the query's label.
+
+`recall_at_k` computes it from embeddings, `recall_metric` makes a black-box metric of a model from it. The search is
+FAISS' exact one: on the CPU or, where FAISS was built for GPUs and finds one, on the GPU (hide it with
+``CUDA_VISIBLE_DEVICES=`` to keep its memory for the model).
+"""
+
+import operator
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.errors import DataError
+from metricopt_ext.metric import Ledger, Metric
+from metricopt_ext.seeding import generator
+
+try:
+    import faiss
+except ImportError as error:
+    raise ImportError(
+        "Recall@k needs FAISS: pip install 'metricopt-ext[retrieval]', or a wheel for your GPU such as faiss-gpu-cu12"
+        " in place of faiss-cpu"
+    ) from error
+
+Array = Tensor | npt.NDArray[Any]
+Distance = Literal["l2", "ip"]
+
+CHUNK = 4096  # FAISS itself takes so many queries at a time: chunks of them cost no time and give the very same floats
+# With fewer numbers in its queries (rows times dimension) FAISS doesn't use BLAS: slower, and rounded differently.
+# Older versions want 20 rows.
+FEWEST_NUMBERS, FEWEST_ROWS = 128_000, 20
+NEIGHBOURS = 2**24  # held at once, with some 30 bytes each
+GPU_LARGEST_K = 2048  # of FAISS' GPU indices
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Recall@k of a set of queries.
+
+    Attributes:
+        at: Recall in [0, 1] for each k, in the order asked for.
+        queries: Number of queries that the recalls are means over.
+        without_match: Number of queries left out because no other item of the gallery has their label. To count them
+            as misses (all queries searched, no subset), multiply by ``queries / (queries + without_match)``.
+        gallery: Number of items in the gallery.
+    """
+
+    at: dict[int, float]
+    queries: int
+    without_match: int
+    gallery: int
+
+    @property
+    def mean(self) -> float:
+        """Mean over the values of k, in [0, 1]."""
+        return statistics.fmean(self.at.values())
+
+
+def recall_at_k(
+    embeddings: Array,
+    labels: Array,
+    ks: Sequence[int] = (1, 10, 100, 1000),
+    *,
+    gallery: tuple[Array, Array] | None = None,
+    gallery_starts_with_queries: bool = False,
+    distance: Distance = "l2",
+    query_subset: int | None = None,
+    seed: int = 0,
+    progress: str | None = None,
+) -> Recall:
+    """Compute Recall@k exactly: a query is a hit if any of its k nearest gallery items has its label.
+
+    - A query is no neighbour of itself. It is recognised by its row, not by its distance, so that its duplicates stay
+      neighbours.
+    - A query whose label no other gallery item has (the single member of a class) can't be a hit at any k. It is left
+      out of the mean, as in pytorch-metric-learning, and counted in `Recall.without_match`; it stays in the gallery.
+    - Where items are equally far, those come first that FAISS returns first. Which these are may depend on the largest
+      k, on the FAISS version and on the device: a recall is defined up to ties at its k-th place.
+    - Where k exceeds the number of other gallery items, these are all that is searched, and the recall is 1.
+    - Distances are float32, as FAISS computes them, whatever the type of the embeddings; neighbours whose distances
+      differ by no more than float32's rounding may change places.
+
+    Memory beyond the arguments: a float32 copy of embeddings that are of another type, not contiguous or on a GPU, and
+    some 250 MB for the neighbours of a few thousand queries at a time (400 MB where d is below 32).
+
+    Args:
+        embeddings: Queries, ``n x d``, real and finite; a tensor on any device or an array.
+        labels: Their labels, ``n`` integers, compared as int64.
+        ks: Numbers of neighbours, each at least 1.
+        gallery: Embeddings ``m x d`` and labels ``m`` of what is searched; None to search the queries themselves.
+        gallery_starts_with_queries: Whether the first n items of ``gallery`` are the queries.
+        distance: ``"l2"`` (Euclidean, least first) or ``"ip"`` (inner product, greatest first). Of normalised
+            embeddings both give the cosine's order.
+        query_subset: Search only this many queries, against the full gallery: exact for these queries and so many
+            times cheaper. They are drawn from the queries that have a match; all are taken where there are no more.
+        seed: Draws the subset, at least 0; with the same labels it is always the same subset.
+        progress: Title of a progress bar on stderr; None for no bar.
+
+    Raises:
+        DataError: No or unequal numbers of embeddings and labels, embeddings of another dimension or device than the
+            gallery's, NaN or infinite ones, ones whose distances overflow float32, labels that are no integers, a
+            gallery of one class only, no query with a match, queries that the gallery does not start with, k or the
+            subset below 1, an unknown distance, a negative seed.
+
+    Example:
+        >>> recall_at_k(np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 1, 0, 1]), ks=(1, 2)).at
+        {1: 0.0, 2: 0.5}
+    """
+    ks = check_options(ks, distance, query_subset, seed)
+    queries, labels = _check_items(embeddings, labels, "")
+    if gallery is None:
+        items, item_labels = queries, labels
+    else:
+        _check_device(embeddings, gallery[0])
+        items, item_labels = _check_items(*gallery, "gallery ")
+        _check_gallery(queries, labels, items, item_labels, gallery_starts_with_queries)
+    includes_queries = gallery is None or gallery_starts_with_queries
+
+    matched = _with_match(labels, item_labels, includes_queries)
+    chosen = matched
+    if query_subset is not None:
+        order = torch.randperm(len(matched), generator=generator(seed, "recall queries")).numpy()
+        chosen = np.sort(matched[order[:query_subset]])
+
+    others = len(items) - includes_queries
+    k = min(max(ks), others)
+    search = _searcher(items, k + includes_queries, distance)
+    ranks = np.empty(len(chosen), dtype=np.int64)
+    chunks = _chunks(len(chosen), *_chunk_sizes(k, queries.shape[1]))
+    for part in _with_bar(chunks, len(chosen), progress):
+        rows = chosen[part]
+        neighbours = search(queries[rows])
+        if includes_queries:
+            neighbours = _without_own(neighbours, rows)
+        ranks[part] = _rank_of_first(item_labels[neighbours] == labels[rows, None])
+    recalls = {wanted: float(np.mean(ranks < wanted)) for wanted in ks}
+    return Recall(recalls, queries=len(chosen), without_match=len(labels) - len(matched), gallery=len(items))
+
+
+def recall_metric(
+    batches: Iterable[tuple[Any, Tensor]],
+    ks: Sequence[int] = (1,),
+    *,
+    gallery: Iterable[tuple[Any, Tensor]] | None = None,
+    embed: Callable[[nn.Module, Any], Tensor] | None = None,
+    distance: Distance = "l2",
+    query_subset: int | None = None,
+    seed: int = 0,
+    ledger: Ledger | None = None,
+) -> Metric:
+    """Make the average Recall@k of a model a black-box metric in [0, 1], higher is better.
+
+    Args:
+        batches: Pairs of inputs and labels, such as a DataLoader's. They are gone through at each metric query, so a
+            generator will not do; with ``query_subset``, their order must stay the same.
+        ks: Numbers of neighbours; the metric is the mean of their recalls.
+        gallery: Batches of a separate gallery; None to search the queries themselves.
+        embed: ``embed(model, inputs)`` returns embeddings ``n x d``; by default the model is called with the inputs
+            on the device of its parameters.
+        distance: As in `recall_at_k`, which also says what becomes of ties and of classes with a single member.
+        query_subset: As in `recall_at_k`.
+        seed: As in `recall_at_k`.
+        ledger: Counts the metric queries.
+
+    Raises:
+        DataError: For impossible ``ks``, distance, subset or seed. The metric raises on what `recall_at_k` refuses.
+
+    Example:
+        >>> batches = [(torch.tensor([[0.0], [1.0], [3.0], [3.5]]), torch.tensor([0, 1, 0, 1]))]
+        >>> metric = recall_metric(batches, ks=(1, 2))
+        >>> metric.name, metric.to_value(metric.cost(nn.Identity(), "example"))
+        ('mean Recall@1,2', 0.25)
+    """
+    ks = check_options(ks, distance, query_subset, seed)
+    embed = embed or _call
+
+    def mean_recall(model: nn.Module) -> float:
+        queries = _embed_all(model, batches, embed)
+        items = None if gallery is None else _embed_all(model, gallery, embed)
+        recall = recall_at_k(*queries, ks, gallery=items, distance=distance, query_subset=query_subset, seed=seed)
+        return recall.mean
+
+    name = ("mean " if len(ks) > 1 else "") + "Recall@" + ",".join(map(str, ks))
+    return Metric(mean_recall, maximize=True, name=name, ledger=ledger)
+
+
+def _call(model: nn.Module, inputs: Any) -> Tensor:
+    parameter = next(model.parameters(), None)
+    output: Tensor = model(inputs if parameter is None else inputs.to(parameter.device))
+    return output
+
+
+def _embed_all(
+    model: nn.Module, batches: Iterable[tuple[Any, Tensor]], embed: Callable[[nn.Module, Any], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Embeddings ``n x d`` and labels ``n`` of all batches, on the CPU."""
+    pairs = [(embed(model, inputs).detach().cpu(), torch.as_tensor(labels).cpu()) for inputs, labels in batches]
+    if not pairs:
+        raise DataError("there are no batches to embed; they must be iterable again at each metric query")
+    return torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
+
+
+def _searcher(items: npt.NDArray[np.float32], k: int, distance: Distance) -> Callable[[Any], npt.NDArray[np.int64]]:
+    """A function from queries ``b x d`` to the rows of their k nearest items, ``b x k``, nearest first."""
+    if faiss.get_num_gpus() > 0 and k <= GPU_LARGEST_K:
+        resources = faiss.StandardGpuResources()
+        kind = faiss.GpuIndexFlatL2 if distance == "l2" else faiss.GpuIndexFlatIP
+        index = kind(resources, items.shape[1])
+        index.add(items)
+        return lambda queries: index.search(queries, k)[1]
+    metric = faiss.METRIC_L2 if distance == "l2" else faiss.METRIC_INNER_PRODUCT
+    # The search of IndexFlat without the index, which would hold a copy of all items.
+    return lambda queries: faiss.knn(queries, items, k, metric)[1]
+
+
+def _without_own(neighbours: npt.NDArray[np.int64], own: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Remove each query's own row from its neighbours: ``b x (k + 1)`` and ``b`` to ``b x k``."""
+    remove: npt.NDArray[np.bool_] = neighbours == own[:, None]
+    # Among more than k + 1 duplicates of a query its own row may be missing: then all were neighbours, one too many.
+    remove[~remove.any(axis=1), -1] = True
+    return neighbours[~remove].reshape(len(own), -1)
+
+
+def _rank_of_first(hits: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Places, from 0, of the first hit in each row of ``b x k``; larger than any k where there is none."""
+    return np.where(hits.any(axis=1), hits.argmax(axis=1), np.iinfo(np.int64).max)
+
+
+def _with_match(
+    labels: npt.NDArray[np.int64], item_labels: npt.NDArray[np.int64], includes_queries: bool
+) -> npt.NDArray[np.int64]:
+    """Rows of the queries whose label another gallery item has."""
+    classes, sizes = np.unique(item_labels, return_counts=True)
+    if len(classes) == 1:
+        raise DataError(
+            f"the gallery must hold at least two classes, got only class {classes[0]}: any neighbour would be right"
+        )
+    place = np.searchsorted(classes, labels).clip(max=len(classes) - 1)
+    matches = np.where(classes[place] == labels, sizes[place], 0) - includes_queries
+    rows = np.flatnonzero(matches > 0)
+    if len(rows) == 0:
+        raise DataError(
+            f"none of the {len(labels)} queries shares its label with another item of the gallery; at least one must"
+        )
+    return rows
+
+
+def _chunk_sizes(k: int, dimension: int) -> tuple[int, int]:
+    """How many queries to search at once, and the fewest that are worth a search of their own."""
+    fewest = max(FEWEST_ROWS, -(-FEWEST_NUMBERS // dimension))
+    size = CHUNK * min(4, -(-fewest // CHUNK))
+    return min(size, max(FEWEST_ROWS, NEIGHBOURS // (k + 1))), fewest
+
+
+def _chunks(total: int, size: int = CHUNK, fewest: int = 1) -> list[slice]:
+    """Slices of ``size`` rows; a last one of less than ``fewest`` joins the one before."""
+    starts = list(range(0, total, size))
+    if len(starts) > 1 and total - starts[-1] < fewest:
+        starts.pop()
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], total], strict=True)]
+
+
+def _with_bar(chunks: list[slice], total: int, title: str | None) -> Iterator[slice]:
+    if title is None:
+        yield from chunks
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=total)
+        for chunk in chunks:
+            yield chunk
+            bar.update(task, completed=chunk.stop)
+
+
+def check_options(ks: Sequence[int], distance: str, query_subset: int | None, seed: int) -> tuple[int, ...]:
+    """Validate `recall_at_k`'s options; returns the distinct ks.
+
+    Raises:
+        DataError: As `recall_at_k` does.
+    """
+    try:
+        numbers = tuple(dict.fromkeys(operator.index(k) for k in ks))
+    except TypeError:
+        raise DataError(f"ks must be whole numbers, got {ks!r}") from None
+    if not numbers or min(numbers) < 1:
+        raise DataError(f"ks must be one or more numbers of neighbours of at least 1, got {list(numbers)}")
+    if distance not in get_args(Distance):
+        raise DataError(f"distance must be 'l2' or 'ip', got {distance!r}")
+    if query_subset is not None and query_subset < 1:
+        raise DataError(f"query_subset must be at least 1, or None for all queries, got {query_subset}")
+    if seed < 0:
+        raise DataError(f"seed must be at least 0, got {seed}")
+    return numbers
+
+
+def _check_items(embeddings: Array, labels: Array, whose: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Validate embeddings and labels; returns them as contiguous float32 and int64 arrays, copied only if needed."""
+    embeddings = embeddings.detach() if isinstance(embeddings, Tensor) else np.asarray(embeddings)
+    labels = labels.numpy(force=True) if isinstance(labels, Tensor) else np.asarray(labels)
+    shape = tuple(embeddings.shape)
+    if len(shape) != 2 or 0 in shape:
+        raise DataError(f"{whose}embeddings must be n x d with n and d at least 1, got shape {shape}")
+    if labels.ndim != 1 or labels.dtype.kind not in "iub":
+        raise DataError(
+            f"{whose}labels must be n integers, got {labels.dtype} of shape {labels.shape};"
+            " floats can't tell ids above 2^24 apart"
+        )
+    if len(labels) != len(embeddings):
+        raise DataError(f"{whose}embeddings and labels must be equally many, got {len(embeddings)} and {len(labels)}")
+    vectors = _as_float32(embeddings, whose)
+    largest, wrong = 0.0, []
+    for part in _chunks(len(vectors)):
+        wrong += (np.flatnonzero(~np.isfinite(vectors[part]).all(axis=1)) + part.start).tolist()
+        with np.errstate(over="ignore", invalid="ignore"):
+            largest = max(largest, float(np.einsum("ij,ij->i", vectors[part], vectors[part]).max()))
+    if wrong:
+        raise DataError(
+            f"{whose}embeddings must be finite in float32, got NaN or infinity in {len(wrong)} of {len(vectors)} rows,"
+            f" first in row {wrong[0]}"
+        )
+    if 4 * largest > np.finfo(np.float32).max:  # |x - y|^2 <= 4 max |x|^2
+        raise DataError(
+            f"{whose}embeddings must have squared lengths below 8e37, got {largest:g}: their distances overflow"
+            " float32; scale them down"
+        )
+    return vectors, labels.astype(np.int64, copy=False)
+
+
+def _as_float32(embeddings: Array, whose: str) -> npt.NDArray[np.float32]:
+    if isinstance(embeddings, Tensor) and embeddings.device.type == "cpu" and embeddings.dtype != torch.bfloat16:
+        embeddings = embeddings.numpy()
+    real = not embeddings.is_complex() if isinstance(embeddings, Tensor) else embeddings.dtype.kind in "fiub"
+    if not real:
+        raise DataError(f"{whose}embeddings must be real numbers, got {embeddings.dtype}")
+    if isinstance(embeddings, np.ndarray) and embeddings.dtype == np.float32 and embeddings.flags.c_contiguous:
+        return embeddings
+    vectors = np.empty(tuple(embeddings.shape), dtype=np.float32)
+    for part in _chunks(len(vectors)):  # no second copy of all on the way, on the GPU in particular
+        rows = embeddings[part]
+        with np.errstate(over="ignore"):  # found below, as infinity
+            vectors[part] = rows.float().cpu().numpy() if isinstance(rows, Tensor) else rows
+    return vectors
+
+
+def _check_device(embeddings: Array, items: Array) -> None:
+    device, other = (str(x.device) if isinstance(x, Tensor) else "cpu" for x in (embeddings, items))
+    if device != other:
+        raise DataError(f"queries and gallery must be on one device, got {device} and {other}")
+
+
+def _check_gallery(queries: Any, labels: Any, items: Any, item_labels: Any, starts_with_queries: bool) -> None:
+    n, dimension, other = len(queries), queries.shape[1], items.shape[1]
+    if dimension != other:
+        raise DataError(f"queries and gallery must have embeddings of one dimension, got {dimension} and {other}")
+    if not starts_with_queries:
+        return
+    same = len(items) >= n and all(np.array_equal(queries[part], items[part]) for part in _chunks(n))
+    if not (same and np.array_equal(labels, item_labels[:n])):
+        raise DataError(
+            f"the first {n} of the gallery's {len(items)} items must be the queries with their labels; they differ"
+        )

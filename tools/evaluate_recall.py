@@ -1,0 +1,196 @@
+"""Compute Recall@k of embeddings: the share of queries with their label among the k nearest others.
+
+    python tools/evaluate_recall.py --embeddings E.npy --labels Y.npy --ks 1 10 100 --output-dir out/recall
+    python tools/evaluate_recall.py --embeddings Q.npy --labels QY.npy \
+        --gallery-embeddings A.npy --gallery-labels AY.npy --gallery-embeddings B.npy --gallery-labels BY.npy \
+        --output-dir out/recall
+
+Files are .npy, or .safetensors with tensors "embeddings" and "labels": then --labels (--gallery-labels) is left out.
+Without a gallery the queries search each other; so they do where a gallery is the queries' own file. Another gallery
+must not hold the queries: they would find themselves. Prints a table and writes report.json.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metricopt_ext.errors import DataError, MetricOptError
+from metricopt_ext.files import write_json
+from metricopt_ext.report import versions
+
+
+@dataclass(frozen=True)
+class Row:
+    """Recalls against one gallery, as the report has them.
+
+    Attributes:
+        gallery: The gallery's file; ``"the queries"`` without one.
+        size: Number of items in it.
+        queries: Number of queries that the recalls are means over.
+        without_match: Number of queries left out because no other item of the gallery has their label.
+        recall: Recall in [0, 1] for each k.
+        mean: Mean of these.
+        seconds: Duration of the search.
+    """
+
+    gallery: str
+    size: int
+    queries: int
+    without_match: int
+    recall: dict[int, float]
+    mean: float
+    seconds: float
+
+
+def main() -> None:
+    """Parse the command line, evaluate, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--embeddings", required=True, type=Path, help="queries, n x d")
+    parser.add_argument("--labels", type=Path, help="their labels, n integers")
+    parser.add_argument(
+        "--gallery-embeddings", action="append", default=[], type=Path, help="a gallery, m x d; may be repeated"
+    )
+    parser.add_argument(
+        "--gallery-labels", action="append", default=[], type=Path, help="its labels, m integers; one per gallery"
+    )
+    parser.add_argument("--ks", nargs="+", type=int, default=[1, 10, 100, 1000], help="numbers of neighbours")
+    parser.add_argument("--distance", choices=["l2", "ip"], default="l2", help="Euclidean or inner product")
+    parser.add_argument("--query-subset", type=int, help="search only this many queries, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0, help="draws the subset, at least 0")
+    parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
+    arguments = parser.parse_args()
+    try:
+        run(arguments)
+    except (MetricOptError, ImportError, OSError) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Evaluate against every gallery and write the report; returns its rows."""
+    from metricopt_ext.retrieval.recall import recall_at_k
+
+    queries = read_items(arguments.embeddings, arguments.labels, "--labels")
+    rows = []
+    for name, items in galleries(arguments.gallery_embeddings, arguments.gallery_labels, arguments.embeddings):
+        started = time.perf_counter()
+        recall = recall_at_k(
+            *queries,
+            arguments.ks,
+            gallery=items,
+            distance=arguments.distance,
+            query_subset=arguments.query_subset,
+            seed=arguments.seed,
+            progress=name,
+        )
+        seconds = time.perf_counter() - started
+        rows.append(Row(name, recall.gallery, recall.queries, recall.without_match, recall.at, recall.mean, seconds))
+    print_table(rows)
+    config = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+    for key in ("gallery_embeddings", "gallery_labels"):
+        config[key] = [str(path) for path in config[key]]
+    report = arguments.output_dir / "report.json"
+    write_json(
+        report,
+        {
+            "task": "retrieval/recall",
+            "metric": {"name": "recall_at_k", "maximize": True},
+            "galleries": [asdict(row) for row in rows],
+            "versions": versions(),
+            "config": config,
+        },
+    )
+    print("wrote", report, sep="\n  ")
+    return rows
+
+
+def galleries(
+    embeddings: list[Path], labels: list[Path], queries: Path
+) -> Iterator[tuple[str, tuple[Any, Any] | None]]:
+    """Read one gallery after the other.
+
+    Args:
+        embeddings: Files of the galleries; none for the queries themselves.
+        labels: Files of their labels, one for each gallery; none where the galleries' own files hold them.
+        queries: The queries' file.
+
+    Yields:
+        Name and (embeddings, labels) of each; None in place of these for the queries.
+
+    Raises:
+        DataError: Another number of label files than of galleries, or a file can't be read.
+    """
+    if labels and len(labels) != len(embeddings):
+        raise DataError(
+            f"each --gallery-embeddings needs its --gallery-labels, got {len(embeddings)} and {len(labels)} of them"
+        )
+    if not embeddings:
+        yield "the queries", None
+    for i, path in enumerate(embeddings):
+        items = read_items(path, labels[i] if labels else None, "--gallery-labels")
+        yield str(path), None if path.samefile(queries) else items
+
+
+def read_items(embeddings: Path, labels: Path | None, option: str) -> tuple[Any, Any]:
+    """Read embeddings ``n x d`` and their labels ``n``; without a file of labels, both from one .safetensors file.
+
+    Raises:
+        DataError: A file can't be read or lacks what is asked of it; ``option`` is what gives a file of labels.
+    """
+    if labels is None and embeddings.suffix != ".safetensors":
+        raise DataError(f"{embeddings} holds no labels; name their file with {option}")
+    return read_array(embeddings, "embeddings"), read_array(labels or embeddings, "labels")
+
+
+def read_array(path: Path, name: str) -> Any:
+    """Read an array from a .npy file, or the tensor of this name from a .safetensors file.
+
+    Raises:
+        DataError: The file is missing, of another kind, corrupt, or has no such tensor.
+    """
+    if not path.is_file():
+        raise DataError(f"{path} does not exist")
+    if path.suffix == ".npy":
+        try:
+            return np.load(path, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise DataError(f"{path} is no .npy file of numbers ({error})") from error
+    if path.suffix != ".safetensors":
+        raise DataError(f"{path} must be a .npy or .safetensors file")
+
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            if name not in (names := list(file.keys())):
+                raise DataError(f"{path} has no tensor {name!r}, only {', '.join(map(repr, names))}")
+            return file.get_tensor(name)
+    except SafetensorError as error:
+        raise DataError(f"{path} is truncated or no safetensors file ({error})") from error
+
+
+def print_table(rows: list[Row]) -> None:
+    """Print a line for each gallery."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("gallery", overflow="fold")
+    for column in ("items", "queries", "no match", *(f"R@{k}" for k in rows[0].recall), "mean", "seconds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        recalls = [f"{value:.4f}" for value in (*row.recall.values(), row.mean)]
+        counts = [str(count) for count in (row.size, row.queries, row.without_match)]
+        table.add_row(row.gallery, *counts, *recalls, f"{row.seconds:.1f}")
+    narrowest = 60 + 8 * len(rows[0].recall)  # rather lines that a terminal breaks than numbers that rich cuts
+    Console(highlight=False, width=max(Console().width, narrowest)).print(table)
+
+
+if __name__ == "__main__":
+    main()
