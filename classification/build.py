@@ -1,7 +1,6 @@
 """Turns a classification config into the things it describes: data, model, adapter, metric."""
 
 import importlib
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +19,11 @@ from metricopt_ext.classification.config import (
     SecondRoundConfig,
 )
 from metricopt_ext.classification.data import (
-    Labelled,
-    Split,
     Splits,
     hold_out,
     load_a9a,
     load_cifar10,
     load_csv,
-    load_image_folder,
     load_libsvm,
     load_sklearn,
     split,
@@ -35,12 +31,15 @@ from metricopt_ext.classification.data import (
 )
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
-from metricopt_ext.classification.shift import ImageShift, shift_class_ratio
-from metricopt_ext.errors import ConfigError, DataError, MetricOptError
-from metricopt_ext.files import write_atomically
+from metricopt_ext.classification.shift import shift_class_ratio
+from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.files import load_weights, write_atomically
 from metricopt_ext.film import Adapter, attach_film, attach_input_bias
+from metricopt_ext.images import flip_and_shift, load_image_folder
+from metricopt_ext.labelled import Labelled, Split
 from metricopt_ext.metric import Metric
 from metricopt_ext.seeding import generator
+from metricopt_ext.shift import ImageShift
 
 EVALUATION_BATCH = 2048
 
@@ -188,9 +187,9 @@ def pretrained(config: ClassificationConfig, splits: Splits, seed: int, folder: 
         model = build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes)
         kept = folder / "model.safetensors"
         if config.model.weights:
-            _load_weights(model, Path(config.model.weights))
+            load_weights(model, Path(config.model.weights))
         elif kept.exists():
-            _load_weights(model, kept)
+            load_weights(model, kept)
         else:
             train(model.to(splits.train.x.device), splits.train, config.model, config.balanced, seed)
     if not kept.exists():
@@ -217,19 +216,6 @@ def train(model: nn.Module, part: Split, config: ModelConfig | SecondRoundConfig
     model.eval()
 
 
-def flip_and_shift(x: Tensor, rng: torch.Generator, pixels: int = 4) -> Tensor:
-    """Mirror half of the images, ``n x c x h x w``, and shift each by up to ``pixels``, with zeros from outside."""
-    n, _, height, width = x.shape
-    mirrored = torch.rand(n, generator=rng).to(x.device) < 0.5
-    x = torch.where(mirrored[:, None, None, None], x.flip(-1), x)
-    offset = torch.randint(2 * pixels + 1, (2, n), generator=rng).to(x.device)
-    rows = offset[0, :, None] + torch.arange(height, device=x.device)
-    columns = offset[1, :, None] + torch.arange(width, device=x.device)
-    padded = F.pad(x, (pixels,) * 4).movedim(1, -1)
-    image = torch.arange(n, device=x.device)[:, None, None]
-    return padded[image, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
-
-
 def attach(model: nn.Module, config: ClassificationConfig, seed: int) -> Adapter:
     """Attach the adapter that the settings describe."""
     layers = config.adapter.layers
@@ -240,20 +226,6 @@ def attach(model: nn.Module, config: ClassificationConfig, seed: int) -> Adapter
             raise ConfigError(f"adapter.layers={layers}: an input bias acts on one linear layer")
         return attach_input_bias(model, layers[0] if layers else None, dim=config.adapter.dim, seed=seed)
     raise ConfigError(f"adapter.kind={config.adapter.kind!r} is neither film nor input_bias")
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device that a name stands for; ``auto`` is a GPU where there is one.
-
-    Raises:
-        ConfigError: There is no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device={name!r} is not to be had here: {str(error).splitlines()[0]}") from error
 
 
 def to_device(splits: Splits, device: torch.device) -> Splits:
@@ -299,15 +271,3 @@ def _each(splits: Splits, change: Callable[[Tensor, str], Tensor]) -> Splits:
         return Split(change(part.x, name), part.y)
 
     return replace(splits, train=changed("train"), validation=changed("validation"), test=changed("test"))
-
-
-def _load_weights(model: nn.Module, path: Path) -> None:
-    try:
-        if path.suffix == ".safetensors":
-            state = safetensors.torch.load_file(path)
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(state)
-    except Exception as error:
-        why = textwrap.shorten(str(error), 300, placeholder=" ...")
-        raise DataError(f"{path} holds no weights for {type(model).__name__}: {why}") from error

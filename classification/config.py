@@ -1,15 +1,11 @@
 """What `tools/finetune_classifier.py` can be told; each key is a field here and nowhere else."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from omegaconf import MISSING
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.fitting import Learner, NeuralLearner, RidgeLearner
-from metricopt_ext.observations import Labeller, Observations
-from metricopt_ext.recipe import Recipe
-from metricopt_ext.reptile import ReptileLearner
+from metricopt_ext.run_config import RunConfig, check_at_least
 
 
 @dataclass
@@ -92,54 +88,7 @@ class SecondRoundConfig:
 
 
 @dataclass
-class RecipeConfig:
-    """The fields of `metricopt_ext.Recipe` that a run may set; see there."""
-
-    steps: int = 50
-    lr: float = 0.1
-    evals: int = 5
-    rounds: int = 6
-    start_std: float = 0.2
-    trials: int = 3
-    folds: int = 4
-    labels: str = "observed"  # observed, linear, gp (interpolated where that shows skill) or gp_always
-    learners: list[str] = field(default_factory=lambda: ["neural", "ridge"])  # of neural, ridge, reptile
-
-    def build(self) -> Recipe:
-        """Return the recipe.
-
-        Raises:
-            ConfigError: A value is out of range.
-        """
-        try:
-            return Recipe(**{**vars(self), "labels": self._labeller(), "learners": self._learners()})
-        except ValueError as error:
-            raise ConfigError(f"recipe: {error}") from error
-
-    def _learners(self) -> tuple[Learner, ...]:
-        known: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
-        unknown = [name for name in self.learners if name not in known]
-        if unknown or not self.learners:
-            raise ValueError(f"learners is {self.learners}; it must name some of {', '.join(known)}")
-        return tuple(known[name] for name in self.learners)
-
-    def _labeller(self) -> Labeller:
-        if self.labels == "observed":
-            return Observations.of
-        from metricopt_ext.interpolation import GaussianProcessLabels, LinearLabels
-
-        known: dict[str, Labeller] = {
-            "linear": LinearLabels(),
-            "gp": GaussianProcessLabels(),
-            "gp_always": GaussianProcessLabels(always=True),
-        }
-        if self.labels not in known:
-            raise ValueError(f"labels is {self.labels!r}; it must be observed, {', '.join(known)}")
-        return known[self.labels]
-
-
-@dataclass
-class ClassificationConfig:
+class ClassificationConfig(RunConfig):
     """A whole run of `tools/finetune_classifier.py`."""
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -149,42 +98,13 @@ class ClassificationConfig:
     shift: ShiftConfig = field(default_factory=ShiftConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     second_round: SecondRoundConfig = field(default_factory=SecondRoundConfig)
-    recipe: RecipeConfig = field(default_factory=RecipeConfig)
-    queries: int = 600  # metric queries of MetricOpt, all in
     batch_size: int = 100  # of the loss while finetuning
     balanced: bool = True  # every class gets an equal part of a batch
-    population: int = 32  # tasks computed together
-    best_evals: int = 51  # queries of the rival "loss finetune + best"
-    search_queries: int = 0  # of each direct search on the true metric, Guided ES and CMA-ES; 0: none
-    refine_queries: int = 0  # of CMA-ES that goes on from MetricOpt's end point; 0: none
-    seeds: int = 5  # number of seeds, each a fresh split, model and value function
-    seed: int = 0  # the first of them
-    pictures: bool = True  # of the first seed's value function; its landscape asks the metric 169 times more
-    workers: int = 1  # seeds that run side by side, each in a process of its own
-    threads: int = 1  # CPU threads of each
-    device: str = "auto"  # auto, cpu, cuda, cuda:0, ...
 
     def check(self) -> None:
-        """Refuse what would only fail after work was done.
-
-        Raises:
-            ConfigError: A value is out of range.
-            BudgetError: There are too few queries; the message says how many would do.
-        """
-        least_one = {name: getattr(self, name) for name in ("batch_size", "population", "best_evals", "seeds")}
-        least_one |= {"workers": self.workers, "threads": self.threads}
-        least_one |= {"model.epochs": self.model.epochs, "model.batch_size": self.model.batch_size}
-        for name, value in least_one.items():
-            if value < 1:
-                raise ConfigError(f"{name}={value}: it must be at least 1")
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed}: it must be at least 0")
+        """Refuse what would only fail after work was done (see `RunConfig.check`)."""
+        check_at_least(1, {"batch_size": self.batch_size})
+        check_at_least(1, {"model.epochs": self.model.epochs, "model.batch_size": self.model.batch_size})
         if not self.model.lr > 0:
             raise ConfigError(f"model.lr={self.model.lr}: it must be above 0")
-        self.recipe.build().tasks_per_round(self.queries)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the settings as plain data."""
-        from dataclasses import asdict
-
-        return asdict(self)
+        super().check()

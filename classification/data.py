@@ -2,13 +2,11 @@
 
 import csv
 import difflib
-import io
 import os
-import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,65 +15,14 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
+from metricopt_ext.files import existing, listed
+from metricopt_ext.images import check_limit, load_image_folder
+from metricopt_ext.labelled import Labelled, Split
 
 StrPath = str | os.PathLike[str]
 Array = npt.NDArray[Any]
 
-_IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """Examples and their labels.
-
-    Attributes:
-        x: Inputs, ``n x ...``: finite float32, or uint8 images.
-        y: Labels, ``n`` int64.
-
-    Raises:
-        DataError: For other types, unequal lengths, or inputs that are not finite.
-    """
-
-    x: Tensor
-    y: Tensor
-
-    def __post_init__(self) -> None:
-        """Check types and lengths."""
-        if self.x.dtype not in (torch.float32, torch.uint8) or self.x.ndim < 2:
-            raise DataError(
-                f"x must be float32 or uint8 of shape n x ..., got {self.x.dtype} of shape {tuple(self.x.shape)}"
-            )
-        if self.y.dtype != torch.int64 or self.y.shape != self.x.shape[:1]:
-            raise DataError(
-                f"y must hold {len(self.x)} int64 labels, one per row of x, "
-                f"got {self.y.dtype} of shape {tuple(self.y.shape)}"
-            )
-        if self.x.is_floating_point():
-            bad = int((~self.x.flatten(1).isfinite()).any(1).sum())
-            if bad:
-                raise DataError(f"x must be finite, got NaN or infinity in {bad} of {len(self.x)} rows")
-
-    def __len__(self) -> int:
-        """Number of examples."""
-        return len(self.y)
-
-    def take(self, rows: Tensor) -> "Split":
-        """The examples at these positions, or where these booleans are true."""
-        return Split(self.x[rows], self.y[rows])
-
-
-@dataclass(frozen=True, eq=False)
-class Labelled(Split):
-    """A whole set as loaded: a `Split` with a name for each class.
-
-    Attributes:
-        x: Inputs, ``n x ...``.
-        y: Labels, ``n`` int64 in 0..c-1.
-        class_names: The ``c`` names.
-    """
-
-    class_names: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,15 +170,15 @@ def load_libsvm(paths: StrPath | Sequence[StrPath], num_features: int | None = N
 
     files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     for file in files:
-        _existing(file)
+        existing(file)
     try:
         loaded = load_svmlight_files([os.fspath(file) for file in files], n_features=num_features, dtype=np.float32)
     except (ValueError, OSError, EOFError, zlib.error) as error:
-        raise DataError(f"cannot read {_listed(files)} as LIBSVM data: {error}") from error
+        raise DataError(f"cannot read {listed(files)} as LIBSVM data: {error}") from error
     x = np.concatenate([part.toarray() for part in loaded[::2]])
     labels, y = np.unique(np.concatenate(loaded[1::2]), return_inverse=True)
     if len(y) == 0:
-        raise DataError(f"{_listed(files)} holds no examples")
+        raise DataError(f"{listed(files)} holds no examples")
     return Labelled(torch.from_numpy(x), torch.from_numpy(y), tuple(f"{label:g}" for label in labels))
 
 
@@ -244,7 +191,7 @@ def load_a9a(root: StrPath) -> Labelled:
     Raises:
         DataError: For a missing or malformed file.
     """
-    return load_libsvm([_existing(Path(root, name), Path(root, f"{name}.gz")) for name in ("a9a", "a9a.t")], 123)
+    return load_libsvm([existing(Path(root, name), Path(root, f"{name}.gz")) for name in ("a9a", "a9a.t")], 123)
 
 
 def load_csv(
@@ -311,36 +258,6 @@ def load_csv(
     return Labelled(torch.from_numpy(x), torch.from_numpy(y), tuple(classes.tolist()))
 
 
-def load_image_folder(
-    path_or_zip: StrPath, image_size: int | tuple[int, int] | None = None, limit_per_class: int | None = None
-) -> Labelled:
-    """Read ``<class>/<file>`` images from a folder or a zip file, possibly below one more folder.
-
-    Args:
-        path_or_zip: The folder or the zip file; files without the suffix of an image are passed over.
-        image_size: Height and width to resize to, or one number for both; None where all images have one size.
-        limit_per_class: Read only this many of each class, the first in order of file name; at least 1.
-
-    Returns:
-        Inputs ``n x 3 x h x w`` uint8 (RGB), ordered by class and file name; classes in alphabetic order.
-
-    Raises:
-        DataError: For a missing path, no images, another layout, an unreadable image, or unequal sizes without
-            ``image_size``.
-    """
-    _check_limit(limit_per_class)
-    path = _existing(path_or_zip)
-    if path.is_dir():
-        found = (Path(top, name) for top, _, names in os.walk(path, followlinks=True) for name in names)
-        entries = (file.relative_to(path).as_posix() for file in found)
-        return _decode(path, entries, lambda name: (path / name).read_bytes(), image_size, limit_per_class)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return _decode(path, archive.namelist(), archive.read, image_size, limit_per_class)
-    except zipfile.BadZipFile as error:
-        raise DataError(f"{path} must be a folder or a zip file: {error}") from error
-
-
 def load_cifar10(root: StrPath, limit_per_class: int | None = None) -> tuple[Labelled, Labelled]:
     """Read the train and test sets of CIFAR-10, 50,000 and 10,000 images of ten classes.
 
@@ -355,11 +272,11 @@ def load_cifar10(root: StrPath, limit_per_class: int | None = None) -> tuple[Lab
     Raises:
         DataError: If neither layout is there, a file is corrupt, or the sets differ in their classes.
     """
-    _check_limit(limit_per_class)
+    check_limit(limit_per_class)
     if Path(root, "cifar-10-batches-py").is_dir():
         return _cifar10_batches(root, True, limit_per_class), _cifar10_batches(root, False, limit_per_class)
     train, test = (
-        load_image_folder(_existing(Path(root, name), Path(root, f"{name}.zip")), None, limit_per_class)
+        load_image_folder(existing(Path(root, name), Path(root, f"{name}.zip")), None, limit_per_class)
         for name in ("train", "test")
     )
     if train.class_names != test.class_names:
@@ -390,27 +307,10 @@ def load_sklearn(name: str) -> Labelled:
     return Labelled(x, torch.tensor(bunch.target, dtype=torch.int64), tuple(map(str, bunch.target_names)))
 
 
-def _existing(*candidates: StrPath) -> Path:
-    """The first of these paths that exists."""
-    for candidate in candidates:
-        if Path(candidate).exists():
-            return Path(candidate)
-    raise DataError(f"{_listed(candidates, ' or ')} not found; set data.root=DIR to the folder that holds the data")
-
-
-def _check_limit(limit_per_class: int | None) -> None:
-    if limit_per_class is not None and limit_per_class < 1:
-        raise ValueError(f"limit_per_class must be at least 1, got {limit_per_class}")
-
-
-def _listed(paths: Iterable[StrPath], joint: str = ", ") -> str:
-    return joint.join(os.fspath(path) for path in paths)
-
-
 def _table(path: StrPath, delimiter: str) -> list[tuple[int, list[str]]]:
     """The rows that are not blank, header first, each with its number and its cells stripped."""
     try:
-        with _existing(path).open(newline="", encoding="utf-8-sig") as file:
+        with existing(path).open(newline="", encoding="utf-8-sig") as file:
             read = list(csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True))
     except (csv.Error, UnicodeDecodeError, OSError) as error:
         raise DataError(f"cannot read {path} as CSV: {error}") from error
@@ -440,67 +340,6 @@ def _few(path: StrPath, what: str, values: Array, limit: int) -> None:
         )
 
 
-def _decode(
-    path: Path,
-    entries: Iterable[str],
-    read: Callable[[str], bytes],
-    image_size: int | tuple[int, int] | None,
-    limit_per_class: int | None,
-) -> Labelled:
-    names = sorted(name for name in entries if _is_image(name))
-    if not names:
-        raise DataError(f"{path} must hold <class>/<file> images, got none")
-    parts = [PurePosixPath(name).parts for name in names]
-    below = 1 if len(parts[0]) == 3 and len({part[0] for part in parts}) == 1 else 0
-    for name, part in zip(names, parts, strict=True):
-        if len(part) != below + 2:
-            raise DataError(f"{path} must hold its images as <class>/<file>, got {name}")
-    kept: dict[str, list[str]] = {}
-    for name, part in zip(names, parts, strict=True):
-        files = kept.setdefault(part[below], [])
-        if limit_per_class is None or len(files) < limit_per_class:
-            files.append(name)
-    class_names = tuple(sorted(kept))
-    chosen = [name for cls in class_names for name in kept[cls]]
-    size = (image_size, image_size) if isinstance(image_size, int) else image_size
-    x = np.empty((len(chosen), *_pixels(path, chosen[0], read, size).shape), dtype=np.uint8)
-    for i, name in enumerate(chosen):
-        pixels = _pixels(path, name, read, size)
-        if pixels.shape != x.shape[1:]:
-            got, first = (f"{shape[0]} x {shape[1]}" for shape in (pixels.shape, x.shape[1:]))
-            raise DataError(
-                f"{path}: images must have one size, got {got} ({name}) and {first} ({chosen[0]}); set image_size"
-            )
-        x[i] = pixels
-    y = torch.arange(len(class_names)).repeat_interleave(torch.tensor([len(kept[cls]) for cls in class_names]))
-    return Labelled(_channels_first(x), y, class_names)
-
-
-def _is_image(name: str) -> bool:
-    path = PurePosixPath(name)
-    hidden = any(part.startswith(".") or part == "__MACOSX" for part in path.parts)
-    return path.suffix.lower() in _IMAGE_SUFFIXES and not hidden
-
-
-def _pixels(path: Path, name: str, read: Callable[[str], bytes], size: tuple[int, int] | None) -> Array:
-    """One image as ``h x w x 3`` uint8."""
-    from PIL import Image
-
-    bomb = Image.DecompressionBombError
-    try:
-        with Image.open(io.BytesIO(read(name))) as image:
-            rgb = image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, RuntimeError, zlib.error, zipfile.BadZipFile, bomb) as error:
-        raise DataError(f"{path}: cannot read {name} as an image: {error}") from error
-    if size is not None and rgb.size != size[::-1]:
-        rgb = rgb.resize(size[::-1], Image.Resampling.BILINEAR)
-    return np.asarray(rgb)
-
-
-def _channels_first(images: Array) -> Tensor:
-    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
-
-
 def _cifar10_batches(root: StrPath, train: bool, limit_per_class: int | None) -> Labelled:
     from torchvision.datasets import CIFAR10
 
@@ -511,4 +350,5 @@ def _cifar10_batches(root: StrPath, train: bool, limit_per_class: int | None) ->
     y = torch.tensor(batches.targets)
     every = [(y == label).nonzero().flatten()[:limit_per_class] for label in range(len(batches.classes))]
     rows = torch.cat(every).sort().values
-    return Labelled(_channels_first(batches.data)[rows], y[rows], tuple(batches.classes))
+    x = torch.from_numpy(batches.data).permute(0, 3, 1, 2).contiguous()
+    return Labelled(x[rows], y[rows], tuple(batches.classes))

@@ -7,13 +7,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from metricopt_ext.baselines import finetune_on, reestimate_batchnorm
 from metricopt_ext.batches import TensorBatches
 from metricopt_ext.classification.build import (
     EVALUATION_BATCH,
     attach,
     build_metric,
-    choose_device,
     classification_loss,
     load_splits,
     model_metric,
@@ -24,16 +22,18 @@ from metricopt_ext.classification.build import (
     train,
 )
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.classification.data import Split, Splits
+from metricopt_ext.classification.data import Splits
 from metricopt_ext.classification.metrics import check_split
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.classification.threshold import tune_threshold
+from metricopt_ext.device import choose_device
 from metricopt_ext.evidence import SeedRecord, compare
+from metricopt_ext.labelled import Split
 from metricopt_ext.metric import Metric
 from metricopt_ext.optimizer import MetricOptStep
 from metricopt_ext.progress import Watcher
 from metricopt_ext.result import MetricOptResult
-from metricopt_ext.search import CMAES, GuidedES, Search
+from metricopt_ext.rivals import usual_rivals
 from metricopt_ext.second_round import copied_task, run_second_round
 from metricopt_ext.start import finetune
 from metricopt_ext.task import FinetuneTask
@@ -98,13 +98,6 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
     prepared = prepare(config, folder, seed)
     task, splits, recipe = prepared.task, prepared.splits, config.recipe.build()
 
-    def finetune_on_validation(task: FinetuneTask, result: MetricOptResult) -> Tensor:
-        return finetune_on(task, prepared.batches(splits.validation), recipe.lr, recipe.steps, seed)
-
-    def batchnorm_on_validation(task: FinetuneTask, result: MetricOptResult) -> nn.Module | None:
-        x = splits.validation.x
-        return reestimate_batchnorm(task.adapter.model, x.tensor_split(math.ceil(len(x) / EVALUATION_BATCH)))
-
     def threshold(task: FinetuneTask, result: MetricOptResult) -> nn.Module | None:
         return tune_threshold(task, splits.validation.x)
 
@@ -122,16 +115,6 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
         )
         return finetune(task, policy, recipe.steps, seed)
 
-    def searched(task: FinetuneTask, result: MetricOptResult, search: Search) -> Tensor | None:
-        if not config.search_queries:
-            return None
-        return search(task, task.origin(), config.search_queries, seed=seed).phi
-
-    def refined(task: FinetuneTask, result: MetricOptResult) -> Tensor | None:
-        if not config.refine_queries:
-            return None
-        return CMAES()(task, result.ends[result.chosen], config.refine_queries, seed=seed).phi
-
     def train_theta(model: nn.Module) -> None:
         train(model, splits.train, config.second_round, config.balanced, seed)
 
@@ -143,19 +126,19 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
         run_second_round(again, result.fit, train_theta, recipe=recipe, setting=result.setting, seed=seed)
         return again.adapter.merge()
 
+    x = splits.validation.x
+    parts = x.tensor_split(math.ceil(len(x) / EVALUATION_BATCH))
+    rivals, follow_ups = usual_rivals(config, parts, prepared.batches(splits.validation), seed)
     record = compare(
         task,
         prepared.test_metric,
         {
             "threshold": threshold,
-            "batchnorm_validation": batchnorm_on_validation,
-            "loss_finetune_validation": finetune_on_validation,
-            "guided_es": partial(searched, search=GuidedES(lr=recipe.lr)),
-            "cma_es": partial(searched, search=CMAES()),
+            **rivals,
             "transferred": transferred,
             "placebo": partial(transferred, placebo=True),
         },
-        {"refined": refined, "second_round": second_round},
+        {**follow_ups, "second_round": second_round},
         queries=config.queries,
         recipe=recipe,
         seed=seed,

@@ -6,7 +6,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from metricopt_ext.classification.data import Split
+from metricopt_ext.labelled import Split
 from metricopt_ext.seeding import generator
 
 ROWS, COLUMNS = 3, 8

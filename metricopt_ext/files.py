@@ -3,14 +3,17 @@
 import json
 import os
 import tempfile
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .errors import FileFormatError
+from .errors import DataError, FileFormatError
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
@@ -97,3 +100,37 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
         return tensors, json.loads(metadata["described"])
     except (KeyError, ValueError) as error:
         raise FileFormatError(f"{path} is corrupt: its description can't be read ({error})") from error
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a state dict, of safetensors or of torch without pickled code, into a model.
+
+    Raises:
+        DataError: The file can't be read, or holds other weights than the model's.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            state = safetensors.torch.load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(state)
+    except Exception as error:
+        why = textwrap.shorten(str(error), 300, placeholder=" ...")
+        raise DataError(f"{path} holds no weights for {type(model).__name__}: {why}") from error
+
+
+def existing(*candidates: str | os.PathLike[str]) -> Path:
+    """Return the first of these paths that exists.
+
+    Raises:
+        DataError: None of them does.
+    """
+    for candidate in candidates:
+        if Path(candidate).exists():
+            return Path(candidate)
+    raise DataError(f"{listed(candidates, ' or ')} not found; set data.root=DIR to the folder that holds the data")
+
+
+def listed(paths: Iterable[str | os.PathLike[str]], joint: str = ", ") -> str:
+    """Return the paths in one line."""
+    return joint.join(os.fspath(path) for path in paths)

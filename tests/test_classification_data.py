@@ -16,20 +16,21 @@ from sklearn.datasets import load_iris
 from torch import Tensor
 
 from metricopt_ext.classification.data import (
-    Split,
     Splits,
     hold_out,
     load_a9a,
     load_cifar10,
     load_csv,
-    load_image_folder,
     load_libsvm,
     load_sklearn,
     split,
     standardise,
 )
-from metricopt_ext.classification.shift import ImageShift, rotate, shift_class_ratio
+from metricopt_ext.classification.shift import shift_class_ratio
 from metricopt_ext.errors import DataError
+from metricopt_ext.images import load_image_folder
+from metricopt_ext.labelled import Split
+from metricopt_ext.shift import ImageShift, rotate
 
 LIBSVM = "-1 1:0.5 3:2\n+1 2:1\n-1\n"
 
@@ -387,7 +388,7 @@ def test_shift_depends_on_the_seed_only(images: Tensor) -> None:
 def test_shift_does_not_depend_on_the_batch(images: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     once = SHIFT(images)
     assert torch.allclose(SHIFT(images[:7]), once[:7], atol=1e-6)
-    monkeypatch.setattr("metricopt_ext.classification.shift._CHUNK", 3)
+    monkeypatch.setattr("metricopt_ext.shift._CHUNK", 3)
     assert torch.allclose(SHIFT(images), once, atol=1e-6)
     same = SHIFT(images[:1].expand(2, -1, -1, -1))
     assert not torch.allclose(same[0], same[1], atol=1e-2)  # each image its own draw

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from metricopt_ext.classification.build import flip_and_shift
 from metricopt_ext.classification.models import CifarResNet, SmallCNN, TabularMLP, build_model
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.images import flip_and_shift
 
 
 def test_cifar_resnet_has_the_published_size_and_depth() -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from metricopt_ext.classification.config import ClassificationConfig, RecipeConfig
+from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.config import known_keys, load_config
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.recipe import Recipe
+from metricopt_ext.run_config import RecipeConfig
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "classification").glob("*.yaml"))
 

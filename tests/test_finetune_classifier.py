@@ -22,17 +22,19 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from metricopt_ext import run_config
 from metricopt_ext.classification import build
-from metricopt_ext.classification import config as config_module
-from metricopt_ext.classification.build import attach, choose_device, load_splits, model_metric, predict, pretrained
+from metricopt_ext.classification.build import attach, load_splits, model_metric, predict, pretrained
 from metricopt_ext.classification.config import AdapterConfig, ClassificationConfig
-from metricopt_ext.classification.data import Split
 from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.config import load_config
+from metricopt_ext.device import choose_device
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
+from metricopt_ext.files import load_weights
 from metricopt_ext.film import load_adapter
 from metricopt_ext.fitting import RidgeLearner
+from metricopt_ext.labelled import Split
 from metricopt_ext.recipe import Recipe
 from metricopt_ext.task import FinetuneTask
 from metricopt_ext.value_function import load_value_function
@@ -71,7 +73,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def ridge_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the value function that takes a second to fit."""
-    monkeypatch.setattr(config_module, "Recipe", partial(Recipe, learners=(RidgeLearner(),)))
+    monkeypatch.setattr(run_config, "Recipe", partial(Recipe, learners=(RidgeLearner(),)))
 
 
 def config_of(*overrides: str, file: Path = DIGITS) -> ClassificationConfig:
@@ -111,7 +113,7 @@ def answers(config: ClassificationConfig, folder: Path, seed: int, tuned: bool) 
     splits = load_splits(config, seed)
     config.model.weights = str(folder / f"seed-{seed}" / "model.safetensors")
     model = build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes)
-    build._load_weights(model, Path(config.model.weights))
+    load_weights(model, Path(config.model.weights))
     model.eval()
     if tuned:
         load_adapter(model, folder / f"seed-{seed}" / "adapter.safetensors")

@@ -3,11 +3,11 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.classification.build import classification_loss, model_metric
-from metricopt_ext.classification.data import Split
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost
 from metricopt_ext.classification.models import TabularMLP
 from metricopt_ext.classification.threshold import tune_threshold
 from metricopt_ext.film import attach_input_bias
+from metricopt_ext.labelled import Split
 from metricopt_ext.metric import Metric
 from metricopt_ext.task import FinetuneTask
 
