@@ -64,6 +64,44 @@ class TensorBatches:
         return self.x[index], self.y[index]
 
 
+class ClassBatches:
+    """Batches ``(x, y)`` of m classes with k examples each, from tensors in memory.
+
+    Classes are drawn without replacement, and so are the examples of a class that has k. A class with a single example
+    is never drawn: it has no pair.
+
+    Args:
+        x: Inputs, ``n x ...``.
+        y: Class labels, ``n`` integers.
+        classes: Number m of classes in a batch, at least 2.
+        samples: Number k of examples of each, at least 2.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, classes: int, samples: int) -> None:
+        if len(x) != len(y):
+            raise DataError(f"{len(x)} inputs for {len(y)} labels")
+        if classes < 2 or samples < 2:
+            raise ValueError(f"a batch of {classes} classes x {samples} samples holds no pairs; both must be 2 or more")
+        self.x, self.y, self.classes, self.samples = x, y, classes, samples
+        labels = y.cpu()
+        groups = labels.argsort(stable=True).split(labels.unique(return_counts=True)[1].tolist())
+        self.groups = [group for group in groups if len(group) > 1]
+        if len(self.groups) < classes:
+            raise DataError(f"a batch needs {classes} classes of at least two examples, there are {len(self.groups)}")
+
+    def __call__(self, seed: int, task: int, step: int) -> tuple[Tensor, Tensor]:
+        """Return inputs ``mk x ...`` and labels ``mk``, class by class."""
+        rng = generator(seed, "batch", task, step)
+        chosen = torch.randperm(len(self.groups), generator=rng)[: self.classes].tolist()
+        places = torch.arange(self.samples)
+        drawn = [
+            group[torch.randperm(len(group), generator=rng)[places % len(group)]]
+            for group in (self.groups[i] for i in chosen)
+        ]
+        index = torch.cat(drawn).to(self.x.device)
+        return self.x[index], self.y[index]
+
+
 class DatasetBatches:
     """Collated batches from any map-style dataset, e.g. a torchvision image folder.
 

@@ -102,8 +102,13 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
         raise FileFormatError(f"{path} is corrupt: its description can't be read ({error})") from error
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -> None:
     """Load a state dict, of safetensors or of torch without pickled code, into a model.
+
+    Args:
+        model: The model.
+        path: The file.
+        keep: Names of weights that stay as they are in the model, whatever the file has.
 
     Raises:
         DataError: The file can't be read, or holds other weights than the model's.
@@ -113,7 +118,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
             state = safetensors.torch.load_file(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(state)
+        own = model.state_dict()
+        model.load_state_dict({**state, **{name: own[name] for name in keep}})
     except Exception as error:
         why = textwrap.shorten(str(error), 300, placeholder=" ...")
         raise DataError(f"{path} holds no weights for {type(model).__name__}: {why}") from error

@@ -1,0 +1,259 @@
+"""Turns a retrieval config into the things it describes: data, model, adapter, loss, metric."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.batches import ClassBatches
+from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.files import load_weights, write_atomically
+from metricopt_ext.film import Adapter, attach_film
+from metricopt_ext.images import flip_and_shift, load_image_folder
+from metricopt_ext.labelled import Labelled, Split
+from metricopt_ext.metric import Metric
+from metricopt_ext.retrieval.config import DataConfig, LossConfig, MetricConfig, RetrievalConfig
+from metricopt_ext.retrieval.data import (
+    Splits,
+    hold_out_classes,
+    load_digits,
+    load_omniglot,
+    load_stanford_online_products,
+    split_classes,
+)
+from metricopt_ext.retrieval.models import build_model
+from metricopt_ext.retrieval.recall import check_options, recall_at_k
+from metricopt_ext.seeding import generator
+from metricopt_ext.shift import ImageShift
+from metricopt_ext.task import Loss
+
+EVALUATION_BATCH = 256
+
+LOADERS: dict[str, Callable[[DataConfig], Labelled]] = {
+    "class_folders": lambda data: load_image_folder(data.root, data.image_size or None),
+    "digits": lambda data: load_digits(),
+    "omniglot": lambda data: load_omniglot(data.root, data.image_size or None),
+}
+
+
+def embed(model: nn.Module, x: Tensor) -> Tensor:
+    """Return the embeddings, ``n x d``, of images, in batches; the caller sees to evaluation mode and gradients."""
+    return torch.cat([model(part) for part in x.split(EVALUATION_BATCH)])
+
+
+@torch.no_grad()
+def embed_with(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
+    """Return the embeddings, ``n x d``, that the model with phi gives to images, on the CPU."""
+    with adapter.using(phi) as model:
+        return embed(model, x).cpu()
+
+
+def build_metric(config: MetricConfig, part: Split, halves: Sequence[Tensor] = ()) -> Metric:
+    """Make the black box: mean Recall@k where each image of a part of the data searches all others.
+
+    Args:
+        config: The settings.
+        part: Images and labels.
+        halves: Indices of two halves of them, for a metric that tells its value within each as well; none for one that
+            does not.
+
+    Raises:
+        ConfigError: The numbers of neighbours are impossible.
+    """
+    ks, subset = check_ks(config), config.query_subset or None
+
+    def function(model: nn.Module) -> float | tuple[float, tuple[float, ...]]:
+        embeddings, labels = embed(model, part.x).cpu(), part.y.cpu()
+        value = recall_at_k(embeddings, labels, ks, query_subset=subset).mean
+        rows = [half.cpu() for half in halves]
+        inside = tuple(recall_at_k(embeddings[row], labels[row], ks, query_subset=subset).mean for row in rows)
+        return (value, inside) if halves else value
+
+    return Metric(function, maximize=True, name=metric_name(config))
+
+
+def check_ks(config: MetricConfig) -> tuple[int, ...]:
+    """Return the numbers of neighbours.
+
+    Raises:
+        ConfigError: They are impossible.
+    """
+    try:
+        return check_options(config.ks, "l2", None, 0)
+    except MetricOptError as error:
+        raise ConfigError(f"metric: {error}") from error
+
+
+def metric_name(config: MetricConfig) -> str:
+    """Return what tables call the metric."""
+    return ("mean " if len(config.ks) > 1 else "") + "Recall@" + ",".join(map(str, config.ks))
+
+
+def class_halves(y: Tensor, seed: int) -> tuple[Tensor, ...]:
+    """Divide examples at random by class: what differs between the halves differs on new classes too.
+
+    Args:
+        y: Labels, ``n``.
+        seed: Seed of the division.
+
+    Returns:
+        The indices of each half, ascending; nothing if a half would have fewer than two classes of two examples.
+    """
+    classes, counts = y.cpu().unique(return_counts=True)
+    order = torch.randperm(len(classes), generator=generator(seed, "halves"))
+    halves = order[::2], order[1::2]
+    if min(int((counts[half] > 1).sum()) for half in halves) < 2:
+        return ()
+    return tuple(torch.isin(y, classes[half].to(y.device)).nonzero().flatten() for half in halves)
+
+
+def build_loss(config: LossConfig) -> Loss:
+    """Return the surrogate loss of pytorch-metric-learning that the settings name, as a function of model and batch.
+
+    Raises:
+        ConfigError: There is no such loss, it refuses its arguments, or it has weights of its own.
+    """
+    from pytorch_metric_learning import losses
+
+    known = {_snake(name.removesuffix("Loss")): name for name in dir(losses) if name.endswith("Loss")}
+    if config.name not in known:
+        raise ConfigError(f"loss.name={config.name!r} is none of {', '.join(sorted(known))}")
+    try:
+        criterion = getattr(losses, known[config.name])(**config.params)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"loss: {config.name} does not take {config.params}: {error}") from error
+    if list(criterion.parameters()):
+        raise ConfigError(f"loss.name={config.name} has weights of its own, which finetuning phi would leave untrained")
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        value: Tensor = criterion(model(x), y)
+        return value
+
+    return loss
+
+
+def class_batches(part: Split, config: LossConfig) -> ClassBatches:
+    """Return the loss's batches of a part of the data, of all its classes where it has fewer than a batch."""
+    paired = int((part.y.unique(return_counts=True)[1] > 1).sum())
+    return ClassBatches(part.x, part.y, max(2, min(config.classes, paired)), config.samples)
+
+
+def load_splits(config: RetrievalConfig, seed: int) -> Splits:
+    """Load the data, divide its classes by the seed, and shift validation and test where the settings say so.
+
+    Raises:
+        ConfigError: A setting is unknown.
+        DataError: The data are not there or not usable.
+    """
+    try:
+        splits = _divided(config.data, seed)
+    except MetricOptError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"data: {error}") from error
+    try:
+        return _shifted(splits, config, seed)
+    except MetricOptError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"shift: {error}") from error
+
+
+def pretrained(config: RetrievalConfig, splits: Splits, seed: int, folder: Path) -> nn.Module:
+    """Return the embedder: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
+
+    Raises:
+        DataError: The weights don't fit the model.
+    """
+    settings, device = config.model, splits.train.x.device
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(seed, "model").initial_seed())
+        shape = splits.train.x.shape[1:]
+        model = build_model(settings.name, shape, settings.embedding, settings.width, settings.trunk_weights)
+        kept = folder / "model.safetensors"
+        if settings.weights:
+            load_weights(model, Path(settings.weights))
+        elif kept.exists():
+            load_weights(model, kept)
+        else:
+            train(model.to(device), splits.train, config, seed)
+    if not kept.exists():
+        write_atomically(kept, safetensors.torch.save(model.state_dict()))
+    return model.to(device).eval()
+
+
+def train(model: nn.Module, part: Split, config: RetrievalConfig, seed: int) -> None:
+    """Train an embedder by the surrogate loss, with Adam under a one-cycle schedule."""
+    loss, batches = build_loss(config.loss), class_batches(part, config.loss)
+    steps = max(1, config.model.epochs * len(part) // (batches.classes * batches.samples))
+    optimizer = torch.optim.Adam(model.parameters(), config.model.lr)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.model.lr, total_steps=steps)
+    model.train()
+    for step in range(steps):
+        x, y = batches(seed, 0, step)
+        if config.model.augment:
+            x = flip_and_shift(x, generator(seed, "augment", step))
+        value = loss(model, (x, y))
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        schedule.step()
+    model.eval()
+
+
+def attach(model: nn.Module, config: RetrievalConfig, seed: int) -> Adapter:
+    """Attach the adapter that the settings describe."""
+    return attach_film(model, config.adapter.layers or None, dim=config.adapter.dim, seed=seed)
+
+
+def to_device(splits: Splits, device: torch.device) -> Splits:
+    """Move all parts to a device."""
+    return _each(splits, lambda part, name: Split(part.x.to(device), part.y.to(device)))
+
+
+def _divided(data: DataConfig, seed: int) -> Splits:
+    if data.name != "stanford_online_products" and data.name not in LOADERS:
+        raise ConfigError(f"data.name={data.name!r} is none of {', '.join(LOADERS)}, stanford_online_products")
+    if data.name != "digits" and not data.root:
+        raise ConfigError(f"data.name={data.name} needs data.root=PATH, the file or folder that holds it")
+    if data.name == "stanford_online_products":
+        train, test = load_stanford_online_products(data.root, data.image_size or 224)
+        return hold_out_classes(train, test, data.validation_share, seed)
+    return split_classes(LOADERS[data.name](data), data.fractions, seed, last_test=data.last_test)
+
+
+def _shifted(splits: Splits, config: RetrievalConfig, seed: int) -> Splits:
+    settings = config.shift
+    if settings.kind == "none":
+        return splits
+    if settings.kind != "image":
+        raise ConfigError(f"shift.kind={settings.kind!r} must be none or image")
+    shift = ImageShift(settings.contrast, settings.brightness, settings.noise_std, settings.rotation_degrees)
+    drawn = {name: generator(seed, "shift", i).initial_seed() for i, name in enumerate(("validation", "test"))}
+
+    def shifted(part: Split, name: str) -> Split:
+        if name not in drawn:
+            return part
+        x = part.x.float() / 255 if part.x.dtype == torch.uint8 else part.x
+        return Split(shift(x, seed=drawn[name]), part.y)
+
+    return _each(splits, shifted)
+
+
+def _each(splits: Splits, change: Callable[[Split, str], Split]) -> Splits:
+    return replace(
+        splits,
+        train=change(splits.train, "train"),
+        validation=change(splits.validation, "validation"),
+        test=change(splits.test, "test"),
+    )
+
+
+def _snake(name: str) -> str:
+    """Turn ``FastAP`` into ``fast_ap``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

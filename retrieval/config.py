@@ -1,0 +1,96 @@
+"""What `tools/finetune_retrieval.py` can be told; each key is a field here and nowhere else."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.run_config import RunConfig, check_at_least
+
+
+@dataclass
+class DataConfig:
+    """Where images come from and how their classes are divided."""
+
+    name: str = MISSING  # class_folders, digits (scikit-learn's), omniglot or stanford_online_products
+    root: str = ""  # the folder or zip file that holds the set; not needed for digits
+    image_size: int = 0  # pixels per side; 0 where all images have one size
+    # shares of the classes for train, validation and test; stanford_online_products has a test part of its own
+    fractions: list[float] = field(default_factory=lambda: [0.5, 0.25, 0.25])
+    last_test: bool = False  # class_folders: the last classes by name are the test part, as usual for CUB and Cars
+    validation_share: float = 0.1  # stanford_online_products: of its train classes
+
+
+@dataclass
+class ModelConfig:
+    """The embedder and how it is trained before anything else happens, by the same loss."""
+
+    name: str = MISSING  # conv4, or a torchvision classifier
+    embedding: int = 64  # dimension of the embedding
+    width: int = 48  # conv4: channels of each convolution
+    weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use in place of training
+    trunk_weights: str = ""  # torchvision classifiers: the classifier's own, e.g. ImageNet's, to start training from
+    epochs: int = 10
+    lr: float = 1e-3  # peak rate of Adam under a one-cycle schedule
+    augment: bool = False  # random flips and shifts by up to 4 pixels while training
+
+
+@dataclass
+class AdapterConfig:
+    """Where phi acts, by FiLM."""
+
+    layers: list[str] = field(default_factory=list)  # name patterns; empty: all norms
+    dim: int = 64
+
+
+@dataclass
+class LossConfig:
+    """The surrogate loss: one of pytorch-metric-learning that has no weights of its own."""
+
+    name: str = "fast_ap"  # contrastive, fast_ap, margin, multi_similarity, triplet_margin, ...
+    params: dict[str, Any] = field(default_factory=dict)  # its arguments, e.g. {margin: 0.1}
+    classes: int = 16  # in a batch
+    samples: int = 4  # of each class
+
+
+@dataclass
+class MetricConfig:
+    """What the embedding is judged by: mean Recall@k."""
+
+    ks: list[int] = field(default_factory=lambda: [1, 2, 4])
+    query_subset: int = 0  # search only this many validation images, against all; 0: all of them. Test: always all
+
+
+@dataclass
+class ShiftConfig:
+    """How validation and test images differ from what the loss sees."""
+
+    kind: str = "none"  # none or image
+    contrast: float = 1.0  # factor on each image's contrast, in (0, 1]
+    brightness: float = 0.0  # added to every pixel, in [-1, 1]
+    noise_std: float = 0.0  # standard deviation of pixel noise
+    rotation_degrees: float = 0.0  # angles are uniform within plus or minus this
+
+
+@dataclass
+class RetrievalConfig(RunConfig):
+    """A whole run of `tools/finetune_retrieval.py`."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    metric: MetricConfig = field(default_factory=MetricConfig)
+    shift: ShiftConfig = field(default_factory=ShiftConfig)
+    population: int = 1  # tasks computed together; 1 for losses that torch.func.vmap can't take, as most can't
+
+    def check(self) -> None:
+        """Refuse what would only fail after work was done (see `RunConfig.check`)."""
+        check_at_least(1, {"model.epochs": self.model.epochs, "model.embedding": self.model.embedding})
+        check_at_least(1, {"model.width": self.model.width})
+        check_at_least(2, {"loss.classes": self.loss.classes, "loss.samples": self.loss.samples})
+        check_at_least(0, {"metric.query_subset": self.metric.query_subset, "data.image_size": self.data.image_size})
+        if not self.model.lr > 0:
+            raise ConfigError(f"model.lr={self.model.lr}: it must be above 0")
+        super().check()

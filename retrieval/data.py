@@ -1,0 +1,187 @@
+"""Labelled images in memory: loaders of common sets, and parts of them that share no class."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import DataError
+from metricopt_ext.files import existing
+from metricopt_ext.images import load_image_folder, read_images, reader
+from metricopt_ext.labelled import Labelled, Split
+from metricopt_ext.seeding import generator
+
+StrPath = str | os.PathLike[str]
+
+_COLUMNS = ["image_id", "class_id", "super_class_id", "path"]  # of the lists of Stanford Online Products
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """Three parts of a set; no class is in two of them.
+
+    Attributes:
+        train: What the embedding and the surrogate loss see.
+        validation: What the metric is queried on: each image searches all others.
+        test: What the result is reported on, likewise.
+        class_names: The names of all classes; labels index them.
+
+    Raises:
+        DataError: For a part with fewer than two classes, a class in two parts, images of unequal shape, or a label
+            without a name.
+    """
+
+    train: Split
+    validation: Split
+    test: Split
+    class_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Check that the parts fit together."""
+        seen: dict[int, str] = {}
+        for name in ("train", "validation", "test"):
+            part: Split = getattr(self, name)
+            classes = part.y.unique().tolist()
+            if len(classes) < 2:
+                raise DataError(f"the {name} part must hold at least two classes, got {len(classes)}")
+            for label in classes:
+                if not 0 <= label < len(self.class_names):
+                    raise DataError(f"the {name} labels must be in 0..{len(self.class_names) - 1}, got {label}")
+                if label in seen:
+                    raise DataError(f"class {self.class_names[label]!r} is in {seen[label]} and in {name}")
+                seen[label] = name
+            if part.x.ndim != 4 or part.x.shape[1:] != self.train.x.shape[1:]:
+                raise DataError(
+                    f"the {name} part must hold images of one shape c x h x w as those of train, got "
+                    f"{tuple(part.x.shape[1:])} and {tuple(self.train.x.shape[1:])}"
+                )
+
+
+def split_classes(whole: Labelled, fractions: Sequence[float], seed: int = 0, *, last_test: bool = False) -> Splits:
+    """Divide a set by class, at random but the same way for the same seed.
+
+    Args:
+        whole: The set.
+        fractions: Shares of the classes for train, validation and test, above 0 and summing to 1.
+        seed: Seed of the choice.
+        last_test: Whether the last classes by name are the test part whatever the seed, as is usual for CUB-200-2011
+            and Cars196.
+
+    Raises:
+        ValueError: For fractions out of range.
+        DataError: For too few classes.
+    """
+    if len(fractions) != 3 or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
+        raise ValueError(f"fractions must be three numbers above 0 that sum to 1, got {tuple(fractions)}")
+    n = len(whole.class_names)
+    validation, test = (round(share * n) for share in fractions[1:])
+    if min(n - validation - test, validation, test) < 2:
+        raise DataError(
+            f"each part needs at least two classes of its own; {n} classes divided by {tuple(fractions)} give "
+            f"{n - validation - test}, {validation} and {test}"
+        )
+    rng = generator(seed, "classes")
+    order = torch.randperm(n - test if last_test else n, generator=rng)
+    order = torch.cat([order, torch.arange(len(order), n)])
+    classes = order.split([n - validation - test, validation, test])
+    train_part, validation_part, test_part = (_of_classes(whole, part) for part in classes)
+    return Splits(train_part, validation_part, test_part, whole.class_names)
+
+
+def hold_out_classes(train: Labelled, test: Labelled, share: float, seed: int = 0) -> Splits:
+    """Hold a share of the train classes out for validation, in a set that comes with a test part of other classes.
+
+    Args:
+        train: The train part as it comes.
+        test: The test part as it comes; its labels count from 0 as well.
+        share: Share of the train classes, in (0, 1).
+        seed: Seed of the choice.
+
+    Raises:
+        ValueError: For a share out of range.
+        DataError: For too few classes, or one that is in both parts.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"validation_share must be in (0, 1), got {share}")
+    both = sorted({*train.class_names} & {*test.class_names})
+    if both:
+        raise DataError(f"class {both[0]!r} is in the train and in the test part")
+    n = len(train.class_names)
+    order = torch.randperm(n, generator=generator(seed, "classes"))
+    rest, held = (_of_classes(train, classes) for classes in order.tensor_split([n - round(share * n)]))
+    return Splits(rest, held, Split(test.x, test.y + n), train.class_names + test.class_names)
+
+
+def load_digits() -> Labelled:
+    """Load scikit-learn's digits: 1,797 images ``1 x 8 x 8`` of ten classes, in [0, 1]."""
+    import sklearn.datasets
+
+    bunch = sklearn.datasets.load_digits()
+    x = torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16
+    return Labelled(x, torch.tensor(bunch.target, dtype=torch.int64), tuple(map(str, bunch.target_names)))
+
+
+def load_omniglot(root: StrPath, image_size: int | None = 28) -> Labelled:
+    """Read Omniglot, ``<alphabet>/<character>/<file>.png``; a class is a character of an alphabet.
+
+    Args:
+        root: The folder of the alphabets, a zip file of them, or a folder that holds nothing but such a zip file.
+        image_size: Pixels per side to reduce to; None for the original 105.
+
+    Returns:
+        Images ``n x 1 x h x w`` uint8, ink 255 on 0.
+
+    Raises:
+        DataError: For a missing path, another layout or an unreadable image.
+    """
+    path = existing(root)
+    if path.is_dir() and not any(entry.is_dir() for entry in path.iterdir()):
+        archives = sorted(path.glob("*.zip"))
+        if len(archives) != 1:
+            raise DataError(
+                f"{path} must hold the folders of the alphabets or one zip file of them, got {len(archives)} zip files"
+            )
+        path = archives[0]
+    data = load_image_folder(path, image_size, depth=2, mode="L")
+    return Labelled(255 - data.x, data.y, data.class_names)
+
+
+def load_stanford_online_products(root: StrPath, image_size: int = 224) -> tuple[Labelled, Labelled]:
+    """Read the train and test parts of Stanford Online Products by its own lists.
+
+    Args:
+        root: The folder of ``Ebay_train.txt`` and ``Ebay_test.txt`` and of the images they name.
+        image_size: Pixels per side to resize to.
+
+    Returns:
+        Train and test, images ``n x 3 x h x w`` uint8; all 120,053 of 224 pixels take 18 GB.
+
+    Raises:
+        DataError: For a missing or malformed list, or an image that is missing or unreadable.
+    """
+    train, test = (_listed_images(Path(root), f"Ebay_{part}.txt", image_size) for part in ("train", "test"))
+    return train, test
+
+
+def _of_classes(whole: Labelled, classes: Tensor) -> Split:
+    return whole.take(torch.isin(whole.y, classes))
+
+
+def _listed_images(root: Path, name: str, image_size: int) -> Labelled:
+    file = existing(root / name)
+    try:
+        header, *lines = file.read_text(encoding="utf-8").splitlines()
+    except (ValueError, OSError) as error:
+        raise DataError(f"cannot read {file}: {error}") from error
+    if header.split() != _COLUMNS or not lines:
+        raise DataError(f"{file} must list {' '.join(_COLUMNS)}, got {header!r} and {len(lines)} images")
+    rows = [line.split(maxsplit=3) for line in lines]
+    for number, row in enumerate(rows, start=2):
+        if len(row) != 4 or not row[1].isdecimal():
+            raise DataError(f"{file}: line {number} must be {' '.join(_COLUMNS)}, got {row}")
+    classes, y = torch.tensor([int(row[1]) for row in rows]).unique(return_inverse=True)
+    x = read_images(root, [row[3] for row in rows], reader(root), image_size)
+    return Labelled(x, y, tuple(map(str, classes.tolist())))

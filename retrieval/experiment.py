@@ -1,0 +1,98 @@
+"""One seed of a retrieval run: train an embedder, finetune it for Recall@k, and run the rivals."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from metricopt_ext.device import choose_device
+from metricopt_ext.evidence import SeedRecord, compare
+from metricopt_ext.metric import Metric
+from metricopt_ext.progress import Watcher
+from metricopt_ext.retrieval.build import (
+    EVALUATION_BATCH,
+    attach,
+    build_loss,
+    build_metric,
+    class_batches,
+    class_halves,
+    embed_with,
+    load_splits,
+    pretrained,
+    to_device,
+)
+from metricopt_ext.retrieval.config import MetricConfig, RetrievalConfig
+from metricopt_ext.retrieval.data import Splits
+from metricopt_ext.retrieval.pictures import plot_neighbours, save_recalls
+from metricopt_ext.rivals import usual_rivals
+from metricopt_ext.task import FinetuneTask
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A trained embedder with an adapter, ready to be finetuned.
+
+    Attributes:
+        task: Its loss sees the train classes, its metric the validation classes.
+        test_metric: The same metric on the test classes, of all queries.
+        splits: The data.
+    """
+
+    task: FinetuneTask
+    test_metric: Metric
+    splits: Splits
+
+
+def prepare(config: RetrievalConfig, folder: Path, seed: int) -> Prepared:
+    """Load the data, train the embedder (or take it from ``folder``) and attach the adapter.
+
+    Raises:
+        MetricOptError: Data or settings are not usable; the message says which.
+    """
+    loss = build_loss(config.loss)
+    splits = to_device(load_splits(config, seed), choose_device(config.device))
+    validation = splits.validation
+    task = FinetuneTask(
+        attach(pretrained(config, splits, seed, folder), config, seed),
+        loss=loss,
+        batches=class_batches(splits.train, config.loss),
+        metric=build_metric(config.metric, validation, class_halves(validation.y, seed)),
+        population=config.population,
+    )
+    return Prepared(task, build_metric(MetricConfig(config.metric.ks), splits.test), splits)
+
+
+def run_seed(config: RetrievalConfig, folder: Path, resume: bool, seed: int, watcher: Watcher) -> SeedRecord:
+    """Run one seed and keep model, trajectories, value function, adapter and record in ``folder/seed-N``.
+
+    Raises:
+        MetricOptError: Data or settings are not usable; the message says which.
+    """
+    folder = folder / f"seed-{seed}"
+    record_file = folder / "record.json"
+    if resume and record_file.exists():
+        watcher.done()
+        return SeedRecord.load(record_file)
+    watcher.stage("train the embedder")
+    prepared = prepare(config, folder, seed)
+    task, validation, test = prepared.task, prepared.splits.validation, prepared.splits.test
+    parts = validation.x.tensor_split(math.ceil(len(validation) / EVALUATION_BATCH))
+    rivals, follow_ups = usual_rivals(config, parts, class_batches(validation, config.loss), seed)
+    record = compare(
+        task,
+        prepared.test_metric,
+        rivals,
+        follow_ups,
+        queries=config.queries,
+        recipe=config.recipe.build(),
+        seed=seed,
+        folder=folder,
+        best_evals=config.best_evals,
+        pictures=config.pictures and seed == config.seed,
+        resume=resume,
+        watcher=watcher,
+    )
+    before, after = (embed_with(task.adapter, phi, test.x) for phi in (task.origin(), task.adapter.phi.detach()))
+    plot_neighbours(test, before, after, folder / "neighbours.png", seed)
+    save_recalls(test.y, {"pretrained": before, "metricopt": after}, folder / "recalls.json")
+    record.save(record_file)
+    return record

@@ -1,0 +1,105 @@
+"""Networks that embed images on the unit sphere: a small convolutional one, and any torchvision classifier by name."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.files import load_weights
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Conv4(nn.Module):
+    """Four 3x3 convolutions with BatchNorm and a linear layer, for small images.
+
+    A convolution halves the resolution while it is above 4 pixels. The norms are named ``norm1`` to ``norm4``.
+
+    Args:
+        channels: Input channels.
+        side: Pixels per side of the images it is made for, the larger one.
+        outputs: Dimension of its output.
+        width: Channels of each convolution.
+    """
+
+    def __init__(self, channels: int, side: int, outputs: int, width: int = 48) -> None:
+        super().__init__()
+        for i in range(1, 5):
+            stride = 2 if side > 4 else 1
+            self.add_module(f"conv{i}", nn.Conv2d(channels, width, 3, stride, padding=1, bias=False))
+            self.add_module(f"norm{i}", nn.BatchNorm2d(width))
+            channels, side = width, -(-side // stride)
+        self.head = nn.Linear(16 * width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``n x channels x h x w`` to ``n x outputs``."""
+        for i in range(1, 5):
+            x = self.get_submodule(f"norm{i}")(self.get_submodule(f"conv{i}")(x)).relu()
+        return self.head(F.adaptive_avg_pool2d(x, 4).flatten(1))  # type: ignore[no-any-return]
+
+
+class Embedder(nn.Module):
+    """Embeds images on the unit sphere.
+
+    Args:
+        trunk: Maps ``n x c x h x w`` to ``n x d``.
+        imagenet: Whether the trunk expects colours normalised as for ImageNet.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, trunk: nn.Module, imagenet: bool = False) -> None:
+        super().__init__()
+        self.trunk = trunk
+        mean, std = (IMAGENET_MEAN, IMAGENET_STD) if imagenet else ((0.0,), (1.0,))
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images ``n x c x h x w``, floats in [0, 1] or uint8, to embeddings of length 1, ``n x d``."""
+        if x.dtype == torch.uint8:
+            x = x.to(self.mean.dtype) / 255
+        return F.normalize(self.trunk((x - self.mean) / self.std))
+
+
+def build_model(name: str, input_shape: torch.Size, embedding: int, width: int = 48, trunk_weights: str = "") -> Embedder:
+    """Build an embedder.
+
+    Args:
+        name: ``conv4``, or the name of a torchvision classifier, e.g. ``resnet50``, whose last layer is replaced.
+        input_shape: Shape of one image, ``c x h x w``.
+        embedding: Dimension of the embedding.
+        width: Channels of each of conv4's convolutions.
+        trunk_weights: File of the torchvision classifier's weights to start from, e.g. ImageNet's; its last layer is
+            left out.
+
+    Raises:
+        ConfigError: There is no such model, or it doesn't take such images.
+        DataError: The weights don't fit the model.
+    """
+    if name == "conv4":
+        if trunk_weights:
+            raise ConfigError("model.trunk_weights is for torchvision's classifiers; conv4's go to model.weights")
+        return Embedder(Conv4(input_shape[0], max(input_shape[1:]), embedding, width))
+    import torchvision
+
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        raise ConfigError(f"model.name={name!r} is neither conv4 nor a torchvision classifier")
+    trunk: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=embedding)
+    model = Embedder(trunk, imagenet=True)
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(2, *input_shape))
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"model.name={name} does not take images of shape {tuple(input_shape)}: {why}") from error
+    if input_shape[0] != 3:
+        raise ConfigError(f"model.name={name} takes images of 3 colours, the data has {input_shape[0]}")
+    if trunk_weights:
+        names = list(trunk.state_dict())
+        last = names[-1].rpartition(".")[0]
+        load_weights(trunk, Path(trunk_weights), keep=[name for name in names if name.rpartition(".")[0] == last])
+    return model.train()

@@ -1,0 +1,107 @@
+"""Query images with what they find before and after finetuning, and recall by the number of neighbours."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metricopt_ext.files import read_json, write_json
+from metricopt_ext.labelled import Split
+from metricopt_ext.plots import COLOURS, new_figure, save_figure
+from metricopt_ext.report import TITLES
+from metricopt_ext.retrieval.recall import nearest, recall_at_k
+from metricopt_ext.seeding import generator
+
+ROWS, NEIGHBOURS = 6, 5
+HIT, MISS = "#2e7d4f", "#c02942"
+CURVE_KS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def plot_neighbours(part: Split, before: Tensor, after: Tensor, path: Path, seed: int) -> Path:
+    """Draw a random sample of the queries whose nearest neighbour became right or wrong, each with its neighbours.
+
+    Where there are too few such queries, others whose neighbours changed fill up, then any.
+
+    Args:
+        part: Images, ``n x c x h x w`` in [0, 1] or uint8, and labels.
+        before: Embeddings before finetuning, ``n x d``.
+        after: Embeddings after it, ``n x d``.
+        path: The PNG file.
+        seed: Seed of the sample.
+    """
+    y = part.y.cpu()
+    count = min(NEIGHBOURS, len(y) - 1)
+    found = [torch.from_numpy(nearest(embeddings, count)) for embeddings in (before, after)]
+    right = [y[rows[:, 0]] == y for rows in found]
+    interest = 2 * (right[0] != right[1]).long() + (found[0] != found[1]).any(1).long()
+    order = torch.randperm(len(y), generator=generator(seed, "neighbours"))
+    shown = order[interest[order].argsort(descending=True, stable=True)][:ROWS].tolist()
+    mended, broken = int((~right[0] & right[1]).sum()), int((right[0] & ~right[1]).sum())
+
+    figure, panels = new_figure(0.95 * (2 * count + 2), 1.0 * len(shown) + 0.7, len(shown), 2 * count + 2)
+    figure.suptitle(
+        f"{len(y)} test queries and their nearest neighbours: the first of {mended} mended, of {broken} broken",
+        fontsize=10,
+    )
+    for line, query in zip(panels, shown, strict=True):
+        _show(line[0], part.x[query], "black", 1.0)
+        line[count + 1].set_axis_off()
+        for rows, columns in zip(found, (line[1 : count + 1], line[count + 2 :]), strict=True):
+            for axes, item in zip(columns, rows[query].tolist(), strict=True):
+                _show(axes, part.x[item], HIT if y[item] == y[query] else MISS, 3.0)
+    for column, title in ((0, "query"), (1, "before"), (count + 2, "after")):
+        panels[0, column].set_title(title, fontsize=9, loc="left")
+    return save_figure(figure, path)
+
+
+def save_recalls(y: Tensor, embeddings: dict[str, Tensor], path: Path) -> None:
+    """Write the Recall@k, on the test data, of a few k as JSON.
+
+    Args:
+        y: Labels, ``n``.
+        embeddings: Embeddings by method, ``n x d``.
+        path: The file.
+    """
+    ks = [k for k in CURVE_KS if k < len(y)]
+    recalls = {name: recall_at_k(vectors, y.cpu(), ks).at for name, vectors in embeddings.items()}
+    write_json(path, {"ks": ks, **{name: [at[k] for k in ks] for name, at in recalls.items()}})
+
+
+def plot_recalls(files: Sequence[Path], path: Path) -> Path:
+    """Draw recall by k before and after finetuning, mean and standard deviation over seeds.
+
+    Args:
+        files: What `save_recalls` wrote, one file for each seed; of k, those that all of them have are drawn.
+        path: The PNG file.
+    """
+    seeds = [read_json(file) for file in files]
+    ks = min((seed["ks"] for seed in seeds), key=len)
+    figure, ((axes,),) = new_figure(5.4, 4.0)
+    for name in (name for name in seeds[0] if name != "ks"):
+        values = np.array([seed[name][: len(ks)] for seed in seeds])
+        mean, std = values.mean(0), values.std(0)
+        axes.plot(ks, mean, "o-", markersize=4, color=COLOURS[name], label=TITLES[name])
+        axes.fill_between(ks, mean - std, mean + std, color=COLOURS[name], alpha=0.15, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ks, [str(k) for k in ks])
+    axes.grid(alpha=0.25)
+    axes.set_xlabel("k")
+    axes.set_ylabel("test Recall@k")
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_title(f"mean and standard deviation over {len(seeds)} seeds", fontsize=9)
+    return save_figure(figure, path)
+
+
+def _show(axes: Any, image: Tensor, frame: str, width: float) -> None:
+    axes.imshow(image.cpu().movedim(0, -1).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=_white(image))
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set(visible=True, color=frame, linewidth=width)
+
+
+def _white(image: Tensor) -> int:
+    return 255 if image.dtype == torch.uint8 else 1
