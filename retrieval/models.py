@@ -65,7 +65,9 @@ class Embedder(nn.Module):
         return F.normalize(self.trunk((x - self.mean) / self.std))
 
 
-def build_model(name: str, input_shape: torch.Size, embedding: int, width: int = 48, trunk_weights: str = "") -> Embedder:
+def build_model(
+    name: str, input_shape: torch.Size, embedding: int, width: int = 48, trunk_weights: str = ""
+) -> Embedder:
     """Build an embedder.
 
     Args:
