@@ -1,4 +1,5 @@
 """Finetuning of retrieval embeddings for ranking metrics such as Recall@k.
 
-`recall` computes Recall@k with FAISS and makes a metric of it; `accuracy` offers it to pytorch-metric-learning.
+`recall` computes Recall@k with FAISS and makes a metric of it; `accuracy` offers it to pytorch-metric-learning. The
+other modules are those of `tools/finetune_retrieval.py`, named as in `classification`.
 """

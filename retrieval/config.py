@@ -18,7 +18,7 @@ class DataConfig:
     image_size: int = 0  # pixels per side; 0 where all images have one size
     # shares of the classes for train, validation and test; stanford_online_products has a test part of its own
     fractions: list[float] = field(default_factory=lambda: [0.5, 0.25, 0.25])
-    last_test: bool = False  # class_folders: the last classes by name are the test part, as usual for CUB and Cars
+    last_test: bool = False  # whether the last classes by name are the test part, as is usual for CUB and Cars
     validation_share: float = 0.1  # stanford_online_products: of its train classes
 
 

@@ -41,10 +41,12 @@ def plot_neighbours(part: Split, before: Tensor, after: Tensor, path: Path, seed
     shown = order[interest[order].argsort(descending=True, stable=True)][:ROWS].tolist()
     mended, broken = int((~right[0] & right[1]).sum()), int((right[0] & ~right[1]).sum())
 
-    figure, panels = new_figure(0.95 * (2 * count + 2), 1.0 * len(shown) + 0.7, len(shown), 2 * count + 2)
+    widths = [1.0] * (count + 1) + [0.25] + [1.0] * count  # a gap between before and after
+    figure, panels = new_figure(
+        0.95 * sum(widths), len(shown) + 0.7, len(shown), len(widths), gridspec_kw={"width_ratios": widths}
+    )
     figure.suptitle(
-        f"{len(y)} test queries and their nearest neighbours: the first of {mended} mended, of {broken} broken",
-        fontsize=10,
+        f"{len(y)} test queries: the nearest neighbour became right for {mended}, wrong for {broken}", fontsize=10
     )
     for line, query in zip(panels, shown, strict=True):
         _show(line[0], part.x[query], "black", 1.0)

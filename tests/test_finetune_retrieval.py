@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from metricopt_ext import run_config
 from metricopt_ext.config import load_config
-from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.errors import ConfigError, DataError, MetricError
 from metricopt_ext.files import load_weights
 from metricopt_ext.film import load_adapter
 from metricopt_ext.fitting import RidgeLearner
@@ -245,6 +245,31 @@ def test_omniglot_with_all_methods_and_another_loss(tmp_path: Path, capsys: pyte
         assert content["methods"][name]["test"] == [pytest.approx(naive_recall(embeddings, labels, 1))]
 
 
+def test_class_folders_with_a_fixed_test_part_and_a_subset_of_queries(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for label in range(10):
+        colour = rng.integers(0, 200, 3)
+        for i in range(4):
+            path = tmp_path / "set" / f"{label:03d}.bird" / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((colour + rng.integers(0, 56, (12, 10, 3))).astype(np.uint8)).save(path)
+    overrides = [
+        *("model.name=conv4", "model.trunk_weights=", "adapter.layers=[]", "data.image_size=12", "loss.samples=2"),
+        *("data.last_test=true", "data.fractions=[0.3,0.4,0.3]", "metric.query_subset=9", "loss.classes=3"),
+        f"data.root={tmp_path / 'set'}",
+    ]
+    call("--config-file", CONFIGS / "class_folders.yaml", "--output-dir", tmp_path / "run", *TINY, *overrides)
+    content = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert content["config"]["model"]["augment"]
+    config = config_of(*overrides, file=CONFIGS / "class_folders.yaml")
+    splits = load_splits(config, 0)
+    assert [splits.class_names[label] for label in splits.test.y.unique()] == ["007.bird", "008.bird", "009.bird"]
+    assert splits.train.x.dtype == torch.uint8
+    embeddings, labels = kept_embeddings(config, tmp_path / "run", 0, tuned=True)
+    expected = np.mean([naive_recall(embeddings, labels, k) for k in (1, 2, 4)])  # of all queries
+    assert content["methods"]["metricopt"]["test"] == [pytest.approx(expected)]
+
+
 # --- What it refuses -------------------------------------------------------------------------------------------
 
 
@@ -300,10 +325,13 @@ def test_bad_images_are_refused_in_one_line(tmp_path: Path) -> None:
     arguments = ["--config-file", OMNIGLOT, "--output-dir", tmp_path / "run", *TINY, f"data.root={root}"]
     (root / "Greek" / "character01" / "0001_02.png").write_bytes(b"no picture")
     assert "cannot read Greek/character01/0001_02.png as an image" in refused(*arguments)
-    single = tmp_path / "single"
-    (root / "Latin" / "character00").rename(single)
-    message = refused("--config-file", OMNIGLOT, "--output-dir", tmp_path / "one", *TINY, f"data.root={single}")
-    assert "must hold <group>/<class>/<file> images" in message or "must hold the folders" in message
+
+
+def test_one_class_only_is_refused_in_one_line(tmp_path: Path) -> None:
+    root = omniglot(tmp_path / "set", characters=1) / "Greek"
+    arguments = ["--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY]
+    message = refused(*arguments, "data.name=class_folders", f"data.root={root}")
+    assert message.startswith("each part needs at least two classes of its own; 1 classes divided by")
 
 
 # --- The parts -------------------------------------------------------------------------------------------------
@@ -325,6 +353,20 @@ def test_the_metric_and_its_halves_against_the_definition() -> None:
     assert answer.cost == pytest.approx(cost(torch.arange(30)))
     assert answer.halves == (pytest.approx(cost(halves[0])), pytest.approx(cost(halves[1])))
     assert build_metric(MetricConfig([1, 3]), part).ask(model, "test") == (answer.cost, None)
+
+
+def test_embeddings_that_do_not_match_their_labels_are_refused() -> None:
+    part = Split(torch.randn(6, 3), torch.tensor([0, 0, 1, 1, 2, 2]))
+
+    class Halving(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[::2]
+
+    metric = build_metric(MetricConfig([1]), part)
+    with pytest.raises(MetricError, match="embeddings and labels must be equally many, got 3 and 6"):
+        metric.ask(Halving(), "test")
+    with pytest.raises(MetricError, match="embeddings must be n x d"):
+        metric.ask(nn.Unflatten(1, (3, 1)), "test")
 
 
 @pytest.mark.parametrize("name", ["fast_ap", "triplet_margin", "margin", "contrastive", "multi_similarity"])
