@@ -254,7 +254,7 @@ def test_class_folders_with_a_fixed_test_part_and_a_subset_of_queries(tmp_path: 
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray((colour + rng.integers(0, 56, (12, 10, 3))).astype(np.uint8)).save(path)
     overrides = [
-        *("model.name=conv4", "model.trunk_weights=", "adapter.layers=[]", "data.image_size=12", "loss.samples=2"),
+        *("model.name=conv4", "adapter.layers=[]", "data.image_size=12", "loss.samples=2"),
         *("data.last_test=true", "data.fractions=[0.3,0.4,0.3]", "metric.query_subset=9", "loss.classes=3"),
         f"data.root={tmp_path / 'set'}",
     ]
