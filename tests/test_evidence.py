@@ -22,7 +22,6 @@ from metricopt_ext.classification.config import (
     DataConfig,
     MetricConfig,
     ModelConfig,
-    RecipeConfig,
 )
 from metricopt_ext.classification.experiment import run_seed
 from metricopt_ext.errors import ConfigError, FileFormatError
@@ -34,6 +33,7 @@ from metricopt_ext.optimizer import LossStep
 from metricopt_ext.pipeline import optimize_metric
 from metricopt_ext.progress import Watcher
 from metricopt_ext.recipe import Recipe
+from metricopt_ext.run_config import RecipeConfig
 from metricopt_ext.seeds import run_seeds
 from metricopt_ext.start import FRESH, finetune, metric_policy
 from metricopt_ext.task import FinetuneTask
