@@ -49,8 +49,12 @@ class RememberedMetric(Metric):
 
 def _read(path: Path) -> list[Answer]:
     try:
-        return [Answer(cost, None if halves is None else tuple(halves)) for cost, halves in read_json(path)["answers"]]
+        return [Answer(cost, None if halves is None else _pair(*halves)) for cost, halves in read_json(path)["answers"]]
     except (KeyError, TypeError, ValueError) as error:
         raise FileFormatError(
             f"{path} holds no answers of a metric: {error!r}; delete it to have them asked again"
         ) from error
+
+
+def _pair(a: float, b: float) -> tuple[float, float]:
+    return a, b
