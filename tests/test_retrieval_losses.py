@@ -199,7 +199,7 @@ def test_batches_without_anything_to_rank(make: Callable[..., Any]) -> None:
     assert loss == 0
     assert (x.grad == 0).all()
     loss = make()(x, torch.zeros(4, dtype=torch.long))  # no negatives: nothing is out of place
-    assert float(loss) == pytest.approx(0, abs=1e-12)
+    assert loss.item() == pytest.approx(0, abs=1e-12)
     same = torch.ones(6, 3, dtype=torch.float16).requires_grad_()  # all scores tie
     loss = make()(same, torch.arange(6) % 2)
     loss.backward()
