@@ -255,7 +255,9 @@ def test_resume_through_hook_container(tmp_path: Path, records: Any) -> None:
             )
             tester.end_of_testing_hook = hooks.end_of_testing_hook
             metric = recall_metric([images(seed=1)], ledger=Ledger(5))
-            recorder = TrajectoryRecorder(adapter, metric, mo.TrajectoryStore(), steps=10, evals=5)
+            recorder = TrajectoryRecorder(
+                adapter, metric, mo.TrajectoryStore(), steps=10, evals=5, then=hooks.end_of_iteration_hook
+            )
             trainer = make_trainer(
                 trunk,
                 optimizer,

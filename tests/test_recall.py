@@ -525,11 +525,10 @@ def test_primary_metric_of_testers_and_hooks(tmp_path: Path, records: Any) -> No
     ("missing", "module", "message"),
     [
         ("faiss", "recall", "Recall@k needs FAISS: pip install 'metricopt-ext[retrieval]'"),
-        (
-            "pytorch_metric_learning",
-            "accuracy",
-            "needs pytorch-metric-learning: pip install 'metricopt-ext[retrieval]'",
-        ),
+        *[
+            ("pytorch_metric_learning", module, "pytorch-metric-learning: pip install 'metricopt-ext[retrieval]'")
+            for module in ("accuracy", "losses", "task")
+        ],
     ],
 )
 def test_says_what_to_install(missing: str, module: str, message: str) -> None:
