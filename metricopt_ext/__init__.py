@@ -24,7 +24,7 @@ from .recipe import Recipe
 from .result import MetricOptResult, Result
 from .search import CMAES, GuidedES
 from .start import Tuned, tune_start
-from .task import FinetuneTask
+from .task import FinetuneTask, OutputLoss
 from .trajectory import Trajectory, TrajectoryStore
 from .value_function import NeuralValueFunction, Quality, RidgeValueFunction, ValueFunction, load_value_function
 
@@ -46,6 +46,7 @@ __all__ = [
     "MetricOptError",
     "MetricOptResult",
     "NeuralValueFunction",
+    "OutputLoss",
     "Quality",
     "Recipe",
     "Result",
