@@ -104,6 +104,7 @@ class RecipeConfig:
     folds: int = 4
     labels: str = "observed"  # observed, linear, gp (interpolated where that shows skill) or gp_always
     learners: list[str] = field(default_factory=lambda: ["neural", "ridge"])  # of neural, ridge, reptile
+    adapt_queries: int = 0  # spent along each start's finetuning to adapt f to it; 0 uses f as it is
 
     def build(self) -> Recipe:
         """Return the recipe.
