@@ -269,6 +269,7 @@ def open_store(
         "tasks": tasks,
         **_identity(task, seed),
     }
+    claim(folder / "identity.json", identity)  # of the answers too: another strategy must not be given them
     return TrajectoryStore(folder / "trajectories", identity)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -469,6 +470,27 @@ def test_a_run_is_not_resumed_under_other_settings(
     assert task.asked == 0
 
 
+@pytest.mark.parametrize(("first", "second"), [(RECIPE, CMAES()), (CMAES(), RECIPE)], ids=["search", "recipe"])
+def test_a_strategy_is_not_given_the_answers_of_another(
+    quadratic: Callable[..., Any], tmp_path: Path, first: Any, second: Any
+) -> None:
+    optimize_metric(quadratic(), queries=QUERIES, strategy=first, output_dir=tmp_path, watcher=Watcher())
+    task = quadratic()
+    arguments = {"queries": QUERIES, "output_dir": tmp_path, "resume": True, "watcher": Watcher()}
+    with pytest.raises(FileFormatError, match="holds another run"):
+        optimize_metric(task, strategy=second, **arguments)
+    assert task.asked == 0
+
+
+def test_answers_do_not_outlive_the_trajectories_of_other_settings(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    go(quadratic(), output_dir=tmp_path)
+    shutil.rmtree(tmp_path / "trajectories")
+    with pytest.raises(FileFormatError, match=r"lr was 0\.1, now 0\.02"):
+        go(quadratic(), recipe=replace(RECIPE, lr=0.02), output_dir=tmp_path, resume=True)
+
+
 def test_queries_that_change_nothing_may_be_added(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     expected, first, task = go(quadratic()), quadratic(), quadratic()
     first.fail_after = 20
@@ -536,7 +558,13 @@ def test_files(quadratic: Callable[..., Any], tmp_path: Path, learner: Any) -> N
     task = quadratic(dtype=torch.float32)
     result = go(task, recipe=replace(RECIPE, learners=(learner,)), output_dir=tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"trajectories", "answers.json", "value_function.safetensors", "adapter.safetensors"}
+    assert names == {
+        "trajectories",
+        "identity.json",
+        "answers.json",
+        "value_function.safetensors",
+        "adapter.safetensors",
+    }
     assert len(list((tmp_path / "trajectories").glob("*.safetensors"))) == 12
 
     f = load_value_function(tmp_path / "value_function.safetensors", dim=4)
