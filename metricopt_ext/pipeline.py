@@ -69,7 +69,8 @@ def optimize_metric(
     metric tells (see `Metric`), so it never ends worse than it began on the data that the metric sees.
 
     Args:
-        task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end.
+        task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end;
+            a failed run that keeps its work in ``output_dir`` is charged once it was resumed.
         queries: Metric queries that may be spent in all.
         strategy: A recipe for learning and following f, or a direct search.
         seed: Seed of all draws.
@@ -293,17 +294,20 @@ def _refuse_mixing(folder: Path, resume: bool) -> None:
 def _counted(metric: Metric, queries: int, folder: Path | None) -> Iterator[tuple[RememberedMetric, Ledger]]:
     """Count a run in a ledger of its own, and charge the metric's own once it is over.
 
-    A run that fails charges nothing: what it did comes back when it is resumed. The metric that is handed out writes
-    its answers into the folder; what is collected has files of its own.
+    A run that fails charges nothing if it has a folder: what it did comes back when it is resumed. Without one it is
+    charged for what it asked. The metric that is handed out writes its answers into the folder; what is collected has
+    files of its own.
     """
     own, metric.ledger = metric.ledger, Ledger(queries)
-    run = metric.ledger
+    run, finished = metric.ledger, False
     try:
         yield RememberedMetric(metric, None if folder is None else folder / "answers.json"), run
+        finished = True
     finally:
         metric.ledger = own
-    for purpose, spent in run.spent_on.items():
-        own.spend(purpose, spent)
+        if finished or folder is None:
+            for purpose, spent in run.spent_on.items():
+                own.spend(purpose, spent)
 
 
 def _collection_policy(fit: Fit | None, recipe: Recipe, seed: int, chunk: Sequence[int]) -> Policy:

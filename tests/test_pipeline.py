@@ -602,6 +602,19 @@ def test_a_shared_ledger_is_charged_for_every_finished_run(quadratic: Callable[.
         go(task, seed=2)
 
 
+@pytest.mark.parametrize("strategy", [RECIPE, CMAES()], ids=["recipe", "search"])
+def test_a_failed_run_is_charged_unless_its_work_is_kept(
+    quadratic: Callable[..., Any], tmp_path: Path, strategy: Any
+) -> None:
+    for folder, charged in ((None, 31), (tmp_path, 0)):
+        task = quadratic(budget=100)
+        task.fail_after = 30
+        with pytest.raises(MetricError, match="server is down"):
+            optimize_metric(task, queries=QUERIES, strategy=strategy, output_dir=folder, watcher=Watcher())
+        assert task.asked == 31
+        assert task.metric.ledger.spent == charged
+
+
 # --- Other strategies --------------------------------------------------------------------------------------------
 
 SEARCHES = [CMAES(sigma0=0.3), GuidedES(lr=0.1)]
