@@ -1,7 +1,7 @@
 """One start: finetune it under a value function, and keep the change only if the metric agrees beyond chance."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -97,7 +97,8 @@ def tune_start(
     crossed = []
     if fit.f.trusted:
         for half, f in enumerate(fit.half_fits):
-            end = follow(metric_policy(f, recipe, setting))[-1]
+            # With half the data f may not look trusted; not to follow it there would show no optimism at all.
+            end = follow(replace(metric_policy(f, recipe, setting), even_untrusted=True))[-1]
             crossed.append(ask(task, end, "guard", f"cross-check, half {half}", watcher))
     optimism = optimism_of_gain(crossed)
 

@@ -98,8 +98,9 @@ def test_the_start_is_kept_unless_something_gains_more_than_chance_and_optimism(
     assert choose({name: Answer(cost) for name, cost in costs.items()}, chance, optimism) == chosen
 
 
-def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any]) -> None:
-    """Each half has a goal of its own: what f gains on one is partly lost on the other."""
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any], trusted: bool) -> None:
+    """Each half has a goal of its own: what f gains on one is partly lost on the other, its own f trusted or not."""
     task = quadratic(dtype=torch.float32)
     goals = [task.goal + 0.4, task.goal - 0.4]
 
@@ -110,9 +111,12 @@ def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any]) 
     task.metric = Metric(metric, maximize=False, bounds=None, name="distance")
     fit = learned(task)
     before = task.metric.ledger.spent
+    ends = [finetune(task, metric_policy(f, RECIPE, (0.2, 0.3)), 10, 0)[-1] for f in fit.half_fits]
+    if not trusted:
+        for f in fit.half_fits:
+            f.quality = None
     tuned = tune_start(task, fit, recipe=RECIPE, setting=(0.2, 0.3))
     assert task.metric.ledger.spent - before == 5 == RECIPE.start_queries
-    ends = [finetune(task, metric_policy(f, RECIPE, (0.2, 0.3)), 10, 0)[-1] for f in fit.half_fits]
     a, b = (torch.stack([((end - goal) ** 2).sum() for goal in goals]) for end in ends)
     assert tuned.optimism == pytest.approx(float((a[1] - a[0]) + (b[0] - b[1])) / 4, rel=1e-5)
     assert tuned.optimism > 0.05
