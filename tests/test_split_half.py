@@ -98,6 +98,7 @@ def test_optimism_is_never_below_0_and_0_where_unknown() -> None:
     assert optimism_of_gain([Answer(0.5, (0.4, 0.6)), Answer(0.5, (0.7, 0.4))]) == pytest.approx((0.2 + 0.3) / 4)
     assert optimism_of_gain([Answer(0.5, (0.6, 0.4)), Answer(0.5, (0.4, 0.6))]) == 0
     assert optimism_of_gain([]) == 0
+    assert optimism_of_gain([Answer(0.5, (0.1, 0.9)), Answer(0.5)]) == 0  # the second half may just be harder
 
 
 def test_a_half_is_judged_by_itself() -> None:
