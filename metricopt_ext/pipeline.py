@@ -236,7 +236,8 @@ def meta_train(
         fit.f.to(task.origin().device)
     assert fit is not None
     assert fit.f.quality is not None
-    fit = replace(fit, halves=halves_where_used(seen), half_fits=_fit_halves(seen, recipe, seed))
+    half_fits = tuple(f.to(task.origin().device) for f in _fit_halves(seen, recipe, seed))
+    fit = replace(fit, halves=halves_where_used(seen), half_fits=half_fits)
     watcher.say(f"value function ({fit.f.kind}): {fit.f.quality}")
     return fit
 

@@ -26,7 +26,7 @@ from metricopt_ext.result import MetricOptResult
 from metricopt_ext.search import CMAES, GuidedES, Search
 from metricopt_ext.start import FRESH, finetune, metric_policy
 from metricopt_ext.trajectory import TrajectoryStore, rollout
-from metricopt_ext.value_function import load_value_function
+from metricopt_ext.value_function import ValueFunction, load_value_function
 
 # Two rounds of six tasks with three observations, six queries to choose and three for the guard; two more are planned
 # for, which only metrics need that tell halves.
@@ -728,6 +728,17 @@ def test_a_gain_that_may_be_chance_leaves_the_model_as_it_was(quadratic: Callabl
     assert left.chance + left.optimism > left.before - left.best
     assert f"up to {left.chance + left.optimism:.4f} of a gain are chance and optimism" in str(left)
     assert "are chance" not in str(kept)
+
+
+def test_all_value_functions_are_where_phi_is(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[Any] = []
+    to = ValueFunction.to
+    monkeypatch.setattr(ValueFunction, "to", lambda f, device: (moved.append((f, device)), to(f, device))[1])
+    task = halved(quadratic(), 0.1)
+    fit = meta_train(task, tasks=6, recipe=RECIPE)
+    assert len(fit.half_fits) == 2
+    for f in (fit.f, *fit.half_fits):
+        assert any(f is other and device == task.origin().device for other, device in moved)
 
 
 def test_halves_come_back_from_files(quadratic: Callable[..., Any], tmp_path: Path) -> None:
