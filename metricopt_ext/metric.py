@@ -91,6 +91,8 @@ class Metric:
     ) -> None:
         if bounds is not None and not bounds[0] < bounds[1]:
             raise ValueError(f"bounds are {bounds}; the lower must be below the upper")
+        if bounds is not None and not math.isfinite(bounds[1] - bounds[0]):
+            raise ValueError(f"bounds are {bounds}; both must be finite, or give bounds=None for a metric without any")
         self.function = function
         self.maximize = maximize
         self.bounds = bounds

@@ -146,6 +146,12 @@ def test_keyboard_interrupt_passes() -> None:
         Metric(interrupted, maximize=True).cost(nn.Identity(), "test")
 
 
+@pytest.mark.parametrize("bounds", [(0.0, math.inf), (-math.inf, 0.0)])
+def test_infinite_bounds(bounds: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="both must be finite, or give bounds=None"):
+        Metric(constant(0), maximize=True, bounds=bounds)
+
+
 @pytest.mark.parametrize("bounds", [(1.0, 0.0), (1.0, 1.0), (math.nan, 1.0)])
 def test_bad_bounds(bounds: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="the lower must be below the upper"):
