@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any, overload
 
 import torch
@@ -267,12 +268,21 @@ def open_store(
     _refuse_mixing(folder, resume)
     identity = {
         **asdict(recipe),
-        **{name: repr(getattr(recipe, name)) for name in ("labels", "learners", "refine")},
+        **{name: _described(getattr(recipe, name)) for name in ("labels", "learners", "refine")},
         "tasks": tasks,
         **_identity(task, seed),
     }
     claim(folder / "identity.json", identity)  # of the answers too: another strategy must not be given them
     return TrajectoryStore(folder / "trajectories", identity)
+
+
+def _described(part: Any) -> str:
+    """Return what ``repr`` does, but functions by name: their own repr holds an address, which no other process has."""
+    if isinstance(part, tuple):
+        return f"({', '.join(map(_described, part))})"
+    if isinstance(part, FunctionType):
+        return f"{part.__module__}.{part.__qualname__}"
+    return repr(part)
 
 
 def _identity(task: FinetuneTask, seed: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from metricopt_ext.errors import BudgetError, FileFormatError, MetricError, Valu
 from metricopt_ext.film import attach_input_bias, load_adapter
 from metricopt_ext.fitting import NeuralLearner, RidgeLearner
 from metricopt_ext.metric import Ledger, Metric
+from metricopt_ext.observations import Observations
 from metricopt_ext.optimizer import LossStep
 from metricopt_ext.pipeline import meta_train, optimize_metric
 from metricopt_ext.progress import Watcher
@@ -489,6 +490,24 @@ def test_answers_do_not_outlive_the_trajectories_of_other_settings(
     shutil.rmtree(tmp_path / "trajectories")
     with pytest.raises(FileFormatError, match=r"lr was 0\.1, now 0\.02"):
         go(quadratic(), recipe=replace(RECIPE, lr=0.02), output_dir=tmp_path, resume=True)
+
+
+def test_a_function_of_the_users_own_resumes_in_another_process(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    def with_functions() -> Recipe:
+        """Make them anew, at other addresses, as another process would."""
+
+        def labels(trajectories: Any) -> Observations:
+            return Observations.of(trajectories)
+
+        def learner(data: Any, fold: Tensor, folds: int, seed: int) -> Any:
+            return RidgeLearner()(data, fold, folds, seed)
+
+        return replace(RECIPE, labels=labels, learners=(learner,))
+
+    first, second = with_functions(), with_functions()
+    expected, task = go(quadratic(), recipe=first, output_dir=tmp_path), quadratic()
+    assert_same(go(task, recipe=second, output_dir=tmp_path, resume=True), expected)
+    assert task.asked == 0
 
 
 def test_queries_that_change_nothing_may_be_added(quadratic: Callable[..., Any], tmp_path: Path) -> None:
