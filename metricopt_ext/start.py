@@ -68,7 +68,8 @@ def tune_start(
 
     Args:
         task: Model, loss, batches and metric. The model is left as it was: set the phi of ``ends[chosen]`` yourself.
-        fit: The value function with its held-out quality; without skill it is not followed.
+        fit: The value function with its held-out quality; without skill it is not followed. For one from a file,
+            ``Fit(load_value_function(path))``, on the device of phi: chance and optimism are then unknown.
         recipe: How to work.
         setting: (loss weight, metric step); by default the recipe's first.
         start: phi_0, ``d``; by default 0, the model as it was trained.

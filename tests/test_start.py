@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from metricopt_ext.pipeline import meta_train
 from metricopt_ext.recipe import Recipe
 from metricopt_ext.search import CMAES
 from metricopt_ext.start import FRESH, choose, finetune, metric_policy, tune_start
+from metricopt_ext.value_function import load_value_function
 
 RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=0, learners=(NeuralLearner(iterations=200),))
 
@@ -37,6 +39,15 @@ def test_ends_are_those_of_the_step_rules(quadratic: Callable[..., Any], start: 
     assert tuned.chosen == tuned.best == "metricopt"
     assert task.metric.ledger.spent - spent == task.metric.ledger.spent_on["guard"] == 3
     assert not task.adapter.phi.any()  # as it was
+
+
+def test_a_value_function_from_a_file_is_followed(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task = quadratic(dtype=torch.float32)
+    fit = learned(task)
+    fit.f.save(tmp_path / "f.safetensors")
+    tuned = tune_start(task, Fit(load_value_function(tmp_path / "f.safetensors")), recipe=RECIPE)
+    assert torch.equal(tuned.ends["metricopt"], tune_start(task, fit, recipe=RECIPE).ends["metricopt"])
+    assert (tuned.chosen, tuned.chance, tuned.optimism) == ("metricopt", 0, 0)
 
 
 def test_an_f_without_skill_is_not_followed_nor_adapted(quadratic: Callable[..., Any]) -> None:
