@@ -66,8 +66,9 @@ def optimize_metric(
     By default it learns f from rounds of trajectories, chooses how boldly to follow it, finetunes from phi = 0, and
     leaves in the model whichever of start, loss-only end and MetricOpt's end the metric likes best. A direct search
     (`search.CMAES`, `search.GuidedES`) spends all queries on the metric itself instead: the better tool for a single
-    start. Either way the model is left as it was unless the gain is larger than chance would make it, as far as the
-    metric tells (see `Metric`), so it never ends worse than it began on the data that the metric sees.
+    start. Either way the model is left at phi = 0 unless the gain is larger than chance would make it, as far as the
+    metric tells (see `Metric`), so it never ends worse than it was trained on the data that the metric sees. A phi that
+    it held before counts for nothing: `tune_start` goes on from one, or `Adapter.merge` it and attach anew.
 
     Args:
         task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end;

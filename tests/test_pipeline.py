@@ -97,6 +97,15 @@ def test_it_never_ends_worse_than_it_began(quadratic: Callable[..., Any], goal: 
     assert torch.equal(task.adapter.phi, result.ends[result.chosen])
 
 
+@pytest.mark.parametrize("strategy", [RECIPE, CMAES()], ids=["recipe", "search"])
+def test_a_phi_that_the_model_held_before_counts_for_nothing(quadratic: Callable[..., Any], strategy: Any) -> None:
+    plain, tuned = quadratic(), quadratic()
+    tuned.adapter.set_phi(tuned.goal)
+    for task in (plain, tuned):
+        optimize_metric(task, queries=QUERIES, strategy=strategy, watcher=Watcher())
+    assert torch.equal(tuned.adapter.phi, plain.adapter.phi)
+
+
 def test_the_guard_keeps_a_start_that_nothing_beats(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     task = quadratic()
     task.goal = torch.zeros_like(task.goal)
