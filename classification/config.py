@@ -10,6 +10,8 @@ from metricopt_ext.fitting import Learner, NeuralLearner, RidgeLearner
 from metricopt_ext.observations import Labeller, Observations
 from metricopt_ext.recipe import Recipe
 from metricopt_ext.reptile import ReptileLearner
+from metricopt_ext.search import CMAES, GuidedES
+from metricopt_ext.value_function import load_value_function
 
 
 @dataclass
@@ -171,6 +173,8 @@ class ClassificationConfig:
         Raises:
             ConfigError: A value is out of range.
             BudgetError: There are too few queries; the message says how many would do.
+            FileFormatError: The value function to transfer can't be read.
+            ValueFunctionError: It was fitted for another dimension.
         """
         least_one = {name: getattr(self, name) for name in ("batch_size", "population", "best_evals", "seeds")}
         least_one |= {"workers": self.workers, "threads": self.threads}
@@ -182,6 +186,13 @@ class ClassificationConfig:
             raise ConfigError(f"seed={self.seed}: it must be at least 0")
         if not self.model.lr > 0:
             raise ConfigError(f"model.lr={self.model.lr}: it must be above 0")
+        searches = {"search_queries": (GuidedES(), CMAES()), "refine_queries": (CMAES(),)}
+        for name, used in searches.items():
+            value, dim = getattr(self, name), self.adapter.dim
+            if value and value < (least := max(search.least_queries(max(1, dim)) for search in used)):
+                raise ConfigError(f"{name}={value}: it must be at least {least} for adapter.dim={dim}, or 0")
+        if self.transfer.value_function:
+            load_value_function(self.transfer.value_function, self.adapter.dim)
         self.recipe.build().tasks_per_round(self.queries)
 
     def as_dict(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from .errors import (
     ValueFunctionError,
 )
 from .film import Adapter, attach_film, attach_input_bias, load_adapter
+from .fitting import Fit
 from .metric import Ledger, Metric
 from .optimizer import MetricOpt
 from .pipeline import meta_train, optimize_metric
@@ -38,6 +39,7 @@ __all__ = [
     "DatasetBatches",
     "FileFormatError",
     "FinetuneTask",
+    "Fit",
     "GuidedES",
     "Ledger",
     "Metric",

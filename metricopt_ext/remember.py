@@ -30,6 +30,7 @@ class RememberedMetric(Metric):
         super().__init__(
             metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name, ledger=metric.ledger
         )
+        self.metric = metric
         self.path = path
         self.answers: list[Answer] = []
         self._on_file = [] if path is None or not path.exists() else _read(path)
@@ -40,7 +41,7 @@ class RememberedMetric(Metric):
             self.ledger.spend(purpose)
             answer = self._on_file[len(self.answers)]
         else:
-            answer = super().ask(model, purpose)
+            answer = self.metric.ask(model, purpose)
         self.answers.append(answer)
         if self.path is not None and len(self.answers) > len(self._on_file):
             write_json(self.path, {"answers": self.answers})

@@ -67,7 +67,8 @@ def _affine_batch_norm(
     scale = (var + eps).rsqrt() if weight is None else weight * (var + eps).rsqrt()
     shift = -mean * scale if bias is None else bias - mean * scale
     channels = (-1, *[1] * (x.dim() - 2))
-    return torch.addcmul(shift.view(channels), x, scale.view(channels))
+    # Statistics may be of higher precision than x, as in autocast: like F.batch_norm, compute in theirs, return x's.
+    return torch.addcmul(shift.view(channels), x, scale.view(channels)).to(x.dtype)
 
 
 class FinetuneTask:

@@ -51,6 +51,16 @@ def test_without_a_file_it_is_the_metric(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_metric_with_an_ask_of_its_own_is_asked_by_it() -> None:
+    class Doubled(Metric):
+        def ask(self, model: nn.Module, purpose: str) -> Answer:
+            return Answer(2 * super().ask(model, purpose).cost)
+
+    metric = Doubled(lambda: 0.25, maximize=False)
+    assert RememberedMetric(metric, None).ask(nn.Identity(), "x") == metric.ask(nn.Identity(), "x") == Answer(0.5)
+    assert metric.ledger.spent == 2
+
+
 @pytest.mark.parametrize("content", ['{"other": 1}', '{"answers": [1]}', '{"answers": [[0.5, [1]]]}'])
 def test_a_foreign_file_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "answers.json"
