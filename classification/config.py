@@ -6,6 +6,7 @@ from omegaconf import MISSING
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.run_config import RunConfig, check_at_least
+from metricopt_ext.value_function import load_value_function
 
 
 @dataclass
@@ -102,9 +103,17 @@ class ClassificationConfig(RunConfig):
     balanced: bool = True  # every class gets an equal part of a batch
 
     def check(self) -> None:
-        """Refuse what would only fail after work was done (see `RunConfig.check`)."""
+        """Refuse what would only fail after work was done (see `RunConfig.check`).
+
+        Raises:
+            FileFormatError: The value function to transfer can't be read.
+            ValueFunctionError: It was fitted for another dimension.
+        """
         check_at_least(1, {"batch_size": self.batch_size})
         check_at_least(1, {"model.epochs": self.model.epochs, "model.batch_size": self.model.batch_size})
         if not self.model.lr > 0:
             raise ConfigError(f"model.lr={self.model.lr}: it must be above 0")
+        self.check_searches(self.adapter.dim)
+        if self.transfer.value_function:
+            load_value_function(self.transfer.value_function, self.adapter.dim)
         super().check()

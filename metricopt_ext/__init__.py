@@ -17,6 +17,7 @@ from .errors import (
     ValueFunctionError,
 )
 from .film import Adapter, attach_film, attach_input_bias, load_adapter
+from .fitting import Fit
 from .metric import Ledger, Metric
 from .optimizer import MetricOpt
 from .pipeline import meta_train, optimize_metric
@@ -24,7 +25,7 @@ from .recipe import Recipe
 from .result import MetricOptResult, Result
 from .search import CMAES, GuidedES
 from .start import Tuned, tune_start
-from .task import FinetuneTask
+from .task import FinetuneTask, OutputLoss
 from .trajectory import Trajectory, TrajectoryStore
 from .value_function import NeuralValueFunction, Quality, RidgeValueFunction, ValueFunction, load_value_function
 
@@ -38,6 +39,7 @@ __all__ = [
     "DatasetBatches",
     "FileFormatError",
     "FinetuneTask",
+    "Fit",
     "GuidedES",
     "Ledger",
     "Metric",
@@ -46,6 +48,7 @@ __all__ = [
     "MetricOptError",
     "MetricOptResult",
     "NeuralValueFunction",
+    "OutputLoss",
     "Quality",
     "Recipe",
     "Result",

@@ -437,6 +437,11 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
 def _attach(model: nn.Module, kind: Kind, names: list[str], dim: int, seed: int, modulation: Any) -> Adapter:
     if hasattr(model, CONTEXT_NAME) or any(isinstance(module, Context) for module in model.modules()):
         raise AdapterError(f"{type(model).__name__} has an adapter already; remove() or merge() it first")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise AdapterError(
+            f"{type(model).__name__} wraps the model that checkpoints are made of; attach before wrapping it, or phi is"
+            " not among what they hold"
+        )
     if dim < 1:
         raise AdapterError(f"dim is {dim}; phi needs at least one dimension")
     if seed < 0:

@@ -154,7 +154,7 @@ def ridge_path(x: Tensor, y: Tensor, penalties: Sequence[float]) -> list[tuple[T
 
 @dataclass(frozen=True)
 class Fit:
-    """A chosen value function with what it was chosen by.
+    """A chosen value function with what it was chosen by; of one from a file, ``Fit(f)``, nothing else is known.
 
     Attributes:
         f: The value function; ``f.quality`` is its held-out quality.
@@ -166,9 +166,9 @@ class Fit:
     """
 
     f: ValueFunction
-    candidates: dict[str, Quality]
-    predicted: Tensor
-    true: Tensor
+    candidates: dict[str, Quality] = field(default_factory=dict)
+    predicted: Tensor = field(default_factory=lambda: torch.empty(0))
+    true: Tensor = field(default_factory=lambda: torch.empty(0))
     halves: Tensor | None = None
     half_fits: tuple[ValueFunction, ...] = ()
 

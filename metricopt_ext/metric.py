@@ -67,6 +67,7 @@ class Metric:
             is called in evaluation mode and without gradients, once per phi. It may return ``(value, (half, half))``
             instead, its value on all of its data and on two random halves of them: from these the tool learns how
             much of a gain is chance (`split_half`). That is still one query, for it takes one pass over the data.
+            ``(value, None)`` is the value alone.
         maximize: Whether higher is better.
         bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for a metric without known
             bounds: its cost is the value itself, negated where higher is better.
@@ -90,6 +91,8 @@ class Metric:
     ) -> None:
         if bounds is not None and not bounds[0] < bounds[1]:
             raise ValueError(f"bounds are {bounds}; the lower must be below the upper")
+        if bounds is not None and not math.isfinite(bounds[1] - bounds[0]):
+            raise ValueError(f"bounds are {bounds}; both must be finite, or give bounds=None for a metric without any")
         self.function = function
         self.maximize = maximize
         self.bounds = bounds
@@ -120,22 +123,30 @@ class Metric:
         with evaluating(model), torch.no_grad():
             try:
                 answer = self.function(model) if self._takes_model else self.function()
-                value, *rest = answer if isinstance(answer, tuple) else (answer,)
-                value, halves = float(value), [float(half) for half in rest[0]] if rest else None
             except Exception as error:
                 raise MetricError(f"metric {self.name!r} raised {type(error).__name__}: {error}") from error
-        if halves is not None and (len(halves) != 2 or len(rest) > 1):
-            raise MetricError(f"metric {self.name!r} returned {answer}; it must be a number, or (number, (half, half))")
-        costs = [self._checked_cost(number) for number in (value, *(halves or ()))]
-        return Answer(costs[0], (costs[1], costs[2]) if halves else None)
+        try:
+            value, halves = answer if isinstance(answer, tuple) else (answer, None)
+            value, halves = float(value), None if halves is None else [float(half) for half in halves]
+            if halves is not None and len(halves) != 2:
+                raise ValueError(f"{len(halves)} halves")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise MetricError(
+                f"metric {self.name!r} returned {answer!r}; it must be a number, or (number, (half, half))"
+            ) from error
+        cost = self._checked_cost(value)
+        if halves is None:
+            return Answer(cost)
+        first, second = (self._checked_cost(half, " on a half of its data") for half in halves)
+        return Answer(cost, (first, second))
 
-    def _checked_cost(self, value: float) -> float:
+    def _checked_cost(self, value: float, where: str = "") -> float:
         if not math.isfinite(value):
-            raise MetricError(f"metric {self.name!r} returned {value}; it must be a finite number")
+            raise MetricError(f"metric {self.name!r} returned {value}{where}; it must be a finite number")
         if self.bounds is not None and not self.bounds[0] <= value <= self.bounds[1]:
             raise MetricError(
-                f"metric {self.name!r} returned {value}, outside its bounds {self.bounds}; give the right bounds,"
-                " or bounds=None for a metric without any"
+                f"metric {self.name!r} returned {value}{where}, outside its bounds {self.bounds}; give the right"
+                " bounds, or bounds=None for a metric without any"
             )
         return self.to_cost(value)
 

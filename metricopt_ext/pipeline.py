@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any, overload
 
 import torch
@@ -65,11 +66,13 @@ def optimize_metric(
     By default it learns f from rounds of trajectories, chooses how boldly to follow it, finetunes from phi = 0, and
     leaves in the model whichever of start, loss-only end and MetricOpt's end the metric likes best. A direct search
     (`search.CMAES`, `search.GuidedES`) spends all queries on the metric itself instead: the better tool for a single
-    start. Either way the model is left as it was unless the gain is larger than chance would make it, as far as the
-    metric tells (see `Metric`), so it never ends worse than it began on the data that the metric sees.
+    start. Either way the model is left at phi = 0 unless the gain is larger than chance would make it, as far as the
+    metric tells (see `Metric`), so it never ends worse than it was trained on the data that the metric sees. A phi that
+    it held before counts for nothing: `tune_start` goes on from one, or `Adapter.merge` it and attach anew.
 
     Args:
-        task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end.
+        task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end;
+            a failed run that keeps its work in ``output_dir`` is charged once it was resumed.
         queries: Metric queries that may be spent in all.
         strategy: A recipe for learning and following f, or a direct search.
         seed: Seed of all draws.
@@ -235,7 +238,8 @@ def meta_train(
         fit.f.to(task.origin().device)
     assert fit is not None
     assert fit.f.quality is not None
-    fit = replace(fit, halves=halves_where_used(seen), half_fits=_fit_halves(seen, recipe, seed))
+    half_fits = tuple(f.to(task.origin().device) for f in _fit_halves(seen, recipe, seed))
+    fit = replace(fit, halves=halves_where_used(seen), half_fits=half_fits)
     watcher.say(f"value function ({fit.f.kind}): {fit.f.quality}")
     return fit
 
@@ -265,11 +269,21 @@ def open_store(
     _refuse_mixing(folder, resume)
     identity = {
         **asdict(recipe),
-        **{name: repr(getattr(recipe, name)) for name in ("labels", "learners", "refine")},
+        **{name: _described(getattr(recipe, name)) for name in ("labels", "learners", "refine")},
         "tasks": tasks,
         **_identity(task, seed),
     }
+    claim(folder / "identity.json", identity)  # of the answers too: another strategy must not be given them
     return TrajectoryStore(folder / "trajectories", identity)
+
+
+def _described(part: Any) -> str:
+    """Return what ``repr`` does, but functions by name: their own repr holds an address, which no other process has."""
+    if isinstance(part, tuple):
+        return f"({', '.join(map(_described, part))})"
+    if isinstance(part, FunctionType):
+        return f"{part.__module__}.{part.__qualname__}"
+    return repr(part)
 
 
 def _identity(task: FinetuneTask, seed: int) -> dict[str, Any]:
@@ -292,17 +306,20 @@ def _refuse_mixing(folder: Path, resume: bool) -> None:
 def _counted(metric: Metric, queries: int, folder: Path | None) -> Iterator[tuple[RememberedMetric, Ledger]]:
     """Count a run in a ledger of its own, and charge the metric's own once it is over.
 
-    A run that fails charges nothing: what it did comes back when it is resumed. The metric that is handed out writes
-    its answers into the folder; what is collected has files of its own.
+    A run that fails charges nothing if it has a folder: what it did comes back when it is resumed. Without one it is
+    charged for what it asked. The metric that is handed out writes its answers into the folder; what is collected has
+    files of its own.
     """
     own, metric.ledger = metric.ledger, Ledger(queries)
-    run = metric.ledger
+    run, finished = metric.ledger, False
     try:
         yield RememberedMetric(metric, None if folder is None else folder / "answers.json"), run
+        finished = True
     finally:
         metric.ledger = own
-    for purpose, spent in run.spent_on.items():
-        own.spend(purpose, spent)
+        if finished or folder is None:
+            for purpose, spent in run.spent_on.items():
+                own.spend(purpose, spent)
 
 
 def _collection_policy(fit: Fit | None, recipe: Recipe, seed: int, chunk: Sequence[int]) -> Policy:

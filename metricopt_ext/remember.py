@@ -30,6 +30,7 @@ class RememberedMetric(Metric):
         super().__init__(
             metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name, ledger=metric.ledger
         )
+        self.metric = metric
         self.path = path
         self.answers: list[Answer] = []
         self._on_file = [] if path is None or not path.exists() else _read(path)
@@ -40,7 +41,7 @@ class RememberedMetric(Metric):
             self.ledger.spend(purpose)
             answer = self._on_file[len(self.answers)]
         else:
-            answer = super().ask(model, purpose)
+            answer = self.metric.ask(model, purpose)
         self.answers.append(answer)
         if self.path is not None and len(self.answers) > len(self._on_file):
             write_json(self.path, {"answers": self.answers})
@@ -49,8 +50,12 @@ class RememberedMetric(Metric):
 
 def _read(path: Path) -> list[Answer]:
     try:
-        return [Answer(cost, None if halves is None else tuple(halves)) for cost, halves in read_json(path)["answers"]]
+        return [Answer(cost, None if halves is None else _pair(*halves)) for cost, halves in read_json(path)["answers"]]
     except (KeyError, TypeError, ValueError) as error:
         raise FileFormatError(
             f"{path} holds no answers of a metric: {error!r}; delete it to have them asked again"
         ) from error
+
+
+def _pair(a: float, b: float) -> tuple[float, float]:
+    return a, b

@@ -167,9 +167,12 @@ class Report:
         halves = [record.split_half for record in self.records if record.split_half is not None]
         if halves:
             chance = np.mean([record.chance for record in self.records])
+            left = sum(record.kept == "start" for record in self.records)
             lines.append(
                 f"Split-half correlation of the metric over random phi: {np.mean(halves):.2f} (near 0 no method can"
-                f" help); gains on validation below {CERTAINTY * chance:.4f} may be chance and change nothing"
+                f" help). Gains on validation below {CERTAINTY * chance:.4f}, and what they lose from one half of the"
+                f" data to the other, count as chance: in {left} of {len(self.records)} seeds nothing was left, and the"
+                " model was left as it was"
             )
         kept = collections.Counter(record.kept for record in self.records)
         best = max(trivial, key=lambda name: trivial[name], default=None)

@@ -8,6 +8,7 @@ from .fitting import Learner, NeuralLearner, RidgeLearner
 from .observations import Labeller, Observations
 from .recipe import Recipe
 from .reptile import ReptileLearner
+from .search import CMAES, GuidedES
 
 
 @dataclass
@@ -23,6 +24,7 @@ class RecipeConfig:
     folds: int = 4
     labels: str = "observed"  # observed, linear, gp (interpolated where that shows skill) or gp_always
     learners: list[str] = field(default_factory=lambda: ["neural", "ridge"])  # of neural, ridge, reptile
+    adapt_queries: int = 0  # spent along each start's finetuning to adapt f to it; 0 uses f as it is
 
     def build(self) -> Recipe:
         """Return the recipe.
@@ -84,6 +86,18 @@ class RunConfig:
         check_at_least(1, {n: getattr(self, n) for n in ("population", "best_evals", "seeds", "workers", "threads")})
         check_at_least(0, {"seed": self.seed})
         self.recipe.build().tasks_per_round(self.queries)
+
+    def check_searches(self, dim: int) -> None:
+        """Refuse direct searches with too few queries for phi of a dimension.
+
+        Raises:
+            ConfigError: One of them has; the message says how many would do.
+        """
+        searches = {"search_queries": (GuidedES(), CMAES()), "refine_queries": (CMAES(),)}
+        for name, used in searches.items():
+            value = getattr(self, name)
+            if value and value < (least := max(search.least_queries(max(1, dim)) for search in used)):
+                raise ConfigError(f"{name}={value}: it must be at least {least} for adapter.dim={dim}, or 0")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""

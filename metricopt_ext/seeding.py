@@ -1,5 +1,6 @@
 """Random numbers from (seed, purpose, indices), never from a global stream: any draw can be replayed alone."""
 
+import operator
 import zlib
 
 import numpy as np
@@ -15,7 +16,7 @@ def generator(seed: int, purpose: str, *indices: int) -> torch.Generator:
         indices: Task index, step, ..., each at least 0.
     """
     # The number of indices is a word too: SeedSequence ignores trailing zeros.
-    words = [seed, zlib.crc32(purpose.encode()), len(indices), *indices]
+    words = [operator.index(seed), zlib.crc32(purpose.encode()), len(indices), *indices]
     # The same entropy as the list, which SeedSequence takes several times longer to convert; large seeds need the list.
     entropy = np.array(words, dtype=np.uint32) if min(words) >= 0 and max(words) < 2**32 else words
     state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)

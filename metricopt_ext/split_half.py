@@ -75,16 +75,17 @@ def seen_on_half(trajectories: Sequence[Trajectory], half: int) -> list[Trajecto
 def optimism_of_gain(crossed: Sequence[Answer]) -> float:
     """Return by how much the gain of following f is larger on the data that f was fitted to than on others.
 
-    On its own half, an end that was found with half the data is better than on the other half by the optimism twice:
-    once found there, once lost elsewhere. Optimism is inversely proportional to the data (as in Akaike's criterion), so
-    on all data it is half of that on one half: in all a quarter of the sum over both halves.
+    An end that was found with half the data is better on its own half than on the other by the optimism of half the
+    data: what chance gave it here and, as much again, what it lost elsewhere. The mean over both halves is free of one
+    half being harder than the other. Optimism is inversely proportional to the data (as in Akaike's criterion), so on
+    all data it is half of that mean: a quarter of the sum.
 
     Args:
         crossed: What the metric said about two ends, found with an f fitted to the first and to the second half; none
             if there are no such ends.
 
     Returns:
-        What to subtract from the gain, in units of the cost; 0 without such ends, and never below 0.
+        What to subtract from the gain, in units of the cost; 0 without such ends or the halves of one, never below 0.
     """
     apart = [a.halves[1 - half] - a.halves[half] for half, a in enumerate(crossed) if a.halves is not None]
-    return max(0.0, sum(apart) / 4)
+    return max(0.0, sum(apart) / 4) if len(apart) == len(crossed) else 0.0

@@ -1,7 +1,7 @@
 """One start: finetune it under a value function, and keep the change only if the metric agrees beyond chance."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -68,7 +68,8 @@ def tune_start(
 
     Args:
         task: Model, loss, batches and metric. The model is left as it was: set the phi of ``ends[chosen]`` yourself.
-        fit: The value function with its held-out quality; without skill it is not followed.
+        fit: The value function with its held-out quality; without skill it is not followed. For one from a file,
+            ``Fit(load_value_function(path))``, on the device of phi: chance and optimism are then unknown.
         recipe: How to work.
         setting: (loss weight, metric step); by default the recipe's first.
         start: phi_0, ``d``; by default 0, the model as it was trained.
@@ -97,7 +98,8 @@ def tune_start(
     crossed = []
     if fit.f.trusted:
         for half, f in enumerate(fit.half_fits):
-            end = follow(metric_policy(f, recipe, setting))[-1]
+            # With half the data f may not look trusted; not to follow it there would show no optimism at all.
+            end = follow(replace(metric_policy(f, recipe, setting), even_untrusted=True))[-1]
             crossed.append(ask(task, end, "guard", f"cross-check, half {half}", watcher))
     optimism = optimism_of_gain(crossed)
 

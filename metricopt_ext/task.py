@@ -1,6 +1,7 @@
 """What is finetuned for what: one frozen model with its loss, its batches and its metric (paper, section 3.1)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,26 @@ from .metric import Answer, Metric
 from .seeding import generator
 
 Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class OutputLoss:
+    """A surrogate loss in two parts, for one whose second part ``vmap`` can't take (data-dependent control flow).
+
+    A `FinetuneTask` computes the outputs of a population together and then the loss of each task by itself, which sees
+    the outputs and the batch of this task only.
+
+    Attributes:
+        forward: ``forward(model, batch) -> outputs``, a tensor or a tree of tensors.
+        loss: ``loss(outputs, batch) -> scalar``.
+    """
+
+    forward: Callable[[nn.Module, Any], Any]
+    loss: Callable[[Any, Any], Tensor]
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of a model on a batch, a scalar."""
+        return self.loss(self.forward(model, batch), batch)
 
 
 class FoldedBatchNorm(TorchFunctionMode):
@@ -46,7 +67,8 @@ def _affine_batch_norm(
     scale = (var + eps).rsqrt() if weight is None else weight * (var + eps).rsqrt()
     shift = -mean * scale if bias is None else bias - mean * scale
     channels = (-1, *[1] * (x.dim() - 2))
-    return torch.addcmul(shift.view(channels), x, scale.view(channels))
+    # Statistics may be of higher precision than x, as in autocast: like F.batch_norm, compute in theirs, return x's.
+    return torch.addcmul(shift.view(channels), x, scale.view(channels)).to(x.dtype)
 
 
 class FinetuneTask:
@@ -58,11 +80,12 @@ class FinetuneTask:
 
     Args:
         adapter: Handle on the model's adapter.
-        loss: ``loss(model, batch) -> scalar``, the surrogate loss l(phi).
+        loss: ``loss(model, batch) -> scalar``, the surrogate loss l(phi); an `OutputLoss` where only the model's part
+            of it can be computed for a population at once.
         batches: ``batches(seed, task, step) -> batch``, the same batch at every call with the same arguments
             (`TensorBatches`, `DatasetBatches`).
         metric: What the model is judged by.
-        population: Most phi in one forward pass, at least 1. 1 for losses that ``vmap`` can't take (data-dependent
+        population: Most phi in one forward pass, at least 1. 1 for models that ``vmap`` can't take (data-dependent
             control flow), and where a batch fills the machine anyway. It is also the unit of work: results can
             depend on it in the last bits.
     """
@@ -164,13 +187,25 @@ class FinetuneTask:
             return torch.stack([self._loss(p, batch) for p, batch in zip(phi, batches, strict=True)])
         stacked = tree_map(lambda *leaves: torch.stack(leaves), *batches)
         with FoldedBatchNorm():
-            losses: Tensor = torch.func.vmap(self._loss)(phi, stacked)
-        return losses
+            if not isinstance(self.loss, OutputLoss):
+                losses: Tensor = torch.func.vmap(self._loss)(phi, stacked)
+                return losses
+            outputs = torch.func.vmap(self._outputs)(phi, stacked)
+        own = [tree_map(lambda leaf, row=row: leaf[row], outputs) for row in range(len(phi))]
+        return torch.stack([_scalar(self.loss.loss(*each)) for each in zip(own, batches, strict=True)])
 
     def _loss(self, phi: Tensor, batch: Any) -> Tensor:
         with self.adapter.using(phi) as model:
-            loss = self.loss(model, batch)
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise AdapterError(f"loss(model, batch) returned {shape}; it must return a scalar tensor")
-        return loss
+            return _scalar(self.loss(model, batch))
+
+    def _outputs(self, phi: Tensor, batch: Any) -> Any:
+        assert isinstance(self.loss, OutputLoss)
+        with self.adapter.using(phi) as model:
+            return self.loss.forward(model, batch)
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise AdapterError(f"loss(model, batch) returned {shape}; it must return a scalar tensor")
+    return loss

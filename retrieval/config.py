@@ -93,4 +93,5 @@ class RetrievalConfig(RunConfig):
         check_at_least(0, {"metric.query_subset": self.metric.query_subset, "data.image_size": self.data.image_size})
         if not self.model.lr > 0:
             raise ConfigError(f"model.lr={self.model.lr}: it must be above 0")
+        self.check_searches(self.adapter.dim)
         super().check()

@@ -1,5 +1,6 @@
-"""A finetuning task whose loss and metric are known in closed form."""
+"""A finetuning task whose loss and metric are known in closed form, and a record keeper in memory."""
 
+import sqlite3
 from collections.abc import Callable
 from typing import Any
 
@@ -65,3 +66,37 @@ def quadratic() -> Callable[..., Quadratic]:
         return Quadratic(dim, population=population, noise=noise, dtype=dtype, budget=budget)
 
     return make
+
+
+class Records:
+    """What HookContainer asks of a record keeper, on a table in memory for each group, written when told to."""
+
+    def __init__(self) -> None:
+        self.unsaved: list[tuple[str, dict[str, Any]]] = []
+        self.hash_map: dict[str, str] = {}
+        self.database = sqlite3.connect(":memory:")
+        self.database.row_factory = sqlite3.Row
+
+    def table_exists(self, name: str) -> bool:
+        query = "SELECT name FROM sqlite_master WHERE type='table' AND name=?"
+        return self.database.execute(query, (name,)).fetchone() is not None
+
+    def query(self, query: str, values: Any = (), **options: Any) -> list[Any]:
+        return self.database.execute(query, values).fetchall()
+
+    def update_records(self, record: Any, iteration: int, parent_name: str = "", **options: Any) -> None:
+        if "epoch" in record:
+            self.unsaved.append((parent_name, dict(record)))
+
+    def save_records(self) -> None:
+        for table, record in self.unsaved:
+            columns, marks = (", ".join(words) for words in (map('"{}"'.format, record), "?" * len(record)))
+            self.database.execute(f'CREATE TABLE IF NOT EXISTS "{table}" ({columns})')
+            self.database.execute(f'INSERT INTO "{table}" VALUES ({marks})', list(record.values()))
+        self.unsaved.clear()
+
+
+@pytest.fixture
+def records() -> Records:
+    """A record keeper for a HookContainer of pytorch-metric-learning, in place of the package record-keeper."""
+    return Records()

@@ -72,8 +72,19 @@ def test_a_table_of_paired_differences(few: None, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tool, "whole", lambda *_: pytest.fail("ran again what is on file"))
     monkeypatch.setattr(tool, "fitted", lambda *_: pytest.fail("fitted again what is on file"))
     assert tool.ablate([task], tmp_path, range(3, 5), workers=1) == content
-    with pytest.raises(FileFormatError, match="overrides was"):
+    with pytest.raises(FileFormatError, match="recipe was"):
         tool.ablate([[*task, "recipe.lr=0.01"]], tmp_path, range(3, 5), workers=1)
+    edited = tmp_path / DIGITS.name
+    edited.write_text(DIGITS.read_text().replace("\nbatch_size: 30", "\nbatch_size: 50"))
+    with pytest.raises(FileFormatError, match="batch_size was 30, now 50"):
+        tool.ablate([[str(edited), *TINY]], tmp_path, range(3, 5), workers=1)
+
+
+def test_no_seeds_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["ablate_recipe.py", "--output-dir", "nowhere", "--seeds", "0"])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert "--seeds is 0; it must be at least 1" in capsys.readouterr().err
 
 
 def test_differences_are_better_where_the_metric_is(few: None) -> None:

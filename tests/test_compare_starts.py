@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.stats
 
 from metricopt_ext.config import load_config
 from metricopt_ext.errors import FileFormatError
@@ -50,6 +51,7 @@ def test_all_methods_are_asked_for_their_budgets(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "starts.png").stat().st_size > 10_000
 
     monkeypatch.setattr(tool, "prepare", lambda *_: pytest.fail("ran a seed again that is on file"))
+    config.device = "auto"  # may change: how it is run, not what
     assert tool.compare_starts(config, tmp_path, 2, (8, 20)) == content
     with pytest.raises(FileFormatError, match="starts was 2, now 3"):
         tool.compare_starts(config, tmp_path, 3, (8, 20))
@@ -91,3 +93,14 @@ def test_the_words_follow_the_numbers() -> None:
         content([(125, 0.7)])
     )
     assert "does not pay" in tool.markdown(content([(5, 0.85)]))
+    both = content([(125, 0.7)])
+    both["methods"]["guided_es"] = [{"queries": 15.0, "test": [0.7]}]
+    text = tool.markdown(both)
+    assert "Guided ES on the metric did not reach MetricOpt's mean with up to 15 queries per start" in text
+    del both["methods"]["cma_es"]
+    assert "CMA-ES" not in tool.markdown(both)  # it was not run
+
+
+def test_standard_error_is_that_of_a_sample() -> None:
+    assert tool.standard_error([1.0, 2.0, 4.0]) == pytest.approx(scipy.stats.sem([1.0, 2.0, 4.0]))
+    assert math.isnan(tool.standard_error([1.0]))

@@ -664,6 +664,15 @@ def test_attaching_twice(first: Callable[..., Adapter], second: Callable[..., Ad
     second(model, dim=2)
 
 
+@pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
+def test_wrapped_models(attach: Callable[..., Adapter]) -> None:
+    model = cnn()
+    with pytest.raises(AdapterError, match=r"DataParallel wraps the model .* attach before wrapping it"):
+        attach(nn.DataParallel(model), dim=2)
+    attach(model, dim=2)
+    assert "metricopt.phi" in nn.DataParallel(model).module.state_dict()
+
+
 def test_handles_need_an_adapter() -> None:
     with pytest.raises(AdapterError, match="Sequential has no adapter"):
         Adapter(cnn())

@@ -239,8 +239,8 @@ def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
         "cma_es": (15, 15),
         "transferred": (0, 0),
         "placebo": (0, 0),
-        "refined": (total + 10, 13),
-        "second_round": (total + 3, 6),
+        "refined": (total + 10, spent["metricopt"][1] + 10),
+        "second_round": (total + 3, spent["metricopt"][1] + 3),
     }
     for name in plain:
         assert content[name]["test"] == plain[name]["test"][1:]  # they change nothing for the others
@@ -387,6 +387,9 @@ def table(folder: Path, positives: int) -> list[str]:
         (["queries=15"], r"15 queries are too few .* give at least 16"),
         (["recipe.evals=9"], r"recipe: evals is 9; a task of 3 steps has 4 points"),
         (["population=0"], r"population=0: it must be at least 1"),
+        (["search_queries=5", "adapter.dim=16"], r"search_queries=5: it must be at least 14 for adapter.dim=16, or 0"),
+        (["refine_queries=5", "adapter.dim=4"], r"refine_queries=5: it must be at least 10 for adapter.dim=4, or 0"),
+        (["transfer.value_function=nowhere.safetensors"], r"nowhere.safetensors does not exist"),
     ],
 )
 def test_bad_settings_are_refused_before_the_folder_is_taken(

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -17,6 +18,7 @@ from metricopt_ext.errors import BudgetError, FileFormatError, MetricError, Valu
 from metricopt_ext.film import attach_input_bias, load_adapter
 from metricopt_ext.fitting import NeuralLearner, RidgeLearner
 from metricopt_ext.metric import Ledger, Metric
+from metricopt_ext.observations import Observations
 from metricopt_ext.optimizer import LossStep
 from metricopt_ext.pipeline import meta_train, optimize_metric
 from metricopt_ext.progress import Watcher
@@ -25,7 +27,7 @@ from metricopt_ext.result import MetricOptResult
 from metricopt_ext.search import CMAES, GuidedES, Search
 from metricopt_ext.start import FRESH, finetune, metric_policy
 from metricopt_ext.trajectory import TrajectoryStore, rollout
-from metricopt_ext.value_function import load_value_function
+from metricopt_ext.value_function import ValueFunction, load_value_function
 
 # Two rounds of six tasks with three observations, six queries to choose and three for the guard; two more are planned
 # for, which only metrics need that tell halves.
@@ -93,6 +95,15 @@ def test_it_never_ends_worse_than_it_began(quadratic: Callable[..., Any], goal: 
     assert result.before == reached["start"] == task.true_cost(torch.zeros(4, dtype=torch.float64))
     assert result.after == min(reached.values()) == reached[result.chosen] <= result.before
     assert torch.equal(task.adapter.phi, result.ends[result.chosen])
+
+
+@pytest.mark.parametrize("strategy", [RECIPE, CMAES()], ids=["recipe", "search"])
+def test_a_phi_that_the_model_held_before_counts_for_nothing(quadratic: Callable[..., Any], strategy: Any) -> None:
+    plain, tuned = quadratic(), quadratic()
+    tuned.adapter.set_phi(tuned.goal)
+    for task in (plain, tuned):
+        optimize_metric(task, queries=QUERIES, strategy=strategy, watcher=Watcher())
+    assert torch.equal(tuned.adapter.phi, plain.adapter.phi)
 
 
 def test_the_guard_keeps_a_start_that_nothing_beats(quadratic: Callable[..., Any], tmp_path: Path) -> None:
@@ -469,6 +480,45 @@ def test_a_run_is_not_resumed_under_other_settings(
     assert task.asked == 0
 
 
+@pytest.mark.parametrize(("first", "second"), [(RECIPE, CMAES()), (CMAES(), RECIPE)], ids=["search", "recipe"])
+def test_a_strategy_is_not_given_the_answers_of_another(
+    quadratic: Callable[..., Any], tmp_path: Path, first: Any, second: Any
+) -> None:
+    optimize_metric(quadratic(), queries=QUERIES, strategy=first, output_dir=tmp_path, watcher=Watcher())
+    task = quadratic()
+    arguments = {"queries": QUERIES, "output_dir": tmp_path, "resume": True, "watcher": Watcher()}
+    with pytest.raises(FileFormatError, match="holds another run"):
+        optimize_metric(task, strategy=second, **arguments)
+    assert task.asked == 0
+
+
+def test_answers_do_not_outlive_the_trajectories_of_other_settings(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    go(quadratic(), output_dir=tmp_path)
+    shutil.rmtree(tmp_path / "trajectories")
+    with pytest.raises(FileFormatError, match=r"lr was 0\.1, now 0\.02"):
+        go(quadratic(), recipe=replace(RECIPE, lr=0.02), output_dir=tmp_path, resume=True)
+
+
+def test_a_function_of_the_users_own_resumes_in_another_process(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    def with_functions() -> Recipe:
+        """Make them anew, at other addresses, as another process would."""
+
+        def labels(trajectories: Any) -> Observations:
+            return Observations.of(trajectories)
+
+        def learner(data: Any, fold: Tensor, folds: int, seed: int) -> Any:
+            return RidgeLearner()(data, fold, folds, seed)
+
+        return replace(RECIPE, labels=labels, learners=(learner,))
+
+    first, second = with_functions(), with_functions()
+    expected, task = go(quadratic(), recipe=first, output_dir=tmp_path), quadratic()
+    assert_same(go(task, recipe=second, output_dir=tmp_path, resume=True), expected)
+    assert task.asked == 0
+
+
 def test_queries_that_change_nothing_may_be_added(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     expected, first, task = go(quadratic()), quadratic(), quadratic()
     first.fail_after = 20
@@ -536,7 +586,13 @@ def test_files(quadratic: Callable[..., Any], tmp_path: Path, learner: Any) -> N
     task = quadratic(dtype=torch.float32)
     result = go(task, recipe=replace(RECIPE, learners=(learner,)), output_dir=tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"trajectories", "answers.json", "value_function.safetensors", "adapter.safetensors"}
+    assert names == {
+        "trajectories",
+        "identity.json",
+        "answers.json",
+        "value_function.safetensors",
+        "adapter.safetensors",
+    }
     assert len(list((tmp_path / "trajectories").glob("*.safetensors"))) == 12
 
     f = load_value_function(tmp_path / "value_function.safetensors", dim=4)
@@ -572,6 +628,19 @@ def test_a_shared_ledger_is_charged_for_every_finished_run(quadratic: Callable[.
     assert task.metric.ledger.spent == 2 * sum(first.queries.values())
     with pytest.raises(BudgetError, match="in the metric's own budget"):
         go(task, seed=2)
+
+
+@pytest.mark.parametrize("strategy", [RECIPE, CMAES()], ids=["recipe", "search"])
+def test_a_failed_run_is_charged_unless_its_work_is_kept(
+    quadratic: Callable[..., Any], tmp_path: Path, strategy: Any
+) -> None:
+    for folder, charged in ((None, 31), (tmp_path, 0)):
+        task = quadratic(budget=100)
+        task.fail_after = 30
+        with pytest.raises(MetricError, match="server is down"):
+            optimize_metric(task, queries=QUERIES, strategy=strategy, output_dir=folder, watcher=Watcher())
+        assert task.asked == 31
+        assert task.metric.ledger.spent == charged
 
 
 # --- Other strategies --------------------------------------------------------------------------------------------
@@ -687,6 +756,17 @@ def test_a_gain_that_may_be_chance_leaves_the_model_as_it_was(quadratic: Callabl
     assert left.chance + left.optimism > left.before - left.best
     assert f"up to {left.chance + left.optimism:.4f} of a gain are chance and optimism" in str(left)
     assert "are chance" not in str(kept)
+
+
+def test_all_value_functions_are_where_phi_is(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[Any] = []
+    to = ValueFunction.to
+    monkeypatch.setattr(ValueFunction, "to", lambda f, device: (moved.append((f, device)), to(f, device))[1])
+    task = halved(quadratic(), 0.1)
+    fit = meta_train(task, tasks=6, recipe=RECIPE)
+    assert len(fit.half_fits) == 2
+    for f in (fit.f, *fit.half_fits):
+        assert any(f is other and device == task.origin().device for other, device in moved)
 
 
 def test_halves_come_back_from_files(quadratic: Callable[..., Any], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import doctest
-import sqlite3
 import subprocess
 import sys
 import tracemalloc
@@ -471,40 +470,11 @@ def test_calculator_refuses() -> None:
         RecallCalculator().get_accuracy(X, Y, X[::-1], Y[::-1], True)
 
 
-class Records:
-    """What HookContainer asks of a record keeper, on a table in memory for each group, written when told to."""
-
-    def __init__(self) -> None:
-        self.unsaved: list[tuple[str, dict[str, Any]]] = []
-        self.hash_map: dict[str, str] = {}
-        self.database = sqlite3.connect(":memory:")
-        self.database.row_factory = sqlite3.Row
-
-    def table_exists(self, name: str) -> bool:
-        query = "SELECT name FROM sqlite_master WHERE type='table' AND name=?"
-        return self.database.execute(query, (name,)).fetchone() is not None
-
-    def query(self, query: str, values: Any = (), **options: Any) -> list[Any]:
-        return self.database.execute(query, values).fetchall()
-
-    def update_records(self, record: Any, iteration: int, parent_name: str = "", **options: Any) -> None:
-        if "epoch" in record:
-            self.unsaved.append((parent_name, dict(record)))
-
-    def save_records(self) -> None:
-        for table, record in self.unsaved:
-            columns, marks = (", ".join(words) for words in (map('"{}"'.format, record), "?" * len(record)))
-            self.database.execute(f'CREATE TABLE IF NOT EXISTS "{table}" ({columns})')
-            self.database.execute(f'INSERT INTO "{table}" VALUES ({marks})', list(record.values()))
-        self.unsaved.clear()
-
-
-def test_primary_metric_of_testers_and_hooks(tmp_path: Path) -> None:
+def test_primary_metric_of_testers_and_hooks(tmp_path: Path, records: Any) -> None:
     x, y = clusters(120, classes=6)
     y += BIG  # neighbouring labels are the same float32
     data = list(zip(torch.from_numpy(x), y.tolist(), strict=True))
     trunk = nn.Linear(8, 4)
-    records = Records()
     hooks = HookContainer(records, primary_metric="recall_at_10", validation_split_name="val", log_freq=10**9)
     calculator = RecallCalculator(ks=(1, 10), device=torch.device("cpu"))
     tester = testers.GlobalEmbeddingSpaceTester(
@@ -555,11 +525,10 @@ def test_primary_metric_of_testers_and_hooks(tmp_path: Path) -> None:
     ("missing", "module", "message"),
     [
         ("faiss", "recall", "Recall@k needs FAISS: pip install 'metricopt-ext[retrieval]'"),
-        (
-            "pytorch_metric_learning",
-            "accuracy",
-            "needs pytorch-metric-learning: pip install 'metricopt-ext[retrieval]'",
-        ),
+        *[
+            ("pytorch_metric_learning", module, "pytorch-metric-learning: pip install 'metricopt-ext[retrieval]'")
+            for module in ("accuracy", "losses", "task")
+        ],
     ],
 )
 def test_says_what_to_install(missing: str, module: str, message: str) -> None:

@@ -24,3 +24,8 @@ def test_every_argument_counts() -> None:
 def test_negative_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="negative"):
         generator(-1, "batch")
+
+
+def test_a_seed_that_is_no_integer_is_refused() -> None:
+    with pytest.raises(TypeError, match="float"):
+        generator(1.5, "start")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from metricopt_ext.pipeline import meta_train
 from metricopt_ext.recipe import Recipe
 from metricopt_ext.search import CMAES
 from metricopt_ext.start import FRESH, choose, finetune, metric_policy, tune_start
+from metricopt_ext.value_function import load_value_function
 
 RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=0, learners=(NeuralLearner(iterations=200),))
 
@@ -37,6 +39,15 @@ def test_ends_are_those_of_the_step_rules(quadratic: Callable[..., Any], start: 
     assert tuned.chosen == tuned.best == "metricopt"
     assert task.metric.ledger.spent - spent == task.metric.ledger.spent_on["guard"] == 3
     assert not task.adapter.phi.any()  # as it was
+
+
+def test_a_value_function_from_a_file_is_followed(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task = quadratic(dtype=torch.float32)
+    fit = learned(task)
+    fit.f.save(tmp_path / "f.safetensors")
+    tuned = tune_start(task, Fit(load_value_function(tmp_path / "f.safetensors")), recipe=RECIPE)
+    assert torch.equal(tuned.ends["metricopt"], tune_start(task, fit, recipe=RECIPE).ends["metricopt"])
+    assert (tuned.chosen, tuned.chance, tuned.optimism) == ("metricopt", 0, 0)
 
 
 def test_an_f_without_skill_is_not_followed_nor_adapted(quadratic: Callable[..., Any]) -> None:
@@ -98,8 +109,9 @@ def test_the_start_is_kept_unless_something_gains_more_than_chance_and_optimism(
     assert choose({name: Answer(cost) for name, cost in costs.items()}, chance, optimism) == chosen
 
 
-def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any]) -> None:
-    """Each half has a goal of its own: what f gains on one is partly lost on the other."""
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any], trusted: bool) -> None:
+    """Each half has a goal of its own: what f gains on one is partly lost on the other, its own f trusted or not."""
     task = quadratic(dtype=torch.float32)
     goals = [task.goal + 0.4, task.goal - 0.4]
 
@@ -110,9 +122,12 @@ def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any]) 
     task.metric = Metric(metric, maximize=False, bounds=None, name="distance")
     fit = learned(task)
     before = task.metric.ledger.spent
+    ends = [finetune(task, metric_policy(f, RECIPE, (0.2, 0.3)), 10, 0)[-1] for f in fit.half_fits]
+    if not trusted:
+        for f in fit.half_fits:
+            f.quality = None
     tuned = tune_start(task, fit, recipe=RECIPE, setting=(0.2, 0.3))
     assert task.metric.ledger.spent - before == 5 == RECIPE.start_queries
-    ends = [finetune(task, metric_policy(f, RECIPE, (0.2, 0.3)), 10, 0)[-1] for f in fit.half_fits]
     a, b = (torch.stack([((end - goal) ** 2).sum() for goal in goals]) for end in ends)
     assert tuned.optimism == pytest.approx(float((a[1] - a[0]) + (b[0] - b[1])) / 4, rel=1e-5)
     assert tuned.optimism > 0.05

@@ -15,7 +15,7 @@ from metricopt_ext.errors import AdapterError, DataError, MetricError
 from metricopt_ext.film import Adapter, attach_film, attach_input_bias
 from metricopt_ext.metric import Metric
 from metricopt_ext.seeding import generator
-from metricopt_ext.task import FinetuneTask, FoldedBatchNorm
+from metricopt_ext.task import FinetuneTask, FoldedBatchNorm, OutputLoss
 
 
 def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -457,7 +457,52 @@ def test_folded_batchnorm_is_batchnorm(norm: Any, training: bool) -> None:
             torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_folded_batchnorm_keeps_the_dtype_of_its_input(dtype: torch.dtype) -> None:
+    norm, x = nn.BatchNorm2d(3).eval(), torch.randn(2, 3, 4, 4).to(dtype)
+    expected = norm(x)
+    with FoldedBatchNorm():
+        folded = norm(x)
+    assert folded.dtype == expected.dtype == dtype
+    torch.testing.assert_close(folded, expected)
+
+
 def test_folded_batchnorm_leaves_norms_without_running_statistics_alone() -> None:
     norm, x = nn.BatchNorm1d(3, track_running_stats=False).eval(), torch.randn(6, 3)
     with FoldedBatchNorm():
         assert torch.equal(norm(x), nn.functional.batch_norm(x, None, None, norm.weight, norm.bias, training=True))
+
+
+def hardest_half(outputs: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A loss with control flow that depends on the data, which vmap can't take."""
+    losses = F.cross_entropy(outputs["logits"], batch[1], reduction="none")
+    hard = losses[losses > losses.median()]
+    return hard.mean() if hard.sum().item() > 1 else losses.sum()
+
+
+@each_model
+def test_losses_of_outputs(make: Callable[[], tuple[Adapter, Tensor]]) -> None:
+    calls = []
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        calls.append(batch[0].shape)
+        return {"logits": model(batch[0])}
+
+    task, single = make_task(make, population=4), make_task(make, population=1)
+    task.loss = OutputLoss(forward, hardest_half)
+    single.loss = lambda model, batch: hardest_half({"logits": model(batch[0])}, batch)
+    task = task.judged_by(task.metric)
+    phi, indices = rand(9, 5, seed=2), range(9)
+    loss, gradient = task.loss_and_gradient(phi, 0, indices, step=4)
+    assert len(calls) == 3  # of 4, 4 and 1 tasks
+    expected = single.loss_and_gradient(phi, 0, indices, step=4)
+    torch.testing.assert_close((loss, gradient), expected, rtol=1e-10, atol=1e-10)
+    assert loss.unique().numel() == 9
+
+
+def test_losses_of_outputs_must_be_scalars() -> None:
+    for population in (1, 2):
+        task = make_task(mlp, population=population)
+        task.loss = OutputLoss(lambda model, batch: model(batch[0]), lambda outputs, batch: outputs.sum(dim=0))
+        with pytest.raises(AdapterError, match=r"returned \(3,\); it must return a scalar tensor"):
+            task.loss_and_gradient(rand(2, 5), 0, [0, 1], step=0)

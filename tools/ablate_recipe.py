@@ -26,6 +26,7 @@ from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import Prepared, prepare
 from metricopt_ext.config import load_config
 from metricopt_ext.errors import MetricOptError
+from metricopt_ext.evidence import RUN_AGAIN_KEYS
 from metricopt_ext.files import claim, read_json, write_atomically, write_json
 from metricopt_ext.fitting import Fit, NeuralLearner, RidgeLearner, fit_value_function
 from metricopt_ext.guided_es import es_direction
@@ -86,8 +87,8 @@ FITS: dict[str, dict[str, Any]] = {
     "weight decay 0.01": learner(weight_decay=0.01),
     "weight decay 0.3": learner(weight_decay=0.3),
     "weight decay 3": learner(weight_decay=3.0),
-    "ensemble of 2": {"folds": 2},
-    "ensemble of 8": {"folds": 8},
+    "2 folds": {"folds": 2},
+    "8 folds": {"folds": 8},
 }
 
 # How the default's value function is followed: the step rule, its changes, and a setting if not the chosen one.
@@ -152,6 +153,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4, help="number of seeds")
     parser.add_argument("--workers", type=int, default=2, help="seeds that run side by side")
     arguments = parser.parse_args()
+    if arguments.seeds < 1:
+        parser.error(f"--seeds is {arguments.seeds}; it must be at least 1")
     tasks = arguments.task or [[str(ROOT / "configs" / "classification" / "digits.yaml")]]
     try:
         seeds = range(arguments.seed, arguments.seed + arguments.seeds)
@@ -199,7 +202,9 @@ def maximised(config: ClassificationConfig) -> bool:
 def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watcher: Watcher) -> dict[str, Row]:
     """Run every variant on one seed; those that are on file are not run again."""
     folder = folder / f"seed-{seed}"
-    claim(folder / "identity.json", {"file": Path(file).name, "overrides": list(overrides)})
+    config = load_config(ClassificationConfig, file, overrides)
+    settings = {key: value for key, value in config.as_dict().items() if key not in RUN_AGAIN_KEYS}
+    claim(folder / "identity.json", settings)
     record = folder / "rows.json"
     rows = {name: Row(**row) for name, row in read_json(record).items()} if record.exists() else {}
 
@@ -209,7 +214,6 @@ def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watche
             rows[name] = compute()
             write_json(record, {variant: asdict(row) for variant, row in rows.items()})
 
-    config = load_config(ClassificationConfig, file, overrides)
     ready, recipe = prepare(config, folder, seed), config.recipe.build()
     watcher.stage(DEFAULT)
     result = run(ready, config.queries, recipe, seed)

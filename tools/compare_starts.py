@@ -12,6 +12,7 @@ each start, guards included. Writes starts.json, starts.md and starts.png; an in
 import argparse
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import prepare
 from metricopt_ext.config import load_config
 from metricopt_ext.errors import MetricOptError
+from metricopt_ext.evidence import RUN_AGAIN_KEYS
 from metricopt_ext.files import claim, read_json, write_atomically, write_json
 from metricopt_ext.pipeline import optimize_metric
 from metricopt_ext.plots import COLOURS, new_figure, save_figure
@@ -66,7 +68,8 @@ def compare_starts(
     config.check()
     metric = build_metric(config.metric)
     seeds = range(config.seed, config.seed + config.seeds)
-    claim(folder / "run.json", {"config": config.as_dict(), "starts": starts, "budgets": list(budgets)})
+    settings = {key: value for key, value in config.as_dict().items() if key not in RUN_AGAIN_KEYS}
+    claim(folder / "run.json", {"config": settings, "starts": starts, "budgets": list(budgets)})
     rows = run_seeds(
         partial(run_seed, config, folder, starts, budgets),
         seeds,
@@ -192,8 +195,10 @@ def markdown(content: dict[str, Any]) -> str:
         title = "the start itself" if name == "pretrained" else TITLES[name]
         lines += [f"| {title} | {point['queries']:.0f} | {spread(point['test'])} |" for point in points]
     lines.append("")
-    most = max((point["queries"] for point in content["methods"].get("cma_es", [])), default=0)
     for rival in ("cma_es", "guided_es"):
+        if rival not in content["methods"]:
+            continue  # no budget was enough for it
+        most = max(point["queries"] for point in content["methods"][rival])
         queries, starts = pays_from(content, rival)
         if math.isinf(queries):
             least = math.ceil(content["queries_once"] / max(1, most - ours["queries"]))
@@ -211,13 +216,18 @@ def markdown(content: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of a mean over seeds, NaN for a single seed."""
+    return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
 def plot(content: dict[str, Any], path: Path) -> None:
     """Draw the test metric against the queries for each start."""
     figure, ((axes,),) = new_figure(6.4, 4.0)
     for name, points in content["methods"].items():
         x = [max(1.0, point["queries"]) for point in points]
         mean = np.array([np.mean(point["test"]) for point in points])
-        error = np.array([np.std(point["test"]) for point in points]) / math.sqrt(len(content["seeds"]))
+        error = np.array([standard_error(point["test"]) for point in points])
         label = "the start itself" if name == "pretrained" else TITLES[name]
         axes.errorbar(x, mean, error, color=COLOURS[name], marker="o", markersize=4, capsize=2, label=label)
     axes.set_xscale("log")

@@ -1,0 +1,222 @@
+"""Rank-based losses for pytorch-metric-learning: Smooth-AP and the recall loss of blackbox differentiation.
+
+They take what its own losses take: any class sizes, a miner's tuples (as weights of the queries), references other than
+the queries, reducers and embedding regularizers. A query without a positive is left out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from pytorch_metric_learning.distances import CosineSimilarity
+    from pytorch_metric_learning.losses import BaseMetricLossFunction
+    from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
+except ImportError as error:
+    raise ImportError(
+        "retrieval losses need pytorch-metric-learning: pip install 'metricopt-ext[retrieval]'"
+    ) from error
+
+
+class RankingLoss(BaseMetricLossFunction):  # type: ignore[misc]
+    """A loss of each query's ranking of the references.
+
+    Args:
+        options: ``distance`` (by default the cosine similarity), ``reducer``, ``embedding_regularizer``, ..., as for
+            pytorch-metric-learning's own losses.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+
+    def get_default_distance(self) -> Any:
+        """Return the cosine similarity."""
+        return CosineSimilarity()
+
+    def query_losses(self, scores: Tensor, same: Tensor, own: Tensor) -> Tensor:
+        """Return the loss of each query, ``n``.
+
+        Args:
+            scores: Similarities of queries and references, ``n x m``.
+            same: Whether their labels are equal, ``n x m``; there is another one than the query itself in each row.
+            own: Whether the reference is the query itself, ``n x m``.
+        """
+        raise NotImplementedError
+
+    def compute_loss(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor
+    ) -> dict[str, Any]:
+        """Return the queries' losses in the form that pytorch-metric-learning's reducers take.
+
+        Args:
+            embeddings: Queries, ``n x d``.
+            labels: Their labels, ``n``.
+            indices_tuple: What a miner found: queries weigh as much as they occur in it. None for equal weights.
+            ref_emb: References, ``m x d``; the very tensor ``embeddings`` where these are ranked themselves.
+            ref_labels: Their labels, ``m``.
+
+        Raises:
+            ValueError: There are no labels.
+        """
+        common_functions.labels_required(labels)
+        common_functions.labels_required(ref_labels)
+        distances = self.distance(embeddings, ref_emb)
+        scores = distances if self.distance.is_inverted else -distances
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # half precision ties what must be ranked
+        same = labels[:, None] == ref_labels[None]
+        among_themselves = ref_emb is embeddings
+        own = torch.eye(len(labels), dtype=torch.bool, device=same.device) if among_themselves else same & False
+        kept = (same & ~own).any(dim=1).nonzero().squeeze(1)
+        if len(kept) == 0:
+            return self.zero_losses()  # type: ignore[no-any-return]
+        weights = loss_and_miner_utils.convert_to_weights(
+            indices_tuple, labels, dtype=scores.dtype, using_ref=not among_themselves
+        )
+        losses = self.query_losses(scores[kept], same[kept], own[kept]) * weights[kept]
+        return {"loss": {"losses": losses, "indices": kept, "reduction_type": "element"}}
+
+
+class SmoothAPLoss(RankingLoss):
+    """Smooth-AP (Brown et al. 2020, "Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval").
+
+    1 - AP with ranks whose comparisons are sigmoids. With P the query's positives and s_j the similarity of item j,
+
+        AP = mean over i in P of (1 + sum_{j in P, j != i} h_ij) / (1 + sum_{j != i} h_ij),
+        h_ij = sigmoid((s_j - s_i) / temperature).
+
+    Where the queries are ranked themselves, each is among its own positives, as in the authors' code.
+
+    pytorch-metric-learning's loss of this name takes classes of equal size only and, in versions up to 2.9, is wrong
+    unless there are as many classes as samples of each; where it is right, this one returns the same.
+
+    Args:
+        temperature: Width of the sigmoid in units of the similarity, above 0.
+        options: As for `RankingLoss`.
+
+    Raises:
+        ValueError: The temperature is not above 0.
+
+    Example:
+        >>> loss = SmoothAPLoss()
+        >>> embeddings = torch.tensor([[0.0, 1.0], [0.1, 1.0], [1.0, 0.0], [1.0, 0.1], [1.0, 0.2]])
+        >>> round(float(loss(embeddings, torch.tensor([0, 0, 1, 1, 1]))), 4)
+        0.0
+    """
+
+    def __init__(self, temperature: float = 0.01, **options: Any) -> None:
+        if not temperature > 0:
+            raise ValueError(f"temperature is {temperature}; it must be above 0")
+        super().__init__(**options)
+        self.temperature = temperature
+        self.add_to_recordable_attributes(name="temperature", is_stat=False)
+
+    def query_losses(self, scores: Tensor, same: Tensor, own: Tensor) -> Tensor:
+        """Return 1 - smoothed AP of each query, ``n``, in [0, 1); see `RankingLoss.query_losses`."""
+        query, item = same.nonzero(as_tuple=True)
+        ahead = torch.sigmoid((scores[query] - scores[query, item][:, None]) / self.temperature)
+        ahead = ahead.scatter(1, item[:, None], 0.0)
+        precision = (1 + (ahead * same[query]).sum(dim=1)) / (1 + ahead.sum(dim=1))
+        summed = torch.zeros_like(scores[:, 0]).index_add(0, query, precision)
+        return 1 - summed / same.sum(dim=1)
+
+
+def double_log(r: Tensor) -> Tensor:
+    """Return ``log(1 + log(1 + r))``."""
+    return torch.log1p(torch.log1p(r))
+
+
+class RecallLoss(RankingLoss):
+    """The recall loss of Rolinek et al. 2020 ("Optimizing Rank-based Metrics with Blackbox Differentiation").
+
+    With r_i the number of negatives that rank before positive i,
+
+        loss of a query = mean over its positives i of weight(r_i).
+
+    The ranks are true ones. Their gradient is that of an interpolation: with the ranks rk(s) of the scores s, 1 for the
+    highest,
+
+        d loss / d s = (rk(s + lambda_val * d loss / d rk) - rk(s)) / lambda_val,
+
+    in which a positive's rank among the positives counts as constant. This is done for each query by itself, so that
+    neither the number of queries, nor a reducer, nor a gradient scaler changes how far the scores are moved. For square
+    inputs and classes of equal size that is the authors' code, which takes the number of queries for that of the
+    references where these differ.
+
+    Where the queries are ranked themselves, each is left out of its own ranking.
+
+    Args:
+        lambda_val: How far the interpolation moves the scores, above 0.
+        margin: What a positive's score must exceed a negative's by, at least 0; half of it is taken from the positives
+            and half is added to the negatives.
+        weight: Turns numbers r, ``n x m``, at least 0, into losses. The paper has ``torch.log1p`` as well.
+        options: As for `RankingLoss`.
+
+    Raises:
+        ValueError: ``lambda_val`` or ``margin`` is out of range.
+
+    Example:
+        >>> loss = RecallLoss()
+        >>> embeddings = torch.tensor([[0.0, 1.0], [0.1, 1.0], [1.0, 0.0], [1.0, 0.1], [1.0, 0.2]])
+        >>> float(loss(embeddings, torch.tensor([0, 0, 1, 1, 1])))
+        0.0
+    """
+
+    def __init__(
+        self,
+        lambda_val: float = 4.0,
+        margin: float = 0.02,
+        weight: Callable[[Tensor], Tensor] = double_log,
+        **options: Any,
+    ) -> None:
+        if not lambda_val > 0:
+            raise ValueError(f"lambda_val is {lambda_val}; it must be above 0")
+        if not margin >= 0:
+            raise ValueError(f"margin is {margin}; it must be at least 0")
+        super().__init__(**options)
+        self.lambda_val, self.margin, self.weight = lambda_val, margin, weight
+        self.add_to_recordable_attributes(list_of_names=["lambda_val", "margin"], is_stat=False)
+
+    def query_losses(self, scores: Tensor, same: Tensor, own: Tensor) -> Tensor:
+        """Return the loss of each query, ``n``; see `RankingLoss.query_losses`."""
+        scores = scores - self.margin * (same.to(scores.dtype) - 0.5)
+        scores = scores.masked_fill(own, -torch.inf)  # last, so it changes no other rank
+        losses: Tensor = _Interpolated.apply(scores, same & ~own, self.lambda_val, self.weight)
+        return losses
+
+
+class _Interpolated(torch.autograd.Function):
+    """The losses of rankings, ``n``, with the gradient of the blackbox interpolation with respect to the scores."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, positive: Tensor, lambda_val: float, weight: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ranks = _ranks(scores)
+        with torch.enable_grad():
+            ranks.requires_grad_(True)
+            losses = (weight(ranks - _positives_up_to(ranks, positive)) * positive).sum(dim=1) / positive.sum(dim=1)
+            (slope,) = torch.autograd.grad(losses.sum(), ranks)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward((_ranks(scores + lambda_val * slope) - ranks.detach()) / lambda_val)
+        return losses.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (interpolated,) = ctx.saved_tensors
+        return gradient[:, None] * interpolated, None, None, None
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    """Return the rank of each entry in its row, ``n x m``, 1 for the highest; the first of equal ones ranks higher."""
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    places = torch.arange(1, scores.shape[1] + 1, dtype=scores.dtype, device=scores.device)
+    return torch.empty_like(scores).scatter_(1, order, places.expand_as(scores))
+
+
+def _positives_up_to(ranks: Tensor, positive: Tensor) -> Tensor:
+    """Return how many positives rank up to each entry, itself included, ``n x m``."""
+    places = ranks.detach().long() - 1
+    in_order = torch.zeros_like(positive).scatter_(1, places, positive)
+    return in_order.cumsum(dim=1).gather(1, places).to(ranks.dtype)

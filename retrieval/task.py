@@ -1,0 +1,76 @@
+"""Losses of pytorch-metric-learning as the surrogate loss of a `FinetuneTask`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.metric import evaluating
+from metricopt_ext.task import OutputLoss
+
+try:
+    from pytorch_metric_learning.losses import CrossBatchMemory
+except ImportError as error:
+    raise ImportError("embedding_loss needs pytorch-metric-learning: pip install 'metricopt-ext[retrieval]'") from error
+
+
+def embedding_loss(
+    loss_fn: nn.Module, miner: nn.Module | None = None, *, embedder: nn.Module | None = None
+) -> OutputLoss:
+    """Return the surrogate loss of a model that embeds, for batches ``(x, labels)``.
+
+    A population of phi is embedded together; the miner and the loss then see the embeddings of one task at a time, as
+    they would in a loop over the tasks. What they draw at random from torch (some miners do) is drawn from the same
+    seed each time, so that a step can be replayed. Parameters of the loss, such as proxies, are taken as they are.
+
+    Args:
+        loss_fn: A loss of pytorch-metric-learning; called with ``B x e`` embeddings, ``B`` labels and what was mined.
+        miner: One of its tuple miners.
+        embedder: What turns the adapted trunk's output into embeddings, where the adapter is attached to the trunk
+            alone. It computes as in evaluation.
+
+    Raises:
+        ValueError: The loss remembers embeddings of earlier batches, which belong to another phi and another task.
+
+    Example:
+        >>> from pytorch_metric_learning.losses import ContrastiveLoss
+        >>> loss = embedding_loss(ContrastiveLoss())
+        >>> batch = (torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0, 1]))
+        >>> float(loss(nn.Identity(), batch))
+        0.0
+    """
+    if any(isinstance(module, CrossBatchMemory) for module in loss_fn.modules()):
+        raise ValueError(
+            "CrossBatchMemory remembers embeddings of earlier batches, which another phi made for another task;"
+            " give the loss that it wraps"
+        )
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        output: Tensor = model(batch[0])
+        if embedder is not None:
+            with evaluating(embedder):
+                output = embedder(output)
+        return output
+
+    def loss(embeddings: Tensor, batch: Any) -> Tensor:
+        labels = batch[1]
+        with _replayable(embeddings.device):
+            mined = None if miner is None else miner(embeddings, labels)
+            value: Tensor = loss_fn(embeddings, labels, mined)
+        return value
+
+    return OutputLoss(forward, loss)
+
+
+@contextmanager
+def _replayable(device: torch.device) -> Iterator[None]:
+    """Seed torch's global streams, of the CPU and of a GPU in use, and put them back."""
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.default_generator.manual_seed(0)
+        for gpu in gpus:
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(0)
+        yield
