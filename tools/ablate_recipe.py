@@ -337,7 +337,7 @@ def plot(content: dict[str, Any], path: Path) -> None:
                     axes.plot([low, high], [y, y], color=colour, linewidth=1.0, alpha=0.6)
                     axes.plot(mean, y, "o", color=colour, markersize=3.5, label=task if row == 0 else None)
     for axes, label, limit in zip(
-        panels.flat, ("held-out Spearman", "gain on test, in std of the default over seeds"), (0.6, 6), strict=True
+        panels.flat, ("held-out Spearman", "gain on test / std over seeds"), (0.6, 6), strict=True
     ):
         axes.axvline(0, color="black", linewidth=0.8)
         axes.set_xlabel(f"{label}, less the default's")
