@@ -135,7 +135,7 @@ def best_penalty(x: Tensor, y: Tensor, group: Tensor, penalties: Sequence[float]
 
 
 def ridge_path(x: Tensor, y: Tensor, penalties: Sequence[float]) -> list[tuple[Tensor, Tensor]]:
-    """Fit ridge regressions to standardised features by one singular value decomposition.
+    """Fit ridge regressions to standardised features by one decomposition for all penalties.
 
     Args:
         x: Features, ``n x p``.
@@ -146,9 +146,15 @@ def ridge_path(x: Tensor, y: Tensor, penalties: Sequence[float]) -> list[tuple[T
         For each penalty the coefficients of the raw features, ``p``, and the intercept.
     """
     mean, std = x.mean(0), x.std(0).clamp(min=1e-12)
-    u, s, vt = torch.linalg.svd((x - mean) / std, full_matrices=False)
-    projected = u.T @ (y - y.mean())
-    coefficients = [vt.T @ (s / (s**2 + len(x) * penalty) * projected) / std for penalty in penalties]
+    z, y_centred = (x - mean) / std, y - y.mean()
+    if z.shape[1] > len(z):  # the same by the smaller matrix of inner products, several times faster
+        squares, u = torch.linalg.eigh(z @ z.T)
+        scaled = [u @ (u.T @ y_centred / (squares.clamp(min=0) + len(z) * penalty)) for penalty in penalties]
+        coefficients = [z.T @ weights / std for weights in scaled]
+    else:
+        u, s, vt = torch.linalg.svd(z, full_matrices=False)
+        projected = u.T @ y_centred
+        coefficients = [vt.T @ (s / (s**2 + len(z) * penalty) * projected) / std for penalty in penalties]
     return [(b, y.mean() - mean @ b) for b in coefficients]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import FileFormatError, ValueFunctionError
 from metricopt_ext.files import write_tensors
-from metricopt_ext.fitting import NeuralLearner, RidgeLearner, fit_value_function, measure
+from metricopt_ext.fitting import NeuralLearner, RidgeLearner, fit_value_function, measure, ridge_path
 from metricopt_ext.observations import Observations
 from metricopt_ext.trajectory import Trajectory, observation_steps
 from metricopt_ext.value_function import (
@@ -648,3 +648,15 @@ def test_fitted_in_double_precision_models() -> None:
     data = Observations.of(trajectories(diagonal, dtype=torch.float64))
     fit = fit_value_function(data, [QUICK, RidgeLearner()])
     assert fit.f.gradient(rand(3, 6, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize(("n", "p"), [(40, 7), (12, 30), (20, 20)])
+def test_ridge_paths_are_scikit_learns(n: int, p: int) -> None:
+    x, y = rand(n, p, seed=1).double() * 3 + 1, rand(n, seed=2).double()
+    penalties = [1e-4, 0.1, 10.0]
+    scale = x.std(0).numpy()
+    z = (x.numpy() - x.mean(0).numpy()) / scale
+    for (coefficients, intercept), penalty in zip(ridge_path(x, y, penalties), penalties, strict=True):
+        reference = sklearn.linear_model.Ridge(alpha=penalty * n).fit(z, y.numpy())
+        np.testing.assert_allclose(coefficients.numpy(), reference.coef_ / scale, rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose((x @ coefficients + intercept).numpy(), reference.predict(z), rtol=1e-6)
