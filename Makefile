@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)  ## finetune a digits classifier, on shifted and on plain data
 	rm -rf out/demo
-	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/shifted seed=200
-	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/plain seed=200 shift.kind=none
+	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/shifted seed=100
+	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/plain seed=100 seeds=3 shift.kind=none
 
 test: $(STAMP)  ## run the tests; ARGS goes to pytest, e.g. ARGS="-n 2 -m 'not slow'"
 	.venv/bin/python -m pytest $(ARGS)
