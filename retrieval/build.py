@@ -112,29 +112,30 @@ def class_halves(y: Tensor, seed: int) -> tuple[Tensor, ...]:
 
 
 def build_loss(config: LossConfig) -> Loss:
-    """Return the surrogate loss of pytorch-metric-learning that the settings name, as a function of model and batch.
+    """Return the surrogate loss that the settings name, as a function of model and batch.
+
+    It is one of pytorch-metric-learning's, or one of `metricopt_ext.retrieval.losses`, whose smooth_ap replaces theirs.
 
     Raises:
         ConfigError: There is no such loss, it refuses its arguments, or it has weights of its own.
     """
     from pytorch_metric_learning import losses
 
-    known = {_snake(name.removesuffix("Loss")): name for name in dir(losses) if name.endswith("Loss")}
+    from metricopt_ext.retrieval.losses import RecallLoss, SmoothAPLoss
+    from metricopt_ext.retrieval.task import embedding_loss
+
+    names = [name for name in dir(losses) if name.endswith("Loss")]
+    known = {_snake(name.removesuffix("Loss")): getattr(losses, name) for name in names}
+    known |= {"recall": RecallLoss, "smooth_ap": SmoothAPLoss}
     if config.name not in known:
         raise ConfigError(f"loss.name={config.name!r} is none of {', '.join(sorted(known))}")
     try:
-        criterion = getattr(losses, known[config.name])(**config.params)
+        criterion = known[config.name](**config.params)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"loss: {config.name} does not take {config.params}: {error}") from error
     if list(criterion.parameters()):
         raise ConfigError(f"loss.name={config.name} has weights of its own, which finetuning phi would leave untrained")
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = batch
-        value: Tensor = criterion(model(x), y)
-        return value
-
-    return loss
+    return embedding_loss(criterion)
 
 
 def class_batches(part: Split, config: LossConfig) -> ClassBatches:

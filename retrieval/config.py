@@ -46,9 +46,9 @@ class AdapterConfig:
 
 @dataclass
 class LossConfig:
-    """The surrogate loss: one of pytorch-metric-learning that has no weights of its own."""
+    """The surrogate loss: one of pytorch-metric-learning's, without weights of its own, or recall or smooth_ap."""
 
-    name: str = "fast_ap"  # contrastive, fast_ap, margin, multi_similarity, triplet_margin, ...
+    name: str = "fast_ap"  # contrastive, fast_ap, margin, multi_similarity, recall, smooth_ap, triplet_margin, ...
     params: dict[str, Any] = field(default_factory=dict)  # its arguments, e.g. {margin: 0.1}
     classes: int = 16  # in a batch
     samples: int = 4  # of each class
@@ -83,7 +83,7 @@ class RetrievalConfig(RunConfig):
     loss: LossConfig = field(default_factory=LossConfig)
     metric: MetricConfig = field(default_factory=MetricConfig)
     shift: ShiftConfig = field(default_factory=ShiftConfig)
-    population: int = 1  # tasks computed together; 1 for losses that torch.func.vmap can't take, as most can't
+    population: int = 1  # tasks whose images are embedded together; on a CPU 1 is fastest for convolutions
 
     def check(self) -> None:
         """Refuse what would only fail after work was done (see `RunConfig.check`)."""

@@ -26,6 +26,7 @@ from metricopt_ext.recipe import Recipe
 from metricopt_ext.retrieval import build
 from metricopt_ext.retrieval.build import build_loss, build_metric, class_batches, class_halves, load_splits
 from metricopt_ext.retrieval.config import LossConfig, MetricConfig, RetrievalConfig
+from metricopt_ext.retrieval.losses import SmoothAPLoss
 from metricopt_ext.retrieval.models import Conv4, Embedder, build_model
 from metricopt_ext.task import FinetuneTask
 from metricopt_ext.value_function import load_value_function
@@ -369,7 +370,10 @@ def test_embeddings_that_do_not_match_their_labels_are_refused() -> None:
         metric.ask(nn.Unflatten(1, (3, 1)), "test")
 
 
-@pytest.mark.parametrize("name", ["fast_ap", "triplet_margin", "margin", "contrastive", "multi_similarity"])
+LOSSES = ["fast_ap", "triplet_margin", "margin", "contrastive", "multi_similarity", "recall", "smooth_ap"]
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_losses_by_name_reach_phi(name: str) -> None:
     config = config_of(f"loss.name={name}")
     splits = load_splits(config, 0)
@@ -381,10 +385,21 @@ def test_losses_by_name_reach_phi(name: str) -> None:
         metric=build_metric(config.metric, splits.validation),
         population=1,
     )
-    loss, gradient = task.loss_and_gradient(task.origin()[None], 0, [0], 0)
-    assert loss.shape == (1,)
+    phi = task.starts(3.0, 0, range(3))
+    loss, gradient = task.loss_and_gradient(phi, 0, range(3), 0)
+    assert loss.shape == (3,)
     assert gradient.isfinite().all()
     assert gradient.any()
+    task.population = 3
+    together = task.loss_and_gradient(phi, 0, range(3), 0)
+    torch.testing.assert_close(together[0], loss, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(together[1], gradient, rtol=1e-3, atol=1e-4)
+
+
+def test_the_smooth_ap_is_the_one_for_classes_of_any_size() -> None:
+    loss = build_loss(LossConfig(name="smooth_ap"))
+    embeddings, labels = torch.randn(5, 3), torch.tensor([0, 0, 0, 1, 1])
+    assert float(loss(nn.Identity(), (embeddings, labels))) == pytest.approx(float(SmoothAPLoss()(embeddings, labels)))
 
 
 def test_a_part_of_few_classes_gets_smaller_batches() -> None:
