@@ -1,4 +1,4 @@
-"""Predictors of the metric that know next to nothing: a value function has to rank better than each of them."""
+"""Predictors of the metric that know next to nothing, to set a value function's quality beside."""
 
 from collections.abc import Callable, Sequence
 
@@ -56,9 +56,10 @@ def trivial_predictors(trajectories: Sequence[Trajectory], *, folds: int = 4, se
         "diagonal_quadratic": lambda seen: RidgeValueFunction.basis(data.phi),
         "full_quadratic": lambda seen: torch.cat([data.phi, data.phi[:, upper[0]] * data.phi[:, upper[1]]], 1),
     }
+    everywhere = torch.ones_like(used)
     return {
         **{name: _cross_validated(data, fold, used, features, used, [1e-12]) for name, features in narrow.items()},
-        **{name: _cross_validated(data, fold, used, f, used | ~used, PENALTIES) for name, f in wide.items()},
+        **{name: _cross_validated(data, fold, used, f, everywhere, PENALTIES) for name, f in wide.items()},
     }
 
 

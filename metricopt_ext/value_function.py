@@ -122,7 +122,13 @@ class ValueFunction(nn.Module):
         return {"dim": self.dim, "members": self.members_count}
 
     def save(self, path: str | Path) -> None:
-        """Write f, its domain and its quality to a safetensors file."""
+        """Write f, its domain and its quality to a safetensors file.
+
+        Raises:
+            ValueFunctionError: f is made of another one, which is to be saved instead.
+        """
+        if self.kind not in KINDS:
+            raise ValueFunctionError(f"a value function of kind {self.kind!r} can't be saved; save the one it wraps")
         quality = None if self.quality is None else asdict(self.quality)
         described = {"kind": self.kind, "settings": self.settings(), "quality": quality}
         write_tensors(path, self.state_dict(), FILE_FORMAT, described)

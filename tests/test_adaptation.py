@@ -1,11 +1,14 @@
 """The correction of a value function against scikit-learn's Gaussian process."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF
 
 from metricopt_ext.adaptation import AdaptedValueFunction
+from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.value_function import NeuralValueFunction, Quality, RidgeValueFunction, ValueFunction
 
 
@@ -57,3 +60,10 @@ def test_domain_and_quality_are_those_of_f_and_f_is_left_alone() -> None:
     assert (adapted.radius, adapted.gradient_floor) == (f.radius, f.gradient_floor)
     assert not any(parameter.requires_grad for parameter in adapted.parameters())
     assert all(torch.equal(value, before[name]) for name, value in f.state_dict().items())
+
+
+def test_what_no_file_could_bring_back_is_not_saved(tmp_path: Path) -> None:
+    adapted = AdaptedValueFunction(neural(), torch.randn(4, 3), torch.randn(4))
+    with pytest.raises(ValueFunctionError, match="kind 'adapted' can't be saved; save the one it wraps"):
+        adapted.save(tmp_path / "f.safetensors")
+    assert list(tmp_path.iterdir()) == []
