@@ -1,0 +1,108 @@
+"""Annotated images and detections, as every part of the detection tools passes them on."""
+
+import io
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from metricopt_ext.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Annotated:
+    """One image with its ground truth.
+
+    Boxes are ``(left, top, right, bottom)`` in pixels of the image, as edges: the first pixel lies between 0 and 1, so
+    that a box's width is ``right - left``. (VOC's files count pixels from 1, with both ends inside the box.)
+
+    Attributes:
+        image_id: Names the image, alone in its set; COCO's are integers, VOC's file names without suffix.
+        path: The image file; where there is an ``archive``, its name within that zip file.
+        width: Width in pixels.
+        height: Height in pixels.
+        boxes: ``n x 4`` floats, of positive area.
+        labels: Classes, ``n`` integers: indices into the set's classes.
+        difficult: VOC's flag, ``n`` booleans.
+        crowd: COCO's flag, ``n`` booleans.
+        archive: The zip file that holds the image, if one does.
+    """
+
+    image_id: str | int
+    path: Path
+    width: int
+    height: int
+    boxes: Tensor
+    labels: Tensor
+    difficult: Tensor
+    crowd: Tensor
+    archive: Path | None = None
+
+    def load(self) -> Tensor:
+        """Return the image, ``3 x height x width``, uint8 RGB.
+
+        Raises:
+            DataError: The file is missing, truncated, no image, or of another size than its annotation says.
+        """
+        try:
+            with Image.open(io.BytesIO(self._read())) as image:
+                pixels = np.array(image.convert("RGB"))
+        except (OSError, KeyError, zipfile.BadZipFile, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise DataError(f"{self.path} can't be read as an image: {error}") from error
+        if pixels.shape[:2] != (self.height, self.width):
+            raise DataError(
+                f"{self.path} is {pixels.shape[1]} x {pixels.shape[0]} pixels, its annotation says"
+                f" {self.width} x {self.height}"
+            )
+        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+    def _read(self) -> bytes:
+        if self.archive is None:
+            return self.path.read_bytes()
+        with zipfile.ZipFile(self.archive) as archive:
+            return archive.read(self.path.as_posix())
+
+
+@dataclass(frozen=True, eq=False)
+class DetectionSet:
+    """Annotated images of one set of classes.
+
+    Attributes:
+        classes: Names of the classes; labels are indices into them.
+        images: The images.
+    """
+
+    classes: tuple[str, ...]
+    images: Sequence[Annotated] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.images)
+
+    def subset(self, indices: Sequence[int]) -> "DetectionSet":
+        """Return the images at some places."""
+        return DetectionSet(self.classes, [self.images[index] for index in indices])
+
+
+@dataclass(frozen=True, eq=False)
+class Detections:
+    """What a detector found in one image.
+
+    Attributes:
+        boxes: ``n x 4`` floats, see `Annotated`.
+        scores: Confidences, ``n`` floats.
+        labels: Classes, ``n`` integers.
+    """
+
+    boxes: Tensor
+    scores: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        """Return the number of detections."""
+        return len(self.scores)

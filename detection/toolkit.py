@@ -1,0 +1,41 @@
+"""What the detection tools ask of a toolkit of detectors; Detectron2's and torchvision's both give it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from metricopt_ext.detection.records import Annotated, Detections
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One image in memory with its ground truth.
+
+    Attributes:
+        image: ``3 x h x w``, uint8 RGB. Its size may differ from the annotation's file, if boxes were scaled with it.
+        truth: Its boxes, in pixels of this image.
+    """
+
+    image: Tensor
+    truth: Annotated
+
+
+class Toolkit(Protocol):
+    """How to train, query and save detectors of one toolkit. A model is any that its `build` returned."""
+
+    def build(self, classes: int, seed: int) -> nn.Module:
+        """Return a new detector for this number of classes, without background, its weights drawn from the seed."""
+
+    def loss(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
+        """Return the detector's training loss on a batch, a scalar.
+
+        What it samples at random (anchors, proposals) is drawn from torch's global stream.
+        """
+
+    def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Detections]:
+        """Return what the detector finds in each image, in pixels of that image, without gradients."""
+
+    def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
+        """Return the region proposals of each image, ``p x 4``, best first, without gradients."""
