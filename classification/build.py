@@ -4,8 +4,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,12 +32,12 @@ from metricopt_ext.classification.data import (
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.shift import shift_class_ratio
-from metricopt_ext.errors import ConfigError, MetricOptError
-from metricopt_ext.files import load_weights, write_atomically
+from metricopt_ext.errors import ConfigError, settings_of
 from metricopt_ext.film import Adapter, attach_film, attach_input_bias
 from metricopt_ext.images import flip_and_shift, load_image_folder
 from metricopt_ext.labelled import Labelled, Split
-from metricopt_ext.metric import Metric
+from metricopt_ext.metric import Metric, with_halves
+from metricopt_ext.pretrained import pretrained
 from metricopt_ext.seeding import generator
 from metricopt_ext.shift import ImageShift
 
@@ -89,10 +89,14 @@ def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] = ()) -
             does not.
     """
 
-    def function(model: nn.Module) -> float | tuple[float, tuple[float, ...]]:
+    def function(model: nn.Module) -> Any:
         logits = predict(model, part.x)
-        value = spec.function(logits, part.y)
-        return (value, tuple(spec.function(logits[half], part.y[half]) for half in halves)) if halves else value
+
+        def value_on(half: Tensor | None) -> float:
+            rows = slice(None) if half is None else half
+            return spec.function(logits[rows], part.y[rows])
+
+        return with_halves(value_on, halves)
 
     return Metric(
         function,
@@ -158,43 +162,30 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
         ConfigError: A setting is unknown.
         DataError: The data are not there or not usable.
     """
-    try:
+    with settings_of("data"):
         splits = _divided(config.data, seed)
-    except MetricOptError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"data: {error}") from error
     if config.data.standardise:
         splits = standardise(splits)
     if splits.train.x.dtype == torch.uint8:
         splits = _each(splits, lambda x, name: x.float() / 255)
-    try:
+    with settings_of("shift"):
         return _shifted(splits, config, seed)
-    except MetricOptError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"shift: {error}") from error
 
 
-def pretrained(config: ClassificationConfig, splits: Splits, seed: int, folder: Path) -> nn.Module:
+def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: Path) -> nn.Module:
     """Return the classifier: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
 
     Raises:
         DataError: The weights don't fit the model.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator(seed, "model").initial_seed())
-        model = build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes)
-        kept = folder / "model.safetensors"
-        if config.model.weights:
-            load_weights(model, Path(config.model.weights))
-        elif kept.exists():
-            load_weights(model, kept)
-        else:
-            train(model.to(splits.train.x.device), splits.train, config.model, config.balanced, seed)
-    if not kept.exists():
-        write_atomically(kept, safetensors.torch.save(model.state_dict()))
-    return model.to(splits.train.x.device).eval()
+    return pretrained(
+        lambda: build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes),
+        lambda model: train(model, splits.train, config.model, config.balanced, seed),
+        weights=config.model.weights,
+        folder=folder,
+        seed=seed,
+        device=splits.train.x.device,
+    )
 
 
 def train(model: nn.Module, part: Split, config: ModelConfig | SecondRoundConfig, balanced: bool, seed: int) -> None:

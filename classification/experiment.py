@@ -13,10 +13,10 @@ from metricopt_ext.classification.build import (
     attach,
     build_metric,
     classification_loss,
+    classifier,
     load_splits,
     model_metric,
     predict_classes,
-    pretrained,
     stratified_halves,
     to_device,
     train,
@@ -72,7 +72,7 @@ def prepare(config: ClassificationConfig, folder: Path, seed: int) -> Prepared:
     for part, where in ((splits.train, "train"), (splits.validation, "validation"), (splits.test, "test")):
         check_split(part.y, splits.num_classes, where)
     metric = build_metric(config.metric)
-    adapter = attach(pretrained(config, splits, seed, folder), config, seed)
+    adapter = attach(classifier(config, splits, seed, folder), config, seed)
     task = FinetuneTask(
         adapter,
         loss=classification_loss,

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.pretrained import torchvision_classifier
 
 
 class TabularMLP(nn.Module):
@@ -140,17 +141,4 @@ def build_model(name: str, input_shape: torch.Size, classes: int) -> nn.Module:
         return SmallCNN(input_shape[0], classes)
     if name.startswith("cifar_resnet") and name.removeprefix("cifar_resnet").isdigit():
         return CifarResNet(int(name.removeprefix("cifar_resnet")), classes)
-    import torchvision
-
-    if name not in torchvision.models.list_models(module=torchvision.models):
-        raise ConfigError(
-            f"model.name={name!r} is neither tabular_mlp, small_cnn, cifar_resnetN nor a torchvision classifier"
-        )
-    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes)
-    try:
-        with torch.no_grad():
-            model.eval()(torch.zeros(2, *input_shape))
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0]
-        raise ConfigError(f"model.name={name} does not take images of shape {tuple(input_shape)}: {why}") from error
-    return model.train()
+    return torchvision_classifier(name, input_shape, classes, others="tabular_mlp, small_cnn, cifar_resnetN")

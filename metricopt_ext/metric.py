@@ -2,12 +2,12 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import BudgetError, MetricError
 
@@ -168,6 +168,17 @@ class Metric:
             return -cost if self.maximize else cost
         low, high = self.bounds
         return high - cost * (high - low) if self.maximize else low + cost * (high - low)
+
+
+def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Tensor]) -> Any:
+    """Return what a metric's function returns: its value, and that on two halves of its data if there are halves.
+
+    Args:
+        value_on: Returns the value on the examples at some indices, ``m``, or on all for None.
+        halves: Indices of two halves of the data, or nothing.
+    """
+    value = value_on(None)
+    return (value, tuple(value_on(half) for half in halves)) if halves else value
 
 
 @contextmanager

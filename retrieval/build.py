@@ -4,18 +4,18 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.batches import ClassBatches
-from metricopt_ext.errors import ConfigError, MetricOptError
-from metricopt_ext.files import load_weights, write_atomically
+from metricopt_ext.errors import ConfigError, MetricOptError, settings_of
 from metricopt_ext.film import Adapter, attach_film
 from metricopt_ext.images import flip_and_shift, load_image_folder
 from metricopt_ext.labelled import Labelled, Split
-from metricopt_ext.metric import Metric
+from metricopt_ext.metric import Metric, with_halves
+from metricopt_ext.pretrained import pretrained
 from metricopt_ext.retrieval.config import DataConfig, LossConfig, MetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.data import (
     Splits,
@@ -66,12 +66,14 @@ def build_metric(config: MetricConfig, part: Split, halves: Sequence[Tensor] = (
     """
     ks, subset = check_ks(config), config.query_subset or None
 
-    def function(model: nn.Module) -> float | tuple[float, tuple[float, ...]]:
+    def function(model: nn.Module) -> Any:
         embeddings, labels = embed(model, part.x).cpu(), part.y.cpu()
-        value = recall_at_k(embeddings, labels, ks, query_subset=subset).mean
-        rows = [half.cpu() for half in halves]
-        inside = tuple(recall_at_k(embeddings[row], labels[row], ks, query_subset=subset).mean for row in rows)
-        return (value, inside) if halves else value
+
+        def value_on(half: Tensor | None) -> float:
+            rows = slice(None) if half is None else half.cpu()
+            return recall_at_k(embeddings[rows], labels[rows], ks, query_subset=subset).mean
+
+        return with_halves(value_on, halves)
 
     return Metric(function, maximize=True, name=metric_name(config))
 
@@ -151,41 +153,27 @@ def load_splits(config: RetrievalConfig, seed: int) -> Splits:
         ConfigError: A setting is unknown.
         DataError: The data are not there or not usable.
     """
-    try:
+    with settings_of("data"):
         splits = _divided(config.data, seed)
-    except MetricOptError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"data: {error}") from error
-    try:
+    with settings_of("shift"):
         return _shifted(splits, config, seed)
-    except MetricOptError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"shift: {error}") from error
 
 
-def pretrained(config: RetrievalConfig, splits: Splits, seed: int, folder: Path) -> nn.Module:
+def embedder(config: RetrievalConfig, splits: Splits, seed: int, folder: Path) -> nn.Module:
     """Return the embedder: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
 
     Raises:
         DataError: The weights don't fit the model.
     """
-    settings, device = config.model, splits.train.x.device
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator(seed, "model").initial_seed())
-        shape = splits.train.x.shape[1:]
-        model = build_model(settings.name, shape, settings.embedding, settings.width, settings.trunk_weights)
-        kept = folder / "model.safetensors"
-        if settings.weights:
-            load_weights(model, Path(settings.weights))
-        elif kept.exists():
-            load_weights(model, kept)
-        else:
-            train(model.to(device), splits.train, config, seed)
-    if not kept.exists():
-        write_atomically(kept, safetensors.torch.save(model.state_dict()))
-    return model.to(device).eval()
+    settings, shape = config.model, splits.train.x.shape[1:]
+    return pretrained(
+        lambda: build_model(settings.name, shape, settings.embedding, settings.width, settings.trunk_weights),
+        lambda model: train(model, splits.train, config, seed),
+        weights=settings.weights,
+        folder=folder,
+        seed=seed,
+        device=splits.train.x.device,
+    )
 
 
 def train(model: nn.Module, part: Split, config: RetrievalConfig, seed: int) -> None:

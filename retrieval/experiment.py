@@ -16,8 +16,8 @@ from metricopt_ext.retrieval.build import (
     class_batches,
     class_halves,
     embed_with,
+    embedder,
     load_splits,
-    pretrained,
     to_device,
 )
 from metricopt_ext.retrieval.config import MetricConfig, RetrievalConfig
@@ -52,7 +52,7 @@ def prepare(config: RetrievalConfig, folder: Path, seed: int) -> Prepared:
     splits = to_device(load_splits(config, seed), choose_device(config.device))
     validation = splits.validation
     task = FinetuneTask(
-        attach(pretrained(config, splits, seed, folder), config, seed),
+        attach(embedder(config, splits, seed, folder), config, seed),
         loss=loss,
         batches=class_batches(splits.train, config.loss),
         metric=build_metric(config.metric, validation, class_halves(validation.y, seed)),

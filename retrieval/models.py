@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.files import load_weights
+from metricopt_ext.pretrained import torchvision_classifier
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -86,22 +87,9 @@ def build_model(
         if trunk_weights:
             raise ConfigError("model.trunk_weights is for torchvision's classifiers; conv4's go to model.weights")
         return Embedder(Conv4(input_shape[0], max(input_shape[1:]), embedding, width))
-    import torchvision
-
-    if name not in torchvision.models.list_models(module=torchvision.models):
-        raise ConfigError(f"model.name={name!r} is neither conv4 nor a torchvision classifier")
-    trunk: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=embedding)
-    model = Embedder(trunk, imagenet=True)
-    try:
-        with torch.no_grad():
-            model.eval()(torch.zeros(2, *input_shape))
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0]
-        raise ConfigError(f"model.name={name} does not take images of shape {tuple(input_shape)}: {why}") from error
-    if input_shape[0] != 3:
-        raise ConfigError(f"model.name={name} takes images of 3 colours, the data has {input_shape[0]}")
+    trunk = torchvision_classifier(name, input_shape, embedding, others="conv4")
     if trunk_weights:
         names = list(trunk.state_dict())
         last = names[-1].rpartition(".")[0]
         load_weights(trunk, Path(trunk_weights), keep=[name for name in names if name.rpartition(".")[0] == last])
-    return model.train()
+    return Embedder(trunk, imagenet=True)

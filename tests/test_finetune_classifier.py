@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from metricopt_ext import run_config
 from metricopt_ext.classification import build
-from metricopt_ext.classification.build import attach, load_splits, model_metric, predict, pretrained
+from metricopt_ext.classification.build import attach, classifier, load_splits, model_metric, predict
 from metricopt_ext.classification.config import AdapterConfig, ClassificationConfig
 from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.models import build_model
@@ -572,11 +572,11 @@ def test_training_depends_on_the_seed_alone_and_is_kept(tmp_path: Path, monkeypa
     splits = load_splits(config, 0)
     torch.manual_seed(123)
     state = torch.get_rng_state()
-    first = pretrained(config, splits, 0, tmp_path / "a")
+    first = classifier(config, splits, 0, tmp_path / "a")
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(456)
-    second = pretrained(config, splits, 0, tmp_path / "b")
-    other = pretrained(config, splits, 1, tmp_path / "c")
+    second = classifier(config, splits, 0, tmp_path / "b")
+    other = classifier(config, splits, 1, tmp_path / "c")
     for key, value in first.state_dict().items():
         assert torch.equal(value, second.state_dict()[key])
     assert not torch.equal(first.conv1.weight, other.conv1.weight)
@@ -586,17 +586,17 @@ def test_training_depends_on_the_seed_alone_and_is_kept(tmp_path: Path, monkeypa
     assert accuracy > 0.5  # a tenth is chance
 
     monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained"))
-    kept = pretrained(config, splits, 0, tmp_path / "a")
+    kept = classifier(config, splits, 0, tmp_path / "a")
     torch.save(first.state_dict(), tmp_path / "weights.pt")
     config.model.weights = str(tmp_path / "weights.pt")
-    given = pretrained(config, splits, 9, tmp_path / "d")
+    given = classifier(config, splits, 9, tmp_path / "d")
     for key, value in first.state_dict().items():
         assert torch.equal(value, kept.state_dict()[key])
         assert torch.equal(value, given.state_dict()[key])
     assert (tmp_path / "d" / "model.safetensors").exists()
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
     with pytest.raises(DataError, match=r"weights\.pt holds no weights for SmallCNN: .*Missing key") as caught:
-        pretrained(config, splits, 0, tmp_path / "e")
+        classifier(config, splits, 0, tmp_path / "e")
     assert len(str(caught.value).splitlines()) == 1
 
 
