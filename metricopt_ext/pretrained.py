@@ -64,14 +64,14 @@ def torchvision_classifier(name: str, input_shape: torch.Size, outputs: int, oth
     import torchvision
 
     if name not in torchvision.models.list_models(module=torchvision.models):
-        raise ConfigError(f"model.name={name!r} is none of {others}, and no torchvision classifier")
+        raise ConfigError(f"model.name={name!r} is neither {others} nor a torchvision classifier")
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=outputs)
-    if input_shape[0] != 3:
-        raise ConfigError(f"model.name={name} takes images of 3 colours, the data has {input_shape[0]}")
     try:
         with torch.no_grad():
             model.eval()(torch.zeros(2, *input_shape))
     except (RuntimeError, AssertionError) as error:
         why = str(error).splitlines()[0]
         raise ConfigError(f"model.name={name} does not take images of shape {tuple(input_shape)}: {why}") from error
+    if input_shape[0] != 3:
+        raise ConfigError(f"model.name={name} takes images of 3 colours, the data has {input_shape[0]}")
     return model.train()
