@@ -72,6 +72,4 @@ def torchvision_classifier(name: str, input_shape: torch.Size, outputs: int, oth
     except (RuntimeError, AssertionError) as error:
         why = str(error).splitlines()[0]
         raise ConfigError(f"model.name={name} does not take images of shape {tuple(input_shape)}: {why}") from error
-    if input_shape[0] != 3:
-        raise ConfigError(f"model.name={name} takes images of 3 colours, the data has {input_shape[0]}")
     return model.train()

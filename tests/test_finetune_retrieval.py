@@ -309,7 +309,7 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["shift.contrast=2"], r"shift: contrast must be in \(0, 1\], got 2"),
         (["adapter.layers=[nrom*]"], r"layers='nrom\*' matches no layer"),
         (["model.name=conv5"], r"model\.name='conv5' is neither conv4 nor a torchvision classifier"),
-        (["model.name=resnet18"], r"model\.name=resnet18 takes images of 3 colours, the data has 1"),
+        (["model.name=resnet18"], r"model\.name=resnet18 does not take images of shape \(1, "),
         (["model.weights=nowhere.pt"], r"nowhere\.pt holds no weights for Embedder"),
         (["model.trunk_weights=a.pt"], r"model\.trunk_weights is for torchvision's classifiers"),
         (["device=abacus"], r"device='abacus' is not to be had here"),
