@@ -204,12 +204,12 @@ def _background(size: int, rng: np.random.Generator) -> Array:
     x, y = np.meshgrid(np.linspace(-1, 1, size), np.linspace(-1, 1, size))
     along = (1 + (x * math.cos(angle) + y * math.sin(angle)) / math.sqrt(2)) / 2
     first, second = rng.uniform(0.1, 0.9, (2, 3))
-    image = first + along[..., None] * (second - first)
+    image: Array = first + along[..., None] * (second - first)
     for octave in range(4):
         coarse = torch.from_numpy(rng.uniform(-1, 1, (1, 3, 3 * 2**octave, 3 * 2**octave)))
         fine = interpolate(coarse, (size, size), mode="bicubic", align_corners=False)[0]
         image = image + 0.12 / 1.5**octave * fine.permute(1, 2, 0).numpy()
-    return np.clip(image, 0, 1)
+    return image.clip(0, 1)
 
 
 def _enlarge(scan: Tensor, width: int) -> Array:
