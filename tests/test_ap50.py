@@ -77,6 +77,7 @@ def random_set(
             guesses[good], guessed[good] = moved[good], labels[near][good]
             guesses[:, 2:] = np.maximum(guesses[:, 2:], guesses[:, :2] + 1)
         guessed[guessed == classes - 2] = 0
+        guesses[:, 2] -= 80 * (rng.random(m) < 0.05)  # of negative width
         found.append(detections(guesses, rng.integers(0, 25, m) / 24, guessed))
     return found, DetectionSet(tuple(f"class {i}" for i in range(classes)), truth)
 
