@@ -1,0 +1,156 @@
+"""Images with what a detector finds before and after finetuning, and with the proposals that cover their objects."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.detection.proposals import box_iou
+from metricopt_ext.detection.records import Annotated, Detections
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.plots import new_figure, save_figure
+
+RIGHT, WRONG, MISSED, COVER, LOST = "#35c759", "#ff3b30", "#ffd60a", "#0a84ff", "#ff3b30"
+WIDTH = 2.8  # of an image, in inches
+COLUMNS = 4
+
+
+def plot_detections(
+    examples: Sequence[Example],
+    before: Sequence[Detections],
+    after: Sequence[Detections],
+    classes: Sequence[str],
+    path: str | Path,
+    *,
+    score: float = 0.5,
+) -> Path:
+    """Draw a line for each image: what was found in it before and after finetuning.
+
+    Detections that are right (IoU of at least 0.5 with an object of their class that none with a better score found)
+    are green, others red, each with its class and score; objects that were missed are dashed in yellow.
+
+    Args:
+        examples: The images, at least one; a handful.
+        before: Detections in each image before finetuning.
+        after: Detections after it.
+        classes: Names of the classes.
+        path: The PNG file.
+        score: Least score of what is drawn, in [0, 1].
+    """
+    figure, panels = _panels(examples, len(examples), 2, extra=0.5)
+    figure.suptitle(f"detections of score {score:g} or more; green: right, red: wrong, yellow: missed", fontsize=8)
+    for line, example, *found in zip(panels, examples, before, after, strict=True):
+        for axes, each in zip(line, found, strict=True):
+            _draw_detections(axes, example, each, classes, score)
+    for axes, title in zip(panels[0], ("before", "after"), strict=True):
+        axes.set_title(title, fontsize=9)
+    return save_figure(figure, path)
+
+
+def plot_proposals(
+    examples: Sequence[Example], proposals: Sequence[Tensor], path: str | Path, *, count: int = 50, iou: float = 0.5
+) -> Path:
+    """Draw images with their objects, in green, and the proposal that covers each best, in blue; lost objects in red.
+
+    Difficult objects and crowd regions are left out, as in `proposal_recall`.
+
+    Args:
+        examples: The images, at least one; four fill a row.
+        proposals: Proposals of each image, ``p x 4``, best first.
+        path: The PNG file.
+        count: How many of the first proposals to look at.
+        iou: Least intersection over union of a box and a proposal that covers it.
+    """
+    columns = min(COLUMNS, len(examples))
+    figure, panels = _panels(examples, -(-len(examples) // columns), columns, extra=0.3)
+    covered, total = 0, 0
+    for axes, example, boxes in zip(panels.flat, examples, proposals, strict=False):
+        _show(axes, example.image)
+        objects = example.truth.boxes[~(example.truth.difficult | example.truth.crowd)]
+        overlaps = box_iou(objects, boxes[:count]).cpu()
+        for box, row in zip(objects.tolist(), overlaps, strict=True):
+            hit = len(row) > 0 and float(row.max()) >= iou
+            _box(axes, box, RIGHT if hit else LOST)
+            if hit:
+                _box(axes, boxes[int(row.argmax())].tolist(), COVER, linestyle="--")
+            covered, total = covered + hit, total + 1
+    figure.suptitle(
+        f"{covered} of {total} objects (green) covered by one of {count} proposals (blue, the best); red: not",
+        fontsize=8,
+    )
+    return save_figure(figure, path)
+
+
+def _draw_detections(axes: Any, example: Example, found: Detections, classes: Sequence[str], score: float) -> None:
+    _show(axes, example.image)
+    order = found.scores.argsort(descending=True)
+    order = order[found.scores[order] >= score]
+    shown = Detections(found.boxes[order].cpu(), found.scores[order].cpu(), found.labels[order].cpu())
+    right, missed = _outcomes(shown, example.truth)
+    for box in example.truth.boxes[missed].tolist():
+        _box(axes, box, MISSED, linestyle="--")
+    for box, value, label, hit in zip(
+        shown.boxes.tolist(), shown.scores.tolist(), shown.labels.tolist(), right.tolist(), strict=True
+    ):
+        _box(axes, box, RIGHT if hit else WRONG)
+        _name(axes, box, f"{classes[label]} {value:.2f}", RIGHT if hit else WRONG)
+
+
+def _outcomes(found: Detections, truth: Annotated) -> tuple[Tensor, Tensor]:
+    """Which detections, best first, are right, and which objects were missed; difficult and crowd ones never are."""
+    overlaps = box_iou(found.boxes, truth.boxes)
+    overlaps[found.labels[:, None] != truth.labels] = 0
+    right = torch.zeros(len(found), dtype=torch.bool)
+    free = torch.ones(len(truth.labels), dtype=torch.bool)
+    for row, overlap in enumerate(overlaps):
+        near = overlap * free
+        if len(near) and near.max() >= 0.5:
+            right[row] = True
+            free[near.argmax()] = False
+    return right, free & ~truth.difficult & ~truth.crowd
+
+
+def _panels(examples: Sequence[Example], rows: int, columns: int, extra: float) -> tuple[Any, Any]:
+    """A figure with a panel for each image; ``extra`` is the height of its titles."""
+    height = max(example.image.shape[1] / example.image.shape[2] for example in examples) * WIDTH
+    figure, panels = new_figure(WIDTH * columns, height * rows + extra, rows, columns)
+    for axes in panels.flat:
+        axes.set_axis_off()
+    return figure, panels
+
+
+def _show(axes: Any, image: Tensor) -> None:
+    height, width = image.shape[1:]
+    # The edges of the first pixel are 0 and 1, as those of boxes.
+    axes.imshow(image.cpu().permute(1, 2, 0).numpy(), extent=(0, width, height, 0), interpolation="nearest")
+    axes.set_xlim(0, width)
+    axes.set_ylim(height, 0)
+
+
+def _box(axes: Any, box: Sequence[float], colour: str, **line: Any) -> None:
+    from matplotlib.patches import Rectangle
+
+    left, top, right, bottom = box
+    axes.add_patch(
+        Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor=colour, linewidth=1.5, **line)
+    )
+
+
+def _name(axes: Any, box: Sequence[float], text: str, colour: str) -> None:
+    # Above the box's visible part, or within it at the upper edge of the image; to the left of its right end there.
+    bottom, end = axes.get_ylim()[0], axes.get_xlim()[1]
+    left, top, right = max(box[0], 0), max(box[1], 0), min(box[2], end)
+    inside, at_right = top < 0.07 * bottom, left > 0.75 * end
+    axes.annotate(
+        text,
+        (right if at_right else left, top),
+        xytext=(0, -1 if inside else 1),
+        textcoords="offset points",
+        fontsize=6,
+        color="black",
+        va="top" if inside else "bottom",
+        ha="right" if at_right else "left",
+        bbox={"facecolor": colour, "edgecolor": "none", "pad": 0.6, "alpha": 0.85},
+    )

@@ -1,0 +1,310 @@
+"""Annotated images in Pascal VOC's format, in a folder or in a zip file."""
+
+import io
+import math
+import warnings
+import xml.etree.ElementTree as ET
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from metricopt_ext.detection.records import Annotated, DetectionSet
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.errors import DataError
+from metricopt_ext.files import write_atomically
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".JPG", ".JPEG", ".PNG")
+ENDS = ("xmin", "ymin", "xmax", "ymax")
+NAMED = 5  # files that a warning names
+
+Folder = Path | zipfile.Path
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class _Object:
+    """What an XML file says about one object; corners as VOC counts them, from 1 and inside the box."""
+
+    name: str
+    corners: Box
+    difficult: bool
+
+
+@dataclass(frozen=True)
+class _Annotation:
+    """What an XML file says."""
+
+    file: Folder
+    image: str
+    width: int
+    height: int
+    objects: list[_Object]
+
+    @property
+    def stem(self) -> str:
+        """The file's name without suffix."""
+        return self.file.name.removesuffix(".xml")
+
+
+def read_voc(
+    root: str | Path, split: str | None = None, *, classes: Sequence[str] | None = None, keep_difficult: bool = True
+) -> DetectionSet:
+    """Read annotated images in Pascal VOC's format.
+
+    The folders ``Annotations``, ``JPEGImages`` and ``ImageSets`` may lie in ``root``, in a folder within it, or in one
+    within that (``VOCdevkit/VOC2007``). VOC counts pixels from 1, with both ends inside the box: its ``(xmin, ymin,
+    xmax, ymax)`` become the edges ``(xmin - 1, ymin - 1, xmax, ymax)``. Images are not opened; their sizes are those in
+    the XML files. An image without objects is kept.
+
+    Boxes without area as written (``xmax <= xmin`` or ``ymax <= ymin``) and boxes wholly outside their image are left
+    out; boxes partly outside are clipped. One warning says how many, and in which files.
+
+    Args:
+        root: A folder, or a zip file, which is read without unpacking it.
+        split: Name of a list of images, ``ImageSets/Main/<split>.txt``, in whose order they come; None for every
+            annotated image, sorted by name.
+        classes: Names of the classes; None for all that the tree's annotations name, whatever the split, sorted.
+        keep_difficult: Whether to keep objects that are marked as difficult.
+
+    Raises:
+        DataError: No such tree, split, annotation or image; an empty split; an XML file that is truncated or lacks the
+            image's size, an object's name or its box; a class that is not among ``classes``.
+    """
+    root = Path(root)
+    if root.is_dir():
+        return _read_tree(root, None, split, classes, keep_difficult)
+    if not root.exists():
+        raise DataError(f"{root} does not exist; it should be a folder or a zip file in Pascal VOC's format")
+    try:
+        with zipfile.ZipFile(root) as archive:
+            return _read_tree(zipfile.Path(archive), root, split, classes, keep_difficult)
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{root} is neither a folder nor a whole zip file ({error})") from error
+
+
+def _read_tree(
+    root: Folder, archive: Path | None, split: str | None, classes: Sequence[str] | None, keep_difficult: bool
+) -> DetectionSet:
+    tree = _find_tree(root)
+    files = {file.name.removesuffix(".xml"): file for file in (tree / "Annotations").iterdir() if _is_xml(file)}
+    stems = sorted(files) if split is None else _read_split(tree, split)
+    missing = [stem for stem in stems if stem not in files]
+    if missing:
+        raise DataError(f"{tree / 'Annotations'} lacks {missing[0]}.xml, which the split {split!r} names")
+    if not stems:
+        raise DataError(f"{tree / 'Annotations'} holds no .xml file")
+
+    # Without given classes all files are read, so that every split gets the same labels.
+    annotations = {stem: _parse(files[stem]) for stem in (sorted(files) if classes is None else stems)}
+    if classes is None:
+        classes = sorted({thing.name for annotation in annotations.values() for thing in annotation.objects})
+    images_dir = tree / "JPEGImages"
+    images = {image.name for image in images_dir.iterdir()} if images_dir.is_dir() else set()
+    mended = _Mended()
+    found = []
+    for annotation in (annotations[stem] for stem in stems):
+        path = images_dir / _image_name(annotation, images, images_dir)
+        objects = [
+            (box, classes.index(thing.name), thing.difficult)
+            for thing, box in mended.inside(annotation, classes)
+            if keep_difficult or not thing.difficult
+        ]
+        found.append(
+            Annotated(
+                image_id=annotation.stem,
+                path=path if isinstance(path, Path) else Path(path.at),
+                width=annotation.width,
+                height=annotation.height,
+                boxes=torch.tensor([box for box, _, _ in objects], dtype=torch.float32).reshape(-1, 4),
+                labels=torch.tensor([label for _, label, _ in objects], dtype=torch.int64),
+                difficult=torch.tensor([difficult for _, _, difficult in objects], dtype=torch.bool),
+                crowd=torch.zeros(len(objects), dtype=torch.bool),
+                archive=archive,
+            )
+        )
+    mended.warn(tree)
+    return DetectionSet(tuple(classes), found)
+
+
+def _find_tree(root: Folder) -> Folder:
+    """The folder that holds Annotations: the root, one in it, or one in that."""
+    level: list[Folder] = [root]
+    for _ in range(3):
+        found = [folder for folder in level if (folder / "Annotations").is_dir()]
+        if len(found) > 1:
+            raise DataError(f"{root} holds several sets, name one of them: {', '.join(sorted(map(str, found)))}")
+        if found:
+            return found[0]
+        level = [inner for folder in level for inner in folder.iterdir() if inner.is_dir()]
+    raise DataError(f"{root} holds no folder Annotations, neither itself nor in the two levels of folders below")
+
+
+def _is_xml(file: Folder) -> bool:
+    return file.name.endswith(".xml") and not file.name.startswith(".")
+
+
+def _read_split(tree: Folder, split: str) -> list[str]:
+    """The names in a split's file; of several words in a line (name and flag) the first is the name."""
+    folder = tree / "ImageSets" / "Main"
+    file = folder / f"{split}.txt"
+    if not file.is_file():
+        known = sorted(each.name.removesuffix(".txt") for each in folder.iterdir()) if folder.is_dir() else []
+        raise DataError(f"there is no split {split!r} in {folder}; it has {', '.join(known) or 'none'}")
+    stems = [line.split()[0] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not stems:
+        raise DataError(f"{file} is empty; it should name an image in each line")
+    return stems
+
+
+def _parse(file: Folder) -> _Annotation:
+    try:
+        top = ET.fromstring(file.read_bytes())
+    except (ET.ParseError, LookupError, ValueError) as error:
+        raise DataError(f"{file} is truncated or no XML ({error})") from error
+    width, height = (_number(top, f"size/{side}", file) for side in ("width", "height"))
+    if min(width, height) < 1:
+        raise DataError(f"{file} says that its image has {width:g} x {height:g} pixels; it needs the image's size")
+    objects = []
+    for thing in top.findall("object"):
+        left, top_edge, right, bottom = (_number(thing, f"bndbox/{end}", file) for end in ENDS)
+        difficult = (thing.findtext("difficult") or "").strip() == "1"
+        objects.append(_Object(_text(thing, "name", file), (left, top_edge, right, bottom), difficult))
+    return _Annotation(file, (top.findtext("filename") or "").strip(), int(width), int(height), objects)
+
+
+def _text(element: ET.Element, path: str, file: Folder) -> str:
+    text = (element.findtext(path) or "").strip()
+    if not text:
+        raise DataError(f"{file} has an <{element.tag}> without <{path}>")
+    return text
+
+
+def _number(element: ET.Element, path: str, file: Folder) -> float:
+    text = _text(element, path, file)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(f"{file} has {text!r} as <{path}>; it must be a number")
+    return number
+
+
+def _image_name(annotation: _Annotation, images: set[str], images_dir: Folder) -> str:
+    # The stem goes first: many sets were renamed, and their <filename> was not.
+    for name in (*(annotation.stem + suffix for suffix in SUFFIXES), annotation.image):
+        if name in images:
+            return name
+    raise DataError(
+        f"{images_dir} lacks the image of {annotation.file}: neither {annotation.stem} with"
+        f" {', '.join(SUFFIXES)} nor its filename {annotation.image!r}"
+    )
+
+
+class _Mended:
+    """Cuts boxes to their images, and remembers the files of those that were left out or clipped."""
+
+    def __init__(self) -> None:
+        self.flat: list[str] = []
+        self.outside: list[str] = []
+        self.clipped: list[str] = []
+
+    def inside(self, annotation: _Annotation, classes: Sequence[str]) -> Iterator[tuple[_Object, Box]]:
+        """Yield the objects that have area within the image, with their edges there."""
+        for thing in annotation.objects:
+            if thing.name not in classes:
+                raise DataError(
+                    f"{annotation.file} has an object of class {thing.name!r}; the classes are {', '.join(classes)}"
+                )
+            xmin, ymin, xmax, ymax = thing.corners
+            box = (xmin - 1, ymin - 1, xmax, ymax)
+            cut = (max(box[0], 0.0), max(box[1], 0.0), min(xmax, annotation.width), min(ymax, annotation.height))
+            if xmax <= xmin or ymax <= ymin:
+                self.flat.append(annotation.file.name)
+            elif cut[0] >= cut[2] or cut[1] >= cut[3]:
+                self.outside.append(annotation.file.name)
+            else:
+                if cut != box:
+                    self.clipped.append(annotation.file.name)
+                yield thing, cut
+
+    def warn(self, tree: Folder) -> None:
+        """Warn once of all of them, if there are any."""
+        kinds = (
+            (self.flat, "without area left out"),
+            (self.outside, "outside the image left out"),
+            (self.clipped, "clipped to the image"),
+        )
+        said = [f"{len(files)} {what} ({_first(files)})" for files, what in kinds if files]
+        if said:
+            warnings.warn(f"boxes in {tree}: {'; '.join(said)}", stacklevel=4)
+
+
+def _first(files: list[str]) -> str:
+    names = list(dict.fromkeys(files))
+    more = f" and {len(names) - NAMED} more files" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def write_voc(
+    folder: str | Path, examples: Iterable[Example], classes: Sequence[str], split: str, *, suffix: str = ".png"
+) -> Path:
+    """Write images with their boxes in Pascal VOC's format, and a list of them as a split; returns the folder.
+
+    Args:
+        folder: Receives ``Annotations``, ``JPEGImages`` and ``ImageSets``, beside what is there already.
+        examples: The images; their ``image_id`` names their files.
+        classes: Names of the classes.
+        split: Name of the list.
+        suffix: Kind of the image files: ``".png"`` keeps every pixel, ``".jpg"`` is smaller.
+
+    Raises:
+        DataError: An id that can't name a file, a crowd region, which VOC does not know, or a box of at most a pixel's
+            width or height, which `read_voc` would take for one without area.
+    """
+    folder = Path(folder)
+    names = []
+    for example in examples:
+        truth = example.truth
+        name = str(truth.image_id)
+        if Path(name).name != name or any(letter.isspace() for letter in name):
+            raise DataError(f"image_id {name!r} can't name a file in a list of images")
+        if truth.crowd.any():
+            raise DataError(f"image {name} has a crowd region, which Pascal VOC's format does not know")
+        if len(truth.boxes) and (truth.boxes[:, 2:] - truth.boxes[:, :2]).min() <= 1:
+            raise DataError(f"image {name} has a box of at most one pixel's width or height")
+        encoded = io.BytesIO()
+        pixels = example.image.permute(1, 2, 0).contiguous().cpu().numpy()
+        Image.fromarray(pixels).save(encoded, format=Image.registered_extensions()[suffix])
+        write_atomically(folder / "JPEGImages" / (name + suffix), encoded.getvalue())
+        write_atomically(folder / "Annotations" / f"{name}.xml", _to_xml(example, classes, name + suffix))
+        names.append(name)
+    write_atomically(folder / "ImageSets" / "Main" / f"{split}.txt", "".join(f"{name}\n" for name in names).encode())
+    return folder
+
+
+def _to_xml(example: Example, classes: Sequence[str], image_name: str) -> bytes:
+    truth = example.truth
+    top = ET.Element("annotation")
+    ET.SubElement(top, "filename").text = image_name
+    size = ET.SubElement(top, "size")
+    for key, value in (("width", truth.width), ("height", truth.height), ("depth", 3)):
+        ET.SubElement(size, key).text = str(value)
+    for box, label, difficult in zip(
+        truth.boxes.double().tolist(), truth.labels.tolist(), truth.difficult.tolist(), strict=True
+    ):
+        thing = ET.SubElement(top, "object")
+        # Pose and truncated say nothing here, but VOC's own readers ask for them.
+        for key, text in (("name", classes[label]), ("pose", "Unspecified"), ("truncated", "0")):
+            ET.SubElement(thing, key).text = text
+        ET.SubElement(thing, "difficult").text = str(int(difficult))
+        bounds = ET.SubElement(thing, "bndbox")
+        for key, edge in zip(ENDS, (box[0] + 1, box[1] + 1, box[2], box[3]), strict=True):
+            ET.SubElement(bounds, key).text = str(int(edge)) if edge.is_integer() else repr(edge)
+    ET.indent(top)
+    return bytes(ET.tostring(top))

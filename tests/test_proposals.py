@@ -1,0 +1,161 @@
+"""Recall of proposals against a naive loop, and what the pictures of detections and proposals draw."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("PIL")
+
+from PIL import Image
+
+from metricopt_ext.detection import pictures
+from metricopt_ext.detection.pictures import plot_detections, plot_proposals
+from metricopt_ext.detection.proposals import box_iou, proposal_recall
+from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.errors import DataError
+
+
+def random_boxes(count: int, rng: torch.Generator) -> Tensor:
+    corners = torch.randint(0, 60, (count, 2), generator=rng)
+    return torch.cat([corners, corners + torch.randint(5, 40, (count, 2), generator=rng)], 1).float()
+
+
+def annotated(boxes: Any, labels: Any = None, difficult: Any = None, crowd: Any = None) -> Annotated:
+    boxes = torch.as_tensor(boxes, dtype=torch.float32).reshape(-1, 4)
+    none = torch.zeros(len(boxes), dtype=torch.bool)
+    return Annotated(
+        image_id="a",
+        path=Path("a.png"),
+        width=100,
+        height=80,
+        boxes=boxes,
+        labels=none.long() if labels is None else torch.tensor(labels),
+        difficult=none if difficult is None else torch.as_tensor(difficult),
+        crowd=none if crowd is None else torch.as_tensor(crowd),
+    )
+
+
+def random_set(seed: int) -> tuple[list[Tensor], DetectionSet]:
+    """Proposals by the hundred, fewer, or none at all, and images with and without objects."""
+    rng = torch.Generator().manual_seed(seed)
+    images, proposals = [], []
+    for i in range(12):
+        boxes = random_boxes(i % 5, rng)
+        flags = [torch.rand(len(boxes), generator=rng) < 0.2 for _ in range(2)]
+        images.append(annotated(boxes, None, *flags))
+        proposals.append(random_boxes((120, 30, 0)[i % 3], rng))
+    return proposals, DetectionSet(("thing",), images)
+
+
+def naive_iou(a: list[float], b: list[float]) -> float:
+    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    if width <= 0 or height <= 0:
+        return 0.0
+    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (a, b)]
+    return width * height / (sum(areas) - width * height)
+
+
+def test_iou_equals_a_naive_loop() -> None:
+    rng = torch.Generator().manual_seed(0)
+    a, b = random_boxes(20, rng), random_boxes(30, rng)
+    expected = [[naive_iou(one, other) for other in b.tolist()] for one in a.tolist()]
+    torch.testing.assert_close(box_iou(a, b), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+    flat = torch.tensor([[5.0, 5.0, 5.0, 9.0]])
+    assert box_iou(flat, flat).tolist() == [[0]]
+
+
+@pytest.mark.parametrize("iou", [0.3, 0.5])
+def test_recall_equals_a_naive_loop(iou: float) -> None:
+    proposals, truth = random_set(1)
+    counts = (1, 10, 29, 100, 300)
+    recalls = proposal_recall(proposals, truth, counts, iou)
+    assert list(recalls) == list(counts)
+    for k in counts:
+        covered = [
+            any(naive_iou(box, proposal) >= iou for proposal in boxes[:k].tolist())
+            for boxes, image in zip(proposals, truth.images, strict=True)
+            for box, skip in zip(image.boxes.tolist(), image.difficult | image.crowd, strict=True)
+            if not skip
+        ]
+        assert recalls[k] == pytest.approx(sum(covered) / len(covered), abs=1e-12)
+    assert 0 < recalls[1] < recalls[100] < 1
+
+
+def test_what_has_no_recall_is_named() -> None:
+    proposals, truth = random_set(1)
+    with pytest.raises(DataError, match="proposals for 11 images, but 12 images"):
+        proposal_recall(proposals[1:], truth)
+    with pytest.raises(DataError, match="counts must be"):
+        proposal_recall(proposals, truth, (0, 10))
+    with pytest.raises(DataError, match=r"iou must be in \(0, 1\], got 50"):
+        proposal_recall(proposals, truth, iou=50)
+    with pytest.raises(DataError, match="none of 1 images has an object that counts"):
+        proposal_recall(proposals[:1], truth.subset([0]))
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are saved."""
+    figures: list[Any] = []
+    save = pictures.save_figure
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures.append(figure) or save(figure, path))
+    return figures
+
+
+def boxes_in(axes: Any, colour: str) -> list[list[float]]:
+    """The rectangles of a colour that a panel shows, as edges."""
+    from matplotlib.colors import to_rgba
+
+    return [
+        [*patch.get_xy(), patch.get_x() + patch.get_width(), patch.get_y() + patch.get_height()]
+        for patch in axes.patches
+        if patch.get_edgecolor() == to_rgba(colour)
+    ]
+
+
+A, B, C, FAR = [10, 10, 30, 30], [50, 40, 90, 70], [60, 5, 80, 25], [0, 50, 9, 79]
+EXAMPLE = Example(torch.zeros(3, 80, 100, dtype=torch.uint8), annotated([A, B, C], [0, 1, 1], [False, False, True]))
+
+
+def found(*boxes: list[int], scores: list[float], labels: list[int]) -> Detections:
+    return Detections(
+        torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), torch.tensor(scores), torch.tensor(labels)
+    )
+
+
+def test_detections_are_drawn_right_wrong_or_missed(tmp_path: Path, drawn: list[Any]) -> None:
+    # Before: an object found twice, one with the wrong class, one below the score. After: all that are not difficult.
+    before = found(A, A, B, FAR, scores=[0.6, 0.9, 0.8, 0.4], labels=[0, 0, 0, 1])
+    after = found(A, B, scores=[0.9, 0.8], labels=[0, 1])
+    path = plot_detections([EXAMPLE], [before], [after], ("cat", "dog"), tmp_path / "detections.png")
+    assert Image.open(path).width > 300
+    left, right = drawn[0].axes
+    assert boxes_in(left, pictures.RIGHT) == [A]
+    assert boxes_in(left, pictures.WRONG) == [B, A]
+    assert boxes_in(left, pictures.MISSED) == [B]
+    assert boxes_in(right, pictures.RIGHT) == [A, B]
+    assert boxes_in(right, pictures.WRONG) == boxes_in(right, pictures.MISSED) == []
+    assert [text.get_text() for text in left.texts] == ["cat 0.90", "cat 0.80", "cat 0.60"]
+
+
+def test_nothing_found_is_drawn_as_missed(tmp_path: Path, drawn: list[Any]) -> None:
+    none = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    plot_detections([EXAMPLE], [none], [none], ("cat", "dog"), tmp_path / "nothing.png")
+    assert [boxes_in(axes, pictures.MISSED) for axes in drawn[0].axes] == [[A, B]] * 2
+
+
+def test_proposals_are_drawn_with_what_they_cover(tmp_path: Path, drawn: list[Any]) -> None:
+    near = [10, 10, 30, 28]
+    proposals = torch.tensor([[10, 10, 30, 26], FAR, near, C], dtype=torch.float32)
+    path = plot_proposals([EXAMPLE] * 5, [proposals] * 4 + [torch.zeros(0, 4)], tmp_path / "proposals.png", count=3)
+    assert Image.open(path).height > 300
+    first, last = drawn[0].axes[0], drawn[0].axes[4]
+    assert boxes_in(first, pictures.COVER) == [near]
+    assert boxes_in(first, pictures.RIGHT) == [A]
+    assert boxes_in(first, pictures.LOST) == [B]
+    assert boxes_in(last, pictures.LOST) == [A, B]
+    assert "4 of 10 objects" in drawn[0].get_suptitle()

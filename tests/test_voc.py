@@ -1,0 +1,223 @@
+"""Pascal VOC's format: what is read is what was written, and what a file lacks is said by name."""
+
+import re
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("PIL")
+
+from metricopt_ext.detection.records import Annotated
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.voc import read_voc, write_voc
+from metricopt_ext.errors import DataError
+
+CLASSES = ("bird", "cat")
+
+
+def example(name: str, boxes: list[list[float]], labels: list[int], difficult: list[bool]) -> Example:
+    image = torch.randint(256, (3, 30, 40), generator=torch.Generator().manual_seed(len(boxes)), dtype=torch.uint8)
+    flags = torch.tensor(difficult, dtype=torch.bool)
+    truth = Annotated(
+        image_id=name,
+        path=Path("unused"),
+        width=40,
+        height=30,
+        boxes=torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
+        labels=torch.tensor(labels, dtype=torch.int64),
+        difficult=flags,
+        crowd=torch.zeros_like(flags),
+    )
+    return Example(image, truth)
+
+
+EXAMPLES = (
+    example("a1", [[0, 0, 40, 30], [3, 4, 10.25, 9.1]], [1, 0], [False, True]),
+    example("a2", [], [], []),
+    example("a3", [[5, 6, 17, 28]], [1], [False]),
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A set below VOCdevkit/VOC2007 with the splits train (a1, a2) and test (a3)."""
+    inner = tmp_path / "VOCdevkit" / "VOC2007"
+    write_voc(inner, EXAMPLES[:2], CLASSES, "train")
+    write_voc(inner, EXAMPLES[2:], CLASSES, "test")
+    return tmp_path
+
+
+def annotation(tree: Path, name: str = "a3") -> Path:
+    return tree / "VOCdevkit" / "VOC2007" / "Annotations" / f"{name}.xml"
+
+
+def replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def assert_same(image: Annotated, written: Example) -> None:
+    truth = written.truth
+    assert (image.image_id, image.width, image.height) == (truth.image_id, truth.width, truth.height)
+    for ours, theirs in (
+        (image.boxes, truth.boxes),
+        (image.labels, truth.labels),
+        (image.difficult, truth.difficult),
+        (image.crowd, truth.crowd),
+    ):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+def test_reads_what_was_written(tree: Path) -> None:
+    data = read_voc(tree)
+    assert data.classes == CLASSES
+    for image, written in zip(data.images, EXAMPLES, strict=True):
+        assert_same(image, written)
+        assert torch.equal(image.load(), written.image)
+
+
+def test_reads_the_same_from_a_zip_file(tree: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed.zip"
+    with zipfile.ZipFile(packed, "w") as archive:
+        for file in tree.rglob("VOC2007/**/*.*"):
+            archive.write(file, file.relative_to(tree))
+    data = read_voc(packed, "train")
+    assert [image.image_id for image in data.images] == ["a1", "a2"]
+    for image, written in zip(data.images, EXAMPLES[:2], strict=True):
+        assert_same(image, written)
+        assert torch.equal(image.load(), written.image)
+
+
+def test_splits_have_the_same_labels_with_and_without_given_classes(tree: Path) -> None:
+    # The split test has no bird.
+    (image,) = read_voc(tree, "test").images
+    assert image.labels.tolist() == [1]
+    assert read_voc(tree, "test", classes=("cat",)).images[0].labels.tolist() == [0]
+
+
+def test_pixels_counted_from_one_become_edges(tree: Path) -> None:
+    text = annotation(tree).read_text()
+    assert [int(re.search(f"<{end}>(.*)</{end}>", text)[1]) for end in ("xmin", "ymin", "xmax", "ymax")] == [
+        6,
+        7,
+        17,
+        28,
+    ]
+
+
+def test_difficult_objects_can_be_left_out(tree: Path) -> None:
+    first = read_voc(tree, "train", keep_difficult=False).images[0]
+    assert first.labels.tolist() == [1]
+    assert not first.difficult.any()
+
+
+def test_jpeg_files_keep_about_the_same_pixels(tmp_path: Path) -> None:
+    smooth = torch.linspace(0, 255, 40).to(torch.uint8).expand(3, 30, 40).contiguous()
+    write_voc(tmp_path, [Example(smooth, EXAMPLES[2].truth)], CLASSES, "all", suffix=".jpg")
+    (image,) = read_voc(tmp_path, "all").images
+    assert image.path.suffix == ".jpg"
+    assert (image.load().int() - smooth.int()).abs().max() < 12
+
+
+def test_the_stem_names_the_image_rather_than_a_stale_filename(tree: Path) -> None:
+    replace(annotation(tree), "<filename>a3.png", "<filename>a1.png")
+    assert read_voc(tree, "test").images[0].path.name == "a3.png"
+
+
+def test_one_warning_says_which_boxes_were_mended(tree: Path) -> None:
+    replace(annotation(tree), "<xmax>17</xmax>", "<xmax>6</xmax>")  # no area as written
+    replace(annotation(tree, "a1"), "<xmax>40</xmax>", "<xmax>45</xmax>")  # partly outside
+    replace(annotation(tree, "a1"), "<ymin>5</ymin>", "<ymin>41</ymin>")  # wholly outside
+    replace(annotation(tree, "a1"), "<ymax>9.1", "<ymax>48.1")
+    with pytest.warns(UserWarning, match="boxes in") as caught:
+        data = read_voc(tree)
+    (warning,) = caught
+    for text in ("1 without area left out (a3.xml)", "1 outside the image left out (a1.xml)", "1 clipped"):
+        assert text in str(warning.message)
+    assert [image.boxes.tolist() for image in data.images] == [[[0, 0, 40, 30]], [], []]
+
+
+def test_sound_boxes_are_not_warned_of(tree: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_voc(tree)
+
+
+def swapped(xml: str, old: str, new: str) -> Callable[[Path], None]:
+    return lambda tree: replace(annotation(tree, xml), old, new)
+
+
+BROKEN = {
+    "truncated XML": (lambda tree: annotation(tree).write_text(annotation(tree).read_text()[:200]), "a3.xml is trunc"),
+    "no size": (swapped("a3", "size>", "extent>"), "a3.xml has an <annotation> without <size/width>"),
+    "no width": (swapped("a3", "<width>40<", "<width>0<"), "a3.xml says that its image has 0 x 30"),
+    "no name": (swapped("a3", "name>", "label>"), "a3.xml has an <object> without <name>"),
+    "no number": (swapped("a3", "<xmin>6<", "<xmin>nan<"), "a3.xml has 'nan' as <bndbox/xmin>"),
+    "no image": (lambda tree: next(tree.rglob("a3.png")).unlink(), "lacks the image of .*a3.xml"),
+    "empty split": (lambda tree: next(tree.rglob("test.txt")).write_text("\n"), "test.txt is empty"),
+    "no split": (lambda tree: next(tree.rglob("test.txt")).unlink(), "no split 'test' in .*; it has train$"),
+    "no annotation": (lambda tree: annotation(tree).unlink(), "lacks a3.xml, which the split 'test' names"),
+    "two sets": (lambda tree: (tree / "VOCdevkit/VOC2012/Annotations").mkdir(parents=True), "several sets"),
+    "no set": (lambda tree: (tree / "VOCdevkit/VOC2007/Annotations").rename(tree / "x"), "holds no folder Annotations"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_broken_is_named(tree: Path, case: str) -> None:
+    damage, message = BROKEN[case]
+    damage(tree)
+    with pytest.raises(DataError, match=message):
+        read_voc(tree, "test")
+
+
+def test_an_unknown_class_is_named_with_the_known_ones(tree: Path) -> None:
+    with pytest.raises(DataError, match=r"a3.xml has an object of class 'cat'; the classes are dog, cow"):
+        read_voc(tree, "test", classes=("dog", "cow"))
+
+
+def test_what_is_no_zip_file_or_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torn.zip").write_bytes(b"PK\x03\x04 torn")
+    with pytest.raises(DataError, match=r"torn.zip is neither a folder nor a whole zip file"):
+        read_voc(tmp_path / "torn.zip")
+    with pytest.raises(DataError, match="does not exist"):
+        read_voc(tmp_path / "missing")
+
+
+def test_a_truncated_image_is_noticed_when_it_is_loaded(tree: Path) -> None:
+    file = next(tree.rglob("a3.png"))
+    file.write_bytes(file.read_bytes()[:200])
+    (image,) = read_voc(tree, "test").images
+    with pytest.raises(DataError, match=r"a3.png can't be read"):
+        image.load()
+
+
+def test_an_image_of_another_size_is_noticed_when_it_is_loaded(tree: Path) -> None:
+    replace(annotation(tree), "<height>30<", "<height>29<")
+    (image,) = read_voc(tree, "test").images
+    with pytest.raises(DataError, match=r"a3.png is 40 x 30 pixels, its annotation says 40 x 29"):
+        image.load()
+
+
+def with_truth(**fields: str | Tensor) -> Example:
+    truth = EXAMPLES[2].truth
+    return Example(EXAMPLES[2].image, Annotated(**{**vars(truth), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (with_truth(image_id="../x"), "can't name a file"),
+        (with_truth(crowd=torch.tensor([True])), "crowd"),
+        (with_truth(boxes=torch.tensor([[3.0, 3.0, 4.0, 9.0]])), "at most one pixel"),
+    ],
+)
+def test_what_voc_can_not_hold_is_not_written(tmp_path: Path, bad: Example, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        write_voc(tmp_path, [bad], CLASSES, "all")

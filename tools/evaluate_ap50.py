@@ -1,0 +1,132 @@
+"""Compute the AP50 of detections: the average precision where a hit is an intersection over union of 0.5.
+
+    python tools/evaluate_ap50.py --detections results.json --annotations VOC_FOLDER --split test --output-dir out/ap50
+    python tools/evaluate_ap50.py --detections results.json --annotations instances.json --definition coco \
+        --output-dir out/ap50
+
+Detections are in COCO's results format: a list of {"image_id", "category_id", "bbox": [x, y, width, height], "score"}.
+Annotations are COCO's JSON, or a folder or zip file in Pascal VOC's format: then image_id is the image's file name
+without suffix, and category_id counts the classes from 1 (or category_name names one). The module
+metricopt_ext.detection.ap50 says how the definitions differ. Prints a table and writes report.json.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from metricopt_ext.errors import DataError, MetricOptError
+from metricopt_ext.files import write_json
+from metricopt_ext.report import versions
+
+
+def main() -> None:
+    """Parse the command line, evaluate, report; an error that a user can mend ends in one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--detections", required=True, type=Path, help="JSON file in COCO's results format")
+    parser.add_argument("--annotations", required=True, type=Path, help="COCO's JSON file, or VOC's folder or zip file")
+    parser.add_argument("--split", help="of a VOC set: the list of images to evaluate; all of them by default")
+    parser.add_argument(
+        "--classes", nargs="+", help="of a VOC set: the classes in the order of category_id; else sorted"
+    )
+    parser.add_argument("--definition", choices=["voc_11_point", "voc", "coco", "all"], default="all")
+    parser.add_argument(
+        "--rounded", action="store_true", help="round for VOC's definitions as Detectron2's evaluation of VOC does"
+    )
+    parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
+    arguments = parser.parse_args()
+    try:
+        run(arguments)
+    except (MetricOptError, ImportError, OSError) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Evaluate the detections and write the report; returns it."""
+    from metricopt_ext.detection.coco import read_detections
+
+    truth = read_annotations(arguments.annotations, arguments.split, arguments.classes)
+    found = read_detections(arguments.detections, truth)
+    report = {
+        "task": "detection/ap50",
+        "metric": {"name": "ap50", "maximize": True},
+        "images": len(truth),
+        **evaluate(found, truth, arguments.definition, arguments.rounded),
+        "versions": versions(),
+        "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
+    }
+    path = arguments.output_dir / "report.json"
+    write_json(path, report)
+    print_table(report)
+    print("wrote", path, sep="\n  ")
+    return report
+
+
+def read_annotations(path: Path, split: str | None, classes: Sequence[str] | None) -> Any:
+    """Read the images with their objects: COCO's format from a .json file, else VOC's.
+
+    Raises:
+        DataError: They can't be read, or a split or classes are given for COCO's format.
+    """
+    from torch import float64
+
+    from metricopt_ext.detection.coco import read_coco
+    from metricopt_ext.detection.voc import read_voc
+
+    if path.suffix != ".json":
+        return read_voc(path, split, classes=classes)
+    if split is not None or classes is not None:
+        raise DataError(f"--split and --classes are for VOC's format; {path} is in COCO's, and names its own")
+    return read_coco(path, dtype=float64)
+
+
+def evaluate(found: Sequence[Any], truth: Any, definition: str, rounded: bool) -> dict[str, Any]:
+    """Return the numbers of objects and detections of each class, and the AP50 by each definition asked for."""
+    from metricopt_ext.detection.ap50 import DEFINITIONS, average_precision
+
+    wanted = [each for each in DEFINITIONS if definition in (each, "all")]
+    return {
+        "objects": count(truth.images, truth.classes),
+        "detections": count(found, truth.classes),
+        "ap50": {
+            each: asdict(average_precision(found, truth, each, rounded=rounded and each != "coco")) for each in wanted
+        },
+    }
+
+
+def count(images: Sequence[Any], classes: Sequence[str]) -> dict[str, int]:
+    """Return the number of labels of each class."""
+    import torch
+
+    labels = torch.cat([image.labels for image in images])
+    return dict(zip(classes, torch.bincount(labels, minlength=len(classes)).tolist(), strict=True))
+
+
+def print_table(report: dict[str, Any]) -> None:
+    """Print a line for each class, and the means."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    results = report["ap50"]
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("AP50", overflow="fold")
+    for column in ("objects", "detections", *results):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, objects in report["objects"].items():
+        values = [result["per_class"].get(name) for result in results.values()]
+        shown = ["-" if value is None else f"{value:.4f}" for value in values]
+        table.add_row(name, str(objects), str(report["detections"][name]), *shown)
+    table.add_section()
+    totals = [str(sum(report[key].values())) for key in ("objects", "detections")]
+    table.add_row("mean", *totals, *(f"{result['mean']:.4f}" for result in results.values()))
+    console = Console(highlight=False)
+    # Rather lines that a terminal breaks than numbers that rich cuts.
+    console.width = max(console.width, 40 + 13 * len(results))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
