@@ -131,7 +131,7 @@ class TorchvisionToolkit:
             images, _ = detector.transform(images_of(model, batch))
             proposals, _ = detector.rpn(images, detector.backbone(images.tensors))
         return [
-            resize_boxes(boxes, size, example.image.shape[1:]).cpu()
+            to_pixels(boxes, size, example)
             for boxes, size, example in zip(proposals, images.image_sizes, batch, strict=True)
         ]
 
@@ -153,6 +153,12 @@ def total(losses: dict[str, Tensor]) -> Tensor:
 def to_detections(found: dict[str, Tensor]) -> Detections:
     """Return what torchvision found in an image as a record; there, label 0 is the background."""
     return Detections(found["boxes"].cpu(), found["scores"].cpu(), found["labels"].cpu() - 1)
+
+
+def to_pixels(boxes: Tensor, size: tuple[int, int], example: Example) -> Tensor:
+    """Return boxes, ``n x 4``, of an image that was scaled to a height and width in pixels of the example's image."""
+    resized: Tensor = resize_boxes(boxes, size, example.image.shape[1:])
+    return resized.cpu()
 
 
 def images_of(model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from metricopt_ext.film import attach_film
 from metricopt_ext.metric import Metric
 from metricopt_ext.task import FinetuneTask
 
-TOOLKIT = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=32)
+TOOLKIT = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=64)
 
 
 def annotated(path: Path, width: int, height: int, boxes: list[list[float]]) -> Annotated:
@@ -120,13 +120,13 @@ def test_the_phi_gradient_is_the_slope_of_the_loss() -> None:
 
 def train(steps: int) -> tuple[nn.Module, list[float]]:
     model = TOOLKIT.build(2, seed=0)
-    losses = train_detector(TOOLKIT, model, ExampleBatches(squares(64), 8), steps=steps, lr=0.03, warmup=5)
+    losses = train_detector(TOOLKIT, model, ExampleBatches(squares(64), 8), steps=steps, lr=0.1, warmup=5)
     return model, losses
 
 
 def test_training_finds_the_squares() -> None:
-    model, losses = train(steps=70)
-    assert len(losses) == 70
+    model, losses = train(steps=100)
+    assert len(losses) == 100
     assert losses[-1] < losses[0] / 2
     examples = squares(10)
     found = zip(examples, TOOLKIT.detect(model, examples), strict=True)
