@@ -26,33 +26,45 @@ BOX_HEAD = "roi_heads."
 
 
 @dataclass(frozen=True, eq=False)
-class Frozen:
-    """What a detector computes from one image before its box head.
+class Proposals:
+    """What detection in one image needs of the layers before the box head.
 
     Attributes:
-        features: The levels of the feature pyramid, each ``1 x c x h x w``.
+        boxes: Region proposals of the scaled image, ``p x 4``, best first.
+        pooled: Their features, ``p x c x 7 x 7``.
         size: Height and width of the scaled image.
-        target: Ground truth of the scaled image, as torchvision's detectors take it.
-        sampled_from: Region proposals from which the training loss samples, ``p x 4``; often more than for detection.
-        proposals: Region proposals for detection, ``p x 4``.
     """
 
-    features: dict[str, Tensor]
+    boxes: Tensor
+    pooled: Tensor
     size: tuple[int, int]
-    target: dict[str, Tensor]
-    sampled_from: Tensor
-    proposals: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """What the box head's loss on one image is computed from: the boxes from which it samples.
+
+    Attributes:
+        pooled: Features of region proposals and true boxes, ``p x c x 7 x 7``.
+        labels: Their classes, ``p``: 0 for background, -1 for those that are never sampled.
+        deltas: Their regression targets, ``p x 4``.
+    """
+
+    pooled: Tensor
+    labels: Tensor
+    deltas: Tensor
 
 
 class FrozenFeatures:
-    """A toolkit for one adapted detector that runs only its box head, on features and proposals kept in memory.
+    """A toolkit for one adapted detector that runs only its box head, on pooled features kept in memory.
 
-    They are computed when an image is first met, by itself. Detections, proposals and the gradient of the loss are
-    those of the detector without this memory, but for the padding where it gets images of different sizes together.
+    They are computed when an image is first met, by itself: once for detection, once for the loss. Detections,
+    proposals and the gradient of the loss are those of the detector without this memory, but for the padding where it
+    gets images of different sizes together.
 
-    An image of ``h x w`` pixels (as the detector scales them, and rounded up to multiples of 32) with a pyramid of
-    c channels takes ``4 c h w (1/16 + 1/64 + ...)`` bytes where the finest level has stride 4: 128 x 128 pixels and 64
-    channels take 0.35 MB, 800 x 1216 pixels and 256 channels 83 MB.
+    With c channels in the feature pyramid, an image with p proposals takes ``196 c p`` bytes for detection, and as much
+    for p candidates of the loss: 1.3 MB for 64 channels and 100 proposals, 50 MB for the 256 channels and 1000
+    proposals of torchvision's own detectors, which have up to 2000 for the loss.
 
     Args:
         toolkit: Where the detector is from.
@@ -70,7 +82,8 @@ class FrozenFeatures:
                     f" {BOX_HEAD!r} leave them as they are"
                 )
         self.toolkit, self.model = toolkit, adapter.model
-        self.known: dict[Example, Frozen] = {}
+        self.proposals: dict[Example, Proposals] = {}
+        self.candidates: dict[Example, Candidates] = {}
 
     def build(self, classes: int, seed: int) -> nn.Module:
         """Return a new detector; it is none that this memory is of."""
@@ -85,56 +98,74 @@ class FrozenFeatures:
         Raises:
             FloatingPointError: The loss is not finite.
         """
-        frozen = self._frozen(model, batch)
+        self._check(model)
         heads: Any = model.roi_heads
+        candidates = [self._candidates(example) for example in batch]
+        sampled = heads.subsample([each.labels for each in candidates])
+        chosen = list(zip(candidates, sampled, strict=True))
+        pooled = torch.cat([each.pooled[index] for each, index in chosen])
+        labels = [each.labels[index] for each, index in chosen]
+        deltas = [each.deltas[index] for each, index in chosen]
         with in_mode(model, training=True):
-            proposals, targets = [each.sampled_from for each in frozen], [each.target for each in frozen]
-            chosen, _, labels, deltas = heads.select_training_samples(proposals, targets)
-            return total(self.toolkit.head_losses(model, _pool(heads, frozen, chosen), labels, deltas))
+            return total(self.toolkit.head_losses(model, pooled, labels, deltas))
 
     def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Detections]:
         """Return what the detector finds in each image, best first, in pixels of that image, without gradients."""
-        frozen = self._frozen(model, batch)
+        self._check(model)
         detector: Any = model
         heads = detector.roi_heads
-        proposals, sizes = [each.proposals for each in frozen], [each.size for each in frozen]
+        proposals = [self._proposals(example) for example in batch]
+        boxes, sizes = [each.boxes for each in proposals], [each.size for each in proposals]
         with evaluating(model), torch.no_grad():
-            logits, deltas = heads.box_predictor(heads.box_head(_pool(heads, frozen, proposals)))
-            found = zip(*heads.postprocess_detections(logits, deltas, proposals, sizes), strict=True)
+            logits, deltas = heads.box_predictor(heads.box_head(torch.cat([each.pooled for each in proposals])))
+            found = zip(*heads.postprocess_detections(logits, deltas, boxes, sizes), strict=True)
             scaled = [dict(zip(("boxes", "scores", "labels"), each, strict=True)) for each in found]
-            in_pixels = detector.transform.postprocess(scaled, sizes, [item.image.shape[1:] for item in batch])
+            in_pixels = detector.transform.postprocess(scaled, sizes, [example.image.shape[1:] for example in batch])
         return [to_detections(each) for each in in_pixels]
 
     def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
         """Return the region proposals of each image, ``p x 4``, best first, without gradients."""
-        return [
-            to_pixels(frozen.proposals, frozen.size, example)
-            for frozen, example in zip(self._frozen(model, batch), batch, strict=True)
-        ]
+        self._check(model)
+        proposals = [self._proposals(example) for example in batch]
+        return [to_pixels(each.boxes, each.size, example) for each, example in zip(proposals, batch, strict=True)]
 
-    def _frozen(self, model: nn.Module, batch: Sequence[Example]) -> list[Frozen]:
+    def _check(self, model: nn.Module) -> None:
         if model is not self.model:
             raise AdapterError("the features in memory are those of another model; make FrozenFeatures for this one")
-        for example in batch:
-            if example not in self.known:
-                self.known[example] = _compute(model, example)
-        return [self.known[example] for example in batch]
+
+    def _proposals(self, example: Example) -> Proposals:
+        if example not in self.proposals:
+            self.proposals[example] = _proposals(self.model, example)
+        return self.proposals[example]
+
+    def _candidates(self, example: Example) -> Candidates:
+        if example not in self.candidates:
+            self.candidates[example] = _candidates(self.model, example)
+        return self.candidates[example]
 
 
 @torch.no_grad()
-def _compute(detector: Any, example: Example) -> Frozen:
-    inputs, truth = images_of(detector, [example]), targets_of(detector, [example])
-    # In training mode the proposals' network also samples its loss: the caller's stream must not notice.
-    with evaluating(detector), seeded_streams(0, inputs[0].device):
-        images, targets = detector.transform(inputs, truth)
+def _proposals(detector: Any, example: Example) -> Proposals:
+    with evaluating(detector):
+        images, _ = detector.transform(images_of(detector, [example]))
         features = detector.backbone(images.tensors)
-        (proposals,), _ = detector.rpn(images, features)
+        (boxes,), _ = detector.rpn(images, features)
+        pooled = detector.roi_heads.box_roi_pool(features, [boxes], images.image_sizes)
+    return Proposals(boxes, pooled, images.image_sizes[0])
+
+
+@torch.no_grad()
+def _candidates(detector: Any, example: Example) -> Candidates:
+    heads, inputs = detector.roi_heads, images_of(detector, [example])
+    # In training mode the proposals' network also samples a loss of its own: the caller's stream must not notice.
+    with evaluating(detector), seeded_streams(0, inputs[0].device):
+        images, (target,) = detector.transform(inputs, targets_of(detector, [example]))
+        features = detector.backbone(images.tensors)
         with in_mode(detector.rpn, training=True):
-            (sampled_from,), _ = detector.rpn(images, features, targets)
-    return Frozen(features, images.image_sizes[0], targets[0], sampled_from, proposals)
-
-
-def _pool(heads: Any, frozen: Sequence[Frozen], boxes: Sequence[Tensor]) -> Tensor:
-    """Return the features of boxes of all images, ``p x c x h x w``; image by image, so that none is padded."""
-    pooled = [heads.box_roi_pool(each.features, [own], [each.size]) for each, own in zip(frozen, boxes, strict=True)]
-    return torch.cat(pooled)
+            proposals, _ = detector.rpn(images, features, [target])
+        boxes = heads.add_gt_proposals(proposals, [target["boxes"]])
+        matches, labels = heads.assign_targets_to_proposals(boxes, [target["boxes"]], [target["labels"]])
+        pooled = heads.box_roi_pool(features, boxes, images.image_sizes)
+    # An image without boxes has only background, whose targets are not looked at.
+    truth = target["boxes"] if len(target["boxes"]) else target["boxes"].new_zeros(1, 4)
+    return Candidates(pooled, labels[0], heads.box_coder.encode([truth[matches[0]]], boxes)[0])

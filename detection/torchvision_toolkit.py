@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metricopt_ext.detection.ap_loss import ap_loss
 from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_models import SMALL, STANDARD, build_small, build_standard
@@ -44,6 +46,8 @@ class TorchvisionToolkit:
         score_threshold: Lowest confidence of a detection, from 0 to 1.
         weights: File of torchvision's weights for its ResNet-50 detectors, trained on COCO, to start from; all but the
             box predictor's are taken.
+        classification_loss: Of the box head: the detector's own ``cross_entropy``, or ``ap`` (`ap_loss.ap_loss`), which
+            ranks the proposals that are sampled from a batch.
 
     Raises:
         ConfigError: There is no such detector, or a setting is impossible.
@@ -56,6 +60,7 @@ class TorchvisionToolkit:
     head: int = 256
     score_threshold: float = 0.05
     weights: str = ""
+    classification_loss: Literal["cross_entropy", "ap"] = "cross_entropy"
 
     def __post_init__(self) -> None:
         if self.name not in (*STANDARD, *SMALL):
@@ -64,6 +69,8 @@ class TorchvisionToolkit:
             raise ConfigError(f"torchvision has no weights for {self.name}; there are for {' and '.join(STANDARD)}")
         if not 0 < self.min_size <= self.max_size:
             raise ConfigError(f"min_size={self.min_size} must be above 0 and at most max_size={self.max_size}")
+        if self.classification_loss not in ("cross_entropy", "ap"):
+            raise ConfigError(f"classification_loss={self.classification_loss!r} must be 'cross_entropy' or 'ap'")
         if not 0 <= self.score_threshold <= 1:
             raise ConfigError(f"score_threshold={self.score_threshold} must be from 0 to 1")
 
@@ -117,6 +124,9 @@ class TorchvisionToolkit:
         heads: Any = model.roi_heads
         logits, predicted = heads.box_predictor(heads.box_head(pooled))
         classification, regression = fastrcnn_loss(logits, predicted, labels, deltas)
+        if self.classification_loss == "ap":
+            # Log-probabilities rank as the detector's scores do, but have a slope where those are almost 0 or 1.
+            classification = ap_loss(F.log_softmax(logits, dim=1)[:, 1:], torch.cat(labels) - 1)
         return {"loss_classifier": classification, "loss_box_reg": regression}
 
     def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Detections]:

@@ -105,7 +105,7 @@ def test_a_loss_can_be_replayed_from_the_first_time_on() -> None:
     assert torch.equal(first[1], second[1])
 
 
-def test_an_image_is_computed_once() -> None:
+def test_an_image_is_computed_once_for_the_loss_and_once_for_detection() -> None:
     toolkit, adapter = adapted()
     model: Any = adapter.model
     passes: list[int] = []
@@ -116,7 +116,7 @@ def test_an_image_is_computed_once() -> None:
         frozen.loss(model, SAME_SIZE)
         frozen.detect(model, SAME_SIZE[:2])
         frozen.propose(model, SAME_SIZE)
-    assert len(passes) == len(SAME_SIZE)
+    assert len(passes) == 2 * len(SAME_SIZE)
     assert [module.training for module in model.modules()] == before
 
 

@@ -146,6 +146,7 @@ def test_weights_depend_on_the_seed_and_on_nothing_else() -> None:
         ({"name": "yolo"}, "no detector is named 'yolo'"),
         ({"min_size": 200}, "min_size=200 must be above 0 and at most max_size=128"),
         ({"score_threshold": 1.5}, "score_threshold=1.5"),
+        ({"classification_loss": "focal"}, "classification_loss='focal' must be"),
         ({"weights": "coco.pth"}, "no weights for small_fpn"),
     ],
 )
