@@ -33,6 +33,7 @@ def embedding_loss(
         ValueError: The loss remembers embeddings of earlier batches, which belong to another phi and another task.
 
     Example:
+        >>> import torch
         >>> from pytorch_metric_learning.losses import ContrastiveLoss
         >>> loss = embedding_loss(ContrastiveLoss())
         >>> batch = (torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0, 1]))
