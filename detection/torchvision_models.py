@@ -23,7 +23,8 @@ SMALL = ("resnet18_fpn", "small_fpn")
 class SmallBackbone(nn.Module):
     """Seven 3x3 convolutions with BatchNorm in four stages of stride 2, for images of about 100 pixels.
 
-    The stages are named ``layer1`` to ``layer4``, as in a ResNet; each has twice the channels of the one before.
+    The stages are named ``layer1`` to ``layer4``, as in a ResNet; each has twice the channels of the one before. It is
+    never called itself: torchvision's feature pyramid calls the stages one after the other.
 
     Args:
         width: Channels of the first stage.

@@ -22,7 +22,7 @@ try:
 except ImportError as error:
     raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
 
-# Where FiLM can act, for attach_film(layers=...). Only with "roi_head" do features and proposals stay as they are.
+# Where FiLM can act, for attach_film(layers=...). The last two leave features and proposals as they are.
 PLACEMENTS: dict[str, tuple[str, ...]] = {
     "backbone": ("backbone.body.*",),
     "fpn": ("backbone.fpn.layer_blocks.*",),
@@ -69,6 +69,8 @@ class TorchvisionToolkit:
             raise ConfigError(f"torchvision has no weights for {self.name}; there are for {' and '.join(STANDARD)}")
         if not 0 < self.min_size <= self.max_size:
             raise ConfigError(f"min_size={self.min_size} must be above 0 and at most max_size={self.max_size}")
+        if self.width < 1 or self.head < 1:
+            raise ConfigError(f"width={self.width} and head={self.head} must be at least 1")
         if self.classification_loss not in ("cross_entropy", "ap"):
             raise ConfigError(f"classification_loss={self.classification_loss!r} must be 'cross_entropy' or 'ap'")
         if not 0 <= self.score_threshold <= 1:

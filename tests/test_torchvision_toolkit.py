@@ -10,8 +10,13 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchvision")
 
+from torchvision.models import get_model
+from torchvision.models.detection import fasterrcnn_resnet50_fpn
+from torchvision.ops import FrozenBatchNorm2d
+
 from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.torchvision_models import STANDARD
 from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit, images_of, targets_of
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.film import Adapter, attach_film
@@ -146,6 +151,7 @@ def test_weights_depend_on_the_seed_and_on_nothing_else() -> None:
         ({"name": "yolo"}, "no detector is named 'yolo'"),
         ({"min_size": 200}, "min_size=200 must be above 0 and at most max_size=128"),
         ({"score_threshold": 1.5}, "score_threshold=1.5"),
+        ({"head": 0}, "width=64 and head=0 must be at least 1"),
         ({"classification_loss": "focal"}, "classification_loss='focal' must be"),
         ({"weights": "coco.pth"}, "no weights for small_fpn"),
     ],
@@ -161,9 +167,6 @@ def test_a_detector_without_classes_is_refused() -> None:
 
 
 def test_published_weights_are_taken_but_for_the_predictor(tmp_path: Path) -> None:
-    from torchvision.models.detection import fasterrcnn_resnet50_fpn
-    from torchvision.ops import FrozenBatchNorm2d
-
     coco = fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None).state_dict()
     published = {key: value for key, value in coco.items() if not key.endswith("num_batches_tracked")}
     torch.save(published, tmp_path / "coco.pth")
@@ -193,6 +196,9 @@ def test_a_merged_detector_is_an_ordinary_one(name: str, placement: str) -> None
     toolkit = replace(SMALL, name=name)
     model: Any = lived_in(toolkit.build(CLASSES, seed=0)).double()
     stock: Any = toolkit.build(CLASSES, seed=1).double()
+    if name in STANDARD:
+        options = {"num_classes": CLASSES + 1, "min_size": 64, "max_size": 64}
+        stock = get_model(name, weights=None, weights_backbone=None, **options).double()
     model.rpn._post_nms_top_n = stock.rpn._post_nms_top_n = {"testing": 20}  # a thousand take seconds
     before = toolkit.detect(model, BATCH[:1])[0]
     adapter = attach_film(model, PLACEMENTS[placement], dim=4)
