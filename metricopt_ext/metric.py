@@ -184,13 +184,20 @@ def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Ten
 @contextmanager
 def evaluating(model: nn.Module) -> Any:
     """Put every module of a model into evaluation mode and back into the mode that each was in."""
+    with in_mode(model, training=False):
+        yield model
+
+
+@contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Any:
+    """Put every module of a model into training or evaluation mode and back into the mode that each was in."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    model.train(training)
     try:
         yield model
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, before in modes:
+            module.training = before
 
 
 def _takes_model(function: Callable[..., Any]) -> bool:

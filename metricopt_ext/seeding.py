@@ -2,6 +2,8 @@
 
 import operator
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -21,3 +23,20 @@ def generator(seed: int, purpose: str, *indices: int) -> torch.Generator:
     entropy = np.array(words, dtype=np.uint32) if min(words) >= 0 and max(words) < 2**32 else words
     state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]) & (2**63 - 1))
+
+
+@contextmanager
+def seeded_streams(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's global streams for code that draws from them, and put them back.
+
+    Args:
+        seed: The streams' seed, at least 0.
+        device: Where the code computes: a GPU has a stream of its own, besides the CPU's.
+    """
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.default_generator.manual_seed(seed)
+        for gpu in gpus:
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(seed)
+        yield

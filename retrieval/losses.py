@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metricopt_ext.ranking import positives_up_to, ranking_losses
+
 try:
     from pytorch_metric_learning.distances import CosineSimilarity
     from pytorch_metric_learning.losses import BaseMetricLossFunction
@@ -182,41 +184,10 @@ class RecallLoss(RankingLoss):
         """Return the loss of each query, ``n``; see `RankingLoss.query_losses`."""
         scores = scores - self.margin * (same.to(scores.dtype) - 0.5)
         scores = scores.masked_fill(own, -torch.inf)  # last, so it changes no other rank
-        losses: Tensor = _Interpolated.apply(scores, same & ~own, self.lambda_val, self.weight)
-        return losses
+        positive = same & ~own
 
+        def losses(ranks: Tensor) -> Tensor:
+            before = ranks - positives_up_to(ranks, positive)
+            return (self.weight(before) * positive).sum(dim=1) / positive.sum(dim=1)
 
-class _Interpolated(torch.autograd.Function):
-    """The losses of rankings, ``n``, with the gradient of the blackbox interpolation with respect to the scores."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, scores: Tensor, positive: Tensor, lambda_val: float, weight: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ranks = _ranks(scores)
-        with torch.enable_grad():
-            ranks.requires_grad_(True)
-            losses = (weight(ranks - _positives_up_to(ranks, positive)) * positive).sum(dim=1) / positive.sum(dim=1)
-            (slope,) = torch.autograd.grad(losses.sum(), ranks)
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward((_ranks(scores + lambda_val * slope) - ranks.detach()) / lambda_val)
-        return losses.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (interpolated,) = ctx.saved_tensors
-        return gradient[:, None] * interpolated, None, None, None
-
-
-def _ranks(scores: Tensor) -> Tensor:
-    """Return the rank of each entry in its row, ``n x m``, 1 for the highest; the first of equal ones ranks higher."""
-    order = scores.argsort(dim=1, descending=True, stable=True)
-    places = torch.arange(1, scores.shape[1] + 1, dtype=scores.dtype, device=scores.device)
-    return torch.empty_like(scores).scatter_(1, order, places.expand_as(scores))
-
-
-def _positives_up_to(ranks: Tensor, positive: Tensor) -> Tensor:
-    """Return how many positives rank up to each entry, itself included, ``n x m``."""
-    places = ranks.detach().long() - 1
-    in_order = torch.zeros_like(positive).scatter_(1, places, positive)
-    return in_order.cumsum(dim=1).gather(1, places).to(ranks.dtype)
+        return ranking_losses(scores, losses, self.lambda_val)

@@ -1,13 +1,11 @@
 """Losses of pytorch-metric-learning as the surrogate loss of a `FinetuneTask`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from metricopt_ext.metric import evaluating
+from metricopt_ext.seeding import seeded_streams
 from metricopt_ext.task import OutputLoss
 
 try:
@@ -35,6 +33,7 @@ def embedding_loss(
         ValueError: The loss remembers embeddings of earlier batches, which belong to another phi and another task.
 
     Example:
+        >>> import torch
         >>> from pytorch_metric_learning.losses import ContrastiveLoss
         >>> loss = embedding_loss(ContrastiveLoss())
         >>> batch = (torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0, 1]))
@@ -56,21 +55,9 @@ def embedding_loss(
 
     def loss(embeddings: Tensor, batch: Any) -> Tensor:
         labels = batch[1]
-        with _replayable(embeddings.device):
+        with seeded_streams(0, embeddings.device):
             mined = None if miner is None else miner(embeddings, labels)
             value: Tensor = loss_fn(embeddings, labels, mined)
         return value
 
     return OutputLoss(forward, loss)
-
-
-@contextmanager
-def _replayable(device: torch.device) -> Iterator[None]:
-    """Seed torch's global streams, of the CPU and of a GPU in use, and put them back."""
-    gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=gpus):
-        torch.default_generator.manual_seed(0)
-        for gpu in gpus:
-            with torch.cuda.device(gpu):
-                torch.cuda.manual_seed(0)
-        yield

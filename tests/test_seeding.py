@@ -4,8 +4,9 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 
-from metricopt_ext.seeding import generator
+from metricopt_ext.seeding import generator, seeded_streams
 
 
 @pytest.mark.parametrize("words", [(0,), (3, 1, 2), (2**32 - 1, 7), (2**32, 7), (1, 2**40), (5, 0, 0)])
@@ -29,3 +30,14 @@ def test_negative_numbers_are_refused() -> None:
 def test_a_seed_that_is_no_integer_is_refused() -> None:
     with pytest.raises(TypeError, match="float"):
         generator(1.5, "start")  # type: ignore[arg-type]
+
+
+def test_global_streams_are_seeded_and_put_back() -> None:
+    before = torch.random.get_rng_state()
+    drawn = []
+    for _ in range(2):
+        with seeded_streams(3, torch.device("cpu")):
+            drawn.append(torch.rand(4))
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[0], torch.rand(4, generator=torch.Generator().manual_seed(3)))
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -1,0 +1,45 @@
+"""The average precision of a detector's classification as its loss."""
+
+from torch import Tensor
+
+from metricopt_ext.ranking import positives_up_to, ranking_losses
+
+
+def ap_loss(scores: Tensor, labels: Tensor, *, lambda_val: float = 100.0, margin: float = 0.1) -> Tensor:
+    """Return 1 - AP, averaged over the classes that have a positive; a scalar in [0, 1), 0 if none has.
+
+    The AP loss of Rolinek et al. ("Optimizing Rank-based Metrics with Blackbox Differentiation", CVPR 2020). For each
+    class, all items are ranked by their score:
+
+        AP = mean over positives i of rk+(i) / rk(i),
+
+    with its rank rk among all and rk+ among the positives. The ranks are true ones; their gradient is that of an
+    interpolation (`ranking_losses`), for which rk+ is constant.
+
+    Args:
+        scores: Scores of the items for each class, ``n x C``.
+        labels: Classes of the items, ``n`` integers below C; negative ones for the background.
+        lambda_val: How far the interpolation moves the scores, above 0. A class with P positives moves one of precision
+            p at rank r by ``lambda_val p / (P r)``; where that is below the scores' distances, nothing is learned.
+        margin: What a positive's score must exceed a negative's by, at least 0; half of it is taken from the positives
+            and half is added to the negatives.
+
+    Raises:
+        ValueError: ``lambda_val`` or ``margin`` is out of range.
+    """
+    if not lambda_val > 0:
+        raise ValueError(f"lambda_val is {lambda_val}; it must be above 0")
+    if not margin >= 0:
+        raise ValueError(f"margin is {margin}; it must be at least 0")
+    classes = labels[labels >= 0].unique()
+    if len(classes) == 0:
+        return scores.sum() * 0  # a loss that has a gradient
+    positive = classes[:, None] == labels
+    shifted = scores.T[classes] - margin * (positive.to(scores.dtype) - 0.5)
+
+    def losses(ranks: Tensor) -> Tensor:
+        precision = positives_up_to(ranks, positive) / ranks
+        average: Tensor = (precision * positive).sum(dim=1) / positive.sum(dim=1)
+        return 1 - average
+
+    return ranking_losses(shifted, losses, lambda_val).mean()

@@ -1,0 +1,171 @@
+"""What phi can't change in a detector whose box head alone is modulated, computed once for each image."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.detection.records import Detections
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.torchvision_toolkit import (
+    TorchvisionToolkit,
+    images_of,
+    targets_of,
+    to_detections,
+    to_pixels,
+    total,
+)
+from metricopt_ext.errors import AdapterError
+from metricopt_ext.film import Adapter
+from metricopt_ext.metric import evaluating, in_mode
+from metricopt_ext.seeding import seeded_streams
+
+BOX_HEAD = "roi_heads."
+
+
+@dataclass(frozen=True, eq=False)
+class Proposals:
+    """What detection in one image needs of the layers before the box head.
+
+    Attributes:
+        boxes: Region proposals of the scaled image, ``p x 4``, best first.
+        pooled: Their features, ``p x c x 7 x 7``.
+        size: Height and width of the scaled image.
+    """
+
+    boxes: Tensor
+    pooled: Tensor
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """What the box head's loss on one image is computed from: the boxes from which it samples.
+
+    Attributes:
+        pooled: Features of region proposals and true boxes, ``p x c x 7 x 7``.
+        labels: Their classes, ``p``: 0 for background, -1 for those that are never sampled.
+        deltas: Their regression targets, ``p x 4``.
+    """
+
+    pooled: Tensor
+    labels: Tensor
+    deltas: Tensor
+
+
+class FrozenFeatures:
+    """A toolkit for one adapted detector that runs only its box head, on pooled features kept in memory.
+
+    They are computed when an image is first met, by itself: once for detection, once for the loss. Detections,
+    proposals and the gradient of the loss are those of the detector without this memory, but for the padding where it
+    gets images of different sizes together.
+
+    With c channels in the feature pyramid, an image with p proposals takes ``196 c p`` bytes for detection, and as much
+    for p candidates of the loss: 1.3 MB for 64 channels and 100 proposals, 50 MB for the 256 channels and 1000
+    proposals of torchvision's own detectors, which have up to 2000 for the loss.
+
+    Args:
+        toolkit: Where the detector is from.
+        adapter: The adapter that is attached to it, to layers below ``roi_heads`` only.
+
+    Raises:
+        AdapterError: The adapter modulates another layer, so that features or proposals depend on phi.
+    """
+
+    def __init__(self, toolkit: TorchvisionToolkit, adapter: Adapter) -> None:
+        for layer in adapter.layers:
+            if not layer.startswith(BOX_HEAD):
+                raise AdapterError(
+                    f"the adapter modulates {layer!r}, so features or proposals change with phi; only layers below"
+                    f" {BOX_HEAD!r} leave them as they are"
+                )
+        self.toolkit, self.model = toolkit, adapter.model
+        self.proposals: dict[Example, Proposals] = {}
+        self.candidates: dict[Example, Candidates] = {}
+
+    def build(self, classes: int, seed: int) -> nn.Module:
+        """Return a new detector; it is none that this memory is of."""
+        return self.toolkit.build(classes, seed)
+
+    def loss(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
+        """Return the sum of the losses of classes and boxes, a scalar.
+
+        The proposals' losses, which `TorchvisionToolkit.loss` adds, are left out: phi does not change them, so the
+        gradient in phi is the same. The samples are drawn from torch's global stream.
+
+        Raises:
+            FloatingPointError: The loss is not finite.
+        """
+        self._check(model)
+        heads: Any = model.roi_heads
+        candidates = [self._candidates(example) for example in batch]
+        sampled = heads.subsample([each.labels for each in candidates])
+        chosen = list(zip(candidates, sampled, strict=True))
+        pooled = torch.cat([each.pooled[index] for each, index in chosen])
+        labels = [each.labels[index] for each, index in chosen]
+        deltas = [each.deltas[index] for each, index in chosen]
+        with in_mode(model, training=True):
+            return total(self.toolkit.head_losses(model, pooled, labels, deltas))
+
+    def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Detections]:
+        """Return what the detector finds in each image, best first, in pixels of that image, without gradients."""
+        self._check(model)
+        detector: Any = model
+        heads = detector.roi_heads
+        proposals = [self._proposals(example) for example in batch]
+        boxes, sizes = [each.boxes for each in proposals], [each.size for each in proposals]
+        with evaluating(model), torch.no_grad():
+            logits, deltas = heads.box_predictor(heads.box_head(torch.cat([each.pooled for each in proposals])))
+            found = zip(*heads.postprocess_detections(logits, deltas, boxes, sizes), strict=True)
+            scaled = [dict(zip(("boxes", "scores", "labels"), each, strict=True)) for each in found]
+            in_pixels = detector.transform.postprocess(scaled, sizes, [example.image.shape[1:] for example in batch])
+        return [to_detections(each) for each in in_pixels]
+
+    def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
+        """Return the region proposals of each image, ``p x 4``, best first, without gradients."""
+        self._check(model)
+        proposals = [self._proposals(example) for example in batch]
+        return [to_pixels(each.boxes, each.size, example) for each, example in zip(proposals, batch, strict=True)]
+
+    def _check(self, model: nn.Module) -> None:
+        if model is not self.model:
+            raise AdapterError("the features in memory are those of another model; make FrozenFeatures for this one")
+
+    def _proposals(self, example: Example) -> Proposals:
+        if example not in self.proposals:
+            self.proposals[example] = _proposals(self.model, example)
+        return self.proposals[example]
+
+    def _candidates(self, example: Example) -> Candidates:
+        if example not in self.candidates:
+            self.candidates[example] = _candidates(self.model, example)
+        return self.candidates[example]
+
+
+@torch.no_grad()
+def _proposals(detector: Any, example: Example) -> Proposals:
+    with evaluating(detector):
+        images, _ = detector.transform(images_of(detector, [example]))
+        features = detector.backbone(images.tensors)
+        (boxes,), _ = detector.rpn(images, features)
+        pooled = detector.roi_heads.box_roi_pool(features, [boxes], images.image_sizes)
+    return Proposals(boxes, pooled, images.image_sizes[0])
+
+
+@torch.no_grad()
+def _candidates(detector: Any, example: Example) -> Candidates:
+    heads, inputs = detector.roi_heads, images_of(detector, [example])
+    # In training mode the proposals' network also samples a loss of its own: the caller's stream must not notice.
+    with evaluating(detector), seeded_streams(0, inputs[0].device):
+        images, (target,) = detector.transform(inputs, targets_of(detector, [example]))
+        features = detector.backbone(images.tensors)
+        with in_mode(detector.rpn, training=True):
+            proposals, _ = detector.rpn(images, features, [target])
+        boxes = heads.add_gt_proposals(proposals, [target["boxes"]])
+        matches, labels = heads.assign_targets_to_proposals(boxes, [target["boxes"]], [target["labels"]])
+        pooled = heads.box_roi_pool(features, boxes, images.image_sizes)
+    # An image without boxes has only background, whose targets are not looked at.
+    truth = target["boxes"] if len(target["boxes"]) else target["boxes"].new_zeros(1, 4)
+    return Candidates(pooled, labels[0], heads.box_coder.encode([truth[matches[0]]], boxes)[0])

@@ -1,0 +1,71 @@
+"""Detectors in a `FinetuneTask`: examples in memory, batches of them, and a loss that can be replayed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metricopt_ext.batches import IndexSampler
+from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.detection.toolkit import Example, Toolkit
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.seeding import seeded_streams
+
+
+def load_examples(dataset: DetectionSet, size: int | None = None) -> list[Example]:
+    """Read images into memory.
+
+    Args:
+        dataset: The images with their boxes.
+        size: Longer side in pixels, at least 1; larger images are scaled down to it, and their boxes with them. None
+            leaves all as they are.
+
+    Raises:
+        DataError: An image can't be read.
+    """
+    if size is not None and size < 1:
+        raise ConfigError(f"images can't be scaled to size={size}; it must be at least 1 pixel")
+    return [_within(Example(truth.load(), truth), size) for truth in dataset.images]
+
+
+def _within(example: Example, size: int | None) -> Example:
+    truth = example.truth
+    longer = max(truth.width, truth.height)
+    if size is None or longer <= size:
+        return example
+    width, height = (max(1, round(side * size / longer)) for side in (truth.width, truth.height))
+    pixels = F.interpolate(example.image[None].float(), (height, width), mode="bilinear", antialias=True)[0]
+    scale = truth.boxes.new_tensor([width / truth.width, height / truth.height] * 2)
+    scaled = replace(truth, width=width, height=height, boxes=truth.boxes * scale)
+    return Example(pixels.round().clamp(0, 255).to(example.image.dtype), scaled)
+
+
+class ExampleBatches:
+    """Batches of examples in memory, drawn with replacement: lists of ``batch_size``.
+
+    Args:
+        examples: The examples, at least one.
+        batch_size: Examples per batch.
+    """
+
+    def __init__(self, examples: Sequence[Example], batch_size: int) -> None:
+        self.examples = examples
+        self.sample = IndexSampler(len(examples), batch_size)
+
+    def __call__(self, seed: int, task: int, step: int) -> list[Example]:
+        """Return the batch of a step."""
+        return [self.examples[index] for index in self.sample(seed, task, step).tolist()]
+
+
+def detection_loss(toolkit: Toolkit) -> Callable[[nn.Module, Sequence[Example]], Tensor]:
+    """Return a toolkit's loss as the surrogate loss of a `FinetuneTask` with ``population=1``.
+
+    The anchors and proposals that it samples are drawn from the same seed each time, so that a step can be replayed.
+    """
+
+    def loss(model: nn.Module, batch: Sequence[Example]) -> Tensor:
+        with seeded_streams(0, next(model.parameters()).device):
+            return toolkit.loss(model, batch)
+
+    return loss

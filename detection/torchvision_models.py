@@ -1,0 +1,128 @@
+"""Torchvision's Faster R-CNN: its two ResNet-50s, and smaller ones that train from scratch in minutes."""
+
+from pathlib import Path
+
+from torch import nn
+
+from metricopt_ext.files import load_weights
+
+try:
+    from torchvision.models import resnet18
+    from torchvision.models.detection import FasterRCNN, fasterrcnn_resnet50_fpn_v2
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+    from torchvision.models.detection.backbone_utils import BackboneWithFPN, resnet_fpn_backbone
+    from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+    from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
+except ImportError as error:
+    raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
+
+STANDARD = ("fasterrcnn_resnet50_fpn", "fasterrcnn_resnet50_fpn_v2")
+SMALL = ("resnet18_fpn", "small_fpn")
+
+
+class SmallBackbone(nn.Module):
+    """Seven 3x3 convolutions with BatchNorm in four stages of stride 2, for images of about 100 pixels.
+
+    The stages are named ``layer1`` to ``layer4``, as in a ResNet; each has twice the channels of the one before. It is
+    never called itself: torchvision's feature pyramid calls the stages one after the other.
+
+    Args:
+        width: Channels of the first stage.
+    """
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.layer1 = _stage(3, width, convolutions=1)
+        self.layer2 = _stage(width, 2 * width)
+        self.layer3 = _stage(2 * width, 4 * width)
+        self.layer4 = _stage(4 * width, 8 * width)
+
+
+def _stage(inputs: int, outputs: int, convolutions: int = 2) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for i in range(convolutions):
+        layers += [
+            nn.Conv2d(inputs if i == 0 else outputs, outputs, 3, stride=2 if i == 0 else 1, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+        ]
+    return nn.Sequential(*layers)
+
+
+def build_standard(
+    name: str, classes: int, min_size: int, max_size: int, score_threshold: float, weights: str = ""
+) -> nn.Module:
+    """Build one of torchvision's own detectors.
+
+    Args:
+        name: One of `STANDARD`.
+        classes: Number of classes, without background.
+        min_size: Shorter side in pixels to which images are scaled (800 in torchvision's own training) ...
+        max_size: ... unless the longer side would then exceed this (1333).
+        score_threshold: Lowest confidence of a detection.
+        weights: File of torchvision's weights for this detector, trained on COCO. The box predictor is left out: its
+            classes are others.
+
+    Raises:
+        DataError: The weights don't fit the detector.
+    """
+    options = {"min_size": min_size, "max_size": max_size, "box_score_thresh": score_threshold}
+    model: nn.Module
+    if name == "fasterrcnn_resnet50_fpn":
+        # The published weights are for frozen norms that add nothing to the variance; nobody trains those from scratch.
+        norm = FrozenBatchNorm2d if weights else nn.BatchNorm2d
+        backbone = resnet_fpn_backbone(
+            backbone_name="resnet50", weights=None, norm_layer=norm, trainable_layers=3 if weights else 5
+        )
+        model = FasterRCNN(backbone, classes + 1, **options)
+        for module in model.modules():
+            if isinstance(module, FrozenBatchNorm2d):
+                module.eps = 0.0
+    else:
+        model = fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=classes + 1, **options)
+    if weights:
+        predictor = [key for key in model.state_dict() if key.startswith("roi_heads.box_predictor.")]
+        load_weights(model, Path(weights), keep=predictor)
+    return model
+
+
+def build_small(
+    name: str, classes: int, min_size: int, max_size: int, score_threshold: float, width: int, head: int
+) -> nn.Module:
+    """Build a Faster R-CNN for small images and few boxes.
+
+    Args:
+        name: One of `SMALL`.
+        classes: Number of classes, without background.
+        min_size: Shorter side in pixels to which images are scaled ...
+        max_size: ... unless the longer side would then exceed this.
+        score_threshold: Lowest confidence of a detection.
+        width: Channels of the feature pyramid.
+        head: Channels of the box head's two layers.
+    """
+    if name == "resnet18_fpn":
+        body, channels = resnet18(weights=None), {"layer1": 64, "layer2": 128, "layer3": 256, "layer4": 512}
+    else:
+        body, channels = SmallBackbone(), {"layer2": 32, "layer3": 64, "layer4": 128}
+    levels = {stage: str(i) for i, stage in enumerate(channels)}
+    # Pooling adds one level, whose anchors are as large as the image; each level below halves them.
+    sizes = [(max_size / 2**halvings,) for halvings in reversed(range(len(levels) + 1))]
+    # A box as large as the image is pooled from the level of stride 16, as one of 224 pixels is by default.
+    pool = MultiScaleRoIAlign(list(levels.values()), output_size=7, sampling_ratio=2, canonical_scale=max_size)
+    return FasterRCNN(  # type: ignore[no-any-return]
+        BackboneWithFPN(body, levels, list(channels.values()), width),
+        min_size=min_size,
+        max_size=max_size,
+        rpn_anchor_generator=AnchorGenerator(tuple(sizes), ((0.5, 1.0, 2.0),) * len(sizes)),
+        # A tenth of the proposals and samples of the 800-pixel detectors: there are few boxes to find.
+        rpn_pre_nms_top_n_train=200,
+        rpn_pre_nms_top_n_test=200,
+        rpn_post_nms_top_n_train=100,
+        rpn_post_nms_top_n_test=100,
+        rpn_batch_size_per_image=64,
+        box_batch_size_per_image=64,
+        box_roi_pool=pool,
+        box_head=TwoMLPHead(width * 7 * 7, head),
+        box_predictor=FastRCNNPredictor(head, classes + 1),
+        box_score_thresh=score_threshold,
+    )

@@ -1,0 +1,190 @@
+"""Torchvision's detectors as a `Toolkit`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metricopt_ext.detection.ap_loss import ap_loss
+from metricopt_ext.detection.records import Detections
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.torchvision_models import SMALL, STANDARD, build_small, build_standard
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.metric import evaluating, in_mode
+from metricopt_ext.seeding import generator, seeded_streams
+
+try:
+    from torchvision.models.detection.roi_heads import fastrcnn_loss
+    from torchvision.models.detection.transform import resize_boxes
+except ImportError as error:
+    raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
+
+# Where FiLM can act, for attach_film(layers=...). The last two leave features and proposals as they are.
+PLACEMENTS: dict[str, tuple[str, ...]] = {
+    "backbone": ("backbone.body.*",),
+    "fpn": ("backbone.fpn.layer_blocks.*",),
+    "rpn": ("rpn.head.conv.*",),
+    "roi_head": ("roi_heads.box_head.*",),
+    "predictor": ("roi_heads.box_predictor.*",),
+}
+
+
+@dataclass(frozen=True)
+class TorchvisionToolkit:
+    """Torchvision's Faster R-CNN; the attributes are its settings.
+
+    Attributes:
+        name: ``fasterrcnn_resnet50_fpn`` or ``fasterrcnn_resnet50_fpn_v2`` as torchvision has them, or for small images
+            ``resnet18_fpn`` or the lighter ``small_fpn``.
+        min_size: Shorter side in pixels to which the network scales its images (800 in torchvision's own training) ...
+        max_size: ... unless the longer side would then exceed this (1333). The small detectors' largest anchors.
+        width: Channels of a small detector's feature pyramid.
+        head: Channels of a small detector's box head.
+        score_threshold: Lowest confidence of a detection, from 0 to 1.
+        weights: File of torchvision's weights for its ResNet-50 detectors, trained on COCO, to start from; all but the
+            box predictor's are taken.
+        classification_loss: Of the box head: the detector's own ``cross_entropy``, or ``ap`` (`ap_loss.ap_loss`), which
+            ranks the proposals that are sampled from a batch.
+
+    Raises:
+        ConfigError: There is no such detector, or a setting is impossible.
+    """
+
+    name: str = "small_fpn"
+    min_size: int = 128
+    max_size: int = 128
+    width: int = 64
+    head: int = 256
+    score_threshold: float = 0.05
+    weights: str = ""
+    classification_loss: Literal["cross_entropy", "ap"] = "cross_entropy"
+
+    def __post_init__(self) -> None:
+        if self.name not in (*STANDARD, *SMALL):
+            raise ConfigError(f"no detector is named {self.name!r}; there are {', '.join((*STANDARD, *SMALL))}")
+        if self.weights and self.name not in STANDARD:
+            raise ConfigError(f"torchvision has no weights for {self.name}; there are for {' and '.join(STANDARD)}")
+        if not 0 < self.min_size <= self.max_size:
+            raise ConfigError(f"min_size={self.min_size} must be above 0 and at most max_size={self.max_size}")
+        if self.width < 1 or self.head < 1:
+            raise ConfigError(f"width={self.width} and head={self.head} must be at least 1")
+        if self.classification_loss not in ("cross_entropy", "ap"):
+            raise ConfigError(f"classification_loss={self.classification_loss!r} must be 'cross_entropy' or 'ap'")
+        if not 0 <= self.score_threshold <= 1:
+            raise ConfigError(f"score_threshold={self.score_threshold} must be from 0 to 1")
+
+    def build(self, classes: int, seed: int) -> nn.Module:
+        """Return a new detector for this number of classes, without background, its weights drawn from the seed.
+
+        Raises:
+            DataError: The weights' file can't be read, or is another detector's.
+        """
+        if classes < 1:
+            raise ConfigError(f"a detector needs at least one class, not {classes}")
+        with seeded_streams(generator(seed, "weights").initial_seed(), torch.device("cpu")):
+            if self.name in STANDARD:
+                return build_standard(
+                    self.name, classes, self.min_size, self.max_size, self.score_threshold, self.weights
+                )
+            return build_small(
+                self.name, classes, self.min_size, self.max_size, self.score_threshold, self.width, self.head
+            )
+
+    def loss(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
+        """Return the sum of the detector's four losses on a batch, a scalar.
+
+        They are those of objectness, proposals, classes and boxes. What is sampled at random (anchors, proposals) is
+        drawn from torch's global stream. Difficult and crowd boxes count as background.
+
+        Raises:
+            FloatingPointError: The loss is not finite.
+        """
+        detector: Any = model
+        with in_mode(model, training=True):
+            images, targets = detector.transform(images_of(model, batch), targets_of(model, batch))
+            features = detector.backbone(images.tensors)
+            proposals, losses = detector.rpn(images, features, targets)
+            chosen, _, labels, deltas = detector.roi_heads.select_training_samples(proposals, targets)
+            pooled = detector.roi_heads.box_roi_pool(features, chosen, images.image_sizes)
+            losses |= self.head_losses(model, pooled, labels, deltas)
+        return total(losses)
+
+    def head_losses(
+        self, model: nn.Module, pooled: Tensor, labels: list[Tensor], deltas: list[Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the losses of classes and boxes by name, scalars.
+
+        Args:
+            model: The detector, in training mode.
+            pooled: Features of the sampled proposals of all images, ``p x c x h x w``.
+            labels: Their classes in each image, 0 for background.
+            deltas: Their regression targets in each image, ``p_i x 4``.
+        """
+        heads: Any = model.roi_heads
+        logits, predicted = heads.box_predictor(heads.box_head(pooled))
+        classification, regression = fastrcnn_loss(logits, predicted, labels, deltas)
+        if self.classification_loss == "ap":
+            # Log-probabilities rank as the detector's scores do, but have a slope where those are almost 0 or 1.
+            classification = ap_loss(F.log_softmax(logits, dim=1)[:, 1:], torch.cat(labels) - 1)
+        return {"loss_classifier": classification, "loss_box_reg": regression}
+
+    def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Detections]:
+        """Return what the detector finds in each image, best first, in pixels of that image, without gradients."""
+        with evaluating(model), torch.no_grad():
+            return [to_detections(found) for found in model(images_of(model, batch))]
+
+    def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
+        """Return the region proposals of each image, ``p x 4``, best first, without gradients."""
+        detector: Any = model
+        with evaluating(model), torch.no_grad():
+            images, _ = detector.transform(images_of(model, batch))
+            proposals, _ = detector.rpn(images, detector.backbone(images.tensors))
+        return [
+            to_pixels(boxes, size, example)
+            for boxes, size, example in zip(proposals, images.image_sizes, batch, strict=True)
+        ]
+
+
+def total(losses: dict[str, Tensor]) -> Tensor:
+    """Return the sum of named losses, a scalar.
+
+    Raises:
+        FloatingPointError: One of them is not finite.
+    """
+    for name, value in losses.items():
+        if not value.isfinite():
+            raise FloatingPointError(
+                f"the detector's {name} is {float(value.detach())}; lower the lr, or check its weights"
+            )
+    return torch.stack(list(losses.values())).sum()
+
+
+def to_detections(found: dict[str, Tensor]) -> Detections:
+    """Return what torchvision found in an image as a record; there, label 0 is the background."""
+    return Detections(found["boxes"].cpu(), found["scores"].cpu(), found["labels"].cpu() - 1)
+
+
+def to_pixels(boxes: Tensor, size: tuple[int, int], example: Example) -> Tensor:
+    """Return boxes, ``n x 4``, of an image that was scaled to a height and width in pixels of the example's image."""
+    resized: Tensor = resize_boxes(boxes, size, example.image.shape[1:])
+    return resized.cpu()
+
+
+def images_of(model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
+    """Return the images as torchvision takes them, each ``3 x h x w``, floats in [0, 1] like the model's."""
+    like = next(model.parameters())
+    return [example.image.to(like) / 255 for example in batch]
+
+
+def targets_of(model: nn.Module, batch: Sequence[Example]) -> list[dict[str, Tensor]]:
+    """Return the ground truth as torchvision takes it, without difficult and crowd boxes."""
+    like = next(model.parameters())
+    targets = []
+    for example in batch:
+        kept = ~(example.truth.difficult | example.truth.crowd)
+        boxes, labels = example.truth.boxes[kept], example.truth.labels[kept].long() + 1
+        targets.append({"boxes": boxes.to(like).view(-1, 4), "labels": labels.to(like.device)})
+    return targets
