@@ -32,7 +32,7 @@ def train_detector(
         steps: Number of steps, at least 1.
         lr: Highest learning rate.
         seed: Seed of the batches, and of the anchors and proposals that the loss samples.
-        warmup: Steps over which the rate rises.
+        warmup: Steps over which the rate rises; 0 for none.
         momentum: Of SGD.
         weight_decay: Of SGD.
         clip: Longest gradient; longer ones are shortened to it.
@@ -47,9 +47,8 @@ def train_detector(
     optimizer = torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)
     losses = []
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = (
-            lr * min(1.0, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
-        )
+        rise, fall = min(1.0, (step + 1) / max(1, warmup)), (1 + math.cos(math.pi * step / steps)) / 2
+        optimizer.param_groups[0]["lr"] = lr * rise * fall
         with seeded_streams(generator(seed, "sampling", step).initial_seed(), parameters[0].device):
             try:
                 loss = toolkit.loss(model, batches(seed, 0, step))

@@ -1,5 +1,7 @@
 """Examples in memory, their batches, a detector in a finetuning task, and its training from scratch."""
 
+import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,7 @@ def train(steps: int) -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
+@pytest.mark.slow
 def test_training_finds_the_squares() -> None:
     model, losses = train(steps=100)
     assert len(losses) == 100
@@ -153,8 +156,8 @@ def test_training_can_be_replayed() -> None:
     )
 
 
-class Broken:
-    """A toolkit whose loss fails at the third step."""
+class Slope:
+    """A toolkit whose loss has slope 1, and another at the third step; NaN for a loss that fails there."""
 
     def __init__(self, slope: float) -> None:
         self.steps, self.slope = 0, slope
@@ -166,7 +169,7 @@ class Broken:
         self.steps += 1
         weight: Any = model.weight
         if self.steps == 3:
-            if self.slope != self.slope:
+            if math.isnan(self.slope):
                 raise FloatingPointError("the detector's loss_classifier is nan")
             return weight.sum() * self.slope
         return weight.sum()
@@ -181,6 +184,23 @@ class Broken:
     ("slope", "message"), [(float("nan"), "step 2: the detector's loss_classifier"), (float("inf"), "step 2: the grad")]
 )
 def test_a_loss_or_gradient_that_is_not_finite_is_said_with_its_step(slope: float, message: str) -> None:
-    toolkit = Broken(slope)
+    toolkit = Slope(slope)
     with pytest.raises(FloatingPointError, match=message):
         train_detector(toolkit, toolkit.build(1, 0), ExampleBatches(squares(2), 1), steps=4, lr=0.1)
+
+
+def test_the_rate_rises_and_then_falls_to_0_and_long_gradients_are_clipped() -> None:
+    toolkit = Slope(50.0)
+    model: Any = toolkit.build(1, 0)
+    model.bias.requires_grad_(False)
+    seen: list[float] = []
+
+    def batches(seed: int, task: int, step: int) -> list[Example]:
+        seen.append(model.weight.item())
+        return []
+
+    train_detector(toolkit, model, batches, steps=6, lr=0.1, warmup=4, momentum=0.0, weight_decay=0.0, clip=2.0)
+    rates = [0.1 * min(1, (t + 1) / 4) * (1 + math.cos(math.pi * t / 6)) / 2 for t in range(5)]
+    assert max(rates) == rates[2]
+    moved = [before - after for before, after in itertools.pairwise(seen)]
+    assert moved == pytest.approx([rate * (2 if t == 2 else 1) for t, rate in enumerate(rates)], abs=1e-6)
