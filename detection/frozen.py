@@ -60,7 +60,7 @@ class FrozenFeatures:
 
     They are computed when an image is first met, by itself: once for detection, once for the loss. Detections,
     proposals and the gradient of the loss are those of the detector without this memory, but for the padding where it
-    gets images of different sizes together.
+    gets images of different sizes together. Any other detector is run whole.
 
     With c channels in the feature pyramid, an image with p proposals takes ``196 c p`` bytes for detection, and as much
     for p candidates of the loss: 1.3 MB for 64 channels and 100 proposals, 50 MB for the 256 channels and 1000
@@ -86,8 +86,16 @@ class FrozenFeatures:
         self.candidates: dict[Example, Candidates] = {}
 
     def build(self, classes: int, seed: int) -> nn.Module:
-        """Return a new detector; it is none that this memory is of."""
+        """Return a new detector, which this memory knows nothing of."""
         return self.toolkit.build(classes, seed)
+
+    def film_layers(self, model: nn.Module, placements: Sequence[str]) -> list[str]:
+        """Return the patterns of layers that some placements stand for, see `TorchvisionToolkit`."""
+        return self.toolkit.film_layers(model, placements)
+
+    def inputs(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
+        """Return what the model's ``forward`` takes in evaluation mode."""
+        return self.toolkit.inputs(model, batch)
 
     def loss(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
         """Return the sum of the losses of classes and boxes, a scalar.
@@ -98,7 +106,8 @@ class FrozenFeatures:
         Raises:
             FloatingPointError: The loss is not finite.
         """
-        self._check(model)
+        if model is not self.model:
+            return self.toolkit.loss(model, batch)
         heads: Any = model.roi_heads
         candidates = [self._candidates(example) for example in batch]
         sampled = heads.subsample([each.labels for each in candidates])
@@ -111,7 +120,8 @@ class FrozenFeatures:
 
     def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Detections]:
         """Return what the detector finds in each image, best first, in pixels of that image, without gradients."""
-        self._check(model)
+        if model is not self.model:
+            return self.toolkit.detect(model, batch)
         detector: Any = model
         heads = detector.roi_heads
         proposals = [self._proposals(example) for example in batch]
@@ -125,13 +135,10 @@ class FrozenFeatures:
 
     def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
         """Return the region proposals of each image, ``p x 4``, best first, without gradients."""
-        self._check(model)
+        if model is not self.model:
+            return self.toolkit.propose(model, batch)
         proposals = [self._proposals(example) for example in batch]
         return [to_pixels(each.boxes, each.size, example) for each, example in zip(proposals, batch, strict=True)]
-
-    def _check(self, model: nn.Module) -> None:
-        if model is not self.model:
-            raise AdapterError("the features in memory are those of another model; make FrozenFeatures for this one")
 
     def _proposals(self, example: Example) -> Proposals:
         if example not in self.proposals:

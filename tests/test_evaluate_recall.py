@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from PIL import Image
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
+from metricopt_ext.film import attach_film, load_adapter
+from metricopt_ext.retrieval.models import build_model
 from metricopt_ext.retrieval.recall import recall_at_k
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -122,6 +125,81 @@ def test_safetensors_hold_their_labels(folder: Path) -> None:
     save_file(half, folder / "half.safetensors")
     mixed = evaluate(folder, "--embeddings", "half.safetensors", "--labels", "q.safetensors", "--ks", "5")
     assert mixed["galleries"][0]["recall"] == as_json(recall_at_k(half["embeddings"], items(folder, "q")[1], (5,)).at)
+
+
+def write_images(folder: Path, classes: tuple[str, ...], seed: int) -> None:
+    """Write 8 x 8 grey images of some classes, bright to a degree of the class's own."""
+    rng = np.random.default_rng(seed)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for i in range(4):
+            pixels = 40 * int(name[-1]) + rng.integers(60, size=(8, 8))
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{i}.png")
+
+
+@pytest.fixture
+def embedder(folder: Path) -> Path:
+    """Images of the classes c0..c3 and, as a gallery, c1..c4; a model's config, weights and adapter."""
+    write_images(folder / "images", ("c0", "c1", "c2", "c3"), 0)
+    write_images(folder / "gallery", ("c1", "c2", "c3", "c4"), 1)
+    (folder / "model.yaml").write_text(
+        "data: {name: class_folders}\nmodel: {name: conv4, embedding: 4, width: 4}\nadapter: {dim: 3}"
+    )
+    torch.manual_seed(0)
+    model = build_model("conv4", torch.Size([1, 8, 8]), 4, 4)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    adapter = attach_film(model, dim=3)
+    adapter.set_phi(torch.tensor([1.0, -1.0, 2.0]))
+    adapter.save(folder / "adapter.safetensors")
+    return folder
+
+
+IMAGES = ("--images", "images", "--config-file", "model.yaml", "--grey")
+MODEL = (*IMAGES, "--weights", "model.safetensors", "--ks", "1", "2")
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_model_and_folders_of_images(embedder: Path, tuned: bool) -> None:
+    adapter = ("--adapter", "adapter.safetensors") if tuned else ()
+    both = ("--gallery-images", "gallery", "--gallery-images", "images")
+    report = evaluate(embedder, *MODEL, *adapter, *both)
+    model = build_model("conv4", torch.Size([1, 8, 8]), 4, 4)
+    model.load_state_dict(load_file(embedder / "model.safetensors"))
+    if tuned:
+        load_adapter(model, embedder / "adapter.safetensors").merge()
+    parts = []
+    for name in ("images", "gallery"):
+        files = sorted((embedder / name).glob("*/*.png"))
+        x = torch.stack([torch.from_numpy(np.array(Image.open(file))) for file in files])[:, None]
+        with torch.no_grad():
+            parts.append((model.eval()(x), [int(file.parent.name[1:]) for file in files]))
+    for row, gallery in zip(report["galleries"], (parts[1], None), strict=True):
+        assert row["recall"] == as_json(recall_at_k(*parts[0], (1, 2), gallery=gallery).at)
+    assert report["galleries"][0]["without_match"] == 4  # c0 is not in the gallery
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (IMAGES, "--images needs --config-file, which describes the model, and --weights, its state dict"),
+        ((*MODEL, "--labels", "q_labels.npy"), "--labels can't be used with --images"),
+        ((*QUERIES, "--gallery-images", "images"), "--gallery-images can't be used with --embeddings"),
+        ((*IMAGES, "--weights", "q.safetensors"), "q.safetensors holds no weights for Embedder"),
+        ((*MODEL, "--adapter", "model.safetensors"), "model.safetensors has format None"),
+        ((*MODEL, "--gallery-images", "broken"), "cannot read c1/0.png as an image"),
+    ],
+)
+def test_bad_images_end_with_one_line(embedder: Path, arguments: tuple[str, ...], message: str) -> None:
+    (embedder / "broken" / "c1").mkdir(parents=True)
+    (embedder / "broken" / "c1" / "0.png").write_bytes((embedder / "images" / "c1" / "0.png").read_bytes()[:60])
+    with pytest.raises(SystemExit) as stopped:
+        evaluate(embedder, *arguments)
+    assert message in str(stopped.value)
+
+
+def test_an_adapter_changes_what_is_found(embedder: Path) -> None:
+    plain = evaluate(embedder, *MODEL)["galleries"][0]["recall"]
+    assert plain != evaluate(embedder, *MODEL, "--adapter", "adapter.safetensors")["galleries"][0]["recall"]
 
 
 def test_query_subset(folder: Path) -> None:

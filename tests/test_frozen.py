@@ -128,9 +128,16 @@ def test_an_adapter_elsewhere_is_refused(placement: str) -> None:
         FrozenFeatures(toolkit, adapter)
 
 
-def test_another_model_is_refused() -> None:
+def test_another_model_is_run_whole() -> None:
     toolkit, adapter = adapted()
     frozen = FrozenFeatures(toolkit, adapter)
+    frozen.detect(adapter.model, SAME_SIZE)
     other: nn.Module = frozen.build(CLASSES, seed=1)
-    with pytest.raises(AdapterError, match="those of another model"):
-        frozen.detect(other, SAME_SIZE)
+    for ours, theirs in zip(frozen.propose(other, SAME_SIZE), toolkit.propose(other, SAME_SIZE), strict=True):
+        assert torch.equal(ours, theirs)
+    for found, expected in zip(frozen.detect(other, SAME_SIZE), toolkit.detect(other, SAME_SIZE), strict=True):
+        assert torch.equal(found.boxes, expected.boxes)
+    torch.manual_seed(0)
+    loss = frozen.loss(other, SAME_SIZE)
+    torch.manual_seed(0)
+    assert torch.equal(loss, toolkit.loss(other, SAME_SIZE))

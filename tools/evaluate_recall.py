@@ -4,7 +4,11 @@
     python tools/evaluate_recall.py --embeddings Q.npy --labels QY.npy \
         --gallery-embeddings A.npy --gallery-labels AY.npy --gallery-embeddings B.npy --gallery-labels BY.npy \
         --output-dir out/recall
+    python tools/evaluate_recall.py --images FOLDER --config-file configs/retrieval/class_folders.yaml \
+        --weights out/run/seed-0/model.safetensors --adapter out/run/seed-0/adapter.safetensors --output-dir out/recall
 
+Images are <class>/<file> in a folder or zip file, embedded by a model that the config file of
+tools/finetune_retrieval.py describes, with its weights, and with a finetuned adapter if one is given.
 Files are .npy, or .safetensors with tensors "embeddings" and "labels": then --labels (--gallery-labels) is left out.
 Without a gallery the queries search each other; so they do where a gallery is the queries' own file. Another gallery
 must not hold the queries: they would find themselves. Prints a table and writes report.json.
@@ -16,13 +20,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
+from torch import nn
 
 from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.files import write_json
 from metricopt_ext.report import versions
+
+Items = tuple[Any, Any]  # embeddings and labels
+Gallery = tuple[str, Items | None]  # its name, and its items unless they are the queries
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,9 @@ class Row:
 def main() -> None:
     """Parse the command line, evaluate, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--embeddings", required=True, type=Path, help="queries, n x d")
+    queries = parser.add_mutually_exclusive_group(required=True)
+    queries.add_argument("--embeddings", type=Path, help="queries, n x d")
+    queries.add_argument("--images", type=Path, help="queries, a folder of <class>/<file>")
     parser.add_argument("--labels", type=Path, help="their labels, n integers")
     parser.add_argument(
         "--gallery-embeddings", action="append", default=[], type=Path, help="a gallery, m x d; may be repeated"
@@ -59,6 +70,13 @@ def main() -> None:
     parser.add_argument(
         "--gallery-labels", action="append", default=[], type=Path, help="its labels, m integers; one per gallery"
     )
+    parser.add_argument(
+        "--gallery-images", action="append", default=[], type=Path, help="a gallery for --images; may be repeated"
+    )
+    parser.add_argument("--config-file", type=Path, help="describes the model that embeds images")
+    parser.add_argument("--weights", type=Path, help="its state dict")
+    parser.add_argument("--adapter", type=Path, help="a finetuned adapter of it")
+    parser.add_argument("--grey", action="store_true", help="read images in shades of grey")
     parser.add_argument("--ks", nargs="+", type=int, default=[1, 10, 100, 1000], help="numbers of neighbours")
     parser.add_argument("--distance", choices=["l2", "ip"], default="l2", help="Euclidean or inner product")
     parser.add_argument("--query-subset", type=int, help="search only this many queries, drawn by --seed")
@@ -75,9 +93,10 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     """Evaluate against every gallery and write the report; returns its rows."""
     from metricopt_ext.retrieval.recall import recall_at_k
 
-    queries = read_items(arguments.embeddings, arguments.labels, "--labels")
+    check_options(arguments)
+    queries, others = read_files(arguments) if arguments.images is None else embed_images(arguments)
     rows = []
-    for name, items in galleries(arguments.gallery_embeddings, arguments.gallery_labels, arguments.embeddings):
+    for name, items in others:
         started = time.perf_counter()
         recall = recall_at_k(
             *queries,
@@ -92,7 +111,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         rows.append(Row(name, recall.gallery, recall.queries, recall.without_match, recall.at, recall.mean, seconds))
     print_table(rows)
     config = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    for key in ("gallery_embeddings", "gallery_labels"):
+    for key in ("gallery_embeddings", "gallery_labels", "gallery_images"):
         config[key] = [str(path) for path in config[key]]
     report = arguments.output_dir / "report.json"
     write_json(
@@ -109,9 +128,71 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def galleries(
-    embeddings: list[Path], labels: list[Path], queries: Path
-) -> Iterator[tuple[str, tuple[Any, Any] | None]]:
+def check_options(arguments: argparse.Namespace) -> None:
+    """Refuse options that belong to the other kind of queries.
+
+    Raises:
+        DataError: There is one, or one is missing.
+    """
+    of_files = ("labels", "gallery_embeddings", "gallery_labels")
+    of_images = ("config_file", "weights", "adapter", "gallery_images", "grey")
+    kind, foreign = ("--embeddings", of_images) if arguments.images is None else ("--images", of_files)
+    given = [f"--{name.replace('_', '-')}" for name in foreign if getattr(arguments, name)]
+    if given:
+        raise DataError(f"{' and '.join(given)} can't be used with {kind}")
+    if arguments.images is not None and not (arguments.config_file and arguments.weights):
+        raise DataError("--images needs --config-file, which describes the model, and --weights, its state dict")
+
+
+def read_files(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery]]:
+    """Read the queries and, one after the other, the galleries, from files of embeddings."""
+    queries = read_items(arguments.embeddings, arguments.labels, "--labels")
+    return queries, galleries(arguments.gallery_embeddings, arguments.gallery_labels, arguments.embeddings)
+
+
+def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery]]:
+    """Embed the queries and, one after the other, the galleries, from folders of images.
+
+    Raises:
+        DataError: A folder or the weights can't be used.
+        FileFormatError: The adapter can't be used.
+    """
+    from metricopt_ext.config import load_config
+    from metricopt_ext.files import load_weights
+    from metricopt_ext.film import load_adapter
+    from metricopt_ext.images import load_image_folder
+    from metricopt_ext.metric import evaluating
+    from metricopt_ext.retrieval.build import embed
+    from metricopt_ext.retrieval.config import RetrievalConfig
+    from metricopt_ext.retrieval.models import build_model
+
+    config = load_config(RetrievalConfig, arguments.config_file, [])
+    labels: dict[str, int] = {}  # of all folders: a class is what has the same name
+    model: nn.Module | None = None
+
+    def embedded(path: Path) -> Items:
+        nonlocal model
+        mode: Literal["L", "RGB"] = "L" if arguments.grey else "RGB"
+        images = load_image_folder(path, config.data.image_size or None, mode=mode)
+        if model is None:
+            settings = config.model
+            model = build_model(settings.name, images.x.shape[1:], settings.embedding, settings.width)
+            load_weights(model, arguments.weights)
+            if arguments.adapter is not None:
+                load_adapter(model, arguments.adapter)
+        known = torch.tensor([labels.setdefault(name, len(labels)) for name in images.class_names])
+        with evaluating(model), torch.no_grad():
+            return embed(model, images.x), known[images.y]
+
+    queries = embedded(arguments.images)
+    if not arguments.gallery_images:
+        return queries, iter([("the queries", None)])
+    return queries, (
+        (str(path), None if path.samefile(arguments.images) else embedded(path)) for path in arguments.gallery_images
+    )
+
+
+def galleries(embeddings: list[Path], labels: list[Path], queries: Path) -> Iterator[Gallery]:
     """Read one gallery after the other.
 
     Args:
