@@ -12,8 +12,8 @@ neither count nor make detections of them false.
 
 COCO's: of the boxes that no detection by a better score has taken, a detection takes the one with the largest IoU (the
 last of equal ones); it must be at least 0.5. In each image, the 100 best detections of each class count. A detection
-that only overlaps a crowd region, by half of its own area, is not counted, nor is one of negative width or height;
-difficult objects are objects like others.
+that only overlaps a crowd region, by half of its own area, is not counted, nor is one of negative area; difficult
+objects are objects like others.
 
 Detections of a class are sorted by score. Equal scores stay in the order of the images, then of the image's detections,
 as in pycocotools (where the images are in the order of their ids) and in VOC's evaluation with a stable sort. A class
@@ -154,6 +154,7 @@ def _match_voc(found: "_Found", things: "_Things") -> tuple[Booleans, Booleans]:
     counted, hits = np.ones(len(found.keys), dtype=bool), np.zeros(len(found.keys), dtype=bool)
     ignored = things.ignored[deciding]
     counted[decided[ignored]] = False
+    # Of the detections that one object decides, the first has the best score.
     _, first = np.unique(deciding[~ignored], return_index=True)
     hits[decided[~ignored][first]] = True
     return counted, hits
@@ -166,7 +167,8 @@ def _match_coco(found: "_Found", things: "_Things") -> tuple[Booleans, Booleans]
     rows, columns, overlaps = rows[near], columns[near], overlaps[near]
     # For each detection in turn: objects before crowd regions, larger overlaps first, the last of equal ones.
     order = np.lexsort((-columns, -overlaps, things.crowd[columns], rows))
-    counted, hits = np.prod(found.boxes[:, 2:] - found.boxes[:, :2], axis=1) >= 0, np.zeros(len(found.keys), dtype=bool)
+    counted = np.prod(found.boxes[:, 2:] - found.boxes[:, :2], axis=1) >= 0
+    hits = np.zeros(len(found.keys), dtype=bool)
     taken: set[int] = set()
     crowd = set(np.flatnonzero(things.crowd).tolist())
     for row, column in zip(rows[order].tolist(), columns[order].tolist(), strict=True):

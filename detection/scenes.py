@@ -139,7 +139,9 @@ def _check(
             raise DataError(f"{name} must be {wanted}, got {value}")
     low, high = scale[0] * shift.scale, scale[1] * shift.scale
     if low < 8 or high > size:
-        raise DataError(f"a scene shift's scale of {shift.scale} makes digits {low:g} to {high:g} wide, of {size}")
+        raise DataError(
+            f"a scene shift's scale of {shift.scale} makes digits {low:g} to {high:g} pixels wide; 8 to {size} will do"
+        )
 
 
 def _rng(seed: int, *indices: int) -> np.random.Generator:

@@ -62,7 +62,8 @@ def read_voc(
     the XML files. An image without objects is kept.
 
     Boxes without area as written (``xmax <= xmin`` or ``ymax <= ymin``) and boxes wholly outside their image are left
-    out; boxes partly outside are clipped. One warning says how many, and in which files.
+    out; boxes partly outside are clipped. One warning says how many, and in which files. (Detectron2 keeps those
+    without area as boxes of a pixel, so that its AP50 counts objects that are not in this set.)
 
     Args:
         root: A folder, or a zip file, which is read without unpacking it.
