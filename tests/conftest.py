@@ -126,12 +126,9 @@ def squares(tmp_path: Path) -> Callable[..., DetectionSet]:
             path = tmp_path / f"squares-{seed}-{index}.png"
             Image.fromarray(pixels).save(path)
             nobody = torch.zeros(count, dtype=torch.bool)
-            made.append(
-                Annotated(
-                    f"{seed}-{index}", path, width, height, torch.from_numpy(boxes).float(), torch.from_numpy(labels),
-                    nobody, nobody,
-                )  # fmt: skip
-            )
+            sizes = {"width": width, "height": height}
+            truth = {"boxes": torch.from_numpy(boxes).float(), "labels": torch.from_numpy(labels)}
+            made.append(Annotated(f"{seed}-{index}", path, **sizes, **truth, difficult=nobody, crowd=nobody))
         return DetectionSet(("red", "green"), made)
 
     return make

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import get_args
 
 from detectron2.config import CfgNode, get_cfg
 
+from metricopt_ext.detection.ap50 import Definition
 from metricopt_ext.errors import ConfigError
 
 
@@ -41,7 +43,7 @@ class Settings:
     data: tuple[str, ...] = ()
     data_root: str = "datasets"
     classes: tuple[str, ...] = ()
-    definition: str = "voc"
+    definition: Definition = "voc"
     layers: tuple[str, ...] = ("backbone",)
     dim: int = 128
     seed: int = 0
@@ -68,6 +70,8 @@ class Settings:
         for name in ("seed", "start_std", "validation_images", "round", "index"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"METRICOPT.{name.upper()} is {getattr(self, name)}; it must be at least 0")
+        if self.definition not in get_args(Definition):
+            raise ConfigError(f"METRICOPT.DEFINITION is {self.definition!r}; it must be one of {get_args(Definition)}")
         if self.trajectories and not self.validation:
             raise ConfigError(
                 "METRICOPT.TRAJECTORIES needs METRICOPT.VALIDATION, the set that AP50 is asked on; hold it out of both"

@@ -14,10 +14,11 @@ from detectron2.structures import BoxMode
 from detectron2.utils.file_io import PathHandler, PathManager
 
 from metricopt_ext.detection.records import Annotated, DetectionSet
+from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.seeding import generator
 
-ENTRY = re.compile(r"(?P<name>[^=]+)=(?P<folder>.+):(?P<split>[^:\[]+)(?:\[(?P<first>\d*)%?:(?P<last>\d*)%?\])?")
+ENTRY = re.compile(r"(?P<name>[^=]+)=(?P<folder>.+):(?P<split>[^:\[\]]+)(?:\[(?P<first>\d*)%?:(?P<last>\d*)%?\])?")
 
 
 class ZipHandler(PathHandler):  # type: ignore[misc]
@@ -87,9 +88,9 @@ def as_truth(name: str, records: Sequence[dict[str, Any]]) -> DetectionSet:
 def register_entries(entries: Sequence[str], root: str | Path, *, classes: Sequence[str] = (), seed: int = 0) -> None:
     """Register what METRICOPT.DATA lists, as far as the catalog lacks it.
 
-    An entry is ``NAME=FOLDER:SPLIT`` for a VOC folder or its zip file, or ``NAME=FOLDER:FILE.json`` for images with annotations in
-    COCO's format. After a VOC split, ``[:80%]`` and ``[80%:]`` choose parts of its images in an order that is shuffled
-    once by the seed: what one leaves out is what the other has.
+    An entry is ``NAME=FOLDER:SPLIT`` for a VOC folder or its zip file, or ``NAME=FOLDER:FILE.json`` for images with
+    annotations in COCO's format. After a VOC split, ``[:80%]`` and ``[80%:]`` choose parts of its images in an order
+    that is shuffled once by the seed: what one leaves out is what the other has.
 
     Args:
         entries: The entries.
@@ -111,8 +112,6 @@ def register_entries(entries: Sequence[str], root: str | Path, *, classes: Seque
         if split.endswith(".json"):
             register_coco_instances(name, {}, str(folder / split), str(folder))
             continue
-        from metricopt_ext.detection.voc import read_voc
-
         data = read_voc(folder, split, classes=classes or None)
         register(name, _part(data, int(match["first"] or 0), int(match["last"] or 100), seed))
 
@@ -128,7 +127,13 @@ def _part(data: DetectionSet, first: int, last: int, seed: int) -> DetectionSet:
 
 def _record(image: Annotated) -> dict[str, Any]:
     annotations = [
-        {"bbox": box, "bbox_mode": BoxMode.XYXY_ABS, "category_id": label, "iscrowd": int(crowd), "difficult": difficult}
+        {
+            "bbox": box,
+            "bbox_mode": BoxMode.XYXY_ABS,
+            "category_id": label,
+            "iscrowd": int(crowd),
+            "difficult": difficult,
+        }
         for box, label, crowd, difficult in zip(
             image.boxes.tolist(), image.labels.tolist(), image.crowd.tolist(), image.difficult.tolist(), strict=True
         )

@@ -11,6 +11,7 @@ from detectron2.evaluation import DatasetEvaluator, inference_on_dataset
 from detectron2.utils import comm
 from torch import nn
 
+from metricopt_ext.detection.ap50 import Definition, average_precision
 from metricopt_ext.detection.detectron2.datasets import as_truth, records_of
 from metricopt_ext.detection.detectron2.toolkit import detections_of
 from metricopt_ext.detection.records import Detections, DetectionSet
@@ -30,7 +31,7 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
         definition: ``"voc_11_point"``, ``"voc"`` or ``"coco"``, see `ap50.average_precision`.
     """
 
-    def __init__(self, truth: DetectionSet, definition: str = "voc") -> None:
+    def __init__(self, truth: DetectionSet, definition: Definition = "voc") -> None:
         self.truth = truth
         self.definition = definition
         self._found: dict[str | int, Detections] = {}
@@ -50,8 +51,6 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
         Raises:
             MetricError: Some image of the set was not given to the model.
         """
-        from metricopt_ext.detection.ap50 import average_precision
-
         found = {image: detections for part in comm.all_gather(self._found) for image, detections in part.items()}
         missing = [image.image_id for image in self.truth.images if image.image_id not in found]
         if missing:
@@ -80,7 +79,7 @@ def ap50_metric(loader: Iterable[Any], evaluator: AP50Evaluator) -> Metric:
 
 
 def validation_metric(
-    cfg: CfgNode, name: str, *, definition: str = "voc", images: int = 0, seed: int = 0
+    cfg: CfgNode, name: str, *, definition: Definition = "voc", images: int = 0, seed: int = 0
 ) -> Metric:
     """Return AP50 on a set of Detectron2's catalog as a metric, in [0, 1].
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import DefaultTrainer, HookBase, hooks
+from detectron2.engine import DefaultTrainer, HookBase
 from detectron2.utils import comm
 from torch import nn
 
@@ -35,6 +35,14 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     Args:
         cfg: A config that has a METRICOPT node.
     """
+
+    def __init__(self, cfg: CfgNode) -> None:
+        if settings_of(cfg).enabled:
+            # Evaluating now and then, as Detectron2 does, would choose a model by the test set.
+            cfg = cfg.clone()
+            cfg.defrost()
+            cfg.TEST.EVAL_PERIOD = 0
+        super().__init__(cfg)
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
@@ -74,9 +82,6 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         settings = settings_of(self.cfg)
         if not settings.enabled:
             return built
-        # Evaluating now and then, as Detectron2 does, would choose a model by the test set.
-        at_end = hooks.EvalHook(0, lambda: self.test(self.cfg, self.model))
-        built = [at_end if isinstance(hook, hooks.EvalHook) else hook for hook in built]
         ours: list[HookBase] = [ReplayedSteps(settings.seed)]
         if settings.validation:
             recording = self._recording(settings)
@@ -101,7 +106,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         return Recording(
             adapter,
             metric,
-            TrajectoryStore(folder, _identity(settings, adapter, self.cfg.SOLVER.MAX_ITER)),
+            open_store(self.cfg, folder),
             steps=self.cfg.SOLVER.MAX_ITER,
             evals=settings.evals,
             seed=settings.seed,
@@ -139,11 +144,20 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _identity(settings: Settings, adapter: Adapter, steps: int) -> dict[str, Any]:
-    """Return what trajectories must have in common to be kept in one folder."""
-    names = ("definition", "seed", "lr", "start_std", "validation", "validation_images", "evals")
-    return {
-        **{name: value for name, value in asdict(settings).items() if name in names},
-        "steps": steps,
-        "adapter": [adapter.dim, adapter.layers],
-    }
+def open_store(cfg: CfgNode, folder: str | None) -> TrajectoryStore:
+    """Return the trajectories in a folder, or an empty store in memory.
+
+    Raises:
+        FileFormatError: Its trajectories are of runs with other settings.
+    """
+    settings = asdict(settings_of(cfg))
+    names = ("layers", "dim", "seed", "lr", "start_std", "definition", "validation", "validation_images", "evals")
+    return TrajectoryStore(
+        folder,
+        {
+            **{name: settings[name] for name in names},
+            "steps": cfg.SOLVER.MAX_ITER,
+            "backbone": cfg.MODEL.BACKBONE.NAME,
+            "weights": cfg.MODEL.WEIGHTS,
+        },
+    )
