@@ -161,6 +161,7 @@ def tiny_config(tmp_path: Path) -> Callable[..., Any]:
             "SOLVER.MAX_ITER": 6,
             "OUTPUT_DIR": str(tmp_path / "out"),
             "METRICOPT.DIM": 4,
+            "METRICOPT.STEPS": 6,
         }
         if kind == "fpn":
             options |= {

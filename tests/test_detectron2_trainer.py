@@ -197,7 +197,7 @@ def test_trajectories_fit_a_value_function(tiny_config: Any, tmp_path: Path) -> 
     for index in range(4):
         cfg = tiny_config(
             *("fpn", "BN", *FINETUNING, "METRICOPT.TRAJECTORIES", str(tmp_path / "kept"), "METRICOPT.INDEX", index),
-            *("OUTPUT_DIR", str(tmp_path / f"run{index}"), "SOLVER.MAX_ITER", 3, "DATASETS.TEST", ()),
+            *("OUTPUT_DIR", str(tmp_path / f"run{index}"), "METRICOPT.STEPS", 3, "DATASETS.TEST", ()),
         )
         trained(cfg)
     store = open_store(cfg, str(tmp_path / "kept"))
@@ -207,7 +207,7 @@ def test_trajectories_fit_a_value_function(tiny_config: Any, tmp_path: Path) -> 
 
 def test_recorded_costs_are_the_metric_s(tiny_config: Any, tmp_path: Path) -> None:
     cfg = tiny_config(
-        "fpn", "BN", *FINETUNING, "METRICOPT.TRAJECTORIES", str(tmp_path / "kept"), "SOLVER.MAX_ITER", 2,
+        "fpn", "BN", *FINETUNING, "METRICOPT.TRAJECTORIES", str(tmp_path / "kept"), "METRICOPT.STEPS", 2,
         "METRICOPT.VALIDATION_IMAGES", 2,
     )  # fmt: skip
     made = trained(cfg)

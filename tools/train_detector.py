@@ -28,10 +28,11 @@ try:
     from detectron2.engine import default_argument_parser, default_setup, launch
     from detectron2.utils import comm
 
+    from metricopt_ext.detection.detectron2.build import unwrapped
     from metricopt_ext.detection.detectron2.config import read_config, settings_of
-    from metricopt_ext.detection.detectron2.datasets import register_entries
+    from metricopt_ext.detection.detectron2.datasets import check_classes, register_entries
     from metricopt_ext.detection.detectron2.export import export
-    from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, open_store, unwrapped
+    from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, open_store
 except ModuleNotFoundError as error:
     sys.exit(
         f"error: {error.name} is not installed; get Detectron2 by"
@@ -51,6 +52,7 @@ def main(arguments: argparse.Namespace) -> Any:
     register_entries(settings.data, settings.data_root, classes=settings.classes, seed=settings.seed)
     if arguments.fit is not None:
         return fit(cfg, arguments.fit)
+    check_classes(cfg)
     default_setup(cfg, arguments)
     if arguments.eval_only:
         model = MetricOptTrainer.build_model(cfg)

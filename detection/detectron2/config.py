@@ -13,7 +13,7 @@ from metricopt_ext.errors import ConfigError
 
 @dataclass(frozen=True)
 class Settings:
-    """The keys of METRICOPT, in lower case here. T, the number of steps, is ``SOLVER.MAX_ITER``.
+    """The keys of METRICOPT, in lower case here.
 
     Attributes:
         enabled: Whether phi is finetuned; False is ordinary training.
@@ -26,6 +26,7 @@ class Settings:
         seed: Draws FiLM's matrices, the start, the observed steps, the validation images and what steps sample.
         start_std: Standard deviation of phi's start; 0 starts from the model as it was trained.
         value_function: File of f, which MetricOpt then follows; empty follows the loss alone.
+        steps: Number T of finetuning steps, in place of ``SOLVER.MAX_ITER``.
         lr: Rate of the loss step, constant: the solver's schedule is not used.
         metric_step: Length of the first metric step in units of f's data radius.
         loss_weight: Weight of the loss step beside the metric step.
@@ -49,6 +50,7 @@ class Settings:
     seed: int = 0
     start_std: float = 0.0
     value_function: str = ""
+    steps: int = 200
     lr: float = 0.1
     metric_step: float = 0.15
     loss_weight: float = 0.3

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
 from detectron2.structures import BoxMode
@@ -36,6 +37,9 @@ class ZipHandler(PathHandler):  # type: ignore[misc]
         return content if "b" in mode else io.TextIOWrapper(content)
 
 
+PathManager.register_handler(ZipHandler(), allow_override=True)
+
+
 def register(name: str, data: DetectionSet) -> None:
     """Enter a set into Detectron2's catalog, where configs name it.
 
@@ -44,8 +48,7 @@ def register(name: str, data: DetectionSet) -> None:
     """
     if name in DatasetCatalog.list():
         raise DataError(f"Detectron2's catalog has a dataset {name!r} already; choose another name")
-    PathManager.register_handler(ZipHandler(), allow_override=True)
-    DatasetCatalog.register(name, lambda: [_record(image) for image in data.images])
+    DatasetCatalog.register(name, lambda: as_records(data))
     MetadataCatalog.get(name).set(thing_classes=list(data.classes))
 
 
@@ -70,6 +73,11 @@ def records_of(name: str) -> list[dict[str, Any]]:
     return records
 
 
+def as_records(data: DetectionSet) -> list[dict[str, Any]]:
+    """Return a set in Detectron2's format, for its data loaders."""
+    return [_record(image) for image in data.images]
+
+
 def as_truth(name: str, records: Sequence[dict[str, Any]]) -> DetectionSet:
     """Return some records of a set of Detectron2's catalog as an annotated set.
 
@@ -83,6 +91,23 @@ def as_truth(name: str, records: Sequence[dict[str, Any]]) -> DetectionSet:
             " another number; register VOC's folder by METRICOPT.DATA under another name"
         )
     return DetectionSet(tuple(metadata.thing_classes), [_annotated(record) for record in records])
+
+
+def check_classes(cfg: CfgNode) -> None:
+    """Check that a detector has as many classes as the sets that it is trained on.
+
+    Raises:
+        ConfigError: It has not.
+        DataError: There is no such set.
+    """
+    for name in cfg.DATASETS.TRAIN:
+        records_of(name)  # Detectron2 reads the classes of its COCO sets with the images
+        classes = MetadataCatalog.get(name).thing_classes
+        if len(classes) != cfg.MODEL.ROI_HEADS.NUM_CLASSES:
+            raise ConfigError(
+                f"MODEL.ROI_HEADS.NUM_CLASSES is {cfg.MODEL.ROI_HEADS.NUM_CLASSES}; {name} has {len(classes)} classes:"
+                f" {', '.join(classes)}"
+            )
 
 
 def register_entries(entries: Sequence[str], root: str | Path, *, classes: Sequence[str] = (), seed: int = 0) -> None:

@@ -115,7 +115,8 @@ class ReplayedSteps(HookBase):  # type: ignore[misc]
     """Draws what a step samples from (seed, step, rank), so that a resumed run goes on as if it had not stopped.
 
     Detectron2's data loader starts anew in a resumed run: batches that were used are read once more and passed over.
-    That holds bit for bit where no worker process reads the images (``DATALOADER.NUM_WORKERS: 0``).
+    That holds bit for bit where no worker process reads the images (``DATALOADER.NUM_WORKERS: 0``) and the data
+    loader's order comes from a seed.
 
     Args:
         seed: The run's seed.
@@ -126,9 +127,11 @@ class ReplayedSteps(HookBase):  # type: ignore[misc]
 
     def before_train(self) -> None:
         """Pass over the batches of the steps before the first."""
+        # A DefaultTrainer steps through another trainer, which has the batches.
+        trainer = getattr(self.trainer, "_trainer", self.trainer)
         for step in range(self.trainer.start_iter):
             self._seed_all(step)
-            next(self.trainer.batches())
+            next(trainer._data_loader_iter)
 
     def before_step(self) -> None:
         """Seed Python's, NumPy's and torch's global streams."""

@@ -1,33 +1,30 @@
 """Detectron2's default trainer with MetricOpt under its optimizer."""
 
-from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase
-from detectron2.utils import comm
 from torch import nn
 
-from metricopt_ext.detection.detectron2.config import Settings, settings_of
+from metricopt_ext.detection.detectron2.build import (
+    finetuning_hooks,
+    main_process_folder,
+    phi_of,
+    phi_optimizer,
+    with_film,
+)
+from metricopt_ext.detection.detectron2.config import settings_of
 from metricopt_ext.detection.detectron2.datasets import truth_of
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, validation_metric
-from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, ReplayedSteps, TrajectoryRecorder
-from metricopt_ext.detection.detectron2.placements import film_layers
-from metricopt_ext.film import Adapter, attach_film
-from metricopt_ext.optimizer import MetricOpt
-from metricopt_ext.recording import Recording
-from metricopt_ext.seeding import generator
 from metricopt_ext.trajectory import TrajectoryStore
-from metricopt_ext.value_function import load_value_function
 
 
 class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     """Finetunes phi if ``METRICOPT.ENABLED``, and trains as Detectron2 does if not; either is evaluated by AP50.
 
-    phi is finetuned for ``SOLVER.MAX_ITER`` steps. Where ``METRICOPT.VALIDATION`` names a set, AP50 on it is asked at
+    phi is finetuned for ``METRICOPT.STEPS`` steps. Where ``METRICOPT.VALIDATION`` names a set, AP50 on it is asked at
     some of the points, the best of which is kept in ``OUTPUT_DIR/model_best.pth``. ``DATASETS.TEST`` is evaluated once,
     at the end. Checkpoints hold phi and the optimizer's past gradients; a resumed run goes on from them, as
     `hooks.ReplayedSteps` says.
@@ -37,10 +34,12 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     """
 
     def __init__(self, cfg: CfgNode) -> None:
-        if settings_of(cfg).enabled:
-            # Evaluating now and then, as Detectron2 does, would choose a model by the test set.
+        settings = settings_of(cfg)
+        if settings.enabled:
             cfg = cfg.clone()
             cfg.defrost()
+            cfg.SOLVER.MAX_ITER = settings.steps
+            # Evaluating now and then, as Detectron2 does, would choose a model by the test set.
             cfg.TEST.EVAL_PERIOD = 0
         super().__init__(cfg)
 
@@ -49,20 +48,33 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         """Return the model, its FiLM attached and phi at its start."""
         model: nn.Module = super().build_model(cfg)
         settings = settings_of(cfg)
-        if settings.enabled:
-            adapter = attach_film(model, film_layers(model, settings.layers), dim=settings.dim, seed=settings.seed)
-            # The same on every rank, whose global streams differ.
-            drawn = torch.randn(settings.dim, generator=generator(settings.seed, "start", settings.index))
-            adapter.set_phi(settings.start_std * drawn)
-        return model
+        if not settings.enabled:
+            return model
+        return with_film(
+            model,
+            settings.layers,
+            dim=settings.dim,
+            seed=settings.seed,
+            start_std=settings.start_std,
+            index=settings.index,
+        )
 
     @classmethod
-    def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
+    def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Any:
         """Return MetricOpt on phi, or gradient descent on it where there is no value function."""
         settings = settings_of(cfg)
         if not settings.enabled:
-            return super().build_optimizer(cfg, model)  # type: ignore[no-any-return]
-        return phi_optimizer(Adapter(model), settings, cfg.SOLVER.MAX_ITER)
+            return super().build_optimizer(cfg, model)
+        return phi_optimizer(
+            phi_of(model),
+            value_function=settings.value_function,
+            lr=settings.lr,
+            metric_step=settings.metric_step,
+            loss_weight=settings.loss_weight,
+            steps=settings.steps,
+            trust=settings.trust,
+            history=settings.history,
+        )
 
     @classmethod
     def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> Any:
@@ -77,71 +89,32 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         return AP50Evaluator(truth_of(dataset_name), settings_of(cfg).definition)
 
     def build_hooks(self) -> list[HookBase]:
-        """Return Detectron2's hooks, and ours before those that write checkpoints."""
-        built: list[HookBase] = super().build_hooks()
+        """Return ours and Detectron2's hooks."""
+        stock: list[HookBase] = super().build_hooks()
         settings = settings_of(self.cfg)
         if not settings.enabled:
-            return built
-        ours: list[HookBase] = [ReplayedSteps(settings.seed)]
+            return stock
+        metric = None
         if settings.validation:
-            recording = self._recording(settings)
-            best = BestCheckpoint(recording, Path(self.cfg.OUTPUT_DIR) / "model_best.pth")
-            ours += [TrajectoryRecorder(recording), best]
-        return [*ours, *built]
-
-    def batches(self) -> Iterator[Any]:
-        """Return the iterator that the next step takes its batch from."""
-        return self._trainer._data_loader_iter  # type: ignore[no-any-return]
-
-    def _recording(self, settings: Settings) -> Recording:
-        adapter = Adapter(unwrapped(self.model))
-        metric = validation_metric(
-            self.cfg,
-            settings.validation,
-            definition=settings.definition,
-            images=settings.validation_images,
-            seed=settings.seed,
-        )
-        folder = settings.trajectories if settings.trajectories and comm.is_main_process() else None
-        return Recording(
-            adapter,
+            metric = validation_metric(
+                self.cfg,
+                settings.validation,
+                definition=settings.definition,
+                images=settings.validation_images,
+                seed=settings.seed,
+            )
+        ours = finetuning_hooks(
+            self.model,
             metric,
-            open_store(self.cfg, folder),
-            steps=self.cfg.SOLVER.MAX_ITER,
+            open_store(self.cfg, main_process_folder(settings.trajectories)),
+            steps=settings.steps,
             evals=settings.evals,
+            output_dir=self.cfg.OUTPUT_DIR,
             seed=settings.seed,
             round=settings.round,
             index=settings.index,
         )
-
-
-def phi_optimizer(adapter: Adapter, settings: Settings, steps: int) -> torch.optim.Optimizer:
-    """Return MetricOpt on phi, or gradient descent on it where the settings name no value function.
-
-    Raises:
-        FileFormatError: The value function's file is corrupt.
-        ValueFunctionError: It was fitted for another dimension.
-    """
-    if not settings.value_function:
-        return torch.optim.SGD(adapter.parameters(), lr=settings.lr)
-    f = load_value_function(settings.value_function, adapter.dim).to(adapter.phi.device)
-    return MetricOpt(
-        adapter.parameters(),
-        f,
-        lr=settings.lr,
-        metric_step=settings.metric_step,
-        loss_weight=settings.loss_weight,
-        steps=steps,
-        trust=settings.trust,
-        history=settings.history,
-    )
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that checkpoints are made of."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.module  # type: ignore[no-any-return]
-    return model
+        return [*ours, *stock]
 
 
 def open_store(cfg: CfgNode, folder: str | None) -> TrajectoryStore:
@@ -151,13 +124,8 @@ def open_store(cfg: CfgNode, folder: str | None) -> TrajectoryStore:
         FileFormatError: Its trajectories are of runs with other settings.
     """
     settings = asdict(settings_of(cfg))
-    names = ("layers", "dim", "seed", "lr", "start_std", "definition", "validation", "validation_images", "evals")
-    return TrajectoryStore(
-        folder,
-        {
-            **{name: settings[name] for name in names},
-            "steps": cfg.SOLVER.MAX_ITER,
-            "backbone": cfg.MODEL.BACKBONE.NAME,
-            "weights": cfg.MODEL.WEIGHTS,
-        },
-    )
+    names = ("layers", "dim", "seed", "steps", "lr", "start_std")
+    asked = ("definition", "validation", "validation_images", "evals")
+    identity = {name: settings[name] for name in (*names, *asked)}
+    identity |= {"backbone": cfg.MODEL.BACKBONE.NAME, "weights": cfg.MODEL.WEIGHTS}
+    return TrajectoryStore(folder, identity)
