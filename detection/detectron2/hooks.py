@@ -128,7 +128,7 @@ class ReplayedSteps(HookBase):  # type: ignore[misc]
     def before_train(self) -> None:
         """Pass over the batches of the steps before the first."""
         # A DefaultTrainer steps through another trainer, which has the batches.
-        trainer = getattr(self.trainer, "_trainer", self.trainer)
+        trainer: Any = getattr(self.trainer, "_trainer", self.trainer)
         for step in range(self.trainer.start_iter):
             self._seed_all(step)
             next(trainer._data_loader_iter)
