@@ -52,7 +52,7 @@ def test_config_is_sound(name: str) -> None:
     trained_on = [parts[name].group("folder", "split", "first", "last") for name in cfg.DATASETS.TRAIN]
     folder, split, first, last = parts[settings.validation].group("folder", "split", "first", "last")
     for other in trained_on:
-        assert other[:2] != (folder, split) or (other[2:] == ("", first) and last == "")
+        assert other[:2] != (folder, split) or (other[2:] == (None, first) and last is None)
     if settings.classes:
         assert len(settings.classes) == cfg.MODEL.ROI_HEADS.NUM_CLASSES
     model = build_model(cfg)

@@ -170,7 +170,9 @@ def test_config_entries_in_coco_s_format(squares: Callable[..., DetectionSet], t
     ]
     content = {"images": images, "annotations": annotations, "categories": [{"id": 7, "name": "square"}]}
     (tmp_path / "marked.json").write_text(json.dumps(content))
-    register_entries([f"coco_squares={tmp_path}:marked.json"], "elsewhere")
+    part = f"coco_part={tmp_path}:marked.json[:70%]"
+    register_entries([f"coco_squares={tmp_path}:marked.json", part], "elsewhere")
+    assert len(truth_of("coco_part")) == 2
     truth = truth_of("coco_squares")
     assert truth.classes == ("square",)
     assert [image.boxes.tolist() for image in truth.images] == [[[3.0, 4.0, 13.0, 24.0]]] * 3

@@ -1,16 +1,19 @@
 """Train a detector of Detectron2, or finetune one for AP50, as Detectron2's own tools/train_net.py does.
 
-    python tools/train_detector.py --config-file configs/detection/detectron2/scenes.yaml --num-gpus 0
-    python tools/train_detector.py --config-file configs/detection/detectron2/voc07_R50-C4.yaml \
-        METRICOPT.ENABLED True METRICOPT.TRAJECTORIES out/trajectories METRICOPT.INDEX 3 METRICOPT.START_STD 0.1
-    python tools/train_detector.py --config-file FILE --fit out/f.safetensors METRICOPT.TRAJECTORIES out/trajectories
-    python tools/train_detector.py --config-file FILE METRICOPT.ENABLED True METRICOPT.VALUE_FUNCTION out/f.safetensors
-    python tools/train_detector.py --config-file FILE --eval-only MODEL.WEIGHTS out/model_best.pth
+    python tools/train_detector.py --config-file FILE                                        # 1: train, as Detectron2
+    python tools/train_detector.py --config-file FILE MODEL.WEIGHTS out/model_final.pth METRICOPT.ENABLED True
+        METRICOPT.TRAJECTORIES kept METRICOPT.START_STD 0.1 METRICOPT.INDEX 0 OUTPUT_DIR out/0   # 2: for 0, 1, 2, ...
+    python tools/train_detector.py --config-file FILE --fit f.safetensors MODEL.WEIGHTS out/model_final.pth
+        METRICOPT.TRAJECTORIES kept METRICOPT.START_STD 0.1                                      # 3: fit f to them
+    python tools/train_detector.py --config-file FILE MODEL.WEIGHTS out/model_final.pth METRICOPT.ENABLED True
+        METRICOPT.VALUE_FUNCTION f.safetensors OUTPUT_DIR out/tuned                              # 4: follow f
+    python tools/train_detector.py --config-file FILE --eval-only MODEL.WEIGHTS out/tuned/model_merged.pth
+        DATASETS.TEST "('voc07_test',)"                                                          # 5: the one look at test
 
-The options are those of train_net.py; overrides are KEY VALUE pairs at the end. With METRICOPT.ENABLED False, training
-is Detectron2's own. Evaluation is by AP50. The second line is run once for each trajectory, then f is fitted to them,
-and the fourth line follows it. Finetuning writes a checkpoint with phi merged, OUTPUT_DIR/model_merged.pth, which any
-program that uses Detectron2 loads.
+FILE is one of configs/detection/detectron2. The options are those of train_net.py, --num-gpus 0 computes on the CPU;
+overrides are KEY VALUE pairs at the end. Each item above is one command. With METRICOPT.ENABLED False, training is
+Detectron2's own. Evaluation is by AP50. Finetuning writes its best model, phi merged, to OUTPUT_DIR/model_merged.pth,
+which any program that uses Detectron2 loads.
 """
 
 import argparse
@@ -91,6 +94,8 @@ def run() -> None:
     parser = default_argument_parser(epilog=__doc__)
     parser.add_argument("--fit", type=Path, metavar="FILE", help="fit f to METRICOPT.TRAJECTORIES and write it here")
     arguments = parser.parse_args()
+    if not arguments.config_file:
+        parser.error("--config-file is needed, e.g. configs/detection/detectron2/scenes.yaml")
     try:
         launch(
             main,

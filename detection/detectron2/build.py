@@ -53,7 +53,9 @@ def phi_of(model: nn.Module) -> list[nn.Parameter]:
     return Adapter(unwrapped(model)).parameters()
 
 
-def phi_optimizer(params: Iterable[Tensor], *, value_function: str = "", lr: float = 0.1, **options: Any) -> Any:
+def phi_optimizer(
+    params: Iterable[Tensor], *, value_function: str = "", lr: float = 0.1, **options: Any
+) -> torch.optim.Optimizer:
     """Return `MetricOpt` on phi, or gradient descent on it where there is no value function.
 
     Args:

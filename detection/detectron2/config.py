@@ -69,9 +69,17 @@ class Settings:
         Raises:
             ConfigError: A value is out of range, or a key lacks another one.
         """
-        for name in ("seed", "start_std", "validation_images", "round", "index"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"METRICOPT.{name.upper()} is {getattr(self, name)}; it must be at least 0")
+        at_least_0 = ("seed", "start_std", "lr", "metric_step", "loss_weight", "validation_images", "round", "index")
+        for least, names in ((0, at_least_0), (1, ("dim", "steps", "history"))):
+            for name in names:
+                if getattr(self, name) < least:
+                    raise ConfigError(f"METRICOPT.{name.upper()} is {getattr(self, name)}; it must be at least {least}")
+        if not self.trust > 0:
+            raise ConfigError(f"METRICOPT.TRUST is {self.trust}; it must be above 0")
+        if not 2 <= self.evals <= self.steps + 1:
+            raise ConfigError(
+                f"METRICOPT.EVALS is {self.evals}; it must be from 2 to METRICOPT.STEPS + 1 = {self.steps + 1}"
+            )
         if self.definition not in get_args(Definition):
             raise ConfigError(f"METRICOPT.DEFINITION is {self.definition!r}; it must be one of {get_args(Definition)}")
         if self.trajectories and not self.validation:

@@ -10,7 +10,7 @@ from typing import IO, Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data.datasets import register_coco_instances
+from detectron2.data.datasets import load_coco_json
 from detectron2.structures import BoxMode
 from detectron2.utils.file_io import PathHandler, PathManager
 
@@ -19,7 +19,9 @@ from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.seeding import generator
 
-ENTRY = re.compile(r"(?P<name>[^=]+)=(?P<folder>.+):(?P<split>[^:\[\]]+)(?:\[(?P<first>\d*)%?:(?P<last>\d*)%?\])?")
+ENTRY = re.compile(
+    r"(?P<name>[^=]+)=(?P<folder>.+):(?P<split>[^:\[\]]+)(\[((?P<first>\d+)%)?:((?P<last>\d+)%)?\])?", re.ASCII
+)
 
 
 class ZipHandler(PathHandler):  # type: ignore[misc]
@@ -114,8 +116,8 @@ def register_entries(entries: Sequence[str], root: str | Path, *, classes: Seque
     """Register what METRICOPT.DATA lists, as far as the catalog lacks it.
 
     An entry is ``NAME=FOLDER:SPLIT`` for a VOC folder or its zip file, or ``NAME=FOLDER:FILE.json`` for images with
-    annotations in COCO's format. After a VOC split, ``[:80%]`` and ``[80%:]`` choose parts of its images in an order
-    that is shuffled once by the seed: what one leaves out is what the other has.
+    annotations in COCO's format. ``[:80%]`` and ``[80%:]`` behind it choose parts of the images in an order that is
+    shuffled once by the seed: what one leaves out is what the other has.
 
     Args:
         entries: The entries.
@@ -135,9 +137,9 @@ def register_entries(entries: Sequence[str], root: str | Path, *, classes: Seque
         if name in DatasetCatalog.list():
             continue
         if split.endswith(".json"):
-            register_coco_instances(name, {}, str(folder / split), str(folder))
-            continue
-        data = read_voc(folder, split, classes=classes or None)
+            data = as_truth(name, load_coco_json(str(folder / split), str(folder), name))
+        else:
+            data = read_voc(folder, split, classes=classes or None)
         register(name, _part(data, int(match["first"] or 0), int(match["last"] or 100), seed))
 
 

@@ -38,8 +38,8 @@ def film_layers(model: nn.Module, layers: Sequence[str]) -> list[str]:
             patterns = tuple(p for p in patterns if any(fnmatchcase(name, p) for name in names))
         if not patterns:
             raise ConfigError(
-                f"METRICOPT.LAYERS={entry!r}: {PLACEMENTS[entry]} match no layer of this model; choose from"
-                f" {sorted(PLACEMENTS)}, or give patterns of module names"
+                f"layers={entry!r}: {PLACEMENTS[entry]} match no layer of this model; choose from {sorted(PLACEMENTS)},"
+                " or give patterns of module names"
             )
         chosen += patterns
     return chosen

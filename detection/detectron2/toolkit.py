@@ -14,7 +14,7 @@ from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
-from metricopt_ext.detection.records import Annotated, Detections
+from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.metric import evaluating
@@ -98,7 +98,7 @@ class Detectron2Toolkit:
     def _targets(self, example: Example) -> Instances:
         height, width = example.image.shape[1:]
         transform = self._resize.get_transform(np.empty((height, width, 3), np.uint8))
-        kept = learned_from(example.truth)
+        kept = ~example.truth.crowd
         boxes = transform.apply_box(example.truth.boxes[kept].cpu().numpy().reshape(-1, 4))
         size = (height, width)
         if isinstance(transform, transforms.ResizeTransform):
@@ -107,11 +107,6 @@ class Detectron2Toolkit:
         targets.gt_boxes = Boxes(torch.as_tensor(boxes, dtype=torch.float32))
         targets.gt_classes = example.truth.labels[kept].long()
         return targets
-
-
-def learned_from(truth: Annotated) -> Tensor:
-    """Return which objects a detector learns from, ``n`` booleans: all but crowds."""
-    return ~truth.crowd
 
 
 def detections_of(instances: Instances) -> Detections:
