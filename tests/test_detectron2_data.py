@@ -142,8 +142,8 @@ def test_config_entries(squares: Callable[..., DetectionSet], tmp_path: Path) ->
     data = squares(10)
     write_voc(tmp_path / "VOC", data)
     entries = ["all=VOC:trainval", "train=VOC:trainval[:70%]", "val=VOC:trainval[70%:]"]
-    register_entries(entries, tmp_path, classes=data.classes, seed=1)
-    register_entries(entries, tmp_path, classes=data.classes, seed=1)  # each process of a run does
+    register_entries(entries, tmp_path, data.classes)
+    register_entries(entries, tmp_path, data.classes)  # each process of a run does
     everything, train, val = (truth_of(name) for name in ("all", "train", "val"))
     assert everything.classes == data.classes
     for first, second in zip(data.images, everything.images, strict=True):

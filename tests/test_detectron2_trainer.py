@@ -142,6 +142,15 @@ def test_finetuning_moves_nothing_but_phi(tiny_config: Any, tmp_path: Path) -> N
     assert torch.equal(other.metricopt.phi, phi_of(made))
 
 
+def test_each_trajectory_has_batches_of_its_own(tiny_config: Any) -> None:
+    def order(index: int) -> list[str]:
+        cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.INDEX", index)
+        batches = iter(MetricOptTrainer.build_train_loader(cfg))
+        return [image["image_id"] for _ in range(8) for image in next(batches)]
+
+    assert order(0) == order(0) != order(1)
+
+
 def test_ordinary_training(tiny_config: Any) -> None:
     cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.ENABLED", False, "SOLVER.MAX_ITER", 2)
     made = trained(cfg)

@@ -8,7 +8,7 @@
     python tools/train_detector.py --config-file FILE MODEL.WEIGHTS out/model_final.pth METRICOPT.ENABLED True
         METRICOPT.VALUE_FUNCTION f.safetensors OUTPUT_DIR out/tuned                              # 4: follow f
     python tools/train_detector.py --config-file FILE --eval-only MODEL.WEIGHTS out/tuned/model_merged.pth
-        DATASETS.TEST "('voc07_test',)"                                                          # 5: the one look at test
+        DATASETS.TEST "('voc07_test',)"                                                          # 5: judge on test
 
 FILE is one of configs/detection/detectron2. The options are those of train_net.py, --num-gpus 0 computes on the CPU;
 overrides are KEY VALUE pairs at the end. Each item above is one command. With METRICOPT.ENABLED False, training is
@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> Any:
         cfg.METRICOPT.START_STD = 0.0  # phi is what the checkpoint holds, or 0
     cfg.freeze()
     settings = settings_of(cfg)
-    register_entries(settings.data, settings.data_root, classes=settings.classes, seed=settings.seed)
+    register_entries(settings.data, settings.data_root, settings.classes)
     if arguments.fit is not None:
         return fit(cfg, arguments.fit)
     check_classes(cfg)

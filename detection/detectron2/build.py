@@ -100,7 +100,7 @@ def finetuning_hooks(
         round: The trajectory's round.
         index: The trajectory's index.
     """
-    hooks: list[HookBase] = [ReplayedSteps(seed)]
+    hooks: list[HookBase] = [ReplayedSteps(seed, index)]
     if metric is not None:
         recording = Recording(
             Adapter(unwrapped(model)), metric, store, steps=steps, evals=evals, seed=seed, round=round, index=index

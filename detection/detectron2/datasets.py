@@ -112,18 +112,17 @@ def check_classes(cfg: CfgNode) -> None:
             )
 
 
-def register_entries(entries: Sequence[str], root: str | Path, *, classes: Sequence[str] = (), seed: int = 0) -> None:
+def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence[str] = ()) -> None:
     """Register what METRICOPT.DATA lists, as far as the catalog lacks it.
 
     An entry is ``NAME=FOLDER:SPLIT`` for a VOC folder or its zip file, or ``NAME=FOLDER:FILE.json`` for images with
     annotations in COCO's format. ``[:80%]`` and ``[80%:]`` behind it choose parts of the images in an order that is
-    shuffled once by the seed: what one leaves out is what the other has.
+    shuffled, always in the same way: what one leaves out is what the other has, in every run.
 
     Args:
         entries: The entries.
         root: Where relative folders are.
         classes: Names of the classes of VOC folders; empty for all that a folder's annotations name.
-        seed: Shuffles the images.
 
     Raises:
         ConfigError: An entry can't be read.
@@ -140,14 +139,14 @@ def register_entries(entries: Sequence[str], root: str | Path, *, classes: Seque
             data = as_truth(name, load_coco_json(str(folder / split), str(folder), name))
         else:
             data = read_voc(folder, split, classes=classes or None)
-        register(name, _part(data, int(match["first"] or 0), int(match["last"] or 100), seed))
+        register(name, _part(data, int(match["first"] or 0), int(match["last"] or 100)))
 
 
-def _part(data: DetectionSet, first: int, last: int, seed: int) -> DetectionSet:
+def _part(data: DetectionSet, first: int, last: int) -> DetectionSet:
     """Return the images between two percentages of a shuffled order, in the order of the set."""
     if not 0 <= first < last <= 100:
         raise ConfigError(f"METRICOPT.DATA: [{first}%:{last}%] is no part of a set")
-    order = torch.randperm(len(data), generator=generator(seed, "part"))
+    order = torch.randperm(len(data), generator=generator(0, "part"))
     chosen = order[len(data) * first // 100 : len(data) * last // 100]
     return data.subset(chosen.sort().values.tolist())
 

@@ -112,7 +112,7 @@ class BestCheckpoint(HookBase):  # type: ignore[misc]
 
 
 class ReplayedSteps(HookBase):  # type: ignore[misc]
-    """Draws what a step samples from (seed, step, rank), so that a resumed run goes on as if it had not stopped.
+    """Draws what a step samples from (seed, index, step, rank), so that a resumed run goes on as if it had not stopped.
 
     Detectron2's data loader starts anew in a resumed run: batches that were used are read once more and passed over.
     That holds bit for bit where no worker process reads the images (``DATALOADER.NUM_WORKERS: 0``) and the data
@@ -120,10 +120,11 @@ class ReplayedSteps(HookBase):  # type: ignore[misc]
 
     Args:
         seed: The run's seed.
+        index: The trajectory's index.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, index: int = 0) -> None:
+        self.seed, self.index = seed, index
 
     def before_train(self) -> None:
         """Pass over the batches of the steps before the first."""
@@ -138,7 +139,7 @@ class ReplayedSteps(HookBase):  # type: ignore[misc]
         self._seed_all(self.trainer.iter)
 
     def _seed_all(self, step: int) -> None:
-        seed_all_rng(generator(self.seed, "step", step, comm.get_rank()).initial_seed() % 2**31)
+        seed_all_rng(generator(self.seed, "step", self.index, step, comm.get_rank()).initial_seed() % 2**31)
 
 
 def checkpoint_of(state: dict[str, Any]) -> bytes:

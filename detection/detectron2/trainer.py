@@ -18,6 +18,7 @@ from metricopt_ext.detection.detectron2.build import (
 from metricopt_ext.detection.detectron2.config import settings_of
 from metricopt_ext.detection.detectron2.datasets import truth_of
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, validation_metric
+from metricopt_ext.seeding import generator
 from metricopt_ext.trajectory import TrajectoryStore
 
 
@@ -82,6 +83,16 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         if not settings_of(cfg).enabled:
             return super().build_lr_scheduler(cfg, optimizer)
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> Any:
+        """Return Detectron2's loader, its order another one for each trajectory."""
+        settings = settings_of(cfg)
+        if settings.enabled:
+            cfg = cfg.clone()
+            cfg.defrost()
+            cfg.SEED = generator(settings.seed, "batches", settings.index).initial_seed() % 2**31
+        return super().build_train_loader(cfg)
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> AP50Evaluator:
