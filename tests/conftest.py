@@ -162,6 +162,7 @@ def tiny_config(tmp_path: Path) -> Callable[..., Any]:
             "OUTPUT_DIR": str(tmp_path / "out"),
             "METRICOPT.DIM": 4,
             "METRICOPT.STEPS": 6,
+            "METRICOPT.EVALS": 3,
         }
         if kind == "fpn":
             options |= {

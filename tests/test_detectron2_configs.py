@@ -1,11 +1,12 @@
 """The config files build what they say, by YAML and by LazyConfig, and the tool runs them."""
 
 import importlib.util
+import logging
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from detectron2.config import LazyConfig, instantiate
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import SimpleTrainer
 from detectron2.modeling import build_model
+from detectron2.utils.logger import setup_logger
 
 import metricopt_ext as mo
 from metricopt_ext.detection.detectron2.config import read_config, settings_of
@@ -98,8 +100,8 @@ def test_lazy_config_runs(folder: Path, tiny_config: Any, tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """Call tools/train_detector.py as the command line does, without datasets that it registered before."""
+def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Call tools/train_detector.py as the command line does, each time as in a process of its own."""
     spec = importlib.util.spec_from_file_location("train_detector", ROOT / "tools" / "train_detector.py")
     assert spec is not None
     assert spec.loader is not None
@@ -107,14 +109,21 @@ def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     spec.loader.exec_module(module)
     before = set(DatasetCatalog.list())
 
-    def call(*arguments: Any) -> None:
+    def forget() -> None:
         for name in set(DatasetCatalog.list()) - before:
             DatasetCatalog.remove(name)
             MetadataCatalog.remove(name)
+        for name in ("detectron2", "fvcore"):
+            logging.getLogger(name).handlers.clear()
+        setup_logger.cache_clear()
+
+    def call(*arguments: Any) -> None:
+        forget()
         monkeypatch.setattr(sys, "argv", ["train_detector.py", *map(str, arguments)])
         module.run()
 
-    return call
+    yield call
+    forget()
 
 
 def test_tool_trains_and_finetunes(

@@ -21,6 +21,8 @@ from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.film import attach_film
+from metricopt_ext.metric import Metric
+from metricopt_ext.task import FinetuneTask
 
 pytestmark = pytest.mark.detectron2
 
@@ -70,6 +72,26 @@ def test_build_and_loss(kind: str, norm: str, tiny_config: Any, squares: Any) ->
     assert gradient.norm() > 0
     torch.manual_seed(3)
     assert torch.equal(toolkit.loss(model, batch), loss)  # what it samples is torch's global stream
+
+
+def test_gradient_in_a_finetuning_task(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
+    toolkit = Detectron2Toolkit(tiny_config())
+    model, batch = toolkit.build(2, seed=1), examples(squares(2))
+    adapter = attach_film(model, film_layers(model, ["fpn", "roi_head"]), dim=4)
+
+    def loss(model: Any, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return toolkit.loss(model, batch)
+
+    metric = Metric(lambda model: 0.5, maximize=True)
+    task = FinetuneTask(adapter, loss=loss, batches=lambda seed, index, step: index, metric=metric, population=1)
+    phi = 0.1 * torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    losses, gradients = task.loss_and_gradient(phi, 0, [7, 8], 0)
+    for row, seed in enumerate((7, 8)):
+        adapter.set_phi(phi[row])
+        expected = loss(model, seed)
+        assert torch.equal(losses[row], expected)
+        torch.testing.assert_close(gradients[row], torch.autograd.grad(expected, adapter.phi)[0])
 
 
 def test_loss_sees_the_boxes(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:

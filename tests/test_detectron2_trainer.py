@@ -252,7 +252,7 @@ def test_each_key_is_read_and_described() -> None:
         (["METRICOPT.TRUST", 0.0], r"METRICOPT\.TRUST is 0.0; it must be above 0"),
         (["METRICOPT.EVALS", 8], r"METRICOPT\.EVALS is 8; it must be from 2 to METRICOPT\.STEPS \+ 1 = 7"),
         (["METRICOPT.DEFINITION", "best"], r"METRICOPT\.DEFINITION is 'best'; it must be one of .*'coco'"),
-        (["METRICOPT.TRAJECTORIES", "kept"], "needs METRICOPT.VALIDATION"),
+        (["METRICOPT.TRAJECTORIES", "kept"], r"needs METRICOPT\.VALIDATION"),
         (["METRICOPT.ENABLED", True, "METRICOPT.LAYERS", ("backbone", "necks")], "'necks'"),
     ],
 )
