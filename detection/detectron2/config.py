@@ -27,7 +27,7 @@ class Settings:
         start_std: Standard deviation of phi's start; 0 starts from the model as it was trained.
         value_function: File of f, which MetricOpt then follows; empty follows the loss alone.
         steps: Number T of finetuning steps, in place of ``SOLVER.MAX_ITER``.
-        lr: Rate of the loss step, constant: the solver's schedule is not used.
+        lr: Rate of the loss step, constant: the solver's schedule and gradient clipping are for ordinary training.
         metric_step: Length of the first metric step in units of f's data radius.
         loss_weight: Weight of the loss step beside the metric step.
         trust: Trust radius in units of f's data radius.
