@@ -490,6 +490,11 @@ def _unusable(module: nn.Module) -> str | None:
         return "is the output projection of an attention, which is never called as a layer"
     if getattr(module, "weight", None) is None or getattr(module, "bias", None) is None:
         return f"is a {kind} without a weight and a bias to merge into"
+    if isinstance(module, CONVOLUTIONS) and any(
+        getattr(module, name, None) is not None for name in ("norm", "activation")
+    ):
+        # Detectron2's: what leaves the layer is no longer affine in its weight, so phi could not be merged.
+        return f"is a {kind} with a norm or an activation inside; name its norm instead"
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
         return f"is a {kind} over {len(module.normalized_shape)} axes, which has no channel axis"
     return None

@@ -1,26 +1,21 @@
 """A hook that records trajectories of phi while a trainer of pytorch-metric-learning finetunes it."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from metricopt_ext.errors import FileFormatError, MetricError
 from metricopt_ext.film import Adapter
-from metricopt_ext.metric import Answer, Metric, evaluating
-from metricopt_ext.trajectory import Trajectory, TrajectoryStore, observation_steps, stacked_halves
+from metricopt_ext.metric import Metric
+from metricopt_ext.recording import Recording
+from metricopt_ext.trajectory import TrajectoryStore
 
 
-class TrajectoryRecorder:
+class TrajectoryRecorder(Recording):
     """Records the first T steps of a trainer as a trajectory; an ``end_of_iteration_hook``.
 
-    The hook runs after an iteration's optimizer step. So phi_0 is the adapter's phi when the recorder is made, and what
-    the t-th call finds is phi_t, with the loss of phi_{t-1}. The metric is asked about K of the T + 1 points as they
-    come, with all of the trainer's models in evaluation mode; torch's random streams are put back behind it, so that
-    training goes as it would without the hook. After T steps the trajectory is in the store and the hook does nothing
-    more. A trajectory that the store has already is not recorded again.
+    phi_0 is the adapter's phi when the recorder is made. All of the trainer's models are in evaluation mode while the
+    metric is asked. With ``trainer.recorders = {"recorder": recorder}`` and ``"recorders"`` among its
+    ``saveable_trainer_objects``, a ``HookContainer`` keeps what was recorded in its checkpoints and brings it back from
+    them.
 
     Args:
         adapter: Handle on the trunk's adapter; make the recorder after phi is at its start.
@@ -55,98 +50,12 @@ class TrajectoryRecorder:
         index: int = 0,
         then: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.adapter, self.metric, self.store = adapter, metric, store
-        self.steps, self.round, self.index, self.then = steps, round, index, then
-        self.observed = observation_steps(steps, evals, seed, index)
-        self.points = [self._phi()]
-        self.losses: list[float] = []
-        self.answers: list[Answer] = []
-
-    @property
-    def trajectory(self) -> Trajectory | None:
-        """The finished trajectory; None before T steps."""
-        return self.store.get(self.round, self.index)
+        super().__init__(adapter, metric, store, steps=steps, evals=evals, seed=seed, round=round, index=index)
+        self.then = then
+        self.start()
 
     def __call__(self, trainer: Any) -> None:
-        """Record what an iteration of a trainer did.
-
-        Raises:
-            MetricError: The metric failed; the message says at which step.
-            BudgetError: The metric's budget is spent.
-        """
-        if self.trajectory is None:
-            self.losses.append(trainer.losses["total_loss"].item())
-            self.points.append(self._phi())
-            self._observe(trainer)
-            self._store_if_finished()
+        """Record what an iteration of a trainer did; see `recording.Recording.record`."""
+        self.record(trainer.losses["total_loss"].item(), trainer.models.values())
         if self.then is not None:
             self.then(trainer)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return what was recorded so far.
-
-        With ``trainer.recorders = {"recorder": recorder}`` and ``"recorders"`` among its ``saveable_trainer_objects``,
-        a ``HookContainer`` keeps it in its checkpoints and brings it back from them.
-        """
-        halves = stacked_halves(self.answers)
-        state = {
-            "observed": self.observed,
-            "phi": torch.stack(self.points),
-            "loss": torch.tensor(self.losses, dtype=torch.float64),
-            "cost": torch.tensor([answer.cost for answer in self.answers], dtype=torch.float64),
-        }
-        return state if halves is None else {**state, "halves": halves}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state_dict` returned.
-
-        Raises:
-            FileFormatError: It observes other steps, so it belongs to another trajectory.
-        """
-        if not torch.equal(state["observed"].cpu(), self.observed):
-            raise FileFormatError(
-                f"the checkpoint's trajectory is observed at steps {state['observed'].tolist()}, this one at"
-                f" {self.observed.tolist()}; make the recorder with its steps, evals, seed and index"
-            )
-        self.points = list(state["phi"].cpu())
-        self.losses = state["loss"].tolist()
-        costs = state["cost"].tolist()
-        halves = state["halves"].tolist() if "halves" in state else [None] * len(costs)
-        self.answers = [
-            Answer(cost, None if pair is None else (pair[0], pair[1])) for cost, pair in zip(costs, halves, strict=True)
-        ]
-        self._store_if_finished()
-
-    def _phi(self) -> Tensor:
-        return self.adapter.phi.detach().cpu().clone()
-
-    def _observe(self, trainer: Any) -> None:
-        """Ask the metric about every point that is due."""
-        for step in self.observed[len(self.answers) :].tolist():
-            if step >= len(self.points):
-                break
-            try:
-                self.answers.append(self._ask(trainer, self.points[step]))
-            except MetricError as error:
-                raise MetricError(f"{error} (round {self.round}, task {self.index}, step {step})") from error
-
-    def _ask(self, trainer: Any, phi: Tensor) -> Answer:
-        device = self.adapter.phi.device
-        before = self.adapter.phi.detach().clone()
-        with ExitStack() as undone:
-            undone.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-            for model in trainer.models.values():
-                undone.enter_context(evaluating(model))
-            self.adapter.set_phi(phi)
-            undone.callback(self.adapter.set_phi, before)
-            return self.metric.ask(self.adapter.model, "collect")
-
-    def _store_if_finished(self) -> None:
-        if self.trajectory is not None or len(self.losses) < self.steps:
-            return
-        cost = torch.tensor([answer.cost for answer in self.answers], dtype=torch.float64)
-        points = torch.stack(self.points)
-        loss = torch.tensor(self.losses, dtype=points.dtype)
-        self.store.add(
-            Trajectory(self.round, self.index, points, loss, self.observed, cost, stacked_halves(self.answers))
-        )

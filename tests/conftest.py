@@ -2,12 +2,16 @@
 
 import sqlite3
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
+from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.film import attach_input_bias
 from metricopt_ext.metric import Ledger, Metric
 from metricopt_ext.seeding import generator
@@ -100,3 +104,82 @@ class Records:
 def records() -> Records:
     """A record keeper for a HookContainer of pytorch-metric-learning, in place of the package record-keeper."""
     return Records()
+
+
+@pytest.fixture
+def squares(tmp_path: Path) -> Callable[..., DetectionSet]:
+    """Make a set of small images, each with one or two squares: reds and greens, on noise."""
+
+    def make(images: int, *, width: int = 64, height: int = 64, seed: int = 0) -> DetectionSet:
+        rng = np.random.default_rng(seed)
+        made = []
+        for index in range(images):
+            pixels = rng.integers(90, 130, (height, width, 3), dtype=np.uint8)
+            count = index % 2 + 1
+            labels = rng.integers(0, 2, count)
+            left = rng.integers(0, width // 2 - 20, count) + np.arange(count) * width // 2  # side by side
+            top = rng.integers(0, height - 24, count)
+            side = rng.integers(14, 20, count)
+            boxes = np.stack([left, top, left + side, top + side], axis=1)
+            for (x0, y0, x1, y1), label in zip(boxes, labels, strict=True):
+                pixels[y0:y1, x0:x1] = (220, 30, 30) if label == 0 else (30, 220, 30)
+            path = tmp_path / f"squares-{seed}-{index}.png"
+            Image.fromarray(pixels).save(path)
+            nobody = torch.zeros(count, dtype=torch.bool)
+            sizes = {"width": width, "height": height}
+            truth = {"boxes": torch.from_numpy(boxes).float(), "labels": torch.from_numpy(labels)}
+            made.append(Annotated(f"{seed}-{index}", path, **sizes, **truth, difficult=nobody, crowd=nobody))
+        return DetectionSet(("red", "green"), made)
+
+    return make
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path) -> Callable[..., Any]:
+    """Make the config of a tiny R-CNN of Detectron2, ``kind`` being "fpn" or "c4"."""
+    config = pytest.importorskip("metricopt_ext.detection.detectron2.config", reason="needs Detectron2")
+
+    def make(kind: str = "fpn", norm: str = "BN", *overrides: Any) -> Any:
+        path = tmp_path / "tiny.yaml"
+        path.write_text("VERSION: 2\n")
+        options = {
+            "MODEL.DEVICE": "cpu",
+            "MODEL.WEIGHTS": "",
+            "MODEL.RESNETS.DEPTH": 18,
+            "MODEL.RESNETS.RES2_OUT_CHANNELS": 64,
+            "MODEL.RESNETS.NORM": norm,
+            "MODEL.BACKBONE.FREEZE_AT": 0,
+            "MODEL.RPN.POST_NMS_TOPK_TRAIN": 50,
+            "MODEL.RPN.POST_NMS_TOPK_TEST": 20,
+            "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE": 16,
+            "MODEL.ROI_HEADS.NUM_CLASSES": 2,
+            "MODEL.ANCHOR_GENERATOR.SIZES": [[16, 32]],
+            "INPUT.MIN_SIZE_TRAIN": (64,),
+            "INPUT.MIN_SIZE_TEST": 64,
+            "DATALOADER.NUM_WORKERS": 0,
+            "SOLVER.IMS_PER_BATCH": 2,
+            "SOLVER.MAX_ITER": 6,
+            "OUTPUT_DIR": str(tmp_path / "out"),
+            "METRICOPT.DIM": 4,
+            "METRICOPT.STEPS": 6,
+            "METRICOPT.EVALS": 3,
+        }
+        if kind == "fpn":
+            options |= {
+                "MODEL.BACKBONE.NAME": "build_resnet_fpn_backbone",
+                "MODEL.RESNETS.OUT_FEATURES": ["res2", "res3", "res4", "res5"],
+                "MODEL.FPN.IN_FEATURES": ["res2", "res3", "res4", "res5"],
+                "MODEL.FPN.OUT_CHANNELS": 16,
+                "MODEL.ANCHOR_GENERATOR.SIZES": [[8], [16], [32], [64], [128]],
+                "MODEL.RPN.IN_FEATURES": ["p2", "p3", "p4", "p5", "p6"],
+                "MODEL.ROI_HEADS.NAME": "StandardROIHeads",
+                "MODEL.ROI_HEADS.IN_FEATURES": ["p2", "p3", "p4", "p5"],
+                "MODEL.ROI_BOX_HEAD.NAME": "FastRCNNConvFCHead",
+                "MODEL.ROI_BOX_HEAD.NUM_FC": 2,
+                "MODEL.ROI_BOX_HEAD.FC_DIM": 32,
+                "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": 7,
+            }
+        flat = [part for pair in options.items() for part in pair]
+        return config.read_config(path, [*flat, *overrides])
+
+    return make

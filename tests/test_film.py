@@ -616,6 +616,39 @@ def test_attention_output_projection_is_no_layer() -> None:
         attach_film(model, "attention.*")
 
 
+class ConvolutionWithMore(nn.Conv2d):
+    """A convolution as Detectron2 has them: a norm and an activation inside."""
+
+    def __init__(self, norm: nn.Module | None, activation: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__(3, 4, 3)
+        self.norm = norm
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        h = h if self.norm is None else self.norm(h)
+        return h if self.activation is None else self.activation(h)
+
+
+@pytest.mark.parametrize(("norm", "activation"), [(nn.BatchNorm2d(4), None), (None, torch.relu)])
+def test_convolutions_that_end_in_more_are_refused(norm: Any, activation: Any) -> None:
+    with pytest.raises(AdapterError, match="'0', which is a ConvolutionWithMore with a norm or an activation inside"):
+        attach_film(nn.Sequential(ConvolutionWithMore(norm, activation)), "0")
+
+
+def test_convolutions_that_could_end_in_more_merge() -> None:
+    model = randomise(
+        nn.Sequential(ConvolutionWithMore(None, None), ConvolutionWithMore(nn.BatchNorm2d(4), torch.relu))
+    )
+    model[1].weight = nn.Parameter(rand(4, 4, 3, 3, dtype=torch.float32))
+    model.eval()
+    adapter = attach_film(model, ["0", "1.norm"], dim=3)
+    adapter.set_phi(rand(3, dtype=torch.float32))
+    x = rand(2, 3, 8, 8, dtype=torch.float32)
+    adapted = model(x)
+    torch.testing.assert_close(adapter.merge()(x), adapted)
+
+
 def test_norm_over_several_axes_has_no_channel() -> None:
     with pytest.raises(AdapterError, match="over 2 axes"):
         attach_film(nn.Sequential(nn.LayerNorm((3, 4))), "0")

@@ -1,0 +1,121 @@
+"""The parts of a finetuning run under Detectron2, for trainers by YAML, for LazyConfig and for a user's own trainer."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.engine import HookBase
+from detectron2.utils import comm
+from torch import Tensor, nn
+
+from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, ReplayedSteps, TrajectoryRecorder
+from metricopt_ext.detection.detectron2.placements import film_layers
+from metricopt_ext.film import Adapter, attach_film
+from metricopt_ext.metric import Metric
+from metricopt_ext.optimizer import MetricOpt
+from metricopt_ext.recording import Recording
+from metricopt_ext.seeding import generator
+from metricopt_ext.trajectory import TrajectoryStore
+from metricopt_ext.value_function import load_value_function
+
+
+def with_film(
+    model: nn.Module,
+    layers: Sequence[str] = ("backbone",),
+    *,
+    dim: int = 128,
+    seed: int = 0,
+    start_std: float = 0.0,
+    index: int = 0,
+) -> nn.Module:
+    """Attach FiLM to a model, set phi to a start, and return the model.
+
+    Args:
+        model: A detector, not wrapped for several processes yet.
+        layers: Where FiLM goes, see `placements.film_layers`.
+        dim: Dimension d of phi.
+        seed: Draws FiLM's matrices and the start: the same on every rank, whose global streams differ.
+        start_std: Standard deviation of the start; 0 starts from the model as it was trained.
+        index: Another start for each.
+
+    Raises:
+        ConfigError: A placement is not in this model.
+        AdapterError: A pattern matches no layer that FiLM can modulate.
+    """
+    adapter = attach_film(model, film_layers(model, layers), dim=dim, seed=seed)
+    adapter.set_phi(start_std * torch.randn(dim, generator=generator(seed, "start", index)))
+    return model
+
+
+def phi_of(model: nn.Module) -> list[nn.Parameter]:
+    """Return what an optimizer tunes: the phi of a model, which may be wrapped for several processes."""
+    return Adapter(unwrapped(model)).parameters()
+
+
+def phi_optimizer(
+    params: Iterable[Tensor], *, value_function: str = "", lr: float = 0.1, **options: Any
+) -> torch.optim.Optimizer:
+    """Return `MetricOpt` on phi, or gradient descent on it where there is no value function.
+
+    Args:
+        params: phi, see `phi_of`.
+        value_function: File of f; empty follows the loss alone.
+        lr: Rate of the loss step.
+        options: Further arguments of `MetricOpt`.
+
+    Raises:
+        FileFormatError: The value function's file is corrupt.
+        ValueFunctionError: It was fitted for another dimension.
+    """
+    (phi,) = params
+    if not value_function:
+        return torch.optim.SGD([phi], lr=lr)
+    f = load_value_function(value_function, phi.numel()).to(phi.device)
+    return MetricOpt([phi], f, lr=lr, **options)
+
+
+def finetuning_hooks(
+    model: nn.Module,
+    metric: Metric | None,
+    store: TrajectoryStore,
+    *,
+    steps: int,
+    evals: int,
+    output_dir: str | Path,
+    seed: int = 0,
+    round: int = 0,
+    index: int = 0,
+) -> list[HookBase]:
+    """Return the hooks of a run; register them before the one that writes checkpoints.
+
+    Args:
+        model: The detector with FiLM.
+        metric: Is asked at some of the points; None asks and records nothing.
+        store: Receives the trajectory; give only the main process one with a folder.
+        steps: Number T of steps.
+        evals: Number K of points at which the metric is asked.
+        output_dir: Receives ``model_best.pth``.
+        seed: Draws the observed steps and what each step samples.
+        round: The trajectory's round.
+        index: The trajectory's index.
+    """
+    hooks: list[HookBase] = [ReplayedSteps(seed, index)]
+    if metric is not None:
+        recording = Recording(
+            Adapter(unwrapped(model)), metric, store, steps=steps, evals=evals, seed=seed, round=round, index=index
+        )
+        hooks += [TrajectoryRecorder(recording), BestCheckpoint(recording, Path(output_dir) / "model_best.pth")]
+    return hooks
+
+
+def main_process_folder(folder: str) -> str | None:
+    """Return a folder on the main process, and None elsewhere or where it is empty."""
+    return folder if folder and comm.is_main_process() else None
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model that checkpoints are made of."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.module  # type: ignore[no-any-return]
+    return model

@@ -1,0 +1,195 @@
+"""Annotated sets in Detectron2's catalog, and its sets as annotated sets."""
+
+import io
+import re
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import load_coco_json
+from detectron2.structures import BoxMode
+from detectron2.utils.file_io import PathHandler, PathManager
+
+from metricopt_ext.detection.records import Annotated, DetectionSet
+from metricopt_ext.detection.voc import read_voc
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.seeding import generator
+
+ENTRY = re.compile(
+    r"(?P<name>[^=]+)=(?P<folder>.+):(?P<split>[^:\[\]]+)(\[((?P<first>\d+)%)?:((?P<last>\d+)%)?\])?", re.ASCII
+)
+
+
+class ZipHandler(PathHandler):  # type: ignore[misc]
+    """Opens ``zip://ARCHIVE!MEMBER`` wherever Detectron2 reads a file, so that its own data mapper reads archives."""
+
+    PREFIX = "zip://"
+
+    def _get_supported_prefixes(self) -> list[str]:
+        return [self.PREFIX]
+
+    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
+        archive, _, member = path[len(self.PREFIX) :].partition("!")
+        with zipfile.ZipFile(archive) as file:
+            content = io.BytesIO(file.read(member))
+        return content if "b" in mode else io.TextIOWrapper(content)
+
+
+PathManager.register_handler(ZipHandler(), allow_override=True)
+
+
+def register(name: str, data: DetectionSet) -> None:
+    """Enter a set into Detectron2's catalog, where configs name it.
+
+    Raises:
+        DataError: The name is taken.
+    """
+    if name in DatasetCatalog.list():
+        raise DataError(f"Detectron2's catalog has a dataset {name!r} already; choose another name")
+    DatasetCatalog.register(name, lambda: as_records(data))
+    MetadataCatalog.get(name).set(thing_classes=list(data.classes))
+
+
+def truth_of(name: str) -> DetectionSet:
+    """Return a set of Detectron2's catalog, one that `register` entered or one of Detectron2's or the user's own.
+
+    Raises:
+        DataError: There is no such set, or it lacks VOC's flags of difficult objects.
+    """
+    return as_truth(name, records_of(name))
+
+
+def records_of(name: str) -> list[dict[str, Any]]:
+    """Return the records of a set of Detectron2's catalog.
+
+    Raises:
+        DataError: There is no such set.
+    """
+    if name not in DatasetCatalog.list():
+        raise DataError(f"Detectron2's catalog has no dataset {name!r}; register it, e.g. by METRICOPT.DATA")
+    records: list[dict[str, Any]] = DatasetCatalog.get(name)
+    return records
+
+
+def as_records(data: DetectionSet) -> list[dict[str, Any]]:
+    """Return a set in Detectron2's format, for its data loaders."""
+    return [_record(image) for image in data.images]
+
+
+def as_truth(name: str, records: Sequence[dict[str, Any]]) -> DetectionSet:
+    """Return some records of a set of Detectron2's catalog as an annotated set.
+
+    Raises:
+        DataError: They are Detectron2's own of VOC, which lack the flags of difficult objects.
+    """
+    metadata = MetadataCatalog.get(name)
+    if metadata.get("evaluator_type") == "pascal_voc":
+        raise DataError(
+            f"Detectron2's own dataset {name!r} does not say which objects are difficult, without which AP50 is"
+            " another number; register VOC's folder by METRICOPT.DATA under another name"
+        )
+    return DetectionSet(tuple(metadata.thing_classes), [_annotated(record) for record in records])
+
+
+def check_classes(cfg: CfgNode) -> None:
+    """Check that a detector has as many classes as the sets that it is trained on.
+
+    Raises:
+        ConfigError: It has not.
+        DataError: There is no such set.
+    """
+    for name in cfg.DATASETS.TRAIN:
+        records_of(name)  # Detectron2 reads the classes of its COCO sets with the images
+        classes = MetadataCatalog.get(name).thing_classes
+        if len(classes) != cfg.MODEL.ROI_HEADS.NUM_CLASSES:
+            raise ConfigError(
+                f"MODEL.ROI_HEADS.NUM_CLASSES is {cfg.MODEL.ROI_HEADS.NUM_CLASSES}; {name} has {len(classes)} classes:"
+                f" {', '.join(classes)}"
+            )
+
+
+def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence[str] = ()) -> None:
+    """Register what METRICOPT.DATA lists, as far as the catalog lacks it.
+
+    An entry is ``NAME=FOLDER:SPLIT`` for a VOC folder or its zip file, or ``NAME=FOLDER:FILE.json`` for images with
+    annotations in COCO's format. ``[:80%]`` and ``[80%:]`` behind it choose parts of the images in an order that is
+    shuffled, always in the same way: what one leaves out is what the other has, in every run.
+
+    Args:
+        entries: The entries.
+        root: Where relative folders are.
+        classes: Names of the classes of VOC folders; empty for all that a folder's annotations name.
+
+    Raises:
+        ConfigError: An entry can't be read.
+        DataError: The data can't be.
+    """
+    for entry in entries:
+        match = ENTRY.fullmatch(entry)
+        if match is None:
+            raise ConfigError(f"METRICOPT.DATA: {entry!r} is not NAME=FOLDER:SPLIT, NAME=FOLDER:SPLIT[:80%] or so")
+        name, folder, split = match["name"], Path(root) / match["folder"], match["split"]
+        if name in DatasetCatalog.list():
+            continue
+        if split.endswith(".json"):
+            data = as_truth(name, load_coco_json(str(folder / split), str(folder), name))
+        else:
+            data = read_voc(folder, split, classes=classes or None)
+        register(name, _part(data, int(match["first"] or 0), int(match["last"] or 100)))
+
+
+def _part(data: DetectionSet, first: int, last: int) -> DetectionSet:
+    """Return the images between two percentages of a shuffled order, in the order of the set."""
+    if not 0 <= first < last <= 100:
+        raise ConfigError(f"METRICOPT.DATA: [{first}%:{last}%] is no part of a set")
+    order = torch.randperm(len(data), generator=generator(0, "part"))
+    chosen = order[len(data) * first // 100 : len(data) * last // 100]
+    return data.subset(chosen.sort().values.tolist())
+
+
+def _record(image: Annotated) -> dict[str, Any]:
+    annotations = [
+        {
+            "bbox": box,
+            "bbox_mode": BoxMode.XYXY_ABS,
+            "category_id": label,
+            "iscrowd": int(crowd),
+            "difficult": difficult,
+        }
+        for box, label, crowd, difficult in zip(
+            image.boxes.tolist(), image.labels.tolist(), image.crowd.tolist(), image.difficult.tolist(), strict=True
+        )
+    ]
+    path = str(image.path)
+    if image.archive is not None:
+        path = f"{ZipHandler.PREFIX}{image.archive}!{image.path.as_posix()}"
+    return {
+        "file_name": path,
+        "image_id": image.image_id,
+        "width": image.width,
+        "height": image.height,
+        "annotations": annotations,
+    }
+
+
+def _annotated(record: dict[str, Any]) -> Annotated:
+    annotations = record.get("annotations", [])
+    boxes = [BoxMode.convert(each["bbox"], each["bbox_mode"], BoxMode.XYXY_ABS) for each in annotations]
+    path, archive = record["file_name"], None
+    if path.startswith(ZipHandler.PREFIX):
+        archive, _, path = path[len(ZipHandler.PREFIX) :].partition("!")
+    return Annotated(
+        image_id=record["image_id"],
+        path=Path(path),
+        width=record["width"],
+        height=record["height"],
+        boxes=torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
+        labels=torch.tensor([each["category_id"] for each in annotations], dtype=torch.int64),
+        difficult=torch.tensor([each.get("difficult", False) for each in annotations], dtype=torch.bool),
+        crowd=torch.tensor([bool(each.get("iscrowd", 0)) for each in annotations], dtype=torch.bool),
+        archive=None if archive is None else Path(archive),
+    )

@@ -1,0 +1,105 @@
+"""AP50 as an evaluator of Detectron2, and as the metric that phi is tuned for."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetMapper, build_detection_test_loader
+from detectron2.evaluation import DatasetEvaluator, inference_on_dataset
+from detectron2.utils import comm
+from torch import nn
+
+from metricopt_ext.detection.ap50 import Definition, average_precision
+from metricopt_ext.detection.detectron2.datasets import as_truth, records_of
+from metricopt_ext.detection.detectron2.toolkit import detections_of
+from metricopt_ext.detection.records import Detections, DetectionSet
+from metricopt_ext.errors import ConfigError, MetricError
+from metricopt_ext.metric import Metric
+from metricopt_ext.seeding import generator
+
+
+class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
+    """Average precision at IoU 0.5 over an annotated set.
+
+    With several processes, each is given some of the images; they exchange their detections, and each computes and
+    returns the same result.
+
+    Args:
+        truth: The set that the model is evaluated on, e.g. `datasets.truth_of` a name.
+        definition: ``"voc_11_point"``, ``"voc"`` or ``"coco"``, see `ap50.average_precision`.
+    """
+
+    def __init__(self, truth: DetectionSet, definition: Definition = "voc") -> None:
+        self.truth = truth
+        self.definition = definition
+        self._found: dict[str | int, Detections] = {}
+
+    def reset(self) -> None:
+        """Forget all detections."""
+        self._found = {}
+
+    def process(self, inputs: Sequence[dict[str, Any]], outputs: Sequence[dict[str, Any]]) -> None:
+        """Keep the detections in some images."""
+        for each, output in zip(inputs, outputs, strict=True):
+            self._found[each["image_id"]] = detections_of(output["instances"])
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Return ``{"bbox": {"AP50": ..., "AP50-CLASS": ...}}`` in percent, as Detectron2's own evaluators do.
+
+        Raises:
+            MetricError: Some image of the set was not given to the model.
+        """
+        found = {image: detections for part in comm.all_gather(self._found) for image, detections in part.items()}
+        missing = [image.image_id for image in self.truth.images if image.image_id not in found]
+        if missing:
+            raise MetricError(
+                f"{len(missing)} of {len(self.truth)} images were not given to the model, e.g. {missing[0]!r}; evaluate"
+                " on the set that the evaluator was made for"
+            )
+        detections = [found[image.image_id] for image in self.truth.images]
+        result = average_precision(detections, self.truth, definition=self.definition)
+        scores = {f"AP50-{name}": 100 * value for name, value in result.per_class.items()}
+        return OrderedDict(bbox={"AP50": 100 * result.mean, **scores})
+
+
+def ap50_metric(loader: Iterable[Any], evaluator: AP50Evaluator) -> Metric:
+    """Return AP50 as a metric, in [0, 1].
+
+    Args:
+        loader: Gives the images, e.g. Detectron2's test loader.
+        evaluator: Knows the truth about them.
+    """
+
+    def ap50(model: nn.Module) -> float:
+        return inference_on_dataset(model, loader, evaluator)["bbox"]["AP50"] / 100  # type: ignore[no-any-return]
+
+    return Metric(ap50, maximize=True, name="AP50")
+
+
+def validation_metric(
+    cfg: CfgNode, name: str, *, definition: Definition = "voc", images: int = 0, seed: int = 0
+) -> Metric:
+    """Return AP50 on a set of Detectron2's catalog as a metric, in [0, 1].
+
+    Args:
+        cfg: Says how images are read.
+        name: The set.
+        definition: See `AP50Evaluator`.
+        images: How many of its images, drawn at random from the seed; 0 for all.
+        seed: The seed.
+
+    Raises:
+        ConfigError: The set has fewer images.
+        DataError: There is no such set.
+    """
+    records = records_of(name)
+    if images > len(records):
+        raise ConfigError(f"{images} validation images asked for; {name!r} has {len(records)}")
+    if images:
+        chosen = torch.randperm(len(records), generator=generator(seed, "validation"))[:images]
+        records = [records[index] for index in chosen.sort().values.tolist()]
+    mapper = DatasetMapper(cfg, is_train=False)
+    loader = build_detection_test_loader(dataset=records, mapper=mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
+    return ap50_metric(loader, AP50Evaluator(as_truth(name, records), definition))

@@ -1,0 +1,26 @@
+"""Tuned detectors as ordinary checkpoints of Detectron2."""
+
+import copy
+from pathlib import Path
+
+from torch import nn
+
+from metricopt_ext.detection.detectron2.hooks import checkpoint_of
+from metricopt_ext.files import write_atomically
+from metricopt_ext.film import Adapter
+
+
+def export(model: nn.Module, path: str | Path) -> None:
+    """Merge phi into a copy of a model and write it as a checkpoint for Detectron2's own trainer and predictor.
+
+    The model itself is left as it is. Load it with the config that the model was built from, as ``MODEL.WEIGHTS``.
+
+    Args:
+        model: A detector with an adapter.
+        path: The file, ``{"model": state dict}``; ends in ``.pth``.
+
+    Raises:
+        AdapterError: The model has no adapter, or phi can't be merged.
+    """
+    merged = Adapter(copy.deepcopy(model)).merge()
+    write_atomically(path, checkpoint_of(merged.state_dict()))

@@ -1,0 +1,45 @@
+"""Where FiLM goes in Detectron2's R-CNN detectors, by name."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from metricopt_ext.errors import ConfigError
+
+# The norms stand before the ReLU, where the paper has FiLM. A C4 model has the last stage of the ResNet as its head;
+# an FPN model has linear layers there. Only what matches a given model is used.
+PLACEMENTS: dict[str, tuple[str, ...]] = {
+    "backbone": ("backbone.*res?.*.norm",),
+    "last_stage": ("backbone.res4.*.norm", "backbone.bottom_up.res5.*.norm"),
+    "fpn": ("backbone.fpn_output?",),
+    "roi_head": ("roi_heads.res5.*.norm", "roi_heads.box_head.conv*.norm", "roi_heads.box_head.fc?"),
+    "predictor": ("roi_heads.box_predictor.cls_score", "roi_heads.box_predictor.bbox_pred"),
+}
+PLACEMENTS["all"] = tuple(pattern for patterns in PLACEMENTS.values() for pattern in patterns)
+
+
+def film_layers(model: nn.Module, layers: Sequence[str]) -> list[str]:
+    """Return the patterns of layers for `attach_film`.
+
+    Args:
+        model: A detector of Detectron2.
+        layers: Names of `PLACEMENTS`, which stand for those of their patterns that the model has layers for, or
+            patterns of module names.
+
+    Raises:
+        ConfigError: A placement is not in this model.
+    """
+    names = [name for name, _ in model.named_modules()]
+    chosen: list[str] = []
+    for entry in layers:
+        patterns = PLACEMENTS.get(entry, (entry,))
+        if entry in PLACEMENTS:
+            patterns = tuple(p for p in patterns if any(fnmatchcase(name, p) for name in names))
+        if not patterns:
+            raise ConfigError(
+                f"layers={entry!r}: {PLACEMENTS[entry]} match no layer of this model; choose from {sorted(PLACEMENTS)},"
+                " or give patterns of module names"
+            )
+        chosen += patterns
+    return chosen

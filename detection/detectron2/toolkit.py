@@ -1,0 +1,127 @@
+"""Detectron2's R-CNN detectors, as the detection tools ask for them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import CfgNode
+from detectron2.data import transforms
+from detectron2.modeling import build_model
+from detectron2.structures import Boxes, Instances
+from detectron2.utils.events import EventStorage
+from torch import Tensor, nn
+
+from metricopt_ext.detection.records import Detections
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.metric import evaluating
+
+
+class Detectron2Toolkit:
+    """Builds, trains and queries the detectors of a Detectron2 config.
+
+    Images are resized as ``INPUT.MIN_SIZE_TEST`` and ``INPUT.MAX_SIZE_TEST`` say, for the loss too: augmenting is the
+    caller's. As in Detectron2's own data loaders, objects marked as difficult are learned from and crowds are not.
+
+    Args:
+        cfg: The config, e.g. from `config.read_config`. ``MODEL.WEIGHTS``, where given, is read by Detectron2's
+            checkpointer, which unpickles ``.pkl`` files: name only files that you trust.
+    """
+
+    def __init__(self, cfg: CfgNode) -> None:
+        self.cfg = cfg
+        size = cfg.INPUT.MIN_SIZE_TEST
+        self._resize = transforms.ResizeShortestEdge([size, size], cfg.INPUT.MAX_SIZE_TEST)
+
+    def build(self, classes: int, seed: int) -> nn.Module:
+        """Return a new detector; what ``MODEL.WEIGHTS`` does not give is drawn from the seed."""
+        cfg = self.cfg.clone()
+        cfg.defrost()
+        cfg.MODEL.ROI_HEADS.NUM_CLASSES = classes
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model: nn.Module = build_model(cfg)
+        if cfg.MODEL.WEIGHTS:
+            DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+        return model
+
+    def loss(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
+        """Return the sum of the detector's losses on a batch, a scalar; the model computes in training mode.
+
+        Anchors and proposals are sampled from torch's global stream of the model's device.
+        """
+        inputs = [{**self._input(example), "instances": self._targets(example)} for example in batch]
+        # The R-CNN heads count their samples in an event storage, and fail without one.
+        with _training(model), EventStorage():
+            losses: dict[str, Tensor] = model(inputs)
+        return torch.stack(list(losses.values())).sum()
+
+    @torch.no_grad()
+    def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Detections]:
+        """Return what the detector finds in each image, in pixels of that image, on the CPU."""
+        with evaluating(model):
+            outputs = model([self._input(example) for example in batch])
+        return [detections_of(output["instances"]) for output in outputs]
+
+    @torch.no_grad()
+    def propose(self, model: Any, batch: Sequence[Example]) -> list[Tensor]:
+        """Return the region proposals of each image, ``p x 4`` in pixels of that image, best first, on the CPU.
+
+        Raises:
+            ConfigError: The detector has no region proposals.
+        """
+        if getattr(model, "proposal_generator", None) is None:
+            raise ConfigError(f"{type(model).__name__} proposes no regions; MODEL.META_ARCHITECTURE must be an R-CNN")
+        with evaluating(model):
+            images = model.preprocess_image([self._input(example) for example in batch])
+            proposals, _ = model.proposal_generator(images, model.backbone(images.tensor), None)
+        scaled = []
+        for example, found in zip(batch, proposals, strict=True):
+            (height, width), (inner_height, inner_width) = example.image.shape[1:], found.image_size
+            factor = torch.tensor([width / inner_width, height / inner_height] * 2)
+            order = found.objectness_logits.argsort(descending=True)
+            scaled.append(found.proposal_boxes.tensor[order].cpu() * factor)
+        return scaled
+
+    def _input(self, example: Example) -> dict[str, Any]:
+        pixels = example.image.permute(1, 2, 0).cpu().numpy()
+        if self.cfg.INPUT.FORMAT == "BGR":
+            pixels = pixels[:, :, ::-1]
+        resized = self._resize.get_transform(pixels).apply_image(np.ascontiguousarray(pixels))
+        image = torch.from_numpy(np.ascontiguousarray(resized.transpose(2, 0, 1)))
+        height, width = example.image.shape[1:]
+        return {"image": image, "height": height, "width": width}
+
+    def _targets(self, example: Example) -> Instances:
+        height, width = example.image.shape[1:]
+        transform = self._resize.get_transform(np.empty((height, width, 3), np.uint8))
+        kept = ~example.truth.crowd
+        boxes = transform.apply_box(example.truth.boxes[kept].cpu().numpy().reshape(-1, 4))
+        size = (height, width)
+        if isinstance(transform, transforms.ResizeTransform):
+            size = (transform.new_h, transform.new_w)
+        targets = Instances(size)
+        targets.gt_boxes = Boxes(torch.as_tensor(boxes, dtype=torch.float32))
+        targets.gt_classes = example.truth.labels[kept].long()
+        return targets
+
+
+def detections_of(instances: Instances) -> Detections:
+    """Return a model's output for one image as detections, on the CPU."""
+    found = instances.to("cpu")
+    return Detections(found.pred_boxes.tensor, found.scores, found.pred_classes)
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Put every module of a model into training mode and back into the mode that each was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

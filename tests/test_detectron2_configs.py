@@ -1,0 +1,204 @@
+"""The config files build what they say, by YAML and by LazyConfig, and the tool runs them."""
+
+import importlib.util
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
+
+from detectron2.config import LazyConfig, instantiate
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.engine import SimpleTrainer
+from detectron2.modeling import build_model
+from detectron2.utils.logger import setup_logger
+
+import metricopt_ext as mo
+from metricopt_ext.detection.detectron2.config import read_config, settings_of
+from metricopt_ext.detection.detectron2.datasets import ENTRY
+from metricopt_ext.detection.detectron2.placements import film_layers
+from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.voc import write_voc
+from metricopt_ext.trajectory import TrajectoryStore
+
+pytestmark = pytest.mark.detectron2
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "configs" / "detection" / "detectron2"
+FILES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
+
+
+def test_there_are_configs() -> None:
+    assert len(FILES) == 6
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_config_is_sound(name: str) -> None:
+    cfg = read_config(CONFIGS / name, ["MODEL.DEVICE", "cpu"])
+    settings = settings_of(cfg)
+    parts = {match["name"]: match for match in map(ENTRY.fullmatch, settings.data) if match is not None}
+    assert len(parts) == len(settings.data)
+    assert set(cfg.DATASETS.TRAIN) < set(parts)
+    assert settings.validation in parts
+    assert settings.validation not in cfg.DATASETS.TRAIN
+    assert cfg.DATASETS.TEST == ()  # nothing asks it by the way
+    trained_on = [parts[name].group("folder", "split", "first", "last") for name in cfg.DATASETS.TRAIN]
+    folder, split, first, last = parts[settings.validation].group("folder", "split", "first", "last")
+    for other in trained_on:
+        assert other[:2] != (folder, split) or (other[2:] == (None, first) and last is None)
+    if settings.classes:
+        assert len(settings.classes) == cfg.MODEL.ROI_HEADS.NUM_CLASSES
+    model = build_model(cfg)
+    assert mo.attach_film(model, film_layers(model, settings.layers), dim=settings.dim).dim == settings.dim
+
+
+@pytest.fixture
+def folder(squares: Callable[..., DetectionSet], tmp_path: Path) -> Path:
+    """A VOC folder of squares with the splits train and val."""
+    for seed, split in enumerate(("train", "val")):
+        data = squares(4, seed=seed)
+        examples = [Example(image.load(), image) for image in data.images]
+        write_voc(tmp_path / "squares", examples, data.classes, split)
+    return tmp_path / "squares"
+
+
+def test_lazy_config_runs(folder: Path, tiny_config: Any, tmp_path: Path) -> None:
+    cfg = LazyConfig.load(str(CONFIGS / "lazy_scenes.py"))
+    cfg = LazyConfig.apply_overrides(
+        cfg,
+        [
+            *(f"data.root={folder}", "train.max_iter=3", "train.device=cpu", f"train.output_dir={tmp_path / 'out'}"),
+            *("hooks.evals=2", f"hooks.store.folder={tmp_path / 'kept'}", "dataloader.train.total_batch_size=2"),
+            "model.model.cfg.overrides=[MODEL.DEVICE,cpu,MODEL.ROI_HEADS.NUM_CLASSES,2]",
+        ],
+    )
+    torch.manual_seed(0)
+    model = instantiate(cfg.model)
+    cfg.optimizer.params.model = cfg.hooks.model = model
+    optimizer = instantiate(cfg.optimizer)
+    assert isinstance(optimizer, torch.optim.SGD)
+    trainer = SimpleTrainer(model, instantiate(cfg.dataloader.train), optimizer)
+    trainer.register_hooks(instantiate(cfg.hooks))
+    trainer.train(0, cfg.train.max_iter)
+    (trajectory,) = TrajectoryStore(tmp_path / "kept")
+    assert trajectory.phi.shape == (4, 32)
+    assert torch.equal(trajectory.phi[-1], model.metricopt.phi)
+    assert trajectory.phi[-1].norm() > 0
+    assert (tmp_path / "out" / "model_best.pth").exists()
+
+
+# --- The tool ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Call tools/train_detector.py as the command line does, each time as in a process of its own."""
+    spec = importlib.util.spec_from_file_location("train_detector", ROOT / "tools" / "train_detector.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    before = set(DatasetCatalog.list())
+
+    def forget() -> None:
+        for name in set(DatasetCatalog.list()) - before:
+            DatasetCatalog.remove(name)
+            MetadataCatalog.remove(name)
+        for name in ("detectron2", "fvcore"):
+            logging.getLogger(name).handlers.clear()
+        setup_logger.cache_clear()
+
+    def call(*arguments: Any) -> None:
+        forget()
+        monkeypatch.setattr(sys, "argv", ["train_detector.py", *map(str, arguments)])
+        module.run()
+
+    yield call
+    forget()
+
+
+def test_tool_trains_and_finetunes(
+    tool: Callable[..., Any], tiny_config: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = tiny_config("fpn", "BN", "SOLVER.MAX_ITER", 60, "SOLVER.BASE_LR", 0.01, "SOLVER.WARMUP_ITERS", 5)
+    cfg.SOLVER.CLIP_GRADIENTS.ENABLED, cfg.SOLVER.CLIP_GRADIENTS.CLIP_TYPE = True, "norm"
+    cfg.METRICOPT.DATA = ["train=squares:train", "val=squares:val"]
+    cfg.METRICOPT.DATA_ROOT = str(tmp_path)
+    cfg.METRICOPT.VALIDATION = "val"
+    cfg.METRICOPT.TRAJECTORIES = str(tmp_path / "kept")
+    cfg.METRICOPT.START_STD = 0.1
+    cfg.METRICOPT.EVALS = 3
+    cfg.METRICOPT.STEPS = 2
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST, cfg.SEED = ("train",), (), 1
+    cfg.MODEL.DEVICE = "cuda"  # --num-gpus 0 says otherwise
+    file, out, f = tmp_path / "all.yaml", tmp_path / "out", tmp_path / "f.safetensors"
+    file.write_text(cfg.dump())
+    always = ("--config-file", file, "--num-gpus", 0)
+
+    tool(*always, "OUTPUT_DIR", out)
+    weights = ("MODEL.WEIGHTS", out / "model_final.pth")
+    for index in range(4):
+        more = ("METRICOPT.ENABLED", True, "METRICOPT.INDEX", index, "OUTPUT_DIR", tmp_path / f"run{index}")
+        tool(*always, *weights, *more)
+    tool(*always, "--fit", f, *weights)
+    assert "of 4 trajectories:" in capsys.readouterr().out
+    tuned = ("METRICOPT.TRAJECTORIES", "", "METRICOPT.START_STD", 0.0, "OUTPUT_DIR", tmp_path / "tuned")
+    tool(*always, *weights, "METRICOPT.ENABLED", True, "METRICOPT.VALUE_FUNCTION", f, *tuned)
+
+    def score(*options: Any) -> str:
+        capsys.readouterr()
+        tool(*always, "--eval-only", "DATASETS.TEST", "('val',)", "OUTPUT_DIR", out, *options)
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "copypaste: " in line and "," not in line][
+            -1:
+        ]
+        return line.rsplit(" ", 1)[-1]
+
+    merged = torch.load(tmp_path / "tuned" / "model_merged.pth", weights_only=True)["model"]
+    assert merged.keys() == torch.load(out / "model_final.pth", weights_only=True)["model"].keys()
+    as_adapter = score("METRICOPT.ENABLED", True, "MODEL.WEIGHTS", tmp_path / "tuned" / "model_best.pth")
+    assert 0 < float(as_adapter) < 100
+    assert as_adapter == score("MODEL.WEIGHTS", tmp_path / "tuned" / "model_merged.pth")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["METRICOPT.DATA", "['train:squares']"], "error: METRICOPT.DATA: 'train:squares' is not NAME=FOLDER:SPLIT"),
+        (
+            ["MODEL.ROI_HEADS.NUM_CLASSES", 3],
+            "error: MODEL.ROI_HEADS.NUM_CLASSES is 3; train has 2 classes: green, red",
+        ),
+        (["METRICOPT.SIZE", 3], "Non-existent key: METRICOPT.SIZE"),
+        (["--fit"], "--fit needs METRICOPT.TRAJECTORIES"),
+    ],
+)
+def test_tool_s_errors(
+    options: list[Any], message: str, tool: Callable[..., Any], tiny_config: Any, folder: Path, tmp_path: Path
+) -> None:
+    cfg = tiny_config()
+    cfg.METRICOPT.DATA = ["train=squares:train"]
+    cfg.METRICOPT.DATA_ROOT = str(tmp_path)
+    cfg.DATASETS.TRAIN = ("train",)
+    (tmp_path / "all.yaml").write_text(cfg.dump())
+    fit = ["--fit", tmp_path / "f.safetensors"] if options == ["--fit"] else []
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        tool("--config-file", tmp_path / "all.yaml", "--num-gpus", 0, *fit, *([] if fit else options))
+
+
+def test_tool_without_detectron2(tmp_path: Path) -> None:
+    (tmp_path / "detectron2.py").write_text("raise ModuleNotFoundError(\"No module\", name='detectron2')\n")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, ROOT / "tools" / "train_detector.py"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: detectron2 is not installed; get Detectron2 by pip install")

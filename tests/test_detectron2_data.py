@@ -1,0 +1,218 @@
+"""Annotated sets go into Detectron2's catalog and come back, and AP50 is computed from what its models put out."""
+
+import json
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
+
+from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog, build_detection_test_loader
+from detectron2.evaluation import inference_on_dataset
+from detectron2.structures import Boxes, Instances
+
+from metricopt_ext.detection.ap50 import average_precision
+from metricopt_ext.detection.detectron2.datasets import records_of, register, register_entries, truth_of
+from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, validation_metric
+from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.errors import ConfigError, DataError, MetricError
+
+pytestmark = pytest.mark.detectron2
+
+
+@pytest.fixture(autouse=True)
+def _emptied_catalog() -> Any:
+    """Take out of the catalog what a test put in."""
+    before = set(DatasetCatalog.list())
+    yield
+    for name in set(DatasetCatalog.list()) - before:
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
+
+
+class Oracle(torch.nn.Module):
+    """A model that knows the truth about some images, in pixels of the file, and puts it out as Detectron2 does."""
+
+    def __init__(self, truth: DetectionSet, known: int) -> None:
+        super().__init__()
+        self.truth = {image.image_id: image for image in truth.images[:known]}
+
+    def forward(self, inputs: list[dict[str, Any]]) -> list[dict[str, Instances]]:
+        assert not self.training
+        outputs = []
+        for each in inputs:
+            found = Instances((each["height"], each["width"]))
+            known = self.truth.get(each["image_id"])
+            boxes = torch.zeros(0, 4) if known is None else known.boxes
+            found.pred_boxes = Boxes(boxes)
+            found.scores = torch.ones(len(boxes))
+            found.pred_classes = torch.zeros(0, dtype=torch.int64) if known is None else known.labels
+            outputs.append({"instances": found})
+        return outputs
+
+
+def assert_same(first: Annotated, second: Annotated) -> None:
+    for name in ("image_id", "path", "width", "height", "archive"):
+        assert getattr(first, name) == getattr(second, name)
+    for name in ("boxes", "labels", "difficult", "crowd"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+
+
+def with_flags(data: DetectionSet) -> DetectionSet:
+    """Mark the last object of each image as difficult, and the first of those with two as a crowd; empty the first."""
+    images = []
+    for image in data.images:
+        n = len(image.labels)
+        difficult, crowd = torch.arange(n) == n - 1, torch.arange(n) < n - 1
+        images.append(replace(image, difficult=difficult, crowd=crowd))
+    none = torch.zeros(0, dtype=torch.bool)
+    images[0] = replace(
+        images[0], boxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.int64), difficult=none, crowd=none
+    )
+    return DetectionSet(data.classes, images)
+
+
+def test_sets_come_back_from_the_catalog(squares: Callable[..., DetectionSet]) -> None:
+    data = with_flags(squares(4))
+    register("squares", data)
+    back = truth_of("squares")
+    assert back.classes == data.classes
+    for first, second in zip(data.images, back.images, strict=True):
+        assert_same(first, second)
+    with pytest.raises(DataError, match="'squares' already"):
+        register("squares", data)
+    with pytest.raises(DataError, match="no dataset 'circles'"):
+        truth_of("circles")
+
+
+@pytest.mark.parametrize("archived", [False, True])
+def test_detectron2_s_own_mapper_reads_the_images(
+    archived: bool, tiny_config: Any, squares: Callable[..., DetectionSet], tmp_path: Path
+) -> None:
+    data = squares(2)
+    pixels = [image.load() for image in data.images]
+    if archived:
+        with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+            for image in data.images:
+                archive.write(image.path, f"folder/{image.path.name}")
+        data = DetectionSet(
+            data.classes,
+            [replace(i, path=Path("folder") / i.path.name, archive=tmp_path / "images.zip") for i in data.images],
+        )
+    register("squares", data)
+    mapper = DatasetMapper(tiny_config("fpn", "BN", "INPUT.FORMAT", "RGB"), is_train=False)
+    for record, expected in zip(records_of("squares"), pixels, strict=True):
+        assert torch.equal(mapper(record)["image"], expected)
+    assert [image.archive for image in truth_of("squares").images] == [image.archive for image in data.images]
+
+
+def test_voc_without_difficult_flags_is_refused() -> None:
+    DatasetCatalog.register("like_voc", list)
+    MetadataCatalog.get("like_voc").set(evaluator_type="pascal_voc", thing_classes=["a"])
+    with pytest.raises(DataError, match=r"METRICOPT\.DATA"):
+        truth_of("like_voc")
+
+
+def write_voc(folder: Path, data: DetectionSet) -> None:
+    for name in ("Annotations", "JPEGImages", "ImageSets/Main"):
+        (folder / name).mkdir(parents=True)
+    for image in data.images:
+        boxes = "".join(
+            f"<object><name>{data.classes[label]}</name><difficult>0</difficult><bndbox><xmin>{x0 + 1:.0f}</xmin>"
+            f"<ymin>{y0 + 1:.0f}</ymin><xmax>{x1:.0f}</xmax><ymax>{y1:.0f}</ymax></bndbox></object>"
+            for (x0, y0, x1, y1), label in zip(image.boxes.tolist(), image.labels.tolist(), strict=True)
+        )
+        size = f"<size><width>{image.width}</width><height>{image.height}</height><depth>3</depth></size>"
+        name = image.path.name
+        (folder / "Annotations" / f"{image.path.stem}.xml").write_text(
+            f"<annotation><filename>{name}</filename>{size}{boxes}</annotation>"
+        )
+        (folder / "JPEGImages" / name).write_bytes(image.path.read_bytes())
+    names = "\n".join(image.path.stem for image in data.images)
+    (folder / "ImageSets" / "Main" / "trainval.txt").write_text(names + "\n")
+
+
+def test_config_entries(squares: Callable[..., DetectionSet], tmp_path: Path) -> None:
+    data = squares(10)
+    write_voc(tmp_path / "VOC", data)
+    entries = ["all=VOC:trainval", "train=VOC:trainval[:70%]", "val=VOC:trainval[70%:]"]
+    register_entries(entries, tmp_path, data.classes)
+    register_entries(entries, tmp_path, data.classes)  # each process of a run does
+    everything, train, val = (truth_of(name) for name in ("all", "train", "val"))
+    assert everything.classes == data.classes
+    for first, second in zip(data.images, everything.images, strict=True):
+        assert torch.equal(first.boxes, second.boxes)
+    ids = [[image.image_id for image in part.images] for part in (everything, train, val)]
+    assert (len(ids[1]), len(ids[2])) == (7, 3)
+    assert sorted(ids[1] + ids[2]) == sorted(ids[0])
+    assert ids[1] != ids[0][:7]  # shuffled
+    with pytest.raises(ConfigError, match="'VOC:trainval' is not NAME=FOLDER:SPLIT"):
+        register_entries(["VOC:trainval"], tmp_path)
+    with pytest.raises(ConfigError, match=r"\[80%:20%\] is no part"):
+        register_entries(["odd=VOC:trainval[80%:20%]"], tmp_path)
+
+
+def test_config_entries_in_coco_s_format(squares: Callable[..., DetectionSet], tmp_path: Path) -> None:
+    data = squares(3)
+    images = [
+        {"id": n, "file_name": image.path.name, "width": image.width, "height": image.height}
+        for n, image in enumerate(data.images)
+    ]
+    annotations = [
+        {"id": 1 + n, "image_id": n, "category_id": 7, "bbox": [3, 4, 10, 20], "area": 200, "iscrowd": n % 2}
+        for n in range(3)
+    ]
+    content = {"images": images, "annotations": annotations, "categories": [{"id": 7, "name": "square"}]}
+    (tmp_path / "marked.json").write_text(json.dumps(content))
+    part = f"coco_part={tmp_path}:marked.json[:70%]"
+    register_entries([f"coco_squares={tmp_path}:marked.json", part], "elsewhere")
+    assert len(truth_of("coco_part")) == 2
+    truth = truth_of("coco_squares")
+    assert truth.classes == ("square",)
+    assert [image.boxes.tolist() for image in truth.images] == [[[3.0, 4.0, 13.0, 24.0]]] * 3
+    assert [image.crowd.tolist() for image in truth.images] == [[False], [True], [False]]
+
+
+@pytest.mark.parametrize("definition", ["voc", "voc_11_point", "coco"])
+def test_evaluator_agrees_with_ap50_on_what_the_model_put_out(
+    definition: Any, tiny_config: Any, squares: Callable[..., DetectionSet]
+) -> None:
+    data = squares(5, width=80)
+    register("squares", data)
+    loader = build_detection_test_loader(tiny_config(), "squares")
+    results = inference_on_dataset(Oracle(data, known=3), loader, AP50Evaluator(truth_of("squares"), definition))
+    nothing = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    found = [Detections(i.boxes, torch.ones(len(i.labels)), i.labels) for i in data.images[:3]]
+    expected = average_precision([*found, nothing, nothing], data, definition)
+    assert 0 < expected.mean < 1
+    assert results["bbox"]["AP50"] == 100 * expected.mean
+    np.testing.assert_array_equal(
+        [results["bbox"][f"AP50-{name}"] for name in data.classes],
+        [100 * expected.per_class[name] for name in data.classes],
+    )
+
+
+def test_evaluator_refuses_another_set(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
+    data = squares(4)
+    register("fewer", data.subset([0, 1]))
+    loader = build_detection_test_loader(tiny_config(), "fewer")
+    with pytest.raises(MetricError, match=r"2 of 4 images were not given to the model, e\.g\. '0-2'"):
+        inference_on_dataset(Oracle(data, known=4), loader, AP50Evaluator(data))
+
+
+def test_validation_metric(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
+    data = squares(8)
+    register("squares", data)
+    cfg = tiny_config()
+    metric = validation_metric(cfg, "squares", images=5, seed=2)
+    assert metric.cost(Oracle(data, known=8), "test") == 0
+    assert metric.cost(Oracle(data, known=0), "test") == 1
+    assert 0 < validation_metric(cfg, "squares").cost(Oracle(data, known=4), "test") < 1
+    with pytest.raises(ConfigError, match="9 validation images asked for; 'squares' has 8"):
+        validation_metric(cfg, "squares", images=9)

@@ -1,0 +1,261 @@
+"""Detectron2's trainers finetune phi: MetricOpt under their optimizer, trajectories and the best model by hooks."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
+
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import get_cfg
+from detectron2.data import DatasetCatalog, MetadataCatalog, build_detection_train_loader
+from detectron2.engine import DefaultTrainer, SimpleTrainer, hooks
+from detectron2.modeling import build_model
+from detectron2.utils.env import seed_all_rng
+
+import metricopt_ext as mo
+from metricopt_ext.detection.detectron2.config import Settings, add_metricopt_config, settings_of
+from metricopt_ext.detection.detectron2.datasets import register
+from metricopt_ext.detection.detectron2.evaluator import validation_metric
+from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, TrajectoryRecorder
+from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, open_store
+from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.fitting import RidgeLearner, fit_value_function
+from metricopt_ext.metric import Metric
+from metricopt_ext.observations import Observations
+from metricopt_ext.recording import Recording
+from metricopt_ext.trajectory import TrajectoryStore, observation_steps
+from metricopt_ext.value_function import Quality, RidgeValueFunction
+
+pytestmark = pytest.mark.detectron2
+
+ROOT = Path(__file__).resolve().parents[1]
+FINETUNING = [
+    *("METRICOPT.ENABLED", True, "METRICOPT.START_STD", 0.1, "METRICOPT.LR", 0.01),
+    *("METRICOPT.VALIDATION", "squares_val", "METRICOPT.EVALS", 3, "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0),
+    *("DATASETS.TRAIN", ("squares_train",), "DATASETS.TEST", ("squares_test",), "SOLVER.CHECKPOINT_PERIOD", 3),
+]
+
+
+@pytest.fixture(autouse=True)
+def _squares_in_catalog(squares: Callable[..., DetectionSet]) -> Any:
+    names = ("squares_train", "squares_val", "squares_test")
+    for seed, name in enumerate(names):
+        register(name, squares(4, seed=seed))
+    yield
+    for name in names:
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
+
+
+def save_f(path: Path, dim: int = 4) -> RidgeValueFunction:
+    f = RidgeValueFunction(dim)
+    f.coefficients.copy_(torch.linspace(-1, 1, 2 * dim)[:, None])
+    f.set_domain(torch.randn(50, dim, generator=torch.Generator().manual_seed(0)))
+    f.quality = Quality(0.9, 0.01, 0.1, 50, 10)
+    f.save(path)
+    return f
+
+
+class KilledError(Exception):
+    """What a test stops a run with."""
+
+
+class Kill(hooks.HookBase):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def after_step(self) -> None:
+        if self.trainer.iter + 1 == self.at:
+            raise KilledError
+
+
+def trained(cfg: Any, *, resume: bool = False, kill_at: int | None = None) -> MetricOptTrainer:
+    """Train as a process of its own would, in which global streams are in any state."""
+    seed_all_rng(17 if resume else 4)
+    made = MetricOptTrainer(cfg)
+    made.resume_or_load(resume)
+    if kill_at is None:
+        made.train()
+        return made
+    made.register_hooks([Kill(kill_at)])
+    with pytest.raises(KilledError):
+        made.train()
+    return made
+
+
+def phi_of(made: Any) -> Tensor:
+    return made.model.metricopt.phi.detach().clone()
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_resumed_run_is_the_run(followed: bool, tiny_config: Any, tmp_path: Path) -> None:
+    options = [*FINETUNING, "METRICOPT.INDEX", 5]
+    if followed:
+        save_f(tmp_path / "f.safetensors")
+        options += ["METRICOPT.VALUE_FUNCTION", str(tmp_path / "f.safetensors")]
+    outcomes = []
+    for name in ("straight", "resumed"):
+        folder, kept = tmp_path / name, tmp_path / f"{name}-trajectories"
+        cfg = tiny_config("fpn", "BN", *options, "OUTPUT_DIR", str(folder), "METRICOPT.TRAJECTORIES", str(kept))
+        if name == "resumed":
+            trained(cfg, kill_at=4)  # the last checkpoint is that of step 3
+        made = trained(cfg, resume=name == "resumed")
+        (trajectory,) = open_store(cfg, str(kept))
+        best = torch.load(folder / "model_best.pth", weights_only=True)["model"]["metricopt.phi"]
+        outcomes.append((phi_of(made), trajectory, best))
+    (phi, straight, best), (again, resumed, best_again) = outcomes
+    assert torch.equal(phi, again)
+    for field in ("phi", "loss", "observed", "cost"):
+        assert torch.equal(getattr(straight, field), getattr(resumed, field))
+    assert torch.equal(best, best_again)
+    assert torch.equal(straight.phi[-1], phi)
+    assert len(straight.phi.unique(dim=0)) == 7
+    assert torch.equal(straight.observed, observation_steps(6, 3, 0, 5))
+    assert torch.equal(best, straight.observed_phi[straight.cost.argmin()])
+    start = 0.1 * torch.randn(4, generator=mo.seeding.generator(0, "start", 5))
+    assert torch.equal(straight.phi[0], start)
+
+
+def test_finetuning_moves_nothing_but_phi(tiny_config: Any, tmp_path: Path) -> None:
+    save_f(tmp_path / "f.safetensors")
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.VALUE_FUNCTION", str(tmp_path / "f.safetensors"))
+    model = build_model(cfg)
+    torch.save({"model": model.state_dict()}, tmp_path / "pretrained.pth")
+    cfg.MODEL.WEIGHTS = str(tmp_path / "pretrained.pth")
+    made = trained(cfg)
+    assert isinstance(made.optimizer, mo.MetricOpt)
+    assert made.optimizer.state[made.model.metricopt.phi]["step"] == 6
+    bare = mo.Adapter(made.model).base_state_dict()
+    assert all(torch.equal(value, bare[name]) for name, value in model.state_dict().items())
+    assert made._last_eval_results["bbox"].keys() == {"AP50", "AP50-red", "AP50-green"}
+
+    other = MetricOptTrainer.build_model(cfg)
+    DetectionCheckpointer(other).load(str(Path(cfg.OUTPUT_DIR) / "model_final.pth"))
+    assert torch.equal(other.metricopt.phi, phi_of(made))
+
+
+def test_each_trajectory_has_batches_of_its_own(tiny_config: Any) -> None:
+    def order(index: int) -> list[str]:
+        cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.INDEX", index)
+        batches = iter(MetricOptTrainer.build_train_loader(cfg))
+        return [image["image_id"] for _ in range(8) for image in next(batches)]
+
+    assert order(0) == order(0) != order(1)
+
+
+def test_ordinary_training(tiny_config: Any) -> None:
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.ENABLED", False, "SOLVER.MAX_ITER", 2)
+    made = trained(cfg)
+    assert not hasattr(made.model, "metricopt")
+    assert any(parameter.requires_grad for parameter in made.model.parameters())
+    stock = DefaultTrainer.build_optimizer(cfg, made.model)
+    assert len(made.optimizer.param_groups) == len(stock.param_groups)
+    assert "AP50" in made._last_eval_results["bbox"]
+
+
+def test_hooks_in_a_simple_trainer(tiny_config: Any, tmp_path: Path) -> None:
+    cfg = tiny_config("fpn", "BN", *FINETUNING)
+    torch.manual_seed(0)
+    model = build_model(cfg)
+    adapter = mo.attach_film(model, "backbone.fpn_output?", dim=4)
+    modes: list[bool] = []
+
+    def judge(model: Any) -> float:
+        modes.append(model.training)
+        torch.rand(3)
+        return float(torch.sigmoid(model.metricopt.phi.sum()))
+
+    def run(*more: Any) -> Tensor:
+        adapter.set_phi(torch.zeros(4))
+        seed_all_rng(3)
+        simple = SimpleTrainer(model, build_detection_train_loader(cfg), torch.optim.SGD(adapter.parameters(), lr=0.01))
+        simple.register_hooks(list(more))
+        simple.train(0, 5)
+        return adapter.phi.detach().clone()
+
+    store = TrajectoryStore()
+    recording = Recording(adapter, Metric(judge, maximize=False), store, steps=4, evals=3, seed=1)
+    path = tmp_path / "best.pth"
+    recorded = run(TrajectoryRecorder(recording), BestCheckpoint(recording, path))
+    assert torch.equal(recorded, run())  # the metric's queries disturb nothing
+    assert modes == [False] * 3
+    (trajectory,) = store
+    torch.testing.assert_close(trajectory.cost, torch.sigmoid(trajectory.observed_phi.sum(1)).double())
+    best = torch.load(path, weights_only=True)["model"]["metricopt.phi"]
+    assert torch.equal(best, trajectory.observed_phi[trajectory.cost.argmin()])
+    assert len(trajectory.loss) == 4
+    with pytest.raises(FileFormatError, match="trajectory 0 of round 0 is stored already"):
+        run(TrajectoryRecorder(Recording(adapter, Metric(judge, maximize=False), store, steps=4, evals=3)))
+    simple = SimpleTrainer(model, [], None, gather_metric_period=5)
+    hook = TrajectoryRecorder(Recording(adapter, Metric(judge, maximize=False), TrajectoryStore(), steps=4, evals=3))
+    simple.register_hooks([hook])
+    simple.run_step = lambda: None
+    with pytest.raises(ConfigError, match="gather_metric_period=1"):
+        simple.train(0, 5)
+
+
+def test_trajectories_fit_a_value_function(tiny_config: Any, tmp_path: Path) -> None:
+    for index in range(4):
+        cfg = tiny_config(
+            *("fpn", "BN", *FINETUNING, "METRICOPT.TRAJECTORIES", str(tmp_path / "kept"), "METRICOPT.INDEX", index),
+            *("OUTPUT_DIR", str(tmp_path / f"run{index}"), "METRICOPT.STEPS", 3, "DATASETS.TEST", ()),
+        )
+        trained(cfg)
+    store = open_store(cfg, str(tmp_path / "kept"))
+    assert [(t.round, t.index, len(t.cost)) for t in store] == [(0, index, 3) for index in range(4)]
+    assert fit_value_function(Observations.of(store), (RidgeLearner(),), folds=2, seed=0).f.dim == 4
+
+
+def test_recorded_costs_are_the_metric_s(tiny_config: Any, tmp_path: Path) -> None:
+    cfg = tiny_config(
+        "fpn", "BN", *FINETUNING, "METRICOPT.TRAJECTORIES", str(tmp_path / "kept"), "METRICOPT.STEPS", 2,
+        "METRICOPT.VALIDATION_IMAGES", 2,
+    )  # fmt: skip
+    made = trained(cfg)
+    adapter = mo.Adapter(made.model)
+    (trajectory,) = open_store(cfg, str(tmp_path / "kept"))
+    metric = validation_metric(cfg, "squares_val", images=2)
+    for phi, cost in zip(trajectory.observed_phi, trajectory.cost, strict=True):
+        adapter.set_phi(phi)
+        assert metric.cost(made.model, "test") == cost
+
+
+# --- The config ----------------------------------------------------------------------------------------------
+
+
+def test_each_key_is_read_and_described() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "detection" / "detectron2").glob("*.py"))
+    sources += (ROOT / "tools" / "train_detector.py").read_text()
+    documented = inspect.getdoc(Settings)
+    for field in fields(Settings):
+        assert f"settings.{field.name}" in sources, field.name
+        assert f"    {field.name}: " in documented, field.name
+    cfg = get_cfg()
+    add_metricopt_config(cfg)
+    assert {name.lower() for name in cfg.METRICOPT} == {field.name for field in fields(Settings)}
+    assert settings_of(cfg) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["METRICOPT.SEED", -1], r"METRICOPT\.SEED is -1; it must be at least 0"),
+        (["METRICOPT.DIM", 0], r"METRICOPT\.DIM is 0; it must be at least 1"),
+        (["METRICOPT.TRUST", 0.0], r"METRICOPT\.TRUST is 0.0; it must be above 0"),
+        (["METRICOPT.EVALS", 8], r"METRICOPT\.EVALS is 8; it must be from 2 to METRICOPT\.STEPS \+ 1 = 7"),
+        (["METRICOPT.DEFINITION", "best"], r"METRICOPT\.DEFINITION is 'best'; it must be one of .*'coco'"),
+        (["METRICOPT.TRAJECTORIES", "kept"], r"needs METRICOPT\.VALIDATION"),
+        (["METRICOPT.ENABLED", True, "METRICOPT.LAYERS", ("backbone", "necks")], "'necks'"),
+    ],
+)
+def test_impossible_settings(options: list[Any], message: str, tiny_config: Any) -> None:
+    with pytest.raises(mo.errors.MetricOptError, match=message):
+        MetricOptTrainer.build_model(tiny_config("fpn", "BN", *options))
