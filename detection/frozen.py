@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +97,10 @@ class FrozenFeatures:
     def inputs(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
         """Return what the model's ``forward`` takes in evaluation mode."""
         return self.toolkit.inputs(model, batch)
+
+    def export(self, model: nn.Module, path: str | Path) -> None:
+        """Write an adapted model as an ordinary checkpoint, see `TorchvisionToolkit`."""
+        self.toolkit.export(model, path)
 
     def loss(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
         """Return the sum of the losses of classes and boxes, a scalar.

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -39,3 +40,12 @@ class Toolkit(Protocol):
 
     def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
         """Return the region proposals of each image, ``p x 4``, best first, without gradients."""
+
+    def film_layers(self, model: nn.Module, placements: Sequence[str]) -> list[str]:
+        """Return the patterns of layers that some placements (``"roi_head"``, ...) stand for, for `attach_film`."""
+
+    def inputs(self, model: nn.Module, batch: Sequence[Example]) -> Any:
+        """Return what the model's ``forward`` takes in evaluation mode."""
+
+    def export(self, model: nn.Module, path: str | Path) -> None:
+        """Merge phi into a copy of an adapted model and write it as the toolkit's ordinary checkpoint, ``.pth``."""

@@ -1,7 +1,10 @@
 """Torchvision's detectors as a `Toolkit`."""
 
+import copy
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,6 +16,8 @@ from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_models import SMALL, STANDARD, build_small, build_standard
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.files import write_atomically
+from metricopt_ext.film import Adapter
 from metricopt_ext.metric import evaluating, in_mode
 from metricopt_ext.seeding import generator, seeded_streams
 
@@ -146,6 +151,32 @@ class TorchvisionToolkit:
             to_pixels(boxes, size, example)
             for boxes, size, example in zip(proposals, images.image_sizes, batch, strict=True)
         ]
+
+    def film_layers(self, model: nn.Module, placements: Sequence[str]) -> list[str]:
+        """Return the patterns of layers that some placements stand for, for `attach_film`.
+
+        Raises:
+            ConfigError: There is no such placement.
+        """
+        unknown = [name for name in placements if name not in PLACEMENTS]
+        if unknown:
+            raise ConfigError(f"placement={unknown[0]!r} is none of {', '.join(PLACEMENTS)}")
+        return [pattern for name in placements for pattern in PLACEMENTS[name]]
+
+    def inputs(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
+        """Return what the model's ``forward`` takes in evaluation mode."""
+        return images_of(model, batch)
+
+    def export(self, model: nn.Module, path: str | Path) -> None:
+        """Merge phi into a copy of an adapted model and write its state dict, for ``torch.load`` and torchvision.
+
+        Raises:
+            AdapterError: The model has no adapter.
+        """
+        merged = Adapter(copy.deepcopy(model)).merge()
+        buffer = io.BytesIO()
+        torch.save(merged.state_dict(), buffer)
+        write_atomically(path, buffer.getvalue())
 
 
 def total(losses: dict[str, Tensor]) -> Tensor:

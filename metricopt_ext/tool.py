@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -20,7 +20,11 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 def main_of(
-    description: str | None, config_type: type[Config], run: Callable[[Config, Path, bool], object], overrides: str
+    description: str | None,
+    config_type: type[Config],
+    run: Callable[[Config, Path, bool], object],
+    overrides: str,
+    choices: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Read the command line and run; an error that a user can mend ends in one line.
 
@@ -29,18 +33,22 @@ def main_of(
         config_type: The settings of the config file.
         run: ``run(config, output_dir, resume)``.
         overrides: Examples of overrides, for ``--help``.
+        choices: Settings that have an option of their own, with their values.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config-file", required=True, help=f"YAML file; its keys are those of {config_type.__name__}")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for everything that is written")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted run in the output folder")
     parser.add_argument("--seed", type=int, help="first seed, in place of the config's")
+    for name, values in (choices or {}).items():
+        parser.add_argument(f"--{name}", choices=values, help="in place of the config's")
     parser.add_argument("overrides", nargs="*", help=f"key=value, e.g. {overrides}")
     arguments = parser.parse_intermixed_args()  # overrides may stand before, between and after the options
     try:
         config = load_config(config_type, arguments.config_file, arguments.overrides)
-        if arguments.seed is not None:
-            config.seed = arguments.seed
+        for name in ("seed", *(choices or {})):
+            if getattr(arguments, name) is not None:
+                setattr(config, name, getattr(arguments, name))
         run(config, arguments.output_dir, arguments.resume)
     except (MetricOptError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")

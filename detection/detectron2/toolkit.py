@@ -1,7 +1,7 @@
 """Detectron2's R-CNN detectors, as the detection tools ask for them."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,13 @@ from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
+from metricopt_ext.detection.detectron2.ap_loss import use_ap_loss
+from metricopt_ext.detection.detectron2.export import export
+from metricopt_ext.detection.detectron2.placements import film_layers
 from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.metric import evaluating
+from metricopt_ext.metric import evaluating, in_mode
 
 
 class Detectron2Toolkit:
@@ -29,10 +32,16 @@ class Detectron2Toolkit:
     Args:
         cfg: The config, e.g. from `config.read_config`. ``MODEL.WEIGHTS``, where given, is read by Detectron2's
             checkpointer, which unpickles ``.pkl`` files: name only files that you trust.
+        classification_loss: Of the box head: the detector's own ``cross_entropy``, or ``ap`` (`ap_loss.ap_loss`).
+
+    Raises:
+        ConfigError: There is no such loss.
     """
 
-    def __init__(self, cfg: CfgNode) -> None:
-        self.cfg = cfg
+    def __init__(self, cfg: CfgNode, classification_loss: str = "cross_entropy") -> None:
+        if classification_loss not in ("cross_entropy", "ap"):
+            raise ConfigError(f"classification_loss={classification_loss!r} must be 'cross_entropy' or 'ap'")
+        self.cfg, self.classification_loss = cfg, classification_loss
         size = cfg.INPUT.MIN_SIZE_TEST
         self._resize = transforms.ResizeShortestEdge([size, size], cfg.INPUT.MAX_SIZE_TEST)
 
@@ -46,7 +55,21 @@ class Detectron2Toolkit:
             model: nn.Module = build_model(cfg)
         if cfg.MODEL.WEIGHTS:
             DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+        if self.classification_loss == "ap":
+            use_ap_loss(model)
         return model
+
+    def film_layers(self, model: nn.Module, placements: Sequence[str]) -> list[str]:
+        """Return the patterns of layers that some placements stand for, see `placements.film_layers`."""
+        return film_layers(model, placements)
+
+    def inputs(self, model: nn.Module, batch: Sequence[Example]) -> list[dict[str, Any]]:
+        """Return what the model's ``forward`` takes in evaluation mode."""
+        return [self._input(example) for example in batch]
+
+    def export(self, model: nn.Module, path: str | Path) -> None:
+        """Merge phi into a copy of an adapted model and write it as a checkpoint of Detectron2, see `export.export`."""
+        export(model, path)
 
     def loss(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
         """Return the sum of the detector's losses on a batch, a scalar; the model computes in training mode.
@@ -55,7 +78,7 @@ class Detectron2Toolkit:
         """
         inputs = [{**self._input(example), "instances": self._targets(example)} for example in batch]
         # The R-CNN heads count their samples in an event storage, and fail without one.
-        with _training(model), EventStorage():
+        with in_mode(model, training=True), EventStorage():
             losses: dict[str, Tensor] = model(inputs)
         return torch.stack(list(losses.values())).sum()
 
@@ -63,7 +86,7 @@ class Detectron2Toolkit:
     def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Detections]:
         """Return what the detector finds in each image, in pixels of that image, on the CPU."""
         with evaluating(model):
-            outputs = model([self._input(example) for example in batch])
+            outputs = model(self.inputs(model, batch))
         return [detections_of(output["instances"]) for output in outputs]
 
     @torch.no_grad()
@@ -76,7 +99,7 @@ class Detectron2Toolkit:
         if getattr(model, "proposal_generator", None) is None:
             raise ConfigError(f"{type(model).__name__} proposes no regions; MODEL.META_ARCHITECTURE must be an R-CNN")
         with evaluating(model):
-            images = model.preprocess_image([self._input(example) for example in batch])
+            images = model.preprocess_image(self.inputs(model, batch))
             proposals, _ = model.proposal_generator(images, model.backbone(images.tensor), None)
         scaled = []
         for example, found in zip(batch, proposals, strict=True):
@@ -113,15 +136,3 @@ def detections_of(instances: Instances) -> Detections:
     """Return a model's output for one image as detections, on the CPU."""
     found = instances.to("cpu")
     return Detections(found.pred_boxes.tensor, found.scores, found.pred_classes)
-
-
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Put every module of a model into training mode and back into the mode that each was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

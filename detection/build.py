@@ -1,0 +1,106 @@
+"""Turns a detection config into the things it describes: toolkit, detector, adapter, metric."""
+
+from pathlib import Path
+from typing import get_args
+
+from torch import nn
+
+from metricopt_ext.detection.ap50 import Definition
+from metricopt_ext.detection.config import AdapterConfig, DetectionConfig, ModelConfig
+from metricopt_ext.detection.data import Splits
+from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
+from metricopt_ext.detection.task import ExampleBatches
+from metricopt_ext.detection.toolkit import Toolkit
+from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
+from metricopt_ext.detection.train import train_detector
+from metricopt_ext.device import choose_device
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.film import Adapter, attach_film
+from metricopt_ext.pretrained import pretrained
+
+TOOLKITS = ("detectron2", "torchvision")
+
+
+def build_toolkit(config: DetectionConfig) -> Toolkit:
+    """Return the toolkit that the settings name.
+
+    Raises:
+        ConfigError: There is no such toolkit, it is not installed, or it refuses its settings.
+    """
+    model = config.model
+    if config.toolkit == "torchvision":
+        return TorchvisionToolkit(
+            name=model.name,
+            min_size=model.min_size,
+            max_size=model.max_size,
+            weights=model.coco_weights,
+            classification_loss=config.classification_loss,  # type: ignore[arg-type]
+        )
+    if config.toolkit != "detectron2":
+        raise ConfigError(f"toolkit={config.toolkit!r} is none of {', '.join(TOOLKITS)}")
+    try:
+        from metricopt_ext.detection.detectron2.config import read_config
+        from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"toolkit=detectron2 needs Detectron2, which is installed from its source ({error});"
+            " --toolkit torchvision works without"
+        ) from error
+    if not model.config_file:
+        raise ConfigError("toolkit=detectron2 needs model.config_file=FILE, the YAML file that describes the detector")
+    device = ["MODEL.DEVICE", str(choose_device(config.device))]
+    cfg = read_config(model.config_file, [*model.opts, *device])
+    return Detectron2Toolkit(cfg, classification_loss=config.classification_loss)
+
+
+def check_definition(config: DetectionConfig) -> Definition:
+    """Return the definition of AP50.
+
+    Raises:
+        ConfigError: There is no such definition.
+    """
+    definition: Definition = config.metric.definition  # type: ignore[assignment]
+    if definition not in get_args(Definition):
+        raise ConfigError(f"metric.definition={definition!r} is none of {', '.join(get_args(Definition))}")
+    return definition
+
+
+def detector(config: DetectionConfig, toolkit: Toolkit, splits: Splits, seed: int, folder: Path) -> nn.Module:
+    """Return the detector: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
+
+    Raises:
+        DataError: The weights don't fit the model.
+    """
+    settings = config.model
+    batches = ExampleBatches(splits.train, settings.batch_size)
+    return pretrained(
+        lambda: toolkit.build(len(splits.classes), seed),
+        lambda model: _train(toolkit, model, batches, config.model, seed),
+        weights=settings.weights,
+        folder=folder,
+        seed=seed,
+        device=choose_device(config.device),
+    )
+
+
+def _train(toolkit: Toolkit, model: nn.Module, batches: ExampleBatches, config: ModelConfig, seed: int) -> None:
+    if config.steps:
+        train_detector(toolkit, model, batches, steps=config.steps, lr=config.lr, seed=seed)
+
+
+def attach(toolkit: Toolkit, model: nn.Module, config: AdapterConfig, seed: int) -> Adapter:
+    """Attach the adapter that the settings describe.
+
+    Raises:
+        ConfigError: The detector has no such place.
+    """
+    layers = config.layers or toolkit.film_layers(model, [config.placement])
+    return attach_film(model, layers, dim=config.dim, seed=seed)
+
+
+def remembering(toolkit: Toolkit, adapter: Adapter, config: AdapterConfig) -> Toolkit:
+    """Return a toolkit that computes features and proposals once, where phi can't change them and settings allow it."""
+    in_box_head = all(layer.startswith(BOX_HEAD) for layer in adapter.layers)
+    if isinstance(toolkit, TorchvisionToolkit) and config.keep_features and in_box_head:
+        return FrozenFeatures(toolkit, adapter)
+    return toolkit

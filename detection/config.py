@@ -1,0 +1,120 @@
+"""What `tools/finetune_detector.py` can be told; each key is a field here and nowhere else."""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.run_config import RunConfig, check_at_least
+
+
+@dataclass
+class DataConfig:
+    """Where images and boxes come from."""
+
+    name: str = MISSING  # scenes (of scikit-learn's digits, drawn by the tool itself), voc or coco
+    root: str = ""  # voc: the tree, or a zip file of it; coco: the folder of the images
+    # voc: names of image lists; coco: annotation files; an empty second one: validation is held out of train
+    splits: list[str] = field(default_factory=lambda: ["train", "val", "test"])
+    more_train: list[str] = field(default_factory=list)  # voc: further trees, whose split of train's name joins train
+    classes: list[str] = field(default_factory=list)  # voc: their names; empty: all that the tree has
+    validation_share: float = 0.1  # of train, where the second split is empty
+    # scenes: how many of each part; others: most images of each part, drawn by the seed, 0: all
+    images: list[int] = field(default_factory=lambda: [0, 0, 0])
+    size: int = 0  # longer side in pixels of images in memory, larger ones are scaled down; 0: as they are
+
+
+@dataclass
+class SceneConfig:
+    """How scenes are drawn (data.name=scenes)."""
+
+    size: int = 96  # pixels per side
+    digits: list[int] = field(default_factory=lambda: [1, 4])  # fewest and most in a scene
+    scale: list[int] = field(default_factory=lambda: [14, 36])  # pixels per side of a pasted digit
+
+
+@dataclass
+class ShiftConfig:
+    """How validation and test scenes differ from what the loss sees; defaults change nothing."""
+
+    contrast: float = 1.0  # factor on the distance from middle grey, in (0, 1]
+    brightness: float = 0.0  # added to every value, in [-1, 1]
+    noise_std: float = 0.0  # standard deviation of pixel noise
+    scale: float = 1.0  # factor on the size of the digits
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing changes."""
+        return self == ShiftConfig()
+
+
+@dataclass
+class ModelConfig:
+    """The detector and how it is trained before anything else happens."""
+
+    # torchvision: fasterrcnn_resnet50_fpn, fasterrcnn_resnet50_fpn_v2, resnet18_fpn or small_fpn
+    name: str = "small_fpn"
+    min_size: int = 128  # torchvision: shorter side in pixels to which the network scales images ...
+    max_size: int = 128  # ... unless the longer one would then exceed this
+    coco_weights: str = ""  # torchvision: file of its ResNet-50 detectors' weights to start training from
+    config_file: str = ""  # detectron2: the YAML file that describes the detector
+    opts: list[str] = field(default_factory=list)  # detectron2: KEY, VALUE, ... that override it
+    weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use in place of training
+    steps: int = 700  # 0 takes the weights as the toolkit gives them (detectron2: MODEL.WEIGHTS among opts)
+    batch_size: int = 8
+    lr: float = 0.05  # peak rate of SGD with momentum
+
+
+@dataclass
+class AdapterConfig:
+    """Where phi acts, by FiLM."""
+
+    placement: str = "roi_head"  # a name that the toolkit knows, see its PLACEMENTS
+    layers: list[str] = field(default_factory=list)  # name patterns in place of it
+    dim: int = 32
+    keep_features: bool = True  # compute features and proposals once where phi can't change them (torchvision)
+
+
+@dataclass
+class MetricConfig:
+    """What the detector is judged by: AP50."""
+
+    definition: str = "voc_11_point"  # voc_11_point (VOC 2007), voc (all points, 2010 on) or coco
+
+
+@dataclass
+class DetectionConfig(RunConfig):
+    """A whole run of `tools/finetune_detector.py`."""
+
+    toolkit: str = "torchvision"  # or detectron2
+    data: DataConfig = field(default_factory=DataConfig)
+    scene: SceneConfig = field(default_factory=SceneConfig)
+    shift: ShiftConfig = field(default_factory=ShiftConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    metric: MetricConfig = field(default_factory=MetricConfig)
+    classification_loss: str = "cross_entropy"  # of the box head; or ap
+    batch_size: int = 4  # of finetuning
+    population: int = 1  # detectors compute one task at a time
+
+    def check(self) -> None:
+        """Refuse what would only fail after work was done (see `RunConfig.check`)."""
+        numbers = {"batch_size": self.batch_size, "adapter.dim": self.adapter.dim}
+        check_at_least(1, {**numbers, "model.batch_size": self.model.batch_size})
+        check_at_least(0, {"data.size": self.data.size, "model.steps": self.model.steps})
+        if self.population != 1:
+            raise ConfigError(f"population={self.population}: detectors compute one task at a time, so it must be 1")
+        if not self.model.lr > 0:
+            raise ConfigError(f"model.lr={self.model.lr}: it must be above 0")
+        if len(self.data.splits) != 3 or len(self.data.images) != 3:
+            raise ConfigError(
+                f"data.splits={self.data.splits} and data.images={self.data.images}: both must have three entries,"
+                " for train, validation and test"
+            )
+        if not 0 < self.data.validation_share < 1:
+            raise ConfigError(f"data.validation_share={self.data.validation_share}: it must be between 0 and 1")
+        self.check_searches(self.adapter.dim)
+        for name, value in (("scene.digits", self.scene.digits), ("scene.scale", self.scene.scale)):
+            if len(value) != 2:
+                raise ConfigError(f"{name}={value}: it must be two numbers, the least and the most")
+        super().check()

@@ -1,0 +1,58 @@
+"""AP50 of a detector as the black-box metric."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.detection.ap50 import Definition, match
+from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.detection.toolkit import Example, Toolkit
+from metricopt_ext.metric import Metric, with_halves
+
+EVALUATION_BATCH = 8
+
+
+def truth_of(examples: Sequence[Example], classes: Sequence[str]) -> DetectionSet:
+    """Return the ground truth of examples in memory, in pixels of their images."""
+    return DetectionSet(tuple(classes), [example.truth for example in examples])
+
+
+def in_batches(examples: Sequence[Example]) -> list[Sequence[Example]]:
+    """Divide examples into batches to evaluate."""
+    return [examples[at : at + EVALUATION_BATCH] for at in range(0, len(examples), EVALUATION_BATCH)]
+
+
+def ap50_metric(
+    toolkit: Toolkit,
+    examples: Sequence[Example],
+    classes: Sequence[str],
+    definition: Definition,
+    halves: Sequence[Sequence[int]] = (),
+) -> Metric:
+    """Return the black box: AP50 of what a detector finds in images.
+
+    Args:
+        toolkit: Where the detectors are from that it is asked about.
+        examples: The images.
+        classes: Names of the classes.
+        definition: See `ap50`.
+        halves: Places of two halves of the images, for a metric that tells its value on each as well; none for one that
+            does not. A half without any object is not told.
+    """
+    truth = truth_of(examples, classes)
+    told = [torch.tensor(half) for half in halves]
+    if any(not any(len(truth.images[i].labels) for i in half) for half in halves):
+        told = []
+
+    def function(model: nn.Module) -> Any:
+        found = [each for batch in in_batches(examples) for each in toolkit.detect(model, batch)]
+        matches = match(found, truth, definition)
+
+        def value_on(half: Tensor | None) -> float:
+            return matches.average_precision(None if half is None else half.tolist()).mean
+
+        return with_halves(value_on, told)
+
+    return Metric(function, maximize=True, name="AP50")
