@@ -21,13 +21,14 @@ help:  ## list the targets
 # One pip command, so that one resolution chooses torch and torchvision together.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[classification,retrieval,dev]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[classification,retrieval,detection,dev]'
 	touch $@
 
-demo: $(STAMP)  ## finetune a digits classifier, on shifted and on plain data
+demo: $(STAMP)  ## finetune a digits classifier, on shifted and on plain data, and a search for unseen digits
 	rm -rf out/demo
 	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/shifted seed=100
 	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/plain seed=100 seeds=3 shift.kind=none
+	.venv/bin/python tools/finetune_retrieval.py --config-file configs/retrieval/digits.yaml --output-dir out/demo/retrieval seed=300
 
 test: $(STAMP)  ## run the tests; ARGS goes to pytest, e.g. ARGS="-n 2 -m 'not slow'"
 	.venv/bin/python -m pytest $(ARGS)
