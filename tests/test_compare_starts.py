@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import scipy.stats
 
+from metricopt_ext.classification import experiment
+from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.config import load_config
 from metricopt_ext.errors import FileFormatError
 
@@ -33,10 +35,12 @@ tool = load("compare_starts")
 
 
 def test_all_methods_are_asked_for_their_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(tool.ClassificationConfig, DIGITS, [*TINY, "seeds=2", "seed=7"])
-    content = tool.compare_starts(config, tmp_path, 2, (8, 20))
+    config = load_config(ClassificationConfig, DIGITS, [*TINY, "seeds=2", "seed=7"])
+    content = tool.compare_starts("classification", config, tmp_path, 2, (8, 20))
     methods = {name: [point["queries"] for point in points] for name, points in content["methods"].items()}
     assert methods["pretrained"] == [0]
+    assert methods["loss_finetune"] == [0]
+    assert methods["loss_finetune_best"] == [min(config.best_evals, config.recipe.steps + 1)]
     assert methods["cma_es"] == [20]  # 8 are too few for a population
     assert methods["guided_es"] == [20]
     (ours,) = methods["metricopt"]
@@ -50,11 +54,11 @@ def test_all_methods_are_asked_for_their_budgets(tmp_path: Path, monkeypatch: py
     assert json.loads((tmp_path / "starts.json").read_text()) == content
     assert (tmp_path / "starts.png").stat().st_size > 10_000
 
-    monkeypatch.setattr(tool, "prepare", lambda *_: pytest.fail("ran a seed again that is on file"))
+    monkeypatch.setattr(experiment, "prepare", lambda *_: pytest.fail("ran a seed again that is on file"))
     config.device = "auto"  # may change: how it is run, not what
-    assert tool.compare_starts(config, tmp_path, 2, (8, 20)) == content
+    assert tool.compare_starts("classification", config, tmp_path, 2, (8, 20)) == content
     with pytest.raises(FileFormatError, match="starts was 2, now 3"):
-        tool.compare_starts(config, tmp_path, 3, (8, 20))
+        tool.compare_starts("classification", config, tmp_path, 3, (8, 20))
 
 
 def content(rivals: list[tuple[float, float]], maximize: bool = True) -> dict[str, Any]:
@@ -64,6 +68,7 @@ def content(rivals: list[tuple[float, float]], maximize: bool = True) -> dict[st
         "seeds": [0],
         "starts": 1,
         "queries_once": 600,
+        "spearman": [0.5],
         "methods": {
             "metricopt": [{"queries": 5.0, "test": [0.8]}],
             "cma_es": [{"queries": queries, "test": [value]} for queries, value in rivals],
