@@ -119,8 +119,8 @@ def load_weights(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -> N
         if path.suffix == ".safetensors":
             state = safetensors.torch.load_file(path)
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            state = state.get("model", state)
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            state = loaded.get("model", loaded)
         own = model.state_dict()
         model.load_state_dict({**state, **{name: own[name] for name in keep}})
     except Exception as error:
