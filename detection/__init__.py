@@ -1,4 +1,1 @@
-"""Finetuning of object detectors for detection metrics such as AP50.
-
-Empty so far: only the package exists.
-"""
+"""Finetuning of object detectors, torchvision's or Detectron2's, for AP50."""

@@ -41,7 +41,7 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
     try:
         from metricopt_ext.detection.detectron2.config import read_config
         from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ConfigError(
             f"toolkit=detectron2 needs Detectron2, which is installed from its source ({error});"
             " --toolkit torchvision works without"

@@ -111,6 +111,8 @@ class DetectionConfig(RunConfig):
                 f"data.splits={self.data.splits} and data.images={self.data.images}: both must have three entries,"
                 " for train, validation and test"
             )
+        if min(self.data.images) < 0:
+            raise ConfigError(f"data.images={self.data.images}: each must be at least 0")
         if not 0 < self.data.validation_share < 1:
             raise ConfigError(f"data.validation_share={self.data.validation_share}: it must be between 0 and 1")
         self.check_searches(self.adapter.dim)

@@ -49,18 +49,22 @@ def load_splits(config: DetectionConfig, seed: int, folder: Path) -> Splits:
     """
     parts = _read(config, seed, folder)
     classes = parts[0].classes
-    for name, part in zip(PARTS, parts, strict=True):
-        if part.classes != classes:
-            raise DataError(f"{name} has the classes {', '.join(part.classes)}, train has {', '.join(classes)}")
-        if not any(len(image.labels) for image in part.images):
-            raise DataError(f"none of the {len(part)} images for {name} has a box")
     limits = config.data.images if config.data.name != "scenes" else [0, 0, 0]
     drawn = [_drawn(part, limit, seed, name) for name, part, limit in zip(PARTS, parts, limits, strict=True)]
+    for name, part in zip(PARTS, drawn, strict=True):
+        if part.classes != classes:
+            raise DataError(f"{name} has the classes {', '.join(part.classes)}, train has {', '.join(classes)}")
+        if all(bool((image.difficult | image.crowd).all()) for image in part.images):
+            raise DataError(
+                f"none of the {len(part)} images for {name} has a box that is neither difficult nor a crowd region"
+            )
     return Splits(classes, *(load_examples(part, config.data.size or None) for part in drawn))
 
 
 def _read(config: DetectionConfig, seed: int, folder: Path) -> tuple[DetectionSet, DetectionSet, DetectionSet]:
     data = config.data
+    if data.name != "scenes" and not config.shift.is_none:
+        raise ConfigError(f"the settings of shift are for data.name=scenes, and would not change data.name={data.name}")
     if data.name == "scenes":
         return _scenes(config, seed, folder / "scenes")
     if data.name not in ("voc", "coco"):
@@ -69,6 +73,8 @@ def _read(config: DetectionConfig, seed: int, folder: Path) -> tuple[DetectionSe
         raise ConfigError(f"data.name={data.name} needs data.root=PATH, its folder or, of voc, zip file")
     if data.more_train and data.name != "voc":
         raise ConfigError(f"data.more_train={data.more_train} is for data.name=voc")
+    if data.classes and data.name != "voc":
+        raise ConfigError(f"data.classes={data.classes} is for data.name=voc; a COCO file names its own")
     train = _split(data, data.root, data.splits[0])
     for root in data.more_train:
         more = _split(data, root, data.splits[0])

@@ -52,6 +52,8 @@ def prepare(config: DetectionConfig, folder: Path, seed: int) -> Prepared:
     """
     toolkit, definition = build_toolkit(config), check_definition(config)
     splits = load_splits(config, seed, folder)
+    # An untrained detector tells whether there is such a place, before one is trained for hours.
+    attach(toolkit, toolkit.build(len(splits.classes), seed), config.adapter, seed)
     adapter = attach(toolkit, detector(config, toolkit, splits, seed, folder), config.adapter, seed)
     used, classes = remembering(toolkit, adapter, config.adapter), splits.classes
     halves = image_halves(len(splits.validation), seed)

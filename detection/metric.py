@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.detection.ap50 import Definition, match
-from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.metric import Metric, with_halves
 
@@ -39,12 +39,12 @@ def ap50_metric(
         classes: Names of the classes.
         definition: See `ap50`.
         halves: Places of two halves of the images, for a metric that tells its value on each as well; none for one that
-            does not. A half without any object is not told.
+            does not. They are not told where one of them has no object that counts.
     """
     truth = truth_of(examples, classes)
-    told = [torch.tensor(half) for half in halves]
-    if any(not any(len(truth.images[i].labels) for i in half) for half in halves):
-        told = []
+    nothing = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    objects = match([nothing] * len(truth), truth, definition).objects
+    told = [torch.tensor(half) for half in halves] if all(objects[list(half)].any() for half in halves) else []
 
     def function(model: nn.Module) -> Any:
         found = [each for batch in in_batches(examples) for each in toolkit.detect(model, batch)]

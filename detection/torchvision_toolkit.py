@@ -102,7 +102,8 @@ class TorchvisionToolkit:
         """Return the sum of the detector's four losses on a batch, a scalar.
 
         They are those of objectness, proposals, classes and boxes. What is sampled at random (anchors, proposals) is
-        drawn from torch's global stream. Difficult and crowd boxes count as background.
+        drawn from torch's global stream. Difficult and crowd boxes are left out, so that what lies on them counts as
+        background; `Detectron2Toolkit` learns from difficult ones, as Detectron2 does.
 
         Raises:
             FloatingPointError: The loss is not finite.

@@ -105,6 +105,8 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
 def load_weights(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -> None:
     """Load a state dict, of safetensors or of torch without pickled code, into a model.
 
+    A checkpoint of Detectron2 will do too: its state dict is the entry ``model``.
+
     Args:
         model: The model.
         path: The file.
@@ -117,7 +119,8 @@ def load_weights(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -> N
         if path.suffix == ".safetensors":
             state = safetensors.torch.load_file(path)
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            state = loaded.get("model", loaded)
         own = model.state_dict()
         model.load_state_dict({**state, **{name: own[name] for name in keep}})
     except Exception as error:

@@ -3,11 +3,15 @@
     python tools/evaluate_ap50.py --detections results.json --annotations VOC_FOLDER --split test --output-dir out/ap50
     python tools/evaluate_ap50.py --detections results.json --annotations instances.json --definition coco \
         --output-dir out/ap50
+    python tools/evaluate_ap50.py --config-file configs/detection/scenes_torchvision.yaml \
+        --weights out/run/seed-0/tuned.pth --annotations out/run/seed-0/scenes --split test --output-dir out/ap50
 
 Detections are in COCO's results format: a list of {"image_id", "category_id", "bbox": [x, y, width, height], "score"}.
 Annotations are COCO's JSON, or a folder or zip file in Pascal VOC's format: then image_id is the image's file name
 without suffix, and category_id counts the classes from 1 (or category_name names one). The module
-metricopt_ext.detection.ap50 says how the definitions differ. Prints a table and writes report.json.
+metricopt_ext.detection.ap50 says how the definitions differ. In place of a file of detections, a detector finds them:
+one that the config file of tools/finetune_detector.py describes, with its weights, and with a finetuned adapter if one
+is given. Prints a table and writes report.json.
 """
 
 import argparse
@@ -25,11 +29,18 @@ from metricopt_ext.report import versions
 def main() -> None:
     """Parse the command line, evaluate, report; an error that a user can mend ends in one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--detections", required=True, type=Path, help="JSON file in COCO's results format")
+    detections = parser.add_mutually_exclusive_group(required=True)
+    detections.add_argument("--detections", type=Path, help="JSON file in COCO's results format")
+    detections.add_argument("--config-file", type=Path, help="describes the detector that finds them")
+    parser.add_argument("--weights", type=Path, help="the detector's state dict, or a checkpoint of Detectron2")
+    parser.add_argument("--adapter", type=Path, help="a finetuned adapter of it")
     parser.add_argument("--annotations", required=True, type=Path, help="COCO's JSON file, or VOC's folder or zip file")
+    parser.add_argument("--images-dir", type=Path, help="folder of the images that COCO's JSON file names")
     parser.add_argument("--split", help="of a VOC set: the list of images to evaluate; all of them by default")
     parser.add_argument(
-        "--classes", nargs="+", help="of a VOC set: the classes in the order of category_id; else sorted"
+        "--classes",
+        nargs="+",
+        help="of a VOC set: the classes in the order of category_id; else the config's, or all in the set, sorted",
     )
     parser.add_argument("--definition", choices=["voc_11_point", "voc", "coco", "all"], default="all")
     parser.add_argument(
@@ -45,10 +56,8 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the detections and write the report; returns it."""
-    from metricopt_ext.detection.coco import read_detections
-
-    truth = read_annotations(arguments.annotations, arguments.split, arguments.classes)
-    found = read_detections(arguments.detections, truth)
+    check_options(arguments)
+    found, truth = read_found(arguments) if arguments.config_file is None else detect(arguments)
     report = {
         "task": "detection/ap50",
         "metric": {"name": "ap50", "maximize": True},
@@ -64,7 +73,73 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def read_annotations(path: Path, split: str | None, classes: Sequence[str] | None) -> Any:
+def check_options(arguments: argparse.Namespace) -> None:
+    """Refuse options that don't go together.
+
+    Raises:
+        DataError: There are such, or one is missing.
+    """
+    if arguments.config_file is None:
+        of_model = ("weights", "adapter", "images_dir")
+        given = [f"--{name.replace('_', '-')}" for name in of_model if getattr(arguments, name)]
+        if given:
+            raise DataError(f"{' and '.join(given)} can't be used with --detections")
+        return
+    if not arguments.weights:
+        raise DataError("--config-file needs --weights, the state dict of the detector that it describes")
+    if (arguments.annotations.suffix == ".json") != (arguments.images_dir is not None):
+        raise DataError("--images-dir names the images of a JSON file in COCO's format; VOC's format has its own")
+
+
+def read_found(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
+    """Read the detections from a file; returns them, and the images with their objects."""
+    from metricopt_ext.detection.coco import read_detections
+
+    truth = read_annotations(arguments.annotations, arguments.split, arguments.classes)
+    return read_detections(arguments.detections, truth), truth
+
+
+def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
+    """Find objects with a detector; returns the detections, and the images with their objects at the config's size.
+
+    Raises:
+        DataError: The images or the weights can't be used.
+        FileFormatError: The adapter can't be used.
+    """
+    from metricopt_ext.config import load_config
+    from metricopt_ext.detection.build import build_toolkit
+    from metricopt_ext.detection.config import DetectionConfig
+    from metricopt_ext.detection.metric import EVALUATION_BATCH
+    from metricopt_ext.detection.records import DetectionSet
+    from metricopt_ext.detection.task import load_examples
+    from metricopt_ext.device import choose_device
+    from metricopt_ext.files import load_weights
+    from metricopt_ext.film import load_adapter
+
+    config = load_config(DetectionConfig, arguments.config_file, [])
+    classes = arguments.classes
+    if classes is None and arguments.images_dir is None:
+        classes = config.data.classes or None
+    truth = read_annotations(arguments.annotations, arguments.split, classes, arguments.images_dir)
+    toolkit = build_toolkit(config)
+    model = toolkit.build(len(truth.classes), seed=0)
+    load_weights(model, arguments.weights)
+    model.to(choose_device(config.device)).eval()
+    if arguments.adapter is not None:
+        load_adapter(model, arguments.adapter)
+    found: list[Any] = []
+    images: list[Any] = []
+    for at in range(0, len(truth), EVALUATION_BATCH):  # so that few images are in memory
+        places = range(at, min(at + EVALUATION_BATCH, len(truth)))
+        examples = load_examples(truth.subset(places), config.data.size or None)
+        found += toolkit.detect(model, examples)
+        images += [example.truth for example in examples]
+    return found, DetectionSet(truth.classes, images)
+
+
+def read_annotations(
+    path: Path, split: str | None, classes: Sequence[str] | None, images_dir: Path | None = None
+) -> Any:
     """Read the images with their objects: COCO's format from a .json file, else VOC's.
 
     Raises:
@@ -79,7 +154,7 @@ def read_annotations(path: Path, split: str | None, classes: Sequence[str] | Non
         return read_voc(path, split, classes=classes)
     if split is not None or classes is not None:
         raise DataError(f"--split and --classes are for VOC's format; {path} is in COCO's, and names its own")
-    return read_coco(path, dtype=float64)
+    return read_coco(path, images_dir, dtype=float64)
 
 
 def evaluate(found: Sequence[Any], truth: Any, definition: str, rounded: bool) -> dict[str, Any]:

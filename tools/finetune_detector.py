@@ -26,6 +26,7 @@ def run(config: DetectionConfig, folder: Path, resume: bool) -> Report:
     config.check()
     check_definition(config)
     build_toolkit(config)
+    model = config.model.name if config.toolkit == "torchvision" else Path(config.model.config_file).stem
     data = config.data.name if config.shift.is_none else f"shifted {config.data.name}"
     return run_and_report(
         config,
@@ -33,7 +34,7 @@ def run(config: DetectionConfig, folder: Path, resume: bool) -> Report:
         resume,
         run_seed,
         task=f"detection/{config.data.name}",
-        title=f"{config.toolkit}'s {Path(config.model.config_file).stem or config.model.name} on {data}",
+        title=f"{config.toolkit}'s {model} on {data}",
         metric="AP50",
         maximize=True,
     )

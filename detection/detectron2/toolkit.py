@@ -27,7 +27,8 @@ class Detectron2Toolkit:
     """Builds, trains and queries the detectors of a Detectron2 config.
 
     Images are resized as ``INPUT.MIN_SIZE_TEST`` and ``INPUT.MAX_SIZE_TEST`` say, for the loss too: augmenting is the
-    caller's. As in Detectron2's own data loaders, objects marked as difficult are learned from and crowds are not.
+    caller's. As in Detectron2's own data loaders, objects marked as difficult are learned from and crowds are not;
+    `TorchvisionToolkit` leaves out both.
 
     Args:
         cfg: The config, e.g. from `config.read_config`. ``MODEL.WEIGHTS``, where given, is read by Detectron2's

@@ -1,0 +1,144 @@
+"""The parts of a detection run's data, and AP50 as its black box."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torchvision")
+
+from metricopt_ext.detection.ap50 import average_precision
+from metricopt_ext.detection.coco import write_coco
+from metricopt_ext.detection.config import DataConfig, DetectionConfig
+from metricopt_ext.detection.data import image_halves, load_splits
+from metricopt_ext.detection.metric import ap50_metric, truth_of
+from metricopt_ext.detection.records import Annotated, Detections
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.voc import write_voc
+from metricopt_ext.errors import ConfigError, DataError
+
+CLASSES = ("cat", "dog")
+VOC = ("voc_11_point", "voc")
+
+
+def examples(count: int, name: str = "a", seed: int = 0) -> list[Example]:
+    """Make blank images with two objects each, one of either class."""
+    rng = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        corners = torch.randint(0, 20, (2, 2), generator=rng).float()
+        boxes = torch.cat([corners, corners + torch.randint(8, 12, (2, 2), generator=rng)], 1)
+        no = torch.zeros(2, dtype=torch.bool)
+        truth = Annotated(f"{name}{i}", Path("none"), 32, 32, boxes, torch.tensor([0, 1]), no, no.clone())
+        made.append(Example(torch.full((3, 32, 32), i, dtype=torch.uint8), truth))
+    return made
+
+
+def voc_tree(folder: Path, classes: Sequence[str] = CLASSES) -> Path:
+    write_voc(folder, examples(10, "a"), classes, "trainval")
+    return write_voc(folder, examples(4, "b", seed=1), classes, "test")
+
+
+def config_of(root: Path, **settings: Any) -> DetectionConfig:
+    data = {"root": str(root), "splits": ["trainval", "", "test"], "validation_share": 0.3, **settings}
+    return DetectionConfig(data=DataConfig(name="voc", **data))
+
+
+def ids(part: Sequence[Example]) -> list[Any]:
+    return [example.truth.image_id for example in part]
+
+
+def test_validation_is_held_out_of_train(tmp_path: Path) -> None:
+    tree = voc_tree(tmp_path / "voc")
+    splits = load_splits(config_of(tree), 0, tmp_path)
+    assert splits.classes == CLASSES
+    assert (len(splits.train), len(splits.validation)) == (7, 3)
+    assert sorted(ids(splits.train) + ids(splits.validation)) == [f"a{i}" for i in range(10)]
+    assert ids(splits.test) == [f"b{i}" for i in range(4)]
+    held_out = [ids(load_splits(config_of(tree), seed, tmp_path).validation) for seed in (0, 1, 2)]
+    assert held_out[0] == ids(splits.validation)
+    assert len(set(map(tuple, held_out))) > 1
+
+
+def test_images_are_drawn_by_the_seed_and_further_trees_join_train(tmp_path: Path) -> None:
+    tree, more = voc_tree(tmp_path / "voc"), write_voc(tmp_path / "more", examples(5, "c"), CLASSES, "trainval")
+    all_of = load_splits(config_of(tree, more_train=[str(more)], splits=["trainval", "test", "test"]), 0, tmp_path)
+    assert ids(all_of.train) == [f"a{i}" for i in range(10)] + [f"c{i}" for i in range(5)]
+    few = config_of(tree, images=[4, 2, 9])
+    first, again, other = (load_splits(few, seed, tmp_path) for seed in (0, 0, 1))
+    assert [len(part) for part in (first.train, first.validation, first.test)] == [4, 2, 4]
+    assert set(ids(first.train)) <= set(ids(load_splits(config_of(tree), 0, tmp_path).train))
+    assert ids(first.train) == ids(again.train) != ids(other.train)
+
+
+def test_parts_of_other_classes_are_refused(tmp_path: Path) -> None:
+    tree, more = voc_tree(tmp_path / "voc"), voc_tree(tmp_path / "more", ("cat", "horse"))
+    with pytest.raises(DataError, match=r"more has other classes than .*voc; name them in data\.classes"):
+        load_splits(config_of(tree, more_train=[str(more)]), 0, tmp_path)
+    one = load_splits(config_of(tree, splits=["trainval", "test", "test"]), 0, tmp_path)
+    files = [
+        write_coco(tmp_path / f"{i}.json", truth_of(one.test, classes))
+        for i, classes in enumerate([CLASSES, CLASSES, ("cat", "horse")])
+    ]
+    coco = config_of(tree / "JPEGImages", splits=[str(file) for file in files])
+    coco.data.name = "coco"
+    with pytest.raises(DataError, match="test has the classes cat, horse, train has cat, dog"):
+        load_splits(coco, 0, tmp_path)
+
+
+def test_what_cannot_be_divided_or_does_not_belong_is_refused(tmp_path: Path) -> None:
+    write_voc(tmp_path / "voc", examples(1), CLASSES, "trainval")
+    with pytest.raises(DataError, match="1 image can't be divided into train and validation"):
+        load_splits(config_of(tmp_path / "voc"), 0, tmp_path)
+    coco = config_of(tmp_path, more_train=["more"])
+    coco.data.name = "coco"
+    with pytest.raises(ConfigError, match=r"data\.more_train=\['more'\] is for data\.name=voc"):
+        load_splits(coco, 0, tmp_path)
+
+
+def test_halves_divide_the_images() -> None:
+    first, second = image_halves(9, seed=3)
+    assert sorted(first + second) == list(range(9))
+    assert (len(first), len(second)) == (5, 4)
+    assert image_halves(9, seed=3) == (first, second) != image_halves(9, seed=4)
+
+
+class Finding:
+    """A toolkit whose detector finds every object, some with an error too large, at random scores."""
+
+    def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Detections]:
+        found = []
+        for example in batch:
+            rng = torch.Generator().manual_seed(int(example.image[0, 0, 0]))
+            error = torch.randint(-4, 5, (2, 4), generator=rng)
+            scores = torch.rand(2, generator=rng)
+            found.append(Detections(example.truth.boxes + error, scores, example.truth.labels))
+        return found
+
+
+@pytest.mark.parametrize("definition", [*VOC, "coco"])
+def test_the_metric_is_ap50_of_all_images_and_of_each_half(definition: Any) -> None:
+    images, toolkit, model = examples(19), Finding(), nn.Identity()
+    halves = image_halves(19, seed=0)
+    answer = ap50_metric(toolkit, images, CLASSES, definition, halves).ask(model, "test")
+
+    def cost(places: Sequence[int]) -> float:
+        chosen = [images[i] for i in places]
+        return 1 - average_precision(toolkit.detect(model, chosen), truth_of(chosen, CLASSES), definition).mean
+
+    assert 0.05 < answer.cost < 0.95
+    assert answer.cost == pytest.approx(cost(range(19)))
+    assert answer.halves == (pytest.approx(cost(halves[0])), pytest.approx(cost(halves[1])))
+    assert ap50_metric(toolkit, images, CLASSES, definition).ask(model, "test") == (answer.cost, None)
+
+
+@pytest.mark.parametrize(("definition", "told"), [("voc", False), ("coco", True)])
+def test_a_half_whose_objects_are_all_difficult_is_told_only_where_they_count(definition: Any, told: bool) -> None:
+    images = examples(4)
+    for example in images[2:]:
+        example.truth.difficult[:] = True
+    metric = ap50_metric(Finding(), images, CLASSES, definition, ([0, 1], [2, 3]))
+    assert (metric.ask(nn.Identity(), "test").halves is not None) == told
