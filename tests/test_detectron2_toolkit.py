@@ -19,7 +19,7 @@ from metricopt_ext.detection.detectron2.placements import PLACEMENTS, film_layer
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.errors import ConfigError
+from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.film import attach_film
 from metricopt_ext.metric import Metric
 from metricopt_ext.task import FinetuneTask
@@ -188,3 +188,8 @@ def test_unknown_keys_are_refused(tmp_path: Any) -> None:
         read_config(tmp_path / "wrong.yaml")
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         read_config(tmp_path / "nowhere.yaml")
+
+
+def test_weights_that_are_not_there_are_refused(tiny_config: Callable[..., Any]) -> None:
+    with pytest.raises(DataError, match=r"MODEL\.WEIGHTS=nowhere\.pth can't be loaded"):
+        Detectron2Toolkit(tiny_config("fpn", "BN", "MODEL.WEIGHTS", "nowhere.pth")).build(2, seed=0)

@@ -19,7 +19,7 @@ from metricopt_ext.detection.detectron2.export import export
 from metricopt_ext.detection.detectron2.placements import film_layers
 from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.errors import ConfigError
+from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.metric import evaluating, in_mode
 
 
@@ -47,7 +47,11 @@ class Detectron2Toolkit:
         self._resize = transforms.ResizeShortestEdge([size, size], cfg.INPUT.MAX_SIZE_TEST)
 
     def build(self, classes: int, seed: int) -> nn.Module:
-        """Return a new detector; what ``MODEL.WEIGHTS`` does not give is drawn from the seed."""
+        """Return a new detector; what ``MODEL.WEIGHTS`` does not give is drawn from the seed.
+
+        Raises:
+            DataError: The file of weights can't be loaded.
+        """
         cfg = self.cfg.clone()
         cfg.defrost()
         cfg.MODEL.ROI_HEADS.NUM_CLASSES = classes
@@ -55,7 +59,10 @@ class Detectron2Toolkit:
             torch.manual_seed(seed)
             model: nn.Module = build_model(cfg)
         if cfg.MODEL.WEIGHTS:
-            DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+            try:
+                DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+            except (AssertionError, OSError) as error:
+                raise DataError(f"MODEL.WEIGHTS={cfg.MODEL.WEIGHTS} can't be loaded: {error}") from error
         if self.classification_loss == "ap":
             use_ap_loss(model)
         return model
