@@ -35,7 +35,7 @@ def plot_methods(report: Report, path: str | Path) -> Path:
     axes.set_yticks(range(len(names)), [TITLES[name] for name in reversed(names)])
     axes.grid(axis="x", alpha=0.25)
     direction = "higher" if report.maximize else "lower"
-    axes.set_xlabel(f"test {report.metric} ({direction} is better); dots: seeds, stroke: mean")
+    axes.set_xlabel(f"test {report.metric} ({direction} is better)\ndots: seeds, stroke: mean")
     return save_figure(figure, path)
 
 
