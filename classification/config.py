@@ -50,7 +50,8 @@ class MetricConfig:
 
     # accuracy, aucpr, balanced_accuracy, expected_cost, f1, jaccard, mcr, worst_recall, or MODULE:FUNCTION
     name: str = "accuracy"
-    costs: list[list[float]] = field(default_factory=list)  # expected_cost: cost[true][predicted]
+    # expected_cost: cost[true][predicted], each with a point, as omegaconf below 2.4 refuses 0 for 0.0
+    costs: list[list[float]] = field(default_factory=list)
     prior: list[float] = field(default_factory=list)  # expected_cost: weight of each class
     maximize: bool = True  # MODULE:FUNCTION: whether higher is better
     bounds: list[float] = field(default_factory=lambda: [0.0, 1.0])  # MODULE:FUNCTION: lowest and highest value

@@ -27,7 +27,8 @@ from metricopt_ext.classification.metrics import check_split
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.classification.threshold import tune_threshold
 from metricopt_ext.device import choose_device
-from metricopt_ext.evidence import SeedRecord, compare
+from metricopt_ext.evidence import SeedRecord
+from metricopt_ext.experiment import Experiment, run_experiment
 from metricopt_ext.labelled import Split
 from metricopt_ext.metric import Metric
 from metricopt_ext.optimizer import MetricOptStep
@@ -89,69 +90,61 @@ def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int
     Raises:
         MetricOptError: Data, settings or metric are not usable; the message says which.
     """
-    folder = folder / f"seed-{seed}"
-    record_file = folder / "record.json"
-    if resume and record_file.exists():
-        watcher.done()
-        return SeedRecord.load(record_file)
-    watcher.stage("train the classifier")
-    prepared = prepare(config, folder, seed)
-    task, splits, recipe = prepared.task, prepared.splits, config.recipe.build()
+    recipe = config.recipe.build()
 
-    def threshold(task: FinetuneTask, result: MetricOptResult) -> nn.Module | None:
-        return tune_threshold(task, splits.validation.x)
+    def set_up(folder: Path) -> Experiment:
+        prepared = prepare(config, folder, seed)
+        task, splits = prepared.task, prepared.splits
 
-    def transferred(task: FinetuneTask, result: MetricOptResult, placebo: bool = False) -> Tensor | None:
-        if not config.transfer.value_function:
-            return None
-        f = load_value_function(config.transfer.value_function, task.dim).to(task.adapter.phi.device)
-        policy = MetricOptStep(
-            RotatedValueFunction(f, seed) if placebo else f,
-            recipe.lr,
-            config.transfer.metric_step,
-            config.transfer.loss_weight,
-            recipe.steps,
-            even_untrusted=True,
+        def threshold(task: FinetuneTask, result: MetricOptResult) -> nn.Module | None:
+            return tune_threshold(task, splits.validation.x)
+
+        def transferred(task: FinetuneTask, result: MetricOptResult, placebo: bool = False) -> Tensor | None:
+            if not config.transfer.value_function:
+                return None
+            f = load_value_function(config.transfer.value_function, task.dim).to(task.adapter.phi.device)
+            policy = MetricOptStep(
+                RotatedValueFunction(f, seed) if placebo else f,
+                recipe.lr,
+                config.transfer.metric_step,
+                config.transfer.loss_weight,
+                recipe.steps,
+                even_untrusted=True,
+            )
+            return finetune(task, policy, recipe.steps, seed)
+
+        def train_theta(model: nn.Module) -> None:
+            train(model, splits.train, config.second_round, config.balanced, seed)
+
+        def second_round(task: FinetuneTask, result: MetricOptResult) -> nn.Module | None:
+            if not config.second_round.epochs:
+                return None
+            again = copied_task(task)
+            again.adapter.set_phi(result.ends[result.chosen])
+            run_second_round(again, result.fit, train_theta, recipe=recipe, setting=result.setting, seed=seed)
+            return again.adapter.merge()
+
+        x = splits.validation.x
+        parts = x.tensor_split(math.ceil(len(x) / EVALUATION_BATCH))
+        rivals, follow_ups = usual_rivals(config, parts, prepared.batches(splits.validation), seed)
+
+        def finish() -> None:
+            if splits.test.x.dim() == 4:
+                ends = task.origin(), task.adapter.phi.detach()
+                before, after = (predict_classes(task.adapter, phi, splits.test.x) for phi in ends)
+                plot_examples(splits.test, before, after, splits.class_names, folder / "examples.png", seed)
+
+        return Experiment(
+            task,
+            prepared.test_metric,
+            {
+                "threshold": threshold,
+                **rivals,
+                "transferred": transferred,
+                "placebo": partial(transferred, placebo=True),
+            },
+            {**follow_ups, "second_round": second_round},
+            finish,
         )
-        return finetune(task, policy, recipe.steps, seed)
 
-    def train_theta(model: nn.Module) -> None:
-        train(model, splits.train, config.second_round, config.balanced, seed)
-
-    def second_round(task: FinetuneTask, result: MetricOptResult) -> nn.Module | None:
-        if not config.second_round.epochs:
-            return None
-        again = copied_task(task)
-        again.adapter.set_phi(result.ends[result.chosen])
-        run_second_round(again, result.fit, train_theta, recipe=recipe, setting=result.setting, seed=seed)
-        return again.adapter.merge()
-
-    x = splits.validation.x
-    parts = x.tensor_split(math.ceil(len(x) / EVALUATION_BATCH))
-    rivals, follow_ups = usual_rivals(config, parts, prepared.batches(splits.validation), seed)
-    record = compare(
-        task,
-        prepared.test_metric,
-        {
-            "threshold": threshold,
-            **rivals,
-            "transferred": transferred,
-            "placebo": partial(transferred, placebo=True),
-        },
-        {**follow_ups, "second_round": second_round},
-        queries=config.queries,
-        recipe=recipe,
-        seed=seed,
-        folder=folder,
-        best_evals=config.best_evals,
-        pictures=config.pictures and seed == config.seed,
-        resume=resume,
-        watcher=watcher,
-    )
-    if splits.test.x.dim() == 4:
-        before, after = (
-            predict_classes(task.adapter, phi, splits.test.x) for phi in (task.origin(), task.adapter.phi.detach())
-        )
-        plot_examples(splits.test, before, after, splits.class_names, folder / "examples.png", seed)
-    record.save(record_file)
-    return record
+    return run_experiment(set_up, config, folder, resume, seed, watcher)

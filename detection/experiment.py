@@ -15,7 +15,8 @@ from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import proposal_recall
 from metricopt_ext.detection.task import ExampleBatches, detection_loss
 from metricopt_ext.detection.toolkit import Example, Toolkit
-from metricopt_ext.evidence import SeedRecord, compare
+from metricopt_ext.evidence import SeedRecord
+from metricopt_ext.experiment import Experiment, run_experiment
 from metricopt_ext.files import write_json
 from metricopt_ext.metric import Metric
 from metricopt_ext.progress import Watcher
@@ -75,34 +76,20 @@ def run_seed(config: DetectionConfig, folder: Path, resume: bool, seed: int, wat
     Raises:
         MetricOptError: Data or settings are not usable; the message says which.
     """
-    folder = folder / f"seed-{seed}"
-    record_file = folder / "record.json"
-    if resume and record_file.exists():
-        watcher.done()
-        return SeedRecord.load(record_file)
-    watcher.stage("train the detector")
-    prepared = prepare(config, folder, seed)
-    task, toolkit, validation = prepared.task, prepared.toolkit, prepared.splits.validation
-    inputs = [toolkit.inputs(task.adapter.model, batch) for batch in in_batches(validation)]
-    rivals, follow_ups = usual_rivals(config, inputs, ExampleBatches(validation, config.batch_size), seed)
-    record = compare(
-        task,
-        prepared.test_metric,
-        rivals,
-        follow_ups,
-        queries=config.queries,
-        recipe=config.recipe.build(),
-        seed=seed,
-        folder=folder,
-        best_evals=config.best_evals,
-        pictures=config.pictures and seed == config.seed,
-        resume=resume,
-        watcher=watcher,
-    )
-    toolkit.export(task.adapter.model, folder / "tuned.pth")
-    _look(prepared, folder, seed)
-    record.save(record_file)
-    return record
+
+    def set_up(folder: Path) -> Experiment:
+        prepared = prepare(config, folder, seed)
+        task, toolkit, validation = prepared.task, prepared.toolkit, prepared.splits.validation
+        inputs = [toolkit.inputs(task.adapter.model, batch) for batch in in_batches(validation)]
+
+        def finish() -> None:
+            toolkit.export(task.adapter.model, folder / "tuned.pth")
+            _look(prepared, folder, seed)
+
+        rivals = usual_rivals(config, inputs, ExampleBatches(validation, config.batch_size), seed)
+        return Experiment(task, prepared.test_metric, *rivals, finish)
+
+    return run_experiment(set_up, config, folder, resume, seed, watcher)
 
 
 def _look(prepared: Prepared, folder: Path, seed: int) -> None:

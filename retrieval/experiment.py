@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from metricopt_ext.device import choose_device
-from metricopt_ext.evidence import SeedRecord, compare
+from metricopt_ext.evidence import SeedRecord
+from metricopt_ext.experiment import Experiment, run_experiment
 from metricopt_ext.metric import Metric
 from metricopt_ext.progress import Watcher
 from metricopt_ext.retrieval.build import (
@@ -67,32 +68,19 @@ def run_seed(config: RetrievalConfig, folder: Path, resume: bool, seed: int, wat
     Raises:
         MetricOptError: Data or settings are not usable; the message says which.
     """
-    folder = folder / f"seed-{seed}"
-    record_file = folder / "record.json"
-    if resume and record_file.exists():
-        watcher.done()
-        return SeedRecord.load(record_file)
-    watcher.stage("train the embedder")
-    prepared = prepare(config, folder, seed)
-    task, validation, test = prepared.task, prepared.splits.validation, prepared.splits.test
-    parts = validation.x.tensor_split(math.ceil(len(validation) / EVALUATION_BATCH))
-    rivals, follow_ups = usual_rivals(config, parts, class_batches(validation, config.loss), seed)
-    record = compare(
-        task,
-        prepared.test_metric,
-        rivals,
-        follow_ups,
-        queries=config.queries,
-        recipe=config.recipe.build(),
-        seed=seed,
-        folder=folder,
-        best_evals=config.best_evals,
-        pictures=config.pictures and seed == config.seed,
-        resume=resume,
-        watcher=watcher,
-    )
-    before, after = (embed_with(task.adapter, phi, test.x) for phi in (task.origin(), task.adapter.phi.detach()))
-    plot_neighbours(test, before, after, folder / "neighbours.png", seed)
-    save_recalls(test.y, {"pretrained": before, "metricopt": after}, folder / "recalls.json")
-    record.save(record_file)
-    return record
+
+    def set_up(folder: Path) -> Experiment:
+        prepared = prepare(config, folder, seed)
+        task, validation, test = prepared.task, prepared.splits.validation, prepared.splits.test
+        parts = validation.x.tensor_split(math.ceil(len(validation) / EVALUATION_BATCH))
+
+        def finish() -> None:
+            ends = task.origin(), task.adapter.phi.detach()
+            before, after = (embed_with(task.adapter, phi, test.x) for phi in ends)
+            plot_neighbours(test, before, after, folder / "neighbours.png", seed)
+            save_recalls(test.y, {"pretrained": before, "metricopt": after}, folder / "recalls.json")
+
+        rivals = usual_rivals(config, parts, class_batches(validation, config.loss), seed)
+        return Experiment(task, prepared.test_metric, *rivals, finish)
+
+    return run_experiment(set_up, config, folder, resume, seed, watcher)

@@ -45,7 +45,8 @@ def error_of(file: Path | None, *overrides: str) -> str:
 
 def test_values_arrive_typed(tmp_path: Path) -> None:
     file = written(tmp_path, "inner: {rate: 2, names: [a, b]}\ncount: 7\n")
-    config = load_config(Schema, file, ["title=7", "loud=true", "inner.pairs=[[0,1],[2.5,-1]]", "inner.rate=1e-3"])
+    overrides = ["title=7", "loud=true", "inner.pairs=[[0.0,1.0],[2.5,-1.0]]", "inner.rate=1e-3"]
+    config = load_config(Schema, file, overrides)
     assert config == Schema(Inner(0.001, ["a", "b"], [[0.0, 1.0], [2.5, -1.0]]), 7, "7", True)
     assert type(config) is Schema
     assert type(config.inner) is Inner
