@@ -33,6 +33,7 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
             name=model.name,
             min_size=model.min_size,
             max_size=model.max_size,
+            proposals=model.proposals,
             weights=model.coco_weights,
             classification_loss=config.classification_loss,  # type: ignore[arg-type]
         )

@@ -49,6 +49,8 @@ class TorchvisionToolkit:
         width: Channels of a small detector's feature pyramid.
         head: Channels of a small detector's box head.
         score_threshold: Lowest confidence of a detection, from 0 to 1.
+        proposals: Most proposals that an image's boxes are sought in, with twice as many looked at before NMS; 0 for
+            the detector's own number, 1000 in torchvision's and 100 in the small ones. The loss has its own.
         weights: File of torchvision's weights for its ResNet-50 detectors, trained on COCO, to start from; all but the
             box predictor's are taken.
         classification_loss: Of the box head: the detector's own ``cross_entropy``, or ``ap`` (`ap_loss.ap_loss`), which
@@ -64,6 +66,7 @@ class TorchvisionToolkit:
     width: int = 64
     head: int = 256
     score_threshold: float = 0.05
+    proposals: int = 0
     weights: str = ""
     classification_loss: Literal["cross_entropy", "ap"] = "cross_entropy"
 
@@ -78,6 +81,8 @@ class TorchvisionToolkit:
             raise ConfigError(f"width={self.width} and head={self.head} must be at least 1")
         if self.classification_loss not in ("cross_entropy", "ap"):
             raise ConfigError(f"classification_loss={self.classification_loss!r} must be 'cross_entropy' or 'ap'")
+        if self.proposals < 0:
+            raise ConfigError(f"proposals={self.proposals} must be at least 1, or 0 for the detector's own number")
         if not 0 <= self.score_threshold <= 1:
             raise ConfigError(f"score_threshold={self.score_threshold} must be from 0 to 1")
 
@@ -89,14 +94,17 @@ class TorchvisionToolkit:
         """
         if classes < 1:
             raise ConfigError(f"a detector needs at least one class, not {classes}")
+        size = self.min_size, self.max_size
+        detector: Any
         with seeded_streams(generator(seed, "weights").initial_seed(), torch.device("cpu")):
             if self.name in STANDARD:
-                return build_standard(
-                    self.name, classes, self.min_size, self.max_size, self.score_threshold, self.weights
-                )
-            return build_small(
-                self.name, classes, self.min_size, self.max_size, self.score_threshold, self.width, self.head
-            )
+                detector = build_standard(self.name, classes, *size, self.score_threshold, self.weights)
+            else:
+                detector = build_small(self.name, classes, *size, self.score_threshold, self.width, self.head)
+        if self.proposals:
+            detector.rpn._pre_nms_top_n["testing"] = 2 * self.proposals
+            detector.rpn._post_nms_top_n["testing"] = self.proposals
+        return detector  # type: ignore[no-any-return]
 
     def loss(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
         """Return the sum of the detector's four losses on a batch, a scalar.

@@ -107,6 +107,16 @@ def test_proposals_are_those_that_the_box_head_gets_in_pixels_of_the_image() -> 
         assert (ours <= torch.tensor([width, height, width, height])).all()
 
 
+def test_fewer_proposals_are_some_of_all_and_the_best_is_among_them() -> None:
+    few = replace(SMALL, proposals=5)
+    model = few.build(CLASSES, seed=0)
+    for some, every in zip(few.propose(model, BATCH), SMALL.propose(SMALL.build(CLASSES, seed=0), BATCH), strict=True):
+        assert len(some) == 5 < len(every)
+        torch.testing.assert_close(some[0], every[0])
+        assert torch.cdist(some, every, compute_mode="donot_use_mm_for_euclid_dist").min(dim=1).values.max() < 1e-3
+    assert all(len(found.scores) <= 5 * CLASSES for found in few.detect(model, BATCH))
+
+
 def test_images_without_boxes_have_a_loss_and_a_gradient() -> None:
     model = SMALL.build(CLASSES, seed=0)
     loss = seeded_loss(model, [example(0), example(0, seed=4)])
@@ -151,6 +161,7 @@ def test_weights_depend_on_the_seed_and_on_nothing_else() -> None:
         ({"name": "yolo"}, "no detector is named 'yolo'"),
         ({"min_size": 200}, "min_size=200 must be above 0 and at most max_size=128"),
         ({"score_threshold": 1.5}, "score_threshold=1.5"),
+        ({"proposals": -1}, "proposals=-1"),
         ({"head": 0}, "width=64 and head=0 must be at least 1"),
         ({"classification_loss": "focal"}, "classification_loss='focal' must be"),
         ({"weights": "coco.pth"}, "no weights for small_fpn"),
