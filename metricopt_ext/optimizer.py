@@ -94,6 +94,7 @@ class MetricOpt(torch.optim.Optimizer):
         steps: Number of steps over which the metric step decays linearly to 0; None keeps it constant.
         trust: Trust radius in units of f's data radius, above 0.
         history: Number k of past loss gradients that guide the search, at least 1.
+        even_untrusted: Follow f whatever its quality, as when trajectories are collected to correct it.
 
     Raises:
         ValueFunctionError: f was fitted for another dimension.
@@ -118,6 +119,7 @@ class MetricOpt(torch.optim.Optimizer):
         steps: int | None = None,
         trust: float = 1.2,
         history: int = 3,
+        even_untrusted: bool = False,
     ) -> None:
         for name, value in (("lr", lr), ("metric_step", metric_step), ("loss_weight", loss_weight)):
             if not value >= 0:
@@ -135,6 +137,7 @@ class MetricOpt(torch.optim.Optimizer):
             "steps": steps,
             "trust": trust,
             "history": history,
+            "even_untrusted": even_untrusted,
         }
         super().__init__(params, defaults)
         numbers = sum(parameter.numel() for parameter in self._parameters)
@@ -181,6 +184,7 @@ class MetricOpt(torch.optim.Optimizer):
             loss_weight=group["loss_weight"],
             steps=group["steps"],
             trust=group["trust"],
+            even_untrusted=group.get("even_untrusted", False),
         )
         moved = rule(phi, state["history"], step)
         for parameter, values in zip(parameters, moved.split([p.numel() for p in parameters]), strict=True):

@@ -1,6 +1,5 @@
 """The whole job under one query budget: learn f, finetune phi, and keep the change only if the metric agrees."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -21,7 +20,6 @@ from .recipe import Recipe, Setting
 from .remember import RememberedMetric
 from .result import MetricOptResult, Result
 from .search import Search
-from .seeding import generator
 from .split_half import chance_of_gain, halves_where_used, seen_on_half, split_half_correlation
 from .start import FRESH, ask, choose, teller, tune_start
 from .task import FinetuneTask
@@ -326,10 +324,8 @@ def _collection_policy(fit: Fit | None, recipe: Recipe, seed: int, chunk: Sequen
     """Round 0 follows the loss; later rounds follow f, trusted or not: this is how it gets corrected."""
     if fit is None:
         return LossStep(recipe.lr)
-    draws = torch.stack([torch.rand(2, generator=generator(seed, "policy", index)) for index in chunk])
-    draws = draws.to(fit.f.radius.device)
-    metric_step = recipe.explored_step * torch.exp((2 * draws[:, 0] - 1) * math.log(3))
-    return MetricOptStep(fit.f, recipe.lr, metric_step, draws[:, 1], recipe.steps, even_untrusted=True)
+    weight, metric_step = recipe.explored_settings(seed, chunk).to(fit.f.radius.device).unbind(1)
+    return MetricOptStep(fit.f, recipe.lr, metric_step, weight, recipe.steps, even_untrusted=True)
 
 
 def _choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int, watcher: Watcher) -> Setting:

@@ -1,11 +1,17 @@
 """How `optimize_metric` works by default: learn a value function, then follow it."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from .errors import BudgetError
 from .fitting import Learner, NeuralLearner, RidgeLearner
 from .observations import Labeller, Observations
 from .search import Search
+from .seeding import generator
 
 Setting = tuple[float, float]
 
@@ -75,6 +81,12 @@ class Recipe:
             )
         if not self.settings:
             raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
+
+    def explored_settings(self, seed: int, indices: Sequence[int]) -> Tensor:
+        """Return (loss weight, metric step) of on-policy tasks, ``n x 2``, drawn from the seed for each index."""
+        draws = torch.stack([torch.rand(2, generator=generator(seed, "policy", index)) for index in indices])
+        metric_step = self.explored_step * torch.exp((2 * draws[:, 0] - 1) * math.log(3))
+        return torch.stack([draws[:, 1], metric_step], dim=1)
 
     @property
     def choice_queries(self) -> int:

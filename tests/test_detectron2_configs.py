@@ -134,10 +134,9 @@ def test_tool_trains_and_finetunes(
     cfg.METRICOPT.DATA = ["train=squares:train", "val=squares:val"]
     cfg.METRICOPT.DATA_ROOT = str(tmp_path)
     cfg.METRICOPT.VALIDATION = "val"
-    cfg.METRICOPT.TRAJECTORIES = str(tmp_path / "kept")
-    cfg.METRICOPT.START_STD = 0.1
     cfg.METRICOPT.EVALS = 3
     cfg.METRICOPT.STEPS = 2
+    cfg.METRICOPT.ROUNDS = 2
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST, cfg.SEED = ("train",), (), 1
     cfg.MODEL.DEVICE = "cuda"  # --num-gpus 0 says otherwise
     file, out, f = tmp_path / "all.yaml", tmp_path / "out", tmp_path / "f.safetensors"
@@ -146,13 +145,13 @@ def test_tool_trains_and_finetunes(
 
     tool(*always, "OUTPUT_DIR", out)
     weights = ("MODEL.WEIGHTS", out / "model_final.pth")
-    for index in range(4):
-        more = ("METRICOPT.ENABLED", True, "METRICOPT.INDEX", index, "OUTPUT_DIR", tmp_path / f"run{index}")
-        tool(*always, *weights, *more)
-    tool(*always, "--fit", f, *weights)
-    assert "of 4 trajectories:" in capsys.readouterr().out
-    tuned = ("METRICOPT.TRAJECTORIES", "", "METRICOPT.START_STD", 0.0, "OUTPUT_DIR", tmp_path / "tuned")
-    tool(*always, *weights, "METRICOPT.ENABLED", True, "METRICOPT.VALUE_FUNCTION", f, *tuned)
+    tool(*always, "--meta-train", f, *weights, "OUTPUT_DIR", tmp_path / "meta")
+    shown = capsys.readouterr().out
+    assert "value function (" in shown
+    assert "24/24 queries" in shown
+    assert len(list((tmp_path / "meta" / "trajectories").glob("round-*"))) == 8
+    tuned = ("METRICOPT.VALUE_FUNCTION", f, "OUTPUT_DIR", tmp_path / "tuned")
+    tool(*always, *weights, "METRICOPT.ENABLED", True, *tuned)
 
     def score(*options: Any) -> str:
         capsys.readouterr()
@@ -178,7 +177,8 @@ def test_tool_trains_and_finetunes(
             "error: MODEL.ROI_HEADS.NUM_CLASSES is 3; train has 2 classes: green, red",
         ),
         (["METRICOPT.SIZE", 3], "Non-existent key: METRICOPT.SIZE"),
-        (["--fit"], "--fit needs METRICOPT.TRAJECTORIES"),
+        (["--meta-train", "f.safetensors"], "meta-training needs MODEL.WEIGHTS"),
+        (["--meta-train", "f.safetensors", "MODEL.WEIGHTS", "m.pth"], "meta-training needs METRICOPT.VALIDATION"),
     ],
 )
 def test_tool_s_errors(
@@ -189,9 +189,8 @@ def test_tool_s_errors(
     cfg.METRICOPT.DATA_ROOT = str(tmp_path)
     cfg.DATASETS.TRAIN = ("train",)
     (tmp_path / "all.yaml").write_text(cfg.dump())
-    fit = ["--fit", tmp_path / "f.safetensors"] if options == ["--fit"] else []
     with pytest.raises(SystemExit, match=re.escape(message)):
-        tool("--config-file", tmp_path / "all.yaml", "--num-gpus", 0, *fit, *([] if fit else options))
+        tool("--config-file", tmp_path / "all.yaml", "--num-gpus", 0, *options)
 
 
 def test_tool_without_detectron2(tmp_path: Path) -> None:

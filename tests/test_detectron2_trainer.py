@@ -1,13 +1,16 @@
 """Detectron2's trainers finetune phi: MetricOpt under their optimizer, trajectories and the best model by hooks."""
 
 import inspect
+import json
+import logging
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
@@ -20,19 +23,23 @@ from detectron2.modeling import build_model
 from detectron2.utils.env import seed_all_rng
 
 import metricopt_ext as mo
+from metricopt_ext.detection.detectron2 import trainer as trainer_module
 from metricopt_ext.detection.detectron2.config import Settings, add_metricopt_config, settings_of
 from metricopt_ext.detection.detectron2.datasets import register
 from metricopt_ext.detection.detectron2.evaluator import validation_metric
 from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, TrajectoryRecorder
+from metricopt_ext.detection.detectron2.meta_train import meta_train
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, open_store
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.fitting import RidgeLearner, fit_value_function
+from metricopt_ext.fitting import fit_value_function
 from metricopt_ext.metric import Metric
 from metricopt_ext.observations import Observations
+from metricopt_ext.optimizer import MetricOptStep
+from metricopt_ext.recipe import Recipe
 from metricopt_ext.recording import Recording
 from metricopt_ext.trajectory import TrajectoryStore, observation_steps
-from metricopt_ext.value_function import Quality, RidgeValueFunction
+from metricopt_ext.value_function import Quality, RidgeValueFunction, load_value_function
 
 pytestmark = pytest.mark.detectron2
 
@@ -202,16 +209,109 @@ def test_hooks_in_a_simple_trainer(tiny_config: Any, tmp_path: Path) -> None:
         simple.train(0, 5)
 
 
-def test_trajectories_fit_a_value_function(tiny_config: Any, tmp_path: Path) -> None:
-    for index in range(4):
-        cfg = tiny_config(
-            *("fpn", "BN", *FINETUNING, "METRICOPT.TRAJECTORIES", str(tmp_path / "kept"), "METRICOPT.INDEX", index),
-            *("OUTPUT_DIR", str(tmp_path / f"run{index}"), "METRICOPT.STEPS", 3, "DATASETS.TEST", ()),
-        )
-        trained(cfg)
-    store = open_store(cfg, str(tmp_path / "kept"))
-    assert [(t.round, t.index, len(t.cost)) for t in store] == [(0, index, 3) for index in range(4)]
-    assert fit_value_function(Observations.of(store), (RidgeLearner(),), folds=2, seed=0).f.dim == 4
+# --- Meta-training -------------------------------------------------------------------------------------------
+
+META = ("METRICOPT.ROUNDS", 2, "METRICOPT.STEPS", 3, "SOLVER.CHECKPOINT_PERIOD", 100, "METRICOPT.START_STD", 0.0)
+
+
+@pytest.fixture
+def to_meta_train(tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Make the config of a meta-training, of one detector; its metric is a function of phi, as it finds nothing yet."""
+
+    def metric(cfg: Any, name: str, **options: Any) -> Metric:
+        assert name == "squares_val"
+        return Metric(lambda model: float(model.metricopt.phi.sum().sigmoid()), maximize=True)
+
+    monkeypatch.setattr(trainer_module, "validation_metric", metric)
+
+    def make(*options: Any) -> Any:
+        cfg = tiny_config("fpn", "BN", *FINETUNING, *META, *options)
+        cfg.MODEL.WEIGHTS = str(tmp_path / "detector.pth")
+        if not Path(cfg.MODEL.WEIGHTS).exists():
+            torch.save({"model": build_model(cfg).state_dict()}, cfg.MODEL.WEIGHTS)
+        return cfg
+
+    return make
+
+
+def test_meta_training_follows_what_it_learned(to_meta_train: Callable[..., Any], tmp_path: Path) -> None:
+    cfg = to_meta_train()
+    fit = meta_train(cfg, tmp_path / "f.safetensors")
+    assert fit is not None
+    folder = Path(cfg.OUTPUT_DIR) / "trajectories"
+    store = TrajectoryStore(folder, json.loads((folder / "identity.json").read_text()))
+    assert [(t.round, t.index, len(t.cost)) for t in store] == [(i // 4, i, 3) for i in range(8)]
+    assert len({tuple(t.phi[0].tolist()) for t in store}) == 8
+    assert not (Path(cfg.OUTPUT_DIR) / "task").exists()
+    again = fit_value_function(Observations.of(store), folds=2, seed=0).f
+    phi = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(load_value_function(tmp_path / "f.safetensors", 4)(phi), again(phi))
+
+    # Round 1's first step, by hand, from the f of round 0: it has no skill and is followed all the same.
+    early = fit_value_function(Observations.of([t for t in store if t.round == 0]), folds=2, seed=0).f
+    weight, metric_step = Recipe().explored_settings(0, [4])[0].tolist()
+    first = store.get(1, 4)
+    assert first is not None
+    loss_step = MetricOptStep(early, 0.01, 0.0, 1.0, 3, even_untrusted=True)
+    rule = replace(loss_step, metric_step=metric_step, loss_weight=weight)
+    gradient = gradient_of(cfg, first.phi[0], index=4)
+    torch.testing.assert_close(rule(first.phi[0], gradient[None], 0), first.phi[1], rtol=1e-4, atol=1e-5)
+    assert (first.phi[1] - (first.phi[0] - 0.01 * gradient)).norm() > 1e-3
+
+
+def gradient_of(cfg: Any, phi: Tensor, index: int) -> Tensor:
+    """Compute the loss gradient at phi that the first step of a run sees."""
+    cfg = cfg.clone()
+    cfg.METRICOPT.update(ENABLED=True, INDEX=index, START_STD=0.2, TRAJECTORIES="", VALIDATION="")
+    cfg.DATASETS.TEST, cfg.METRICOPT.STEPS = (), 2
+    made = MetricOptTrainer(cfg)
+    made.resume_or_load(resume=False)
+    seen: list[Tensor] = []
+    parameter = made.model.metricopt.phi
+    parameter.register_hook(lambda gradient: seen.append(gradient.clone()))
+    assert torch.equal(parameter.detach(), phi)
+    made.train()
+    return seen[0]
+
+
+def test_killed_meta_training_goes_on(
+    to_meta_train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = to_meta_train()
+    meta_train(cfg, tmp_path / "f.safetensors")
+    folder = Path(cfg.OUTPUT_DIR) / "trajectories"
+    files = sorted(folder.glob("round-*"))
+    contents = {file.name: load_file(file) for file in files}
+    for file in files[5:]:
+        file.unlink()
+    runs: list[int] = []
+    train = MetricOptTrainer.train
+
+    def counted(self: Any) -> Any:
+        runs.append(settings_of(self.cfg).index)
+        return train(self)
+
+    monkeypatch.setattr(MetricOptTrainer, "train", counted)
+    meta_train(cfg, tmp_path / "again.safetensors")
+    assert runs == [5, 6, 7]
+    contents["f"] = load_file(tmp_path / "f.safetensors")
+    again = {file.name: load_file(file) for file in folder.glob("round-*")}
+    again["f"] = load_file(tmp_path / "again.safetensors")
+    assert again.keys() == contents.keys()
+    for name, tensors in contents.items():
+        assert all(torch.equal(tensor, again[name][key]) for key, tensor in tensors.items()), name
+    with pytest.raises(FileFormatError, match=r"lr"):
+        meta_train(to_meta_train("METRICOPT.LR", 0.02), tmp_path / "f.safetensors")
+
+
+def test_an_f_without_skill_is_not_followed(tiny_config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    f = save_f(tmp_path / "f.safetensors")
+    f.quality = Quality(0.1, -0.5, 0.1, 50, 10)
+    f.save(tmp_path / "f.safetensors")
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.VALUE_FUNCTION", str(tmp_path / "f.safetensors"))
+    with caplog.at_level(logging.WARNING):
+        MetricOptTrainer.build_optimizer(cfg, MetricOptTrainer.build_model(cfg))
+    assert "phi follows the loss alone" in caplog.text
 
 
 def test_recorded_costs_are_the_metric_s(tiny_config: Any, tmp_path: Path) -> None:
@@ -248,6 +348,7 @@ def test_each_key_is_read_and_described() -> None:
     ("options", "message"),
     [
         (["METRICOPT.SEED", -1], r"METRICOPT\.SEED is -1; it must be at least 0"),
+        (["METRICOPT.TASKS", 3], r"METRICOPT\.TASKS is 3; it must be at least 4"),
         (["METRICOPT.DIM", 0], r"METRICOPT\.DIM is 0; it must be at least 1"),
         (["METRICOPT.TRUST", 0.0], r"METRICOPT\.TRUST is 0.0; it must be above 0"),
         (["METRICOPT.EVALS", 8], r"METRICOPT\.EVALS is 8; it must be from 2 to METRICOPT\.STEPS \+ 1 = 7"),

@@ -1,14 +1,12 @@
 """Train a detector of Detectron2, or finetune one for AP50, as Detectron2's own tools/train_net.py does.
 
     python tools/train_detector.py --config-file FILE                                        # 1: train, as Detectron2
+    python tools/train_detector.py --config-file FILE --meta-train f.safetensors
+        MODEL.WEIGHTS out/model_final.pth OUTPUT_DIR out/meta                                # 2: learn f
     python tools/train_detector.py --config-file FILE MODEL.WEIGHTS out/model_final.pth METRICOPT.ENABLED True
-        METRICOPT.TRAJECTORIES kept METRICOPT.START_STD 0.1 METRICOPT.INDEX 0 OUTPUT_DIR out/0   # 2: for 0, 1, 2, ...
-    python tools/train_detector.py --config-file FILE --fit f.safetensors MODEL.WEIGHTS out/model_final.pth
-        METRICOPT.TRAJECTORIES kept METRICOPT.START_STD 0.1                                      # 3: fit f to them
-    python tools/train_detector.py --config-file FILE MODEL.WEIGHTS out/model_final.pth METRICOPT.ENABLED True
-        METRICOPT.VALUE_FUNCTION f.safetensors OUTPUT_DIR out/tuned                              # 4: follow f
+        METRICOPT.VALUE_FUNCTION f.safetensors OUTPUT_DIR out/tuned                          # 3: follow f
     python tools/train_detector.py --config-file FILE --eval-only MODEL.WEIGHTS out/tuned/model_merged.pth
-        DATASETS.TEST "('voc07_test',)"                                                          # 5: judge on test
+        DATASETS.TEST "('voc07_test',)"                                                      # 4: judge on test
 
 FILE is one of configs/detection/detectron2. The options are those of train_net.py, --num-gpus 0 computes on the CPU;
 overrides are KEY VALUE pairs at the end. Each item above is one command. With METRICOPT.ENABLED False, training is
@@ -22,9 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.errors import ConfigError, MetricOptError
-from metricopt_ext.fitting import fit_value_function
-from metricopt_ext.recipe import Recipe
+from metricopt_ext.errors import MetricOptError
 
 try:
     from detectron2.checkpoint import DetectionCheckpointer
@@ -35,7 +31,8 @@ try:
     from metricopt_ext.detection.detectron2.config import read_config, settings_of
     from metricopt_ext.detection.detectron2.datasets import check_classes, register_entries
     from metricopt_ext.detection.detectron2.export import export
-    from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, open_store
+    from metricopt_ext.detection.detectron2.meta_train import meta_train
+    from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 except ModuleNotFoundError as error:
     sys.exit(
         f"error: {error.name} is not installed; get Detectron2 by"
@@ -53,10 +50,10 @@ def main(arguments: argparse.Namespace) -> Any:
     cfg.freeze()
     settings = settings_of(cfg)
     register_entries(settings.data, settings.data_root, settings.classes)
-    if arguments.fit is not None:
-        return fit(cfg, arguments.fit)
     check_classes(cfg)
     default_setup(cfg, arguments)
+    if arguments.meta_train is not None:
+        return meta_train(cfg, arguments.meta_train)
     if arguments.eval_only:
         model = MetricOptTrainer.build_model(cfg)
         checkpointer = DetectionCheckpointer(model, save_dir=cfg.OUTPUT_DIR)
@@ -73,26 +70,10 @@ def main(arguments: argparse.Namespace) -> Any:
     return results
 
 
-def fit(cfg: Any, path: Path) -> None:
-    """Fit a value function to the trajectories that the config names, say how good it is, and write it.
-
-    Raises:
-        ConfigError: The config names no trajectories.
-        ValueFunctionError: There are too few.
-    """
-    settings = settings_of(cfg)
-    if not settings.trajectories:
-        raise ConfigError("--fit needs METRICOPT.TRAJECTORIES, the folder that the runs added theirs to")
-    store, recipe = open_store(cfg, settings.trajectories), Recipe()
-    fitted = fit_value_function(recipe.labels(list(store)), recipe.learners, folds=recipe.folds, seed=settings.seed)
-    fitted.f.save(path)
-    print(f"value function ({fitted.f.kind}) of {len(store)} trajectories: {fitted.f.quality}")
-
-
 def run() -> None:
     """Parse the command line and launch the processes; an error that a user can mend ends in one line."""
     parser = default_argument_parser(epilog=__doc__)
-    parser.add_argument("--fit", type=Path, metavar="FILE", help="fit f to METRICOPT.TRAJECTORIES and write it here")
+    parser.add_argument("--meta-train", type=Path, metavar="FILE", help="learn a value function and write it here")
     arguments = parser.parse_args()
     if not arguments.config_file:
         parser.error("--config-file is needed, e.g. configs/detection/detectron2/scenes.yaml")

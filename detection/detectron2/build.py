@@ -1,5 +1,6 @@
 """The parts of a finetuning run under Detectron2, for trainers by YAML, for LazyConfig and for a user's own trainer."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ def phi_optimizer(
     if not value_function:
         return torch.optim.SGD([phi], lr=lr)
     f = load_value_function(value_function, phi.numel()).to(phi.device)
+    if not f.trusted and not options.get("even_untrusted"):
+        logging.getLogger("detectron2").warning("%s is %s: phi follows the loss alone", value_function, f.quality)
     return MetricOpt([phi], f, lr=lr, **options)
 
 

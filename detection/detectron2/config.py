@@ -35,9 +35,12 @@ class Settings:
         validation: Name of the set that AP50 is asked on during training; empty asks nothing.
         validation_images: How many of its images, drawn at random; 0 for all.
         evals: How many of the T + 1 points AP50 is asked at, both ends included.
-        trajectories: Folder that the run's trajectory is added to, for fitting f; empty keeps none.
+        trajectories: Folder that the run's trajectory is added to, for fitting f, which is then followed even if it is
+            not to be trusted; empty keeps none.
         round: The trajectory's round: 0 where the loss alone is followed.
         index: The trajectory's index, which also draws the start; another one for each run.
+        rounds: Rounds of meta-training: the first follows the loss alone, each later one the f fitted so far.
+        tasks: Runs in each round.
     """
 
     enabled: bool = False
@@ -62,6 +65,8 @@ class Settings:
     trajectories: str = ""
     round: int = 0
     index: int = 0
+    rounds: int = 7
+    tasks: int = 4
 
     def check(self) -> None:
         """Check the keys against each other.
@@ -70,7 +75,7 @@ class Settings:
             ConfigError: A value is out of range, or a key lacks another one.
         """
         at_least_0 = ("seed", "start_std", "lr", "metric_step", "loss_weight", "validation_images", "round", "index")
-        for least, names in ((0, at_least_0), (1, ("dim", "steps", "history"))):
+        for least, names in ((0, at_least_0), (1, ("dim", "steps", "history", "rounds")), (4, ("tasks",))):
             for name in names:
                 if getattr(self, name) < least:
                     raise ConfigError(f"METRICOPT.{name.upper()} is {getattr(self, name)}; it must be at least {least}")

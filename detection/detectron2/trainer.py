@@ -75,6 +75,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             steps=settings.steps,
             trust=settings.trust,
             history=settings.history,
+            even_untrusted=bool(settings.trajectories),  # which are to correct f
         )
 
     @classmethod

@@ -1,0 +1,127 @@
+"""Learns a value function by Detectron2's default trainer: rounds of short runs, each from another phi."""
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from detectron2.config import CfgNode
+from detectron2.utils import comm
+
+from metricopt_ext.detection.detectron2.build import main_process_folder
+from metricopt_ext.detection.detectron2.config import Settings, settings_of
+from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, open_store
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.fitting import Fit, fit_value_function
+from metricopt_ext.progress import Bars, Watcher
+from metricopt_ext.recipe import Recipe
+from metricopt_ext.trajectory import TrajectoryStore
+
+
+def meta_train(cfg: CfgNode, path: str | Path) -> Fit | None:
+    """Learn f for a trained detector and write it (Algorithm 1, meta-training, as `metricopt_ext.meta_train` does).
+
+    Each of ``METRICOPT.ROUNDS * METRICOPT.TASKS`` runs starts from a phi of its own and asks AP50 on
+    ``METRICOPT.VALIDATION`` ``METRICOPT.EVALS`` times. Trajectories are kept in ``METRICOPT.TRAJECTORIES``, or else in
+    ``OUTPUT_DIR/trajectories``; those that are there are not collected again. What the trainers log goes to
+    ``OUTPUT_DIR/log.txt``.
+
+    Args:
+        cfg: The config of the finetuning to come; ``MODEL.WEIGHTS`` is the trained detector. A ``METRICOPT.START_STD``
+            of 0 stands for `Recipe`'s here, as f can't be learned from one start.
+        path: Receives f.
+
+    Returns:
+        f with its held-out quality; None on all processes but the main one.
+
+    Raises:
+        ConfigError: No trained detector is named, or no set to ask AP50 on.
+        FileFormatError: The trajectories are of runs with other settings.
+    """
+    settings = settings_of(cfg)
+    if not cfg.MODEL.WEIGHTS:
+        raise ConfigError("meta-training needs MODEL.WEIGHTS, the trained detector, e.g. OUTPUT_DIR/model_final.pth")
+    if not settings.validation:
+        raise ConfigError(
+            "meta-training needs METRICOPT.VALIDATION, the set that AP50 is asked on; hold it out of both training and"
+            " test"
+        )
+    tasks, rounds = settings.tasks, settings.rounds
+    recipe = Recipe(start_std=settings.start_std or Recipe.start_std, folds=min(Recipe.folds, tasks // 2))
+    fit = None
+    with _progress(settings) as watcher:
+        for round in range(rounds):
+            skill = f"f at {fit.f.quality.spearman:.2f}" if fit and fit.f.quality else "loss only"
+            watcher.stage(f"round {round + 1}/{rounds}, {skill}")
+            for index in range(round * tasks, (round + 1) * tasks):
+                weight, metric_step = recipe.explored_settings(settings.seed, [index])[0].tolist()
+                task = cfg.clone()
+                task.defrost()
+                task.OUTPUT_DIR, task.DATASETS.TEST = os.path.join(cfg.OUTPUT_DIR, "task"), ()
+                task.METRICOPT.update(
+                    ENABLED=True,
+                    TRAJECTORIES=settings.trajectories or os.path.join(cfg.OUTPUT_DIR, "trajectories"),
+                    START_STD=recipe.start_std,
+                    VALUE_FUNCTION=os.fspath(path) if round else "",
+                    METRIC_STEP=metric_step,
+                    LOSS_WEIGHT=weight,
+                    ROUND=round,
+                    INDEX=index,
+                )
+                if not _stored(task, round, index):
+                    trainer = MetricOptTrainer(task)
+                    trainer.resume_or_load(resume=False)
+                    trainer.train()
+                _tell(watcher, task, round, index)
+            if comm.is_main_process():
+                seen = [each for each in _store(task) if each.round <= round]
+                fit = fit_value_function(recipe.labels(seen), recipe.learners, folds=recipe.folds, seed=settings.seed)
+                fit.f.save(path)
+            comm.synchronize()  # every process follows it in the next round
+        if fit is not None:
+            watcher.say(f"value function ({fit.f.kind}): {fit.f.quality}")
+            watcher.done()
+            shutil.rmtree(task.OUTPUT_DIR, ignore_errors=True)
+    return fit
+
+
+def _store(cfg: CfgNode) -> TrajectoryStore:
+    return open_store(cfg, main_process_folder(cfg.METRICOPT.TRAJECTORIES))
+
+
+def _stored(cfg: CfgNode, round: int, index: int) -> bool:
+    """Return whether the main process, which alone keeps trajectories, has this one."""
+    return bool(comm.all_gather(_store(cfg).get(round, index) is not None)[0])
+
+
+def _tell(watcher: Watcher, cfg: CfgNode, round: int, index: int) -> None:
+    store = _store(cfg)
+    if (trajectory := store.get(round, index)) is not None:
+        first, last = (1 - trajectory.cost[[0, -1]]).tolist()
+        watcher.query(store.queries, f"AP50 {first:.4f} -> {last:.4f}")
+
+
+@contextmanager
+def _progress(settings: Settings) -> Iterator[Watcher]:
+    """Show a bar on the main process, in place of what Detectron2 logs to the terminal."""
+    handlers = [
+        handler
+        for name in ("detectron2", "fvcore")
+        for handler in logging.getLogger(name).handlers
+        if getattr(handler, "stream", None) in (sys.stdout, sys.stderr)
+    ]
+    levels = [handler.level for handler in handlers]
+    for handler in handlers:
+        handler.setLevel(logging.WARNING)
+    try:
+        if comm.is_main_process():
+            with Bars() as bars:
+                yield bars.watch("AP50", settings.rounds * settings.tasks * settings.evals)
+        else:
+            yield Watcher()
+    finally:
+        for handler, level in zip(handlers, levels, strict=True):
+            handler.setLevel(level)
