@@ -90,7 +90,7 @@ def test_lazy_config_runs(folder: Path, tiny_config: Any, tmp_path: Path) -> Non
     trainer.register_hooks(instantiate(cfg.hooks))
     trainer.train(0, cfg.train.max_iter)
     (trajectory,) = TrajectoryStore(tmp_path / "kept")
-    assert trajectory.phi.shape == (4, 32)
+    assert trajectory.phi.shape == (4, 16)
     assert torch.equal(trajectory.phi[-1], model.metricopt.phi)
     assert trajectory.phi[-1].norm() > 0
     assert (tmp_path / "out" / "model_best.pth").exists()

@@ -29,13 +29,13 @@ model = L(with_film)(
         )
     ),
     layers=["backbone"],
-    dim=32,
+    dim=16,
 )
 
 optimizer = L(phi_optimizer)(
     params=L(phi_of)(),  # of the model, which the trainer sets
     value_function="",
-    lr=0.01,
+    lr=0.05,
 )
 
 lr_multiplier = L(ConstantParamScheduler)(value=1.0)
@@ -44,14 +44,14 @@ dataloader = {
     "train": L(build_detection_train_loader)(
         dataset=L(as_records)(data=L(read_voc)(root="${data.root}", split="train")),
         mapper=L(DatasetMapper)(
-            is_train=True, augmentations=[L(ResizeShortestEdge)(short_edge_length=128)], image_format="BGR"
+            is_train=True, augmentations=[L(ResizeShortestEdge)(short_edge_length=96)], image_format="BGR"
         ),
         total_batch_size=4,
     ),
     "test": L(build_detection_test_loader)(
         dataset=L(as_records)(data=L(read_voc)(root="${data.root}", split="val")),
         mapper=L(DatasetMapper)(
-            is_train=False, augmentations=[L(ResizeShortestEdge)(short_edge_length=128)], image_format="BGR"
+            is_train=False, augmentations=[L(ResizeShortestEdge)(short_edge_length=96)], image_format="BGR"
         ),
     ),
     "evaluator": L(AP50Evaluator)(truth=L(read_voc)(root="${data.root}", split="val"), definition="voc"),
@@ -60,10 +60,10 @@ dataloader = {
 train = {
     "output_dir": "out/lazy_scenes",
     "init_checkpoint": "out/scenes/model_final.pth",
-    "max_iter": 50,
+    "max_iter": 20,
     "amp": {"enabled": False},
     "ddp": {"broadcast_buffers": False, "find_unused_parameters": False, "fp16_compression": False},
-    "checkpointer": {"period": 50, "max_to_keep": 2},
+    "checkpointer": {"period": 20, "max_to_keep": 2},
     "eval_period": 0,
     "log_period": 20,
     "device": "cuda",
@@ -74,6 +74,6 @@ hooks = L(finetuning_hooks)(
     metric=L(ap50_metric)(loader="${dataloader.test}", evaluator="${dataloader.evaluator}"),
     store=L(TrajectoryStore)(folder="out/lazy_scenes/trajectories"),
     steps="${train.max_iter}",
-    evals=5,
+    evals=8,
     output_dir="${train.output_dir}",
 )
