@@ -198,7 +198,7 @@ def compare(
         outcomes=outcomes,
         quality=result.fit.f.quality,
         candidates=result.fit.candidates,
-        trivial=trivial_predictors(result.trajectories, folds=recipe.folds, seed=seed),
+        trivial=trivial_predictors(result.trajectories, folds=recipe.folds_for(len(result.trajectories)), seed=seed),
         kept=result.chosen,
         setting=result.setting,
         split_half=None if math.isnan(result.split_half) else result.split_half,

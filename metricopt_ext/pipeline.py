@@ -232,7 +232,8 @@ def meta_train(
             on_query=teller(task, watcher),
         )
         seen = [trajectory for trajectory in store if trajectory.round <= round]
-        fit = fit_value_function(recipe.labels(seen), recipe.learners, folds=recipe.folds, seed=seed)
+        folds = recipe.folds_for(len(seen))
+        fit = fit_value_function(recipe.labels(seen), recipe.learners, folds=folds, seed=seed)
         fit.f.to(task.origin().device)
     assert fit is not None
     assert fit.f.quality is not None
@@ -248,7 +249,8 @@ def _fit_halves(trajectories: Sequence[Trajectory], recipe: Recipe, seed: int) -
         return ()
     try:
         data = [recipe.labels(seen_on_half(trajectories, half)) for half in (0, 1)]
-        fits = [fit_value_function(half, recipe.learners, folds=recipe.folds, seed=seed).f for half in data]
+        folds = recipe.folds_for(len(trajectories))
+        fits = [fit_value_function(half, recipe.learners, folds=folds, seed=seed).f for half in data]
     except ValueFunctionError:
         return ()
     return tuple(fits)

@@ -15,6 +15,9 @@ from .seeding import generator
 
 Setting = tuple[float, float]
 
+# Tasks of the first round, from which f is to be learned and measured: two to learn from while two are held out.
+LEAST_TASKS = 4
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -30,7 +33,8 @@ class Recipe:
             loss weight is drawn from [0, 1].
         settings: Candidate pairs (loss weight, metric step) for finetuning; a few queries choose among them.
         trials: Random starts, besides phi = 0, on which each setting is tried, one query each.
-        folds: Parts of the trajectories; each is held out from some members of f's ensemble, to measure it by.
+        folds: Parts of the trajectories; each is held out from some members of f's ensemble, to measure it by. Early
+            rounds with fewer than two trajectories for each make do with fewer parts.
         labels: Turns trajectories into labelled points: those observed, or all steps by interpolation
             (`interpolation.GaussianProcessLabels`).
         learners: Kinds of value function to fit; held-out quality chooses.
@@ -102,19 +106,23 @@ class Recipe:
         """
         return 5 + (self.adapt_queries + 1 if self.adapt_queries else 0) + self.refine_queries
 
+    def folds_for(self, trajectories: int) -> int:
+        """Return into how many parts this many trajectories are divided: two trajectories in each at least."""
+        return min(self.folds, trajectories // 2)
+
     def tasks_per_round(self, queries: int) -> int:
         """Return how many tasks a round can have.
 
         Raises:
-            BudgetError: Fewer than two tasks per fold; the message says how many queries would do.
+            BudgetError: Fewer than `LEAST_TASKS`; the message says how many queries would do.
         """
         fixed, per_task = self.choice_queries + self.start_queries, self.rounds * self.evals
         tasks = (queries - fixed) // per_task
-        least = 2 * self.folds
-        if tasks < least:
+        if tasks < LEAST_TASKS:
             raise BudgetError(
-                f"{queries} queries are too few for {self.rounds} rounds of at least {least} tasks with {self.evals}"
-                f" observations each, {self.choice_queries} queries to choose settings and {self.start_queries}"
-                f" for the start: give at least {fixed + least * per_task}, or fewer rounds or evals"
+                f"{queries} queries are too few for {self.rounds} rounds of at least {LEAST_TASKS} tasks with"
+                f" {self.evals} observations each, {self.choice_queries} queries to choose settings and"
+                f" {self.start_queries} for the start: give at least {fixed + LEAST_TASKS * per_task}, or fewer rounds"
+                " or evals"
             )
         return tasks

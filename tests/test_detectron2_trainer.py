@@ -243,7 +243,7 @@ def test_meta_training_follows_what_it_learned(to_meta_train: Callable[..., Any]
     assert [(t.round, t.index, len(t.cost)) for t in store] == [(i // 4, i, 3) for i in range(8)]
     assert len({tuple(t.phi[0].tolist()) for t in store}) == 8
     assert not (Path(cfg.OUTPUT_DIR) / "task").exists()
-    again = fit_value_function(Observations.of(store), folds=2, seed=0).f
+    again = fit_value_function(Observations.of(store), folds=4, seed=0).f
     phi = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     assert torch.equal(load_value_function(tmp_path / "f.safetensors", 4)(phi), again(phi))
 

@@ -249,8 +249,8 @@ def whole(file: str, overrides: list[str], folder: Path, seed: int) -> Row:
 
 def fitted(ready: Prepared, result: MetricOptResult, recipe: Recipe, seed: int) -> Row:
     """Fit a value function to the default's trajectories in another way, and follow it whether trusted or not."""
-    labelled = recipe.labels(result.trajectories)
-    fit = fit_value_function(labelled, recipe.learners, folds=recipe.folds, seed=seed)
+    labelled, folds = recipe.labels(result.trajectories), recipe.folds_for(len(result.trajectories))
+    fit = fit_value_function(labelled, recipe.learners, folds=folds, seed=seed)
     policy = replace(metric_policy(fit.f, recipe, result.setting), even_untrusted=True)
     return Row(spearman(fit), followed(ready, policy, recipe, seed), sum(result.queries.values()))
 

@@ -9,6 +9,7 @@ from detectron2.config import CfgNode, get_cfg
 
 from metricopt_ext.detection.ap50 import Definition
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.recipe import LEAST_TASKS
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Settings:
             ConfigError: A value is out of range, or a key lacks another one.
         """
         at_least_0 = ("seed", "start_std", "lr", "metric_step", "loss_weight", "validation_images", "round", "index")
-        for least, names in ((0, at_least_0), (1, ("dim", "steps", "history", "rounds")), (4, ("tasks",))):
+        for least, names in ((0, at_least_0), (1, ("dim", "steps", "history", "rounds")), (LEAST_TASKS, ("tasks",))):
             for name in names:
                 if getattr(self, name) < least:
                     raise ConfigError(f"METRICOPT.{name.upper()} is {getattr(self, name)}; it must be at least {least}")

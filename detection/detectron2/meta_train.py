@@ -50,7 +50,7 @@ def meta_train(cfg: CfgNode, path: str | Path) -> Fit | None:
             " test"
         )
     tasks, rounds = settings.tasks, settings.rounds
-    recipe = Recipe(start_std=settings.start_std or Recipe.start_std, folds=min(Recipe.folds, tasks // 2))
+    recipe = Recipe(start_std=settings.start_std or Recipe.start_std)
     fit = None
     with _progress(settings) as watcher:
         for round in range(rounds):
@@ -78,7 +78,8 @@ def meta_train(cfg: CfgNode, path: str | Path) -> Fit | None:
                 _tell(watcher, task, round, index)
             if comm.is_main_process():
                 seen = [each for each in _store(task) if each.round <= round]
-                fit = fit_value_function(recipe.labels(seen), recipe.learners, folds=recipe.folds, seed=settings.seed)
+                folds = recipe.folds_for(len(seen))
+                fit = fit_value_function(recipe.labels(seen), recipe.learners, folds=folds, seed=settings.seed)
                 fit.f.save(path)
             comm.synchronize()  # every process follows it in the next round
         if fit is not None:
