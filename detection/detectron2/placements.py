@@ -8,9 +8,11 @@ from torch import nn
 from metricopt_ext.errors import ConfigError
 
 # The norms stand before the ReLU, where the paper has FiLM. A C4 model has the last stage of the ResNet as its head;
-# an FPN model has linear layers there. Only what matches a given model is used.
+# an FPN model has linear layers there. Only what matches a given model is used. The early layers are what a change of
+# contrast or noise reaches first, and few enough for a short phi.
 PLACEMENTS: dict[str, tuple[str, ...]] = {
     "backbone": ("backbone.*res?.*.norm",),
+    "early": ("backbone.*stem.*.norm", "backbone.*res2.*.norm"),
     "last_stage": ("backbone.res4.*.norm", "backbone.bottom_up.res5.*.norm"),
     "fpn": ("backbone.fpn_output?",),
     "roi_head": ("roi_heads.res5.*.norm", "roi_heads.box_head.conv*.norm", "roi_heads.box_head.fc?"),
