@@ -4,6 +4,7 @@ import copy
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,9 +28,11 @@ try:
 except ImportError as error:
     raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
 
-# Where FiLM can act, for attach_film(layers=...). The last two leave features and proposals as they are.
+# Where FiLM can act, for attach_film(layers=...); only what matches a given model is used. The early layers are what a
+# change of contrast or noise reaches first. The last two leave features and proposals as they are.
 PLACEMENTS: dict[str, tuple[str, ...]] = {
     "backbone": ("backbone.body.*",),
+    "early": ("backbone.body.bn1", "backbone.body.layer1.*"),
     "fpn": ("backbone.fpn.layer_blocks.*",),
     "rpn": ("rpn.head.conv.*",),
     "roi_head": ("roi_heads.box_head.*",),
@@ -170,7 +173,9 @@ class TorchvisionToolkit:
         unknown = [name for name in placements if name not in PLACEMENTS]
         if unknown:
             raise ConfigError(f"placement={unknown[0]!r} is none of {', '.join(PLACEMENTS)}")
-        return [pattern for name in placements for pattern in PLACEMENTS[name]]
+        layers = [layer for layer, _ in model.named_modules()]
+        patterns = [pattern for name in placements for pattern in PLACEMENTS[name]]
+        return [pattern for pattern in patterns if any(fnmatchcase(layer, pattern) for layer in layers)]
 
     def inputs(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
         """Return what the model's ``forward`` takes in evaluation mode."""

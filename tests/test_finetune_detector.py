@@ -37,7 +37,7 @@ from metricopt_ext.value_function import load_value_function
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "detection"
 SCENES = CONFIGS / "scenes_torchvision.yaml"
-STOCK = TorchvisionToolkit(min_size=48, max_size=48)
+STOCK = TorchvisionToolkit(min_size=48, max_size=48, proposals=30)
 
 # One round of four tasks with two observations, three queries to choose and five for the guard. The detector hardly
 # learns, but as the scenes' digits are of one class here (`small_and_quick`), it finds some, and AP50 moves with phi.
@@ -368,7 +368,7 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["data.name=kitti", "shift={contrast: 1, noise_std: 0, scale: 1}"], r"'kitti' is none of scenes, voc, coco"),
         (["data.name=voc", "shift={contrast: 1, noise_std: 0, scale: 1}"], r"data\.name=voc needs data\.root=PATH"),
         (["data.images=[6,0,6]"], r"images must be three numbers of at least 1, got \(6, 0, 6\)"),
-        (["adapter.placement=head"], r"placement='head' is none of backbone, fpn, rpn, roi_head, predictor"),
+        (["adapter.placement=head"], r"placement='head' is none of backbone, early, fpn, rpn, roi_head, predictor"),
         (["adapter.layers=[norm*]"], r"layers='norm\*' matches no layer"),
         (["model.lr=1e30"], r"step \d: .*(lower the lr|not finite)"),
         (["device=abacus"], r"device='abacus' is not to be had here"),
@@ -445,7 +445,7 @@ def test_detectron2_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch
 def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Path) -> None:
     evaluate = load_tool("evaluate_ap50")
     file = tmp_path / "run.yaml"
-    file.write_text("data: {name: scenes}\nmodel: {min_size: 48, max_size: 48}\ndevice: cpu\n")
+    file.write_text("data: {name: scenes}\nmodel: {min_size: 48, max_size: 48, proposals: 30}\ndevice: cpu\n")
     folder, methods = finished / "seed-0", content_of(finished)["methods"]
     data = ("--annotations", folder / "scenes", "--split", "test")
     model, tuned = folder / "model.safetensors", folder / "tuned.pth"

@@ -212,7 +212,7 @@ def test_a_merged_detector_is_an_ordinary_one(name: str, placement: str) -> None
         stock = get_model(name, weights=None, weights_backbone=None, **options).double()
     model.rpn._post_nms_top_n = stock.rpn._post_nms_top_n = {"testing": 20}  # a thousand take seconds
     before = toolkit.detect(model, BATCH[:1])[0]
-    adapter = attach_film(model, PLACEMENTS[placement], dim=4)
+    adapter = attach_film(model, toolkit.film_layers(model, [placement]), dim=4)
     check_merge(toolkit, adapter, stock, before.scores)
 
 
