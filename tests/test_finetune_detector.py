@@ -256,7 +256,7 @@ def test_the_ap_loss_in_the_backbone_by_the_command_line(
     assert "torchvision's small_fpn on shifted scenes" in capsys.readouterr().out
     content = content_of(tmp_path)
     assert content["config"]["toolkit"] == "torchvision"
-    assert content["config"]["adapter"]["placement"] == "backbone"
+    assert content["config"]["adapter"]["placement"] == "early"
     recalls = json.loads((tmp_path / "seed-0" / "proposal_recall.json").read_text())
     assert recalls["pretrained"] == json.loads((finished / "seed-0" / "proposal_recall.json").read_text())["pretrained"]
     tuned = torch.load(tmp_path / "seed-0" / "tuned.pth", weights_only=True)
