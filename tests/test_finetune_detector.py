@@ -252,7 +252,7 @@ def test_the_ap_loss_in_the_backbone_by_the_command_line(
 ) -> None:
     weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
     call("--toolkit", "torchvision", "--config-file", CONFIGS / "scenes_detectron2.yaml", "--output-dir", tmp_path,
-         *TINY, "classification_loss=ap", weights)  # fmt: skip
+         *TINY, "classification_loss=ap", "model.proposals=30", weights)  # fmt: skip
     assert "torchvision's small_fpn on shifted scenes" in capsys.readouterr().out
     content = content_of(tmp_path)
     assert content["config"]["toolkit"] == "torchvision"
