@@ -12,11 +12,12 @@ from torch import distributed
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
 
 from detectron2.data import DatasetCatalog, MetadataCatalog, build_detection_train_loader
-from detectron2.engine import SimpleTrainer
+from detectron2.engine import SimpleTrainer, defaults
 from detectron2.modeling import build_model
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 
+from metricopt_ext.detection.detectron2 import trainer as trainer_module
 from metricopt_ext.detection.detectron2.build import (
     finetuning_hooks,
     main_process_folder,
@@ -26,9 +27,11 @@ from metricopt_ext.detection.detectron2.build import (
 )
 from metricopt_ext.detection.detectron2.datasets import register
 from metricopt_ext.detection.detectron2.evaluator import validation_metric
+from metricopt_ext.detection.detectron2.meta_train import meta_train
 from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.metric import Metric
 from metricopt_ext.trajectory import TrajectoryStore
-from metricopt_ext.value_function import Quality, RidgeValueFunction
+from metricopt_ext.value_function import Quality, RidgeValueFunction, load_value_function
 
 pytestmark = pytest.mark.detectron2
 
@@ -83,3 +86,41 @@ def test_two_processes_end_with_one_phi(tiny_config: Any, squares: Callable[...,
     assert not torch.equal(first["start"], first["phi"])
     assert torch.equal(first["recorded"][0], first["start"])
     assert len(TrajectoryStore(tmp_path / "kept")) == 1
+
+
+def learn(rank: int, cfg: Any, folder: Path) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", world_size=2, rank=rank)
+    comm.create_local_process_group(2)
+    seed_all_rng(rank)
+    # Detectron2 names a GPU when it wraps the model; the metric reacts to phi though the detector is untrained.
+    defaults.create_ddp_model = lambda model, **options: torch.nn.parallel.DistributedDataParallel(
+        model, broadcast_buffers=False
+    )
+    trainer_module.validation_metric = lambda *args, **options: Metric(
+        lambda model: float(model.metricopt.phi.sum().sigmoid()), maximize=True
+    )
+    fit = meta_train(cfg, folder / "f.safetensors")
+    torch.save({"fitted": fit is not None}, folder / f"rank{rank}.pth")
+    distributed.destroy_process_group()
+
+
+def test_two_processes_learn_one_f(tiny_config: Any, squares: Callable[..., DetectionSet], tmp_path: Path) -> None:
+    cfg = tiny_config(
+        *("fpn", "BN", "DATASETS.TRAIN", ("pair_train",), "METRICOPT.VALIDATION", "pair_val", "METRICOPT.ROUNDS", 2),
+        *("METRICOPT.STEPS", 2, "METRICOPT.EVALS", 2, "SOLVER.CHECKPOINT_PERIOD", 100),
+    )
+    cfg.MODEL.WEIGHTS = str(tmp_path / "detector.pth")
+    torch.save({"model": build_model(cfg).state_dict()}, cfg.MODEL.WEIGHTS)
+    try:
+        for seed, name in enumerate(("pair_train", "pair_val")):
+            register(name, squares(5, seed=seed))
+        mp.start_processes(learn, (cfg, tmp_path), nprocs=2, start_method="fork")
+    finally:
+        for name in ("pair_train", "pair_val"):
+            DatasetCatalog.remove(name)
+            MetadataCatalog.remove(name)
+    fitted = [torch.load(tmp_path / f"rank{rank}.pth", weights_only=True)["fitted"] for rank in (0, 1)]
+    assert fitted == [True, False]
+    assert len(list((Path(cfg.OUTPUT_DIR) / "trajectories").glob("round-*"))) == 8
+    assert load_value_function(tmp_path / "f.safetensors", 4).quality.trajectories > 0
