@@ -52,8 +52,9 @@ class TorchvisionToolkit:
         width: Channels of a small detector's feature pyramid.
         head: Channels of a small detector's box head.
         score_threshold: Lowest confidence of a detection, from 0 to 1.
-        proposals: Most proposals that an image's boxes are sought in, with twice as many looked at before NMS; 0 for
-            the detector's own number, 1000 in torchvision's and 100 in the small ones. The loss has its own.
+        proposals: Most proposals that an image's boxes are sought in, from twice as many per level of the pyramid
+            before NMS; 0 for the detector's own numbers (1000 from 1000, the small ones 100 from 200). The loss has its
+            own.
         weights: File of torchvision's weights for its ResNet-50 detectors, trained on COCO, to start from; all but the
             box predictor's are taken.
         classification_loss: Of the box head: the detector's own ``cross_entropy``, or ``ap`` (`ap_loss.ap_loss`), which

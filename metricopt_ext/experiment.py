@@ -1,7 +1,7 @@
 """One seed of any task's tool: set it up, run MetricOpt beside its rivals, keep the record."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from .evidence import Rival, SeedRecord, compare
@@ -26,8 +26,8 @@ class Experiment:
     task: FinetuneTask
     test_metric: Metric
     rivals: Mapping[str, Rival]
-    follow_ups: Mapping[str, Rival] = field(default_factory=dict)
-    finish: Callable[[], object] = lambda: None
+    follow_ups: Mapping[str, Rival]
+    finish: Callable[[], object]
 
 
 def run_experiment(

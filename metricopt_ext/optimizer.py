@@ -184,7 +184,7 @@ class MetricOpt(torch.optim.Optimizer):
             loss_weight=group["loss_weight"],
             steps=group["steps"],
             trust=group["trust"],
-            even_untrusted=group.get("even_untrusted", False),
+            even_untrusted=group["even_untrusted"],
         )
         moved = rule(phi, state["history"], step)
         for parameter, values in zip(parameters, moved.split([p.numel() for p in parameters]), strict=True):

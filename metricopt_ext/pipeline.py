@@ -12,7 +12,7 @@ import torch
 
 from .errors import BudgetError, FileFormatError, ValueFunctionError
 from .files import claim
-from .fitting import Fit, fit_value_function
+from .fitting import Fit
 from .metric import Ledger, Metric
 from .optimizer import LossStep, MetricOptStep
 from .progress import Bars, Watcher
@@ -232,8 +232,7 @@ def meta_train(
             on_query=teller(task, watcher),
         )
         seen = [trajectory for trajectory in store if trajectory.round <= round]
-        folds = recipe.folds_for(len(seen))
-        fit = fit_value_function(recipe.labels(seen), recipe.learners, folds=folds, seed=seed)
+        fit = recipe.fit(seen, seed)
         fit.f.to(task.origin().device)
     assert fit is not None
     assert fit.f.quality is not None
@@ -248,12 +247,9 @@ def _fit_halves(trajectories: Sequence[Trajectory], recipe: Recipe, seed: int) -
     if any(t.halves is None for t in trajectories):
         return ()
     try:
-        data = [recipe.labels(seen_on_half(trajectories, half)) for half in (0, 1)]
-        folds = recipe.folds_for(len(trajectories))
-        fits = [fit_value_function(half, recipe.learners, folds=folds, seed=seed).f for half in data]
+        return tuple(recipe.fit(seen_on_half(trajectories, half), seed).f for half in (0, 1))
     except ValueFunctionError:
         return ()
-    return tuple(fits)
 
 
 def open_store(

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from .errors import BudgetError
-from .fitting import Learner, NeuralLearner, RidgeLearner
+from .fitting import Fit, Learner, NeuralLearner, RidgeLearner, fit_value_function
 from .observations import Labeller, Observations
 from .search import Search
 from .seeding import generator
+from .trajectory import Trajectory
 
 Setting = tuple[float, float]
 
@@ -107,8 +108,13 @@ class Recipe:
         return 5 + (self.adapt_queries + 1 if self.adapt_queries else 0) + self.refine_queries
 
     def folds_for(self, trajectories: int) -> int:
-        """Return into how many parts this many trajectories are divided: two trajectories in each at least."""
-        return min(self.folds, trajectories // 2)
+        """Return the number of parts for so many trajectories: at least 2, and else two trajectories in each."""
+        return max(2, min(self.folds, trajectories // 2))
+
+    def fit(self, trajectories: Sequence[Trajectory], seed: int) -> Fit:
+        """Label trajectories and fit a value function to them, see `fitting.fit_value_function`."""
+        folds = self.folds_for(len(trajectories))
+        return fit_value_function(self.labels(trajectories), self.learners, folds=folds, seed=seed)
 
     def tasks_per_round(self, queries: int) -> int:
         """Return how many tasks a round can have.

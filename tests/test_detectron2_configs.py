@@ -90,7 +90,7 @@ def test_lazy_config_runs(folder: Path, tiny_config: Any, tmp_path: Path) -> Non
     trainer.register_hooks(instantiate(cfg.hooks))
     trainer.train(0, cfg.train.max_iter)
     (trajectory,) = TrajectoryStore(tmp_path / "kept")
-    assert trajectory.phi.shape == (4, 16)
+    assert trajectory.phi.shape == (4, 32)
     assert torch.equal(trajectory.phi[-1], model.metricopt.phi)
     assert trajectory.phi[-1].norm() > 0
     assert (tmp_path / "out" / "model_best.pth").exists()
@@ -177,8 +177,9 @@ def test_tool_trains_and_finetunes(
             "error: MODEL.ROI_HEADS.NUM_CLASSES is 3; train has 2 classes: green, red",
         ),
         (["METRICOPT.SIZE", 3], "Non-existent key: METRICOPT.SIZE"),
-        (["--meta-train", "f.safetensors"], "meta-training needs MODEL.WEIGHTS"),
-        (["--meta-train", "f.safetensors", "MODEL.WEIGHTS", "m.pth"], "meta-training needs METRICOPT.VALIDATION"),
+        (["--meta-train", "f.safetensors"], "meta-training needs the trained detector: MODEL.WEIGHTS is ''"),
+        (["MODEL.WEIGHTS", "m.pth"], "error: MODEL.WEIGHTS=m.pth: there is no such file"),
+        (["--meta-train", "f.safetensors", "MODEL.WEIGHTS", __file__], "meta-training needs METRICOPT.VALIDATION"),
     ],
 )
 def test_tool_s_errors(

@@ -242,7 +242,7 @@ def test_meta_training_follows_what_it_learned(to_meta_train: Callable[..., Any]
     store = TrajectoryStore(folder, json.loads((folder / "identity.json").read_text()))
     assert [(t.round, t.index, len(t.cost)) for t in store] == [(i // 4, i, 3) for i in range(8)]
     assert len({tuple(t.phi[0].tolist()) for t in store}) == 8
-    assert not (Path(cfg.OUTPUT_DIR) / "task").exists()
+    assert not (Path(cfg.OUTPUT_DIR) / "meta_train").exists()
     again = fit_value_function(Observations.of(store), folds=4, seed=0).f
     phi = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     assert torch.equal(load_value_function(tmp_path / "f.safetensors", 4)(phi), again(phi))
@@ -292,7 +292,9 @@ def test_killed_meta_training_goes_on(
         return train(self)
 
     monkeypatch.setattr(MetricOptTrainer, "train", counted)
-    meta_train(cfg, tmp_path / "again.safetensors")
+    with pytest.raises(FileFormatError, match=r"holds trajectories already: add --resume"):
+        meta_train(cfg, tmp_path / "again.safetensors")
+    meta_train(cfg, tmp_path / "again.safetensors", resume=True)
     assert runs == [5, 6, 7]
     contents["f"] = load_file(tmp_path / "f.safetensors")
     again = {file.name: load_file(file) for file in folder.glob("round-*")}
@@ -300,18 +302,29 @@ def test_killed_meta_training_goes_on(
     assert again.keys() == contents.keys()
     for name, tensors in contents.items():
         assert all(torch.equal(tensor, again[name][key]) for key, tensor in tensors.items()), name
-    with pytest.raises(FileFormatError, match=r"lr"):
-        meta_train(to_meta_train("METRICOPT.LR", 0.02), tmp_path / "f.safetensors")
+    for key, value in (("LR", 0.02), ("TASKS", 5), ("TRUST", 1.0)):
+        with pytest.raises(FileFormatError, match=key.lower()):
+            meta_train(to_meta_train(f"METRICOPT.{key}", value), tmp_path / "f.safetensors", resume=True)
 
 
-def test_an_f_without_skill_is_not_followed(tiny_config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("round", [0, 1])
+def test_an_f_without_skill_is_followed_only_to_correct_it(
+    round: int, tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     f = save_f(tmp_path / "f.safetensors")
     f.quality = Quality(0.1, -0.5, 0.1, 50, 10)
     f.save(tmp_path / "f.safetensors")
+    warnings: list[str] = []
+    monkeypatch.setattr(logging.getLogger("detectron2"), "warning", lambda text, *args: warnings.append(text % args))
     cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.VALUE_FUNCTION", str(tmp_path / "f.safetensors"))
-    with caplog.at_level(logging.WARNING):
-        MetricOptTrainer.build_optimizer(cfg, MetricOptTrainer.build_model(cfg))
-    assert "phi follows the loss alone" in caplog.text
+    cfg.METRICOPT.ROUND = round
+    model = MetricOptTrainer.build_model(cfg)
+    phi, start = model.metricopt.phi, model.metricopt.phi.detach().clone()
+    phi.grad = torch.arange(4.0)
+    MetricOptTrainer.build_optimizer(cfg, model).step()
+    as_by_the_loss = torch.allclose(phi, start - 0.01 * torch.arange(4.0))
+    assert as_by_the_loss is (round == 0)
+    assert any("phi follows the loss alone" in text for text in warnings) is (round == 0)
 
 
 def test_recorded_costs_are_the_metric_s(tiny_config: Any, tmp_path: Path) -> None:

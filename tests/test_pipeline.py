@@ -170,6 +170,19 @@ def test_a_single_setting_needs_no_choice(quadratic: Callable[..., Any]) -> None
     assert task.asked == 45
 
 
+def test_small_rounds_make_do_with_fewer_parts(quadratic: Callable[..., Any]) -> None:
+    recipe = replace(RECIPE, folds=4)
+    assert [recipe.folds_for(n) for n in (3, 4, 6, 8, 99)] == [2, 2, 3, 4, 4]
+    seen: list[int] = []
+
+    def learner(data: Any, fold: Tensor, folds: int, seed: int) -> Any:
+        seen.append(folds)
+        return RidgeLearner()(data, fold, folds, seed)
+
+    meta_train(quadratic(), tasks=4, recipe=replace(recipe, learners=(learner,)))
+    assert seen == [2, 4]
+
+
 @pytest.mark.parametrize(
     "recipe", [RECIPE, replace(RECIPE, rounds=1, evals=4, trials=0), replace(RECIPE, settings=((0.3, 0.1),), folds=3)]
 )

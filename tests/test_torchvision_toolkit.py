@@ -216,6 +216,19 @@ def test_a_merged_detector_is_an_ordinary_one(name: str, placement: str) -> None
     check_merge(toolkit, adapter, stock, before.scores)
 
 
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("small_fpn", ["backbone.body.layer1.1"]),
+        ("resnet18_fpn", ["backbone.body.bn1", *(f"backbone.body.layer1.{i}.bn{j}" for i in (0, 1) for j in (1, 2))]),
+    ],
+)
+def test_the_early_layers_are_the_first_norms(name: str, layers: list[str]) -> None:
+    toolkit = replace(SMALL, name=name)
+    model = toolkit.build(CLASSES, seed=0)
+    assert list(attach_film(model, toolkit.film_layers(model, ["early"]), dim=2).layers) == layers
+
+
 def test_phi_is_merged_into_frozen_norms(tmp_path: Path) -> None:
     toolkit = replace(SMALL, name="fasterrcnn_resnet50_fpn")
     made = toolkit.build(CLASSES, seed=0).state_dict()

@@ -28,7 +28,7 @@ from metricopt_ext.config import load_config
 from metricopt_ext.errors import MetricOptError
 from metricopt_ext.evidence import RUN_AGAIN_KEYS
 from metricopt_ext.files import claim, read_json, write_atomically, write_json
-from metricopt_ext.fitting import Fit, NeuralLearner, RidgeLearner, fit_value_function
+from metricopt_ext.fitting import Fit, NeuralLearner, RidgeLearner
 from metricopt_ext.guided_es import es_direction
 from metricopt_ext.interpolation import GaussianProcessLabels, LinearLabels
 from metricopt_ext.objective import Objective, hardest_triplets
@@ -249,8 +249,7 @@ def whole(file: str, overrides: list[str], folder: Path, seed: int) -> Row:
 
 def fitted(ready: Prepared, result: MetricOptResult, recipe: Recipe, seed: int) -> Row:
     """Fit a value function to the default's trajectories in another way, and follow it whether trusted or not."""
-    labelled, folds = recipe.labels(result.trajectories), recipe.folds_for(len(result.trajectories))
-    fit = fit_value_function(labelled, recipe.learners, folds=folds, seed=seed)
+    fit = recipe.fit(result.trajectories, seed)
     policy = replace(metric_policy(fit.f, recipe, result.setting), even_untrusted=True)
     return Row(spearman(fit), followed(ready, policy, recipe, seed), sum(result.queries.values()))
 

@@ -10,8 +10,9 @@
 
 FILE is one of configs/detection/detectron2. The options are those of train_net.py, --num-gpus 0 computes on the CPU;
 overrides are KEY VALUE pairs at the end. Each item above is one command. With METRICOPT.ENABLED False, training is
-Detectron2's own. Evaluation is by AP50. Finetuning writes its best model, phi merged, to OUTPUT_DIR/model_merged.pth,
-which any program that uses Detectron2 loads.
+Detectron2's own. Learning f asks AP50 on METRICOPT.VALIDATION METRICOPT.ROUNDS * TASKS * EVALS times and keeps its runs
+in OUTPUT_DIR/trajectories; --resume goes on with what a killed one left there. Finetuning writes its best model, phi
+merged, to OUTPUT_DIR/model_merged.pth, which any program that uses Detectron2 loads. Evaluation is by AP50.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.errors import MetricOptError
+from metricopt_ext.errors import ConfigError, MetricOptError
 
 try:
     from detectron2.checkpoint import DetectionCheckpointer
@@ -47,13 +48,16 @@ def main(arguments: argparse.Namespace) -> Any:
         cfg.MODEL.DEVICE = "cpu"
     if arguments.eval_only:
         cfg.METRICOPT.START_STD = 0.0  # phi is what the checkpoint holds, or 0
+    weights = cfg.MODEL.WEIGHTS
+    if weights and "://" not in weights and not Path(weights).is_file():
+        raise ConfigError(f"MODEL.WEIGHTS={weights}: there is no such file")
     cfg.freeze()
     settings = settings_of(cfg)
     register_entries(settings.data, settings.data_root, settings.classes)
     check_classes(cfg)
     default_setup(cfg, arguments)
     if arguments.meta_train is not None:
-        return meta_train(cfg, arguments.meta_train)
+        return meta_train(cfg, arguments.meta_train, arguments.resume)
     if arguments.eval_only:
         model = MetricOptTrainer.build_model(cfg)
         checkpointer = DetectionCheckpointer(model, save_dir=cfg.OUTPUT_DIR)
@@ -77,6 +81,8 @@ def run() -> None:
     arguments = parser.parse_args()
     if not arguments.config_file:
         parser.error("--config-file is needed, e.g. configs/detection/detectron2/scenes.yaml")
+    if arguments.eval_only and arguments.meta_train:
+        parser.error("--eval-only and --meta-train are two commands")
     try:
         launch(
             main,

@@ -36,9 +36,9 @@ class Settings:
         validation: Name of the set that AP50 is asked on during training; empty asks nothing.
         validation_images: How many of its images, drawn at random; 0 for all.
         evals: How many of the T + 1 points AP50 is asked at, both ends included.
-        trajectories: Folder that the run's trajectory is added to, for fitting f, which is then followed even if it is
-            not to be trusted; empty keeps none.
-        round: The trajectory's round: 0 where the loss alone is followed.
+        trajectories: Folder that the run's trajectory is added to, for fitting f; empty keeps none.
+        round: The trajectory's round: 0 where the loss alone is followed; later ones follow f even if it is not to be
+            trusted, to correct it.
         index: The trajectory's index, which also draws the start; another one for each run.
         rounds: Rounds of meta-training: the first follows the loss alone, each later one the f fitted so far.
         tasks: Runs in each round.

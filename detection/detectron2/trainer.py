@@ -75,7 +75,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             steps=settings.steps,
             trust=settings.trust,
             history=settings.history,
-            even_untrusted=bool(settings.trajectories),  # which are to correct f
+            even_untrusted=settings.round > 0,  # whose trajectories are to correct f
         )
 
     @classmethod
@@ -136,7 +136,7 @@ def open_store(cfg: CfgNode, folder: str | None) -> TrajectoryStore:
         FileFormatError: Its trajectories are of runs with other settings.
     """
     settings = asdict(settings_of(cfg))
-    names = ("layers", "dim", "seed", "steps", "lr", "start_std")
+    names = ("layers", "dim", "seed", "steps", "lr", "start_std", "trust", "history", "tasks", "data")
     asked = ("definition", "validation", "validation_images", "evals")
     identity = {name: settings[name] for name in (*names, *asked)}
     identity |= {"backbone": cfg.MODEL.BACKBONE.NAME, "weights": cfg.MODEL.WEIGHTS}

@@ -28,14 +28,14 @@ model = L(with_film)(
             path=str(Path(__file__).parent / "scenes.yaml"), overrides=["MODEL.DEVICE", "${train.device}"]
         )
     ),
-    layers=["backbone"],
-    dim=16,
+    layers=["early"],
+    dim=32,
 )
 
 optimizer = L(phi_optimizer)(
     params=L(phi_of)(),  # of the model, which the trainer sets
     value_function="",
-    lr=0.05,
+    lr=0.1,
 )
 
 lr_multiplier = L(ConstantParamScheduler)(value=1.0)
