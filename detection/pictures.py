@@ -76,8 +76,9 @@ def plot_proposals(
             if hit:
                 _box(axes, boxes[int(row.argmax())].tolist(), COVER, linestyle="--")
             covered, total = covered + hit, total + 1
+    seen = min(count, max(len(boxes) for boxes in proposals))
     figure.suptitle(
-        f"{covered} of {total} objects (green) covered by one of {count} proposals (blue, the best); red: not",
+        f"{covered} of {total} objects (green) covered by one of {seen} proposals (blue, the best); red: not",
         fontsize=8,
     )
     return save_figure(figure, path)
