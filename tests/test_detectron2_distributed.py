@@ -36,11 +36,27 @@ from metricopt_ext.value_function import Quality, RidgeValueFunction, load_value
 pytestmark = pytest.mark.detectron2
 
 
-def finetune(rank: int, cfg: Any, folder: Path) -> None:
+@pytest.fixture(autouse=True)
+def _pair_in_catalog(squares: Callable[..., DetectionSet]) -> Any:
+    names = ("pair_train", "pair_val")
+    for seed, name in enumerate(names):
+        register(name, squares(5, seed=seed))
+    yield
+    for name in names:
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
+
+
+def join(rank: int, folder: Path) -> None:
+    """Become one of two processes of Detectron2."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", world_size=2, rank=rank)
     comm.create_local_process_group(2)
     seed_all_rng(rank)  # as Detectron2 does: the global streams differ
+
+
+def finetune(rank: int, cfg: Any, folder: Path) -> None:
+    join(rank, folder)
     model = with_film(build_model(cfg), dim=4, start_std=0.1)
     start = model.metricopt.phi.detach().clone()
     optimizer = phi_optimizer(phi_of(model), value_function=str(folder / "f.safetensors"), lr=0.01, steps=3)
@@ -64,21 +80,14 @@ def finetune(rank: int, cfg: Any, folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-def test_two_processes_end_with_one_phi(tiny_config: Any, squares: Callable[..., DetectionSet], tmp_path: Path) -> None:
+def test_two_processes_end_with_one_phi(tiny_config: Any, tmp_path: Path) -> None:
     f = RidgeValueFunction(4)
     f.coefficients.copy_(torch.linspace(-1, 1, 8)[:, None])
     f.set_domain(torch.randn(50, 4, generator=torch.Generator().manual_seed(0)))
     f.quality = Quality(0.9, 0.01, 0.1, 50, 10)
     f.save(tmp_path / "f.safetensors")
     cfg = tiny_config("fpn", "BN", "DATASETS.TRAIN", ("pair_train",), "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0)
-    try:
-        for seed, name in enumerate(("pair_train", "pair_val")):
-            register(name, squares(5, seed=seed))
-        mp.start_processes(finetune, (cfg, tmp_path), nprocs=2, start_method="fork")
-    finally:
-        for name in ("pair_train", "pair_val"):
-            DatasetCatalog.remove(name)
-            MetadataCatalog.remove(name)
+    mp.start_processes(finetune, (cfg, tmp_path), nprocs=2, start_method="fork")
     first, second = (torch.load(tmp_path / f"rank{rank}.pth", weights_only=True) for rank in (0, 1))
     sampled = first.pop("sampled"), second.pop("sampled")
     assert not torch.equal(*sampled)
@@ -89,10 +98,7 @@ def test_two_processes_end_with_one_phi(tiny_config: Any, squares: Callable[...,
 
 
 def learn(rank: int, cfg: Any, folder: Path) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", world_size=2, rank=rank)
-    comm.create_local_process_group(2)
-    seed_all_rng(rank)
+    join(rank, folder)
     # Detectron2 names a GPU when it wraps the model; the metric reacts to phi though the detector is untrained.
     defaults.create_ddp_model = lambda model, **options: torch.nn.parallel.DistributedDataParallel(
         model, broadcast_buffers=False
@@ -105,21 +111,14 @@ def learn(rank: int, cfg: Any, folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-def test_two_processes_learn_one_f(tiny_config: Any, squares: Callable[..., DetectionSet], tmp_path: Path) -> None:
+def test_two_processes_learn_one_f(tiny_config: Any, tmp_path: Path) -> None:
     cfg = tiny_config(
         *("fpn", "BN", "DATASETS.TRAIN", ("pair_train",), "METRICOPT.VALIDATION", "pair_val", "METRICOPT.ROUNDS", 2),
         *("METRICOPT.STEPS", 2, "METRICOPT.EVALS", 2, "SOLVER.CHECKPOINT_PERIOD", 100),
     )
     cfg.MODEL.WEIGHTS = str(tmp_path / "detector.pth")
     torch.save({"model": build_model(cfg).state_dict()}, cfg.MODEL.WEIGHTS)
-    try:
-        for seed, name in enumerate(("pair_train", "pair_val")):
-            register(name, squares(5, seed=seed))
-        mp.start_processes(learn, (cfg, tmp_path), nprocs=2, start_method="fork")
-    finally:
-        for name in ("pair_train", "pair_val"):
-            DatasetCatalog.remove(name)
-            MetadataCatalog.remove(name)
+    mp.start_processes(learn, (cfg, tmp_path), nprocs=2, start_method="fork")
     fitted = [torch.load(tmp_path / f"rank{rank}.pth", weights_only=True)["fitted"] for rank in (0, 1)]
     assert fitted == [True, False]
     assert len(list((Path(cfg.OUTPUT_DIR) / "trajectories").glob("round-*"))) == 8

@@ -124,7 +124,7 @@ def _stored(cfg: CfgNode, round: int, index: int) -> bool:
 def _tell(watcher: Watcher, cfg: CfgNode, spent: int) -> None:
     trajectory = _store(cfg).get(cfg.METRICOPT.ROUND, cfg.METRICOPT.INDEX)
     if trajectory is not None:
-        first, last = (1 - trajectory.cost[[0, -1]]).tolist()
+        first, last = (1 - trajectory.cost[[0, -1]]).tolist()  # AP50's cost is what it lacks to 1
         watcher.query(spent, f"AP50 {first:.4f} -> {last:.4f}")
 
 
