@@ -1,8 +1,12 @@
 """The average precision of a detector's classification as its loss."""
 
+from typing import Literal
+
 from torch import Tensor
 
 from metricopt_ext.ranking import positives_up_to, ranking_losses
+
+ClassificationLoss = Literal["cross_entropy", "ap"]
 
 
 def ap_loss(scores: Tensor, labels: Tensor, *, lambda_val: float = 100.0, margin: float = 0.1) -> Tensor:

@@ -1,7 +1,8 @@
 """What the detection tools ask of a toolkit of detectors; Detectron2's and torchvision's both give it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,3 +50,9 @@ class Toolkit(Protocol):
 
     def export(self, model: nn.Module, path: str | Path) -> None:
         """Merge phi into a copy of an adapted model and write it as the toolkit's ordinary checkpoint, ``.pth``."""
+
+
+def patterns_in(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Return those of some patterns of module names that match a module of the model."""
+    names = [name for name, _ in model.named_modules()]
+    return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]

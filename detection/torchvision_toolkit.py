@@ -4,17 +4,16 @@ import copy
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metricopt_ext.detection.ap_loss import ap_loss
+from metricopt_ext.detection.ap_loss import ClassificationLoss, ap_loss
 from metricopt_ext.detection.records import Detections
-from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.toolkit import Example, patterns_in
 from metricopt_ext.detection.torchvision_models import SMALL, STANDARD, build_small, build_standard
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.files import write_atomically
@@ -72,7 +71,7 @@ class TorchvisionToolkit:
     score_threshold: float = 0.05
     proposals: int = 0
     weights: str = ""
-    classification_loss: Literal["cross_entropy", "ap"] = "cross_entropy"
+    classification_loss: ClassificationLoss = "cross_entropy"
 
     def __post_init__(self) -> None:
         if self.name not in (*STANDARD, *SMALL):
@@ -83,7 +82,7 @@ class TorchvisionToolkit:
             raise ConfigError(f"min_size={self.min_size} must be above 0 and at most max_size={self.max_size}")
         if self.width < 1 or self.head < 1:
             raise ConfigError(f"width={self.width} and head={self.head} must be at least 1")
-        if self.classification_loss not in ("cross_entropy", "ap"):
+        if self.classification_loss not in get_args(ClassificationLoss):
             raise ConfigError(f"classification_loss={self.classification_loss!r} must be 'cross_entropy' or 'ap'")
         if self.proposals < 0:
             raise ConfigError(f"proposals={self.proposals} must be at least 1, or 0 for the detector's own number")
@@ -174,9 +173,7 @@ class TorchvisionToolkit:
         unknown = [name for name in placements if name not in PLACEMENTS]
         if unknown:
             raise ConfigError(f"placement={unknown[0]!r} is none of {', '.join(PLACEMENTS)}")
-        layers = [layer for layer, _ in model.named_modules()]
-        patterns = [pattern for name in placements for pattern in PLACEMENTS[name]]
-        return [pattern for pattern in patterns if any(fnmatchcase(layer, pattern) for layer in layers)]
+        return patterns_in(model, [pattern for name in placements for pattern in PLACEMENTS[name]])
 
     def inputs(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
         """Return what the model's ``forward`` takes in evaluation mode."""

@@ -1,5 +1,6 @@
 """Files that are whole or not there: safetensors and JSON written to a temporary name, synced, then renamed."""
 
+import hashlib
 import json
 import os
 import tempfile
@@ -52,6 +53,16 @@ def read_json(path: str | Path) -> Any:
             f"{path} holds a {type(content).__name__}, no JSON object; delete it to have it made again"
         )
     return content
+
+
+def fingerprint(state: dict[str, Any]) -> str:
+    """Return 16 hexadecimal digits that tell a state dict's names and tensors from others, on whatever device."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(state.items()):
+        if isinstance(value, Tensor):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def claim(path: str | Path, identity: dict[str, Any]) -> None:

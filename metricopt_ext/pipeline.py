@@ -11,7 +11,7 @@ from typing import Any, overload
 import torch
 
 from .errors import BudgetError, FileFormatError, ValueFunctionError
-from .files import claim
+from .files import claim, fingerprint
 from .fitting import Fit
 from .metric import Ledger, Metric
 from .optimizer import LossStep, MetricOptStep
@@ -289,6 +289,7 @@ def _identity(task: FinetuneTask, seed: int) -> dict[str, Any]:
         "population": task.population,
         "metric": [metric.name, metric.maximize, metric.bounds],  # stored costs depend on the last two
         "adapter": [context.kind, task.dim, context.layers, context.seed],
+        "weights": fingerprint(task.adapter.base_state_dict()),  # a model that was trained again has another metric
     }
 
 

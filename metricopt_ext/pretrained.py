@@ -26,8 +26,8 @@ def pretrained(
     Args:
         build: Returns the untrained model, with weights from torch's global stream.
         train: Trains it where it is given no weights.
-        weights: File to load weights from; empty: what an earlier run left in ``folder``, or else train.
-        folder: Where the weights are kept.
+        weights: File to load weights from; empty trains instead.
+        folder: Where the weights are kept, and taken from where an earlier part of the run has left them.
         seed: Seed of the initial weights.
         device: Where the model goes.
 
@@ -38,10 +38,10 @@ def pretrained(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "model").initial_seed())
         model = build()
-        if weights:
-            load_weights(model, Path(weights))
-        elif kept.exists():
+        if kept.exists():
             load_weights(model, kept)
+        elif weights:
+            load_weights(model, Path(weights))
         else:
             train(model.to(device))
     if not kept.exists():

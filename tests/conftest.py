@@ -31,8 +31,11 @@ class Quadratic(FinetuneTask):
         self.noise = noise
         self.fail_after: int | None = None
         self.asked = 0
+        layer = nn.Linear(2, 3)
+        nn.init.normal_(layer.weight, generator=rng)  # each process of a resumed run makes the same model
+        nn.init.zeros_(layer.bias)
         super().__init__(
-            attach_input_bias(nn.Linear(2, 3).to(dtype), dim=dim),
+            attach_input_bias(layer.to(dtype), dim=dim),
             loss=self._quadratic,
             batches=self.batch,
             metric=Metric(self._distance, maximize=False, bounds=None, name="distance", ledger=Ledger(budget)),

@@ -23,6 +23,7 @@ from detectron2.modeling import build_model
 from detectron2.utils.env import seed_all_rng
 
 import metricopt_ext as mo
+from metricopt_ext.detection.ap_loss import ap_loss
 from metricopt_ext.detection.detectron2 import trainer as trainer_module
 from metricopt_ext.detection.detectron2.config import Settings, add_metricopt_config, settings_of
 from metricopt_ext.detection.detectron2.datasets import register
@@ -156,6 +157,33 @@ def test_each_trajectory_has_batches_of_its_own(tiny_config: Any) -> None:
         return [image["image_id"] for _ in range(8) for image in next(batches)]
 
     assert order(0) == order(0) != order(1)
+
+
+def test_the_ap_loss_is_trained_with(tiny_config: Any, tmp_path: Path) -> None:
+    """The first step of a finetuning goes down the AP loss that the detector has where training starts."""
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.CLASSIFICATION_LOSS", "ap", "METRICOPT.STEPS", 2,
+                      "METRICOPT.LAYERS", ("roi_head",))  # fmt: skip
+    torch.save({"model": build_model(cfg).state_dict()}, tmp_path / "detector.pth")
+    cfg.MODEL.WEIGHTS, cfg.METRICOPT.VALIDATION = str(tmp_path / "detector.pth"), ""
+    losses, logits, labels = {}, [], []
+    made = MetricOptTrainer(cfg)
+    made.resume_or_load(resume=False)
+    heads = made.model.roi_heads
+    sample = heads.label_and_sample_proposals
+
+    def remember(*args: Any) -> Any:
+        sampled = sample(*args)
+        labels.append(torch.cat([each.gt_classes for each in sampled]))
+        return sampled
+
+    heads.label_and_sample_proposals = remember
+    heads.box_predictor.register_forward_hook(lambda module, args, output: logits.append(output[0].detach()))
+    made.register_hooks([hooks.CallbackHook(after_step=lambda t: losses.update({t.iter: dict(t.storage.latest())}))])
+    made.train()
+    labelled = torch.where(labels[0] == 2, -1, labels[0])
+    expected = ap_loss(logits[0].log_softmax(1)[:, :2], labelled)
+    assert losses[0]["loss_cls"][0] == pytest.approx(float(expected), abs=1e-6)
+    assert made.model.metricopt.phi.grad.norm() > 0
 
 
 def test_ordinary_training(tiny_config: Any) -> None:
@@ -296,6 +324,12 @@ def test_killed_meta_training_goes_on(
         meta_train(cfg, tmp_path / "again.safetensors")
     meta_train(cfg, tmp_path / "again.safetensors", resume=True)
     assert runs == [5, 6, 7]
+    detector = torch.load(cfg.MODEL.WEIGHTS)
+    detector["model"]["backbone.fpn_output2.bias"] += 1
+    torch.save(detector, cfg.MODEL.WEIGHTS)
+    with pytest.raises(FileFormatError, match=r"weights was '.*detector\.pth \(\w{16}\)', now '.*detector\.pth \("):
+        meta_train(cfg, tmp_path / "again.safetensors", resume=True)
+    assert runs == [5, 6, 7]
     contents["f"] = load_file(tmp_path / "f.safetensors")
     again = {file.name: load_file(file) for file in folder.glob("round-*")}
     again["f"] = load_file(tmp_path / "again.safetensors")
@@ -365,6 +399,7 @@ def test_each_key_is_read_and_described() -> None:
         (["METRICOPT.DIM", 0], r"METRICOPT\.DIM is 0; it must be at least 1"),
         (["METRICOPT.TRUST", 0.0], r"METRICOPT\.TRUST is 0.0; it must be above 0"),
         (["METRICOPT.EVALS", 8], r"METRICOPT\.EVALS is 8; it must be from 2 to METRICOPT\.STEPS \+ 1 = 7"),
+        (["METRICOPT.CLASSIFICATION_LOSS", "focal"], r"CLASSIFICATION_LOSS is 'focal'; it must be one of .*'ap'"),
         (["METRICOPT.DEFINITION", "best"], r"METRICOPT\.DEFINITION is 'best'; it must be one of .*'coco'"),
         (["METRICOPT.TRAJECTORIES", "kept"], r"needs METRICOPT\.VALIDATION"),
         (["METRICOPT.ENABLED", True, "METRICOPT.LAYERS", ("backbone", "necks")], "'necks'"),

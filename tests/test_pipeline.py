@@ -473,6 +473,7 @@ def other_metric(**change: Any) -> Callable[[Any], None]:
         ("metric", other_metric(maximize=True), {}),
         ("metric", other_metric(bounds=(0.0, 60.0)), {}),
         ("adapter", other_adapter, {}),
+        ("weights", lambda task: nn.init.ones_(task.adapter.model.bias), {}),
     ],
 )
 def test_a_run_is_not_resumed_under_other_settings(

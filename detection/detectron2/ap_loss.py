@@ -24,8 +24,8 @@ class APOutputLayers(FastRCNNOutputLayers):  # type: ignore[misc]
         return losses
 
 
-def use_ap_loss(model: nn.Module) -> None:
-    """Give a detector's box predictor the AP loss; its weights and their names stay.
+def use_ap_loss(model: nn.Module) -> nn.Module:
+    """Give a detector's box predictor the AP loss, its weights and their names kept, and return the detector.
 
     Raises:
         ConfigError: The detector has another kind of box predictor.
@@ -34,3 +34,4 @@ def use_ap_loss(model: nn.Module) -> None:
     if type(predictor) is not FastRCNNOutputLayers:
         raise ConfigError(f"the AP loss is for FastRCNNOutputLayers, this detector has {type(predictor).__name__}")
     predictor.__class__ = APOutputLayers  # Detectron2's heads make their predictor themselves, of this class alone
+    return model

@@ -8,6 +8,7 @@ from typing import get_args
 from detectron2.config import CfgNode, get_cfg
 
 from metricopt_ext.detection.ap50 import Definition
+from metricopt_ext.detection.ap_loss import ClassificationLoss
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.recipe import LEAST_TASKS
 
@@ -22,6 +23,8 @@ class Settings:
         data_root: Where relative folders in ``data`` are.
         classes: Names of the classes of the registered VOC folders; empty for all that a folder's annotations name.
         definition: Of AP50: ``voc_11_point``, ``voc`` or ``coco``.
+        classification_loss: Of the box head, in ordinary training too: the detector's own ``cross_entropy``, or ``ap``
+            (`ap_loss.ap_loss`).
         layers: Where FiLM goes: names of `placements.PLACEMENTS`, or patterns of module names.
         dim: Dimension d of phi.
         seed: Draws FiLM's matrices, the start, the observed steps, the validation images and what steps sample.
@@ -49,6 +52,7 @@ class Settings:
     data_root: str = "datasets"
     classes: tuple[str, ...] = ()
     definition: Definition = "voc"
+    classification_loss: ClassificationLoss = "cross_entropy"
     layers: tuple[str, ...] = ("backbone",)
     dim: int = 128
     seed: int = 0
@@ -86,8 +90,11 @@ class Settings:
             raise ConfigError(
                 f"METRICOPT.EVALS is {self.evals}; it must be from 2 to METRICOPT.STEPS + 1 = {self.steps + 1}"
             )
-        if self.definition not in get_args(Definition):
-            raise ConfigError(f"METRICOPT.DEFINITION is {self.definition!r}; it must be one of {get_args(Definition)}")
+        for name, values in (("definition", Definition), ("classification_loss", ClassificationLoss)):
+            if getattr(self, name) not in get_args(values):
+                raise ConfigError(
+                    f"METRICOPT.{name.upper()} is {getattr(self, name)!r}; it must be one of {get_args(values)}"
+                )
         if self.trajectories and not self.validation:
             raise ConfigError(
                 "METRICOPT.TRAJECTORIES needs METRICOPT.VALIDATION, the set that AP50 is asked on; hold it out of both"

@@ -1,10 +1,10 @@
 """Where FiLM goes in Detectron2's R-CNN detectors, by name."""
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 from torch import nn
 
+from metricopt_ext.detection.toolkit import patterns_in
 from metricopt_ext.errors import ConfigError
 
 # The norms stand before the ReLU, where the paper has FiLM. A C4 model has the last stage of the ResNet as its head;
@@ -32,12 +32,9 @@ def film_layers(model: nn.Module, layers: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: A placement is not in this model.
     """
-    names = [name for name, _ in model.named_modules()]
     chosen: list[str] = []
     for entry in layers:
-        patterns = PLACEMENTS.get(entry, (entry,))
-        if entry in PLACEMENTS:
-            patterns = tuple(p for p in patterns if any(fnmatchcase(name, p) for name in names))
+        patterns = patterns_in(model, PLACEMENTS[entry]) if entry in PLACEMENTS else [entry]
         if not patterns:
             raise ConfigError(
                 f"layers={entry!r}: {PLACEMENTS[entry]} match no layer of this model; choose from {sorted(PLACEMENTS)},"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
+from metricopt_ext.detection.ap_loss import ClassificationLoss
 from metricopt_ext.detection.detectron2.ap_loss import use_ap_loss
 from metricopt_ext.detection.detectron2.export import export
 from metricopt_ext.detection.detectron2.placements import film_layers
@@ -40,7 +41,7 @@ class Detectron2Toolkit:
     """
 
     def __init__(self, cfg: CfgNode, classification_loss: str = "cross_entropy") -> None:
-        if classification_loss not in ("cross_entropy", "ap"):
+        if classification_loss not in get_args(ClassificationLoss):
             raise ConfigError(f"classification_loss={classification_loss!r} must be 'cross_entropy' or 'ap'")
         self.cfg, self.classification_loss = cfg, classification_loss
         size = cfg.INPUT.MIN_SIZE_TEST

@@ -1,6 +1,10 @@
 """Detectron2's default trainer with MetricOpt under its optimizer."""
 
+import hashlib
+import os
 from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +12,7 @@ from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase
 from torch import nn
 
+from metricopt_ext.detection.detectron2.ap_loss import use_ap_loss
 from metricopt_ext.detection.detectron2.build import (
     finetuning_hooks,
     main_process_folder,
@@ -47,8 +52,10 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
         """Return the model, its FiLM attached and phi at its start."""
-        model: nn.Module = super().build_model(cfg)
         settings = settings_of(cfg)
+        model: nn.Module = super().build_model(cfg)
+        if settings.classification_loss == "ap":
+            use_ap_loss(model)
         if not settings.enabled:
             return model
         return with_film(
@@ -137,7 +144,15 @@ def open_store(cfg: CfgNode, folder: str | None) -> TrajectoryStore:
     """
     settings = asdict(settings_of(cfg))
     names = ("layers", "dim", "seed", "steps", "lr", "start_std", "trust", "history", "tasks", "data")
-    asked = ("definition", "validation", "validation_images", "evals")
+    asked = ("classification_loss", "definition", "validation", "validation_images", "evals")
     identity = {name: settings[name] for name in (*names, *asked)}
     identity |= {"backbone": cfg.MODEL.BACKBONE.NAME, "weights": cfg.MODEL.WEIGHTS}
+    if os.path.isfile(cfg.MODEL.WEIGHTS):  # else a name in Detectron2's model zoo
+        identity["weights"] += f" ({_fingerprint(cfg.MODEL.WEIGHTS, os.stat(cfg.MODEL.WEIGHTS).st_mtime_ns)})"
     return TrajectoryStore(folder, identity)
+
+
+@lru_cache
+def _fingerprint(file: str, changed: int) -> str:
+    """Return 16 digits that tell a file from another that takes its place, e.g. of a detector that is trained again."""
+    return hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()
