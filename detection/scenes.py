@@ -98,7 +98,7 @@ def write_scenes(
     shift = shift or SceneShift()
     _check(images, size, digits_per_scene, scale, seed, shift)
     settings = {
-        "images": images,
+        "images": [*images],
         "size": size,
         "digits_per_scene": digits_per_scene,
         "scale": scale,

@@ -17,15 +17,18 @@ pytest.importorskip("detectron2", reason="needs Detectron2, installed from sourc
 
 from detectron2.config import LazyConfig, instantiate
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.engine import SimpleTrainer
+from detectron2.engine import SimpleTrainer, hooks
 from detectron2.modeling import build_model
+from detectron2.solver import LRMultiplier
 from detectron2.utils.logger import setup_logger
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 import metricopt_ext as mo
 from metricopt_ext.detection.detectron2.config import read_config, settings_of
 from metricopt_ext.detection.detectron2.datasets import ENTRY
 from metricopt_ext.detection.detectron2.placements import film_layers
 from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
 from metricopt_ext.trajectory import TrajectoryStore
@@ -71,14 +74,14 @@ def folder(squares: Callable[..., DetectionSet], tmp_path: Path) -> Path:
     return tmp_path / "squares"
 
 
-def test_lazy_config_runs(folder: Path, tiny_config: Any, tmp_path: Path) -> None:
+def test_lazy_config_runs(tmp_path: Path) -> None:
     cfg = LazyConfig.load(str(CONFIGS / "lazy_scenes.py"))
     cfg = LazyConfig.apply_overrides(
         cfg,
         [
-            *(f"data.root={folder}", "train.max_iter=3", "train.device=cpu", f"train.output_dir={tmp_path / 'out'}"),
-            *("hooks.evals=2", f"hooks.store.folder={tmp_path / 'kept'}", "dataloader.train.total_batch_size=2"),
-            "model.model.cfg.overrides=[MODEL.DEVICE,cpu,MODEL.ROI_HEADS.NUM_CLASSES,2]",
+            *(f"data.root.folder={tmp_path / 'scenes'}", "data.root.images=[4,3,1]", "train.max_iter=3"),
+            *("train.device=cpu", f"train.output_dir={tmp_path / 'out'}", "dataloader.train.total_batch_size=2"),
+            *("hooks.evals=2", f"hooks.store.folder={tmp_path / 'kept'}"),
         ],
     )
     torch.manual_seed(0)
@@ -87,8 +90,10 @@ def test_lazy_config_runs(folder: Path, tiny_config: Any, tmp_path: Path) -> Non
     optimizer = instantiate(cfg.optimizer)
     assert isinstance(optimizer, torch.optim.SGD)
     trainer = SimpleTrainer(model, instantiate(cfg.dataloader.train), optimizer)
-    trainer.register_hooks(instantiate(cfg.hooks))
+    rate = LRMultiplier(optimizer, instantiate(cfg.lr_multiplier), cfg.train.max_iter)  # as Detectron2's tool does
+    trainer.register_hooks([*instantiate(cfg.hooks), hooks.LRScheduler(scheduler=rate)])
     trainer.train(0, cfg.train.max_iter)
+    assert optimizer.param_groups[0]["lr"] == 0.1
     (trajectory,) = TrajectoryStore(tmp_path / "kept")
     assert trajectory.phi.shape == (4, 32)
     assert torch.equal(trajectory.phi[-1], model.metricopt.phi)
@@ -122,6 +127,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         monkeypatch.setattr(sys, "argv", ["train_detector.py", *map(str, arguments)])
         module.run()
 
+    call.module = module  # type: ignore[attr-defined]
     yield call
     forget()
 
@@ -150,22 +156,29 @@ def test_tool_trains_and_finetunes(
     assert "value function (" in shown
     assert "24/24 queries" in shown
     assert len(list((tmp_path / "meta" / "trajectories").glob("round-*"))) == 8
-    tuned = ("METRICOPT.VALUE_FUNCTION", f, "OUTPUT_DIR", tmp_path / "tuned")
-    tool(*always, *weights, "METRICOPT.ENABLED", True, *tuned)
 
     def score(*options: Any) -> str:
         capsys.readouterr()
-        tool(*always, "--eval-only", "DATASETS.TEST", "('val',)", "OUTPUT_DIR", out, *options)
-        (line,) = [line for line in capsys.readouterr().out.splitlines() if "copypaste: " in line and "," not in line][
-            -1:
-        ]
-        return line.rsplit(" ", 1)[-1]
+        tool(*always, *options, "DATASETS.TEST", "('val',)")
+        lines = [line for line in capsys.readouterr().out.splitlines() if "copypaste: " in line and "," not in line]
+        assert len(lines) == 3  # Task: bbox, AP50 and its value: it is asked once
+        return lines[-1].rsplit(" ", 1)[-1]
+
+    tuned = score(
+        *weights, "METRICOPT.ENABLED", True, "METRICOPT.VALUE_FUNCTION", f, "OUTPUT_DIR", tmp_path / "tuned",
+        "METRICOPT.LR", 1.0,
+    )  # fmt: skip
 
     merged = torch.load(tmp_path / "tuned" / "model_merged.pth", weights_only=True)["model"]
     assert merged.keys() == torch.load(out / "model_final.pth", weights_only=True)["model"].keys()
-    as_adapter = score("METRICOPT.ENABLED", True, "MODEL.WEIGHTS", tmp_path / "tuned" / "model_best.pth")
+    judged = ("--eval-only", "OUTPUT_DIR", tmp_path / "judged", "MODEL.WEIGHTS")
+    as_adapter = score(*judged, tmp_path / "tuned" / "model_best.pth", "METRICOPT.ENABLED", True)
     assert 0 < float(as_adapter) < 100
-    assert as_adapter == score("MODEL.WEIGHTS", tmp_path / "tuned" / "model_merged.pth")
+    assert as_adapter == tuned == score(*judged, tmp_path / "tuned" / "model_merged.pth")
+    with pytest.raises(SystemExit, match=r"model_best\.pth holds a phi"):
+        score(*judged, tmp_path / "tuned" / "model_best.pth")
+    with pytest.raises(SystemExit, match="1"):
+        score(*judged, out / "model_final.pth", "TEST.EXPECTED_RESULTS", "[['bbox', 'AP50', 101.0, 0.1]]")
 
 
 @pytest.mark.parametrize(
@@ -176,6 +189,18 @@ def test_tool_trains_and_finetunes(
             ["MODEL.ROI_HEADS.NUM_CLASSES", 3],
             "error: MODEL.ROI_HEADS.NUM_CLASSES is 3; train has 2 classes: green, red",
         ),
+        (["METRICOPT.ENABLED", True], "error: METRICOPT.ENABLED needs MODEL.WEIGHTS, the trained detector"),
+        (
+            ["METRICOPT.ENABLED", True, "MODEL.WEIGHTS", __file__, "OUTPUT_DIR", str(Path(__file__).parent)],
+            "holds MODEL.WEIGHTS, which would be written over",
+        ),
+        (["--eval-only", "MODEL.WEIGHTS", __file__], "error: --eval-only needs DATASETS.TEST"),
+        (["--eval-only", "DATASETS.TEST", "('train',)"], "error: --eval-only needs MODEL.WEIGHTS"),
+        (["--eval-only", "DATASETS.TEST", "('train',)", "MODEL.WEIGHTS", __file__], ".py can't be loaded"),
+        (["DATASETS.TEST", "('elsewhere',)"], "error: Detectron2's catalog has no dataset 'elsewhere'"),
+        (["TEST.AUG.ENABLED", True], "error: TEST.AUG.ENABLED: AP50 is asked without"),
+        (["METRICOPT.SCENES_SHIFT", "(1, 2)"], "METRICOPT.SCENES_SHIFT is (1, 2); it must be three numbers"),
+        (["METRICOPT.SCENES", "digits", "METRICOPT.SCENES_SHIFT", "(0, 0, 1)"], "contrast must be in (0, 1]"),
         (["METRICOPT.SIZE", 3], "Non-existent key: METRICOPT.SIZE"),
         (["--meta-train", "f.safetensors"], "meta-training needs the trained detector: MODEL.WEIGHTS is ''"),
         (["MODEL.WEIGHTS", "m.pth"], "error: MODEL.WEIGHTS=m.pth: there is no such file"),
@@ -192,6 +217,46 @@ def test_tool_s_errors(
     (tmp_path / "all.yaml").write_text(cfg.dump())
     with pytest.raises(SystemExit, match=re.escape(message)):
         tool("--config-file", tmp_path / "all.yaml", "--num-gpus", 0, *options)
+
+
+def test_tool_writes_the_scenes(tool: Callable[..., Any], tiny_config: Any, tmp_path: Path) -> None:
+    cfg = tiny_config("fpn", "BN", "MODEL.ROI_HEADS.NUM_CLASSES", 10, "SOLVER.MAX_ITER", 1)
+    cfg.METRICOPT.DATA, cfg.METRICOPT.DATA_ROOT = ["train=scenes:train"], str(tmp_path / "data")
+    cfg.METRICOPT.SCENES, cfg.METRICOPT.SCENES_IMAGES, cfg.METRICOPT.SCENES_SEED = "scenes", (3, 2, 1), 4
+    cfg.METRICOPT.SCENES_SHIFT, cfg.METRICOPT.CLASSES = (0.3, 0.03, 0.8), tuple("0123456789")
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("train",), ()
+    (tmp_path / "all.yaml").write_text(cfg.dump())
+    tool("--config-file", tmp_path / "all.yaml", "--num-gpus", 0)
+    shift = SceneShift(contrast=0.3, noise_std=0.03, scale=0.8)
+    expected = write_scenes(tmp_path / "expected", images=(3, 2, 1), seed=4, shift=shift)
+    written = tmp_path / "data" / "scenes"
+    files = {path.relative_to(expected) for path in expected.rglob("*") if path.is_file()}
+    assert files == {path.relative_to(written) for path in written.rglob("*") if path.is_file()}
+    assert all((written / file).read_bytes() == (expected / file).read_bytes() for file in files)
+
+
+def test_tool_asks_for_a_gpu_only_where_there_is_one(
+    tool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        tool("--config-file", CONFIGS / "scenes.yaml")
+    assert "--num-gpus 1: no GPU was found; --num-gpus 0 computes on the CPU" in capsys.readouterr().err
+
+
+def test_an_error_of_another_process_ends_in_one_line(
+    tool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tiny_config: Any, tmp_path: Path
+) -> None:
+    tiny_config()
+    said = "\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n  File ...\n"
+    raised = ProcessRaisedException(f"{said}metricopt_ext.errors.DataError: a.jpg can't be used\n", 1, 2)
+
+    def launch(*arguments: Any, **options: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(tool.module, "launch", launch)  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit, match=r"^error: a\.jpg can't be used$"):
+        tool("--config-file", tmp_path / "tiny.yaml", "--num-gpus", 0)
 
 
 def test_tool_without_detectron2(tmp_path: Path) -> None:

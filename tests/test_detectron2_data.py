@@ -1,6 +1,7 @@
 """Annotated sets go into Detectron2's catalog and come back, and AP50 is computed from what its models put out."""
 
 import json
+import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,11 +15,20 @@ import torch
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
 
 from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog, build_detection_test_loader
+from detectron2.data.datasets import register_pascal_voc
 from detectron2.evaluation import inference_on_dataset
 from detectron2.structures import Boxes, Instances
 
 from metricopt_ext.detection.ap50 import average_precision
-from metricopt_ext.detection.detectron2.datasets import records_of, register, register_entries, truth_of
+from metricopt_ext.detection.detectron2.datasets import (
+    Mapper,
+    as_truth,
+    check_sets,
+    records_of,
+    register,
+    register_entries,
+    truth_of,
+)
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, validation_metric
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.errors import ConfigError, DataError, MetricError
@@ -112,21 +122,66 @@ def test_detectron2_s_own_mapper_reads_the_images(
     assert [image.archive for image in truth_of("squares").images] == [image.archive for image in data.images]
 
 
-def test_voc_without_difficult_flags_is_refused() -> None:
-    DatasetCatalog.register("like_voc", list)
-    MetadataCatalog.get("like_voc").set(evaluator_type="pascal_voc", thing_classes=["a"])
-    with pytest.raises(DataError, match=r"METRICOPT\.DATA"):
-        truth_of("like_voc")
+def test_voc_s_difficult_objects_are_found_in_its_files(squares: Callable[..., DetectionSet], tmp_path: Path) -> None:
+    """Detectron2's own reader of VOC's sets, its catalog's voc_2007_test among them, does not keep the flags."""
+    data = squares(6)
+    write_voc(tmp_path / "VOC", data, difficult=True)
+    for image in data.images:
+        Path(tmp_path / "VOC" / "JPEGImages" / image.path.name).rename(
+            tmp_path / "VOC" / "JPEGImages" / f"{image.path.stem}.jpg"
+        )
+    register_pascal_voc("like_voc", str(tmp_path / "VOC"), "trainval", 2007, data.classes)
+    records = records_of("like_voc")
+    truth = as_truth("like_voc", records[2:4])
+    assert truth.classes == data.classes
+    for record, mine, image in zip(records[2:4], truth.images, data.images[2:4], strict=True):
+        assert mine.image_id == record["image_id"]
+        assert torch.equal(mine.boxes, image.boxes)
+        assert mine.difficult.tolist() == [True] + [False] * (len(image.boxes) - 1)
 
 
-def write_voc(folder: Path, data: DetectionSet) -> None:
+def test_sets_must_fit_the_detector_and_each_other(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
+    data = squares(2)
+    register("one", data)
+    register("other", replace(data, classes=("green", "red")))
+    register("single", replace(squares(1), classes=("red",)))
+    DatasetCatalog.register("nameless", list)
+    cfg = tiny_config()
+    check_sets(cfg, ["one"], ["one"])
+    with pytest.raises(ConfigError, match="other has the classes green, red, but one has red, green"):
+        check_sets(cfg, ["one"], ["other"])
+    with pytest.raises(ConfigError, match=r"MODEL\.ROI_HEADS\.NUM_CLASSES is 2; single has 1 classes: red"):
+        check_sets(cfg, [], ["single"])
+    with pytest.raises(DataError, match="no dataset 'two'"):
+        check_sets(cfg, ["one"], ["two"])
+    with pytest.raises(DataError, match="dataset 'nameless' names no classes"):
+        check_sets(cfg, ["nameless"], [])
+    retina = tiny_config("fpn", "BN", "MODEL.META_ARCHITECTURE", "RetinaNet", "MODEL.RETINANET.NUM_CLASSES", 1)
+    check_sets(retina, [], ["single"])
+
+
+def test_an_image_that_can_t_be_used_is_named(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
+    register("squares", squares(3))
+    small, cut, gone = records_of("squares")
+    mapper = Mapper(tiny_config(), is_train=True)
+    assert mapper(dict(small))["image"].shape == (3, 64, 64)
+    content = Path(cut["file_name"]).read_bytes()
+    Path(cut["file_name"]).write_bytes(content[: len(content) // 2])
+    Path(gone["file_name"]).unlink()
+    for record in (cut, gone, {**small, "width": 63}):
+        with pytest.raises(DataError, match=re.escape(f"{record['file_name']} can't be used: ")):
+            mapper(record)
+
+
+def write_voc(folder: Path, data: DetectionSet, difficult: bool = False) -> None:
     for name in ("Annotations", "JPEGImages", "ImageSets/Main"):
         (folder / name).mkdir(parents=True)
     for image in data.images:
         boxes = "".join(
-            f"<object><name>{data.classes[label]}</name><difficult>0</difficult><bndbox><xmin>{x0 + 1:.0f}</xmin>"
-            f"<ymin>{y0 + 1:.0f}</ymin><xmax>{x1:.0f}</xmax><ymax>{y1:.0f}</ymax></bndbox></object>"
-            for (x0, y0, x1, y1), label in zip(image.boxes.tolist(), image.labels.tolist(), strict=True)
+            f"<object><name>{data.classes[label]}</name><difficult>{int(difficult and n == 0)}</difficult>"
+            f"<bndbox><xmin>{x0 + 1:.0f}</xmin><ymin>{y0 + 1:.0f}</ymin><xmax>{x1:.0f}</xmax><ymax>{y1:.0f}</ymax>"
+            "</bndbox></object>"
+            for n, ((x0, y0, x1, y1), label) in enumerate(zip(image.boxes.tolist(), image.labels.tolist(), strict=True))
         )
         size = f"<size><width>{image.width}</width><height>{image.height}</height><depth>3</depth></size>"
         name = image.path.name
@@ -156,6 +211,8 @@ def test_config_entries(squares: Callable[..., DetectionSet], tmp_path: Path) ->
         register_entries(["VOC:trainval"], tmp_path)
     with pytest.raises(ConfigError, match=r"\[80%:20%\] is no part"):
         register_entries(["odd=VOC:trainval[80%:20%]"], tmp_path)
+    with pytest.raises(ConfigError, match=r"\[0%:1%\] of 10 images is none of them"):
+        register_entries(["odd=VOC:trainval[:1%]"], tmp_path)
 
 
 def test_config_entries_in_coco_s_format(squares: Callable[..., DetectionSet], tmp_path: Path) -> None:
@@ -170,6 +227,14 @@ def test_config_entries_in_coco_s_format(squares: Callable[..., DetectionSet], t
     ]
     content = {"images": images, "annotations": annotations, "categories": [{"id": 7, "name": "square"}]}
     (tmp_path / "marked.json").write_text(json.dumps(content))
+    flat = {"id": 9, "image_id": 0, "category_id": 7, "bbox": [3, 4, 0, 20], "area": 0, "iscrowd": 0}
+    (tmp_path / "flat.json").write_text(json.dumps({**content, "annotations": [*annotations, flat]}))
+    with pytest.warns(UserWarning, match="1 without area left out"):
+        register_entries([f"coco_flat={tmp_path}:flat.json"], "elsewhere")
+    assert [len(image.boxes) for image in truth_of("coco_flat").images] == [1, 1, 1]
+    (tmp_path / "cut.json").write_text(json.dumps(content)[:50])
+    with pytest.raises(DataError, match=r"cut\.json"):
+        register_entries([f"coco_cut={tmp_path}:cut.json"], "elsewhere")
     part = f"coco_part={tmp_path}:marked.json[:70%]"
     register_entries([f"coco_squares={tmp_path}:marked.json", part], "elsewhere")
     assert len(truth_of("coco_part")) == 2

@@ -19,7 +19,7 @@ from metricopt_ext.detection.detectron2.placements import PLACEMENTS, film_layer
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.film import attach_film
 from metricopt_ext.metric import Metric
 from metricopt_ext.task import FinetuneTask
@@ -179,6 +179,12 @@ def test_placements(kind: str, tiny_config: Any) -> None:
         assert counts == {"backbone": 42, "early": 11, "last_stage": 19, "roi_head": 10, "predictor": 2, "all": 55}
 
 
+def test_an_fpn_with_norms_has_film_at_these(tiny_config: Any) -> None:
+    model = build_model(tiny_config("fpn", "BN", "MODEL.FPN.NORM", "GN", "MODEL.FPN.OUT_CHANNELS", 32))
+    assert film_layers(model, ["fpn"]) == ["backbone.fpn_output?.norm"]
+    assert len(attach_film(model, film_layers(model, ["all"]), dim=2).layers) > 20
+
+
 def test_patterns_are_taken_as_they_are(tiny_config: Any) -> None:
     model = build_model(tiny_config())
     assert film_layers(model, ["fpn", "backbone.fpn_lateral2"]) == ["backbone.fpn_output?", "backbone.fpn_lateral2"]
@@ -190,8 +196,7 @@ def test_unknown_keys_are_refused(tmp_path: Any) -> None:
         read_config(tmp_path / "wrong.yaml")
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         read_config(tmp_path / "nowhere.yaml")
-
-
-def test_weights_that_are_not_there_are_refused(tiny_config: Callable[..., Any]) -> None:
-    with pytest.raises(DataError, match=r"MODEL\.WEIGHTS=nowhere\.pth can't be loaded"):
-        Detectron2Toolkit(tiny_config("fpn", "BN", "MODEL.WEIGHTS", "nowhere.pth")).build(2, seed=0)
+    for content in ("VERSION: 2\nMETRICOPT: {DIM: [}\n", "VERSION: !!python/object:os.system 2\n"):
+        (tmp_path / "wrong.yaml").write_text(content)
+        with pytest.raises(ConfigError, match=r"wrong\.yaml: "):
+            read_config(tmp_path / "wrong.yaml")

@@ -32,7 +32,7 @@ from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, TrajectoryR
 from metricopt_ext.detection.detectron2.meta_train import meta_train
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, open_store
 from metricopt_ext.detection.records import DetectionSet
-from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.errors import ConfigError, DataError, FileFormatError
 from metricopt_ext.fitting import fit_value_function
 from metricopt_ext.metric import Metric
 from metricopt_ext.observations import Observations
@@ -105,7 +105,8 @@ def phi_of(made: Any) -> Tensor:
 
 @pytest.mark.parametrize("followed", [False, True])
 def test_resumed_run_is_the_run(followed: bool, tiny_config: Any, tmp_path: Path) -> None:
-    options = [*FINETUNING, "METRICOPT.INDEX", 5]
+    # There is a checkpoint after every other step.
+    options = [*FINETUNING, "METRICOPT.INDEX", 5, "METRICOPT.STEPS", 20, "SOLVER.CHECKPOINT_PERIOD", 5000]
     if followed:
         save_f(tmp_path / "f.safetensors")
         options += ["METRICOPT.VALUE_FUNCTION", str(tmp_path / "f.safetensors")]
@@ -114,7 +115,8 @@ def test_resumed_run_is_the_run(followed: bool, tiny_config: Any, tmp_path: Path
         folder, kept = tmp_path / name, tmp_path / f"{name}-trajectories"
         cfg = tiny_config("fpn", "BN", *options, "OUTPUT_DIR", str(folder), "METRICOPT.TRAJECTORIES", str(kept))
         if name == "resumed":
-            trained(cfg, kill_at=4)  # the last checkpoint is that of step 3
+            trained(cfg, kill_at=5)
+            assert [file.name for file in folder.glob("model_0*")] == ["model_0000003.pth"]  # after the fourth
         made = trained(cfg, resume=name == "resumed")
         (trajectory,) = open_store(cfg, str(kept))
         best = torch.load(folder / "model_best.pth", weights_only=True)["model"]["metricopt.phi"]
@@ -125,16 +127,38 @@ def test_resumed_run_is_the_run(followed: bool, tiny_config: Any, tmp_path: Path
         assert torch.equal(getattr(straight, field), getattr(resumed, field))
     assert torch.equal(best, best_again)
     assert torch.equal(straight.phi[-1], phi)
-    assert len(straight.phi.unique(dim=0)) == 7
-    assert torch.equal(straight.observed, observation_steps(6, 3, 0, 5))
+    assert len(straight.phi.unique(dim=0)) == 21
+    assert torch.equal(straight.observed, observation_steps(20, 3, 0, 5))
     assert torch.equal(best, straight.observed_phi[straight.cost.argmin()])
     start = 0.1 * torch.randn(4, generator=mo.seeding.generator(0, "start", 5))
     assert torch.equal(straight.phi[0], start)
 
 
+def test_a_run_does_not_go_on_from_another_kind_of_run(tiny_config: Any, tmp_path: Path) -> None:
+    options = [*FINETUNING, "SOLVER.MAX_ITER", 2, "METRICOPT.STEPS", 2, "DATASETS.TEST", ()]
+    ordinary = tiny_config("fpn", "BN", *options, "METRICOPT.ENABLED", False)
+    trained(ordinary)
+    with pytest.raises(DataError, match=r"model_final\.pth is no checkpoint of such a run .* use another OUTPUT_DIR"):
+        trained(tiny_config("fpn", "BN", *options), resume=True)
+    elsewhere = ["OUTPUT_DIR", str(tmp_path / "phi")]
+    trained(tiny_config("fpn", "BN", *options, *elsewhere))
+    with pytest.raises(DataError, match=r"model_final\.pth is no checkpoint of such a run"):
+        trained(tiny_config("fpn", "BN", *options, *elsewhere, "METRICOPT.ENABLED", False), resume=True)
+
+
+def test_a_run_starts_where_it_is_told_to(tiny_config: Any, tmp_path: Path) -> None:
+    """A phi in the weights, left by an earlier finetuning, would take the place of the start."""
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.STEPS", 2, "METRICOPT.EVALS", 2)
+    trained(cfg)
+    cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR) / "model_final.pth"), str(tmp_path / "again")
+    with pytest.raises(DataError, match=r"model_final\.pth holds a phi"):
+        trained(cfg)
+
+
 def test_finetuning_moves_nothing_but_phi(tiny_config: Any, tmp_path: Path) -> None:
     save_f(tmp_path / "f.safetensors")
     cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.VALUE_FUNCTION", str(tmp_path / "f.safetensors"))
+    cfg.TEST.PRECISE_BN.ENABLED, cfg.SOLVER.REFERENCE_WORLD_SIZE = True, 2  # neither statistics nor steps follow these
     model = build_model(cfg)
     torch.save({"model": model.state_dict()}, tmp_path / "pretrained.pth")
     cfg.MODEL.WEIGHTS = str(tmp_path / "pretrained.pth")

@@ -21,19 +21,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
 from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.film import Adapter
 
 try:
     from detectron2.checkpoint import DetectionCheckpointer
+    from detectron2.config import CfgNode
     from detectron2.engine import default_argument_parser, default_setup, launch
+    from detectron2.evaluation import verify_results
     from detectron2.utils import comm
 
     from metricopt_ext.detection.detectron2.build import unwrapped
-    from metricopt_ext.detection.detectron2.config import read_config, settings_of
-    from metricopt_ext.detection.detectron2.datasets import check_classes, register_entries
+    from metricopt_ext.detection.detectron2.config import Settings, read_config, settings_of
+    from metricopt_ext.detection.detectron2.datasets import check_sets, register_entries, write_example
     from metricopt_ext.detection.detectron2.export import export
     from metricopt_ext.detection.detectron2.meta_train import meta_train
     from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
+    from metricopt_ext.detection.detectron2.weights import load_weights
 except ModuleNotFoundError as error:
     sys.exit(
         f"error: {error.name} is not installed; get Detectron2 by"
@@ -48,30 +56,90 @@ def main(arguments: argparse.Namespace) -> Any:
         cfg.MODEL.DEVICE = "cpu"
     if arguments.eval_only:
         cfg.METRICOPT.START_STD = 0.0  # phi is what the checkpoint holds, or 0
-    weights = cfg.MODEL.WEIGHTS
-    if weights and "://" not in weights and not Path(weights).is_file():
-        raise ConfigError(f"MODEL.WEIGHTS={weights}: there is no such file")
     cfg.freeze()
     settings = settings_of(cfg)
+    check(cfg, arguments)
+    write_example(settings)
     register_entries(settings.data, settings.data_root, settings.classes)
-    check_classes(cfg)
+    judged = [*cfg.DATASETS.TEST, *([settings.validation] if needs_validation(settings, arguments) else [])]
+    check_sets(cfg, [] if arguments.eval_only else cfg.DATASETS.TRAIN, judged)
     default_setup(cfg, arguments)
     if arguments.meta_train is not None:
         return meta_train(cfg, arguments.meta_train, arguments.resume)
     if arguments.eval_only:
-        model = MetricOptTrainer.build_model(cfg)
-        checkpointer = DetectionCheckpointer(model, save_dir=cfg.OUTPUT_DIR)
-        checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=arguments.resume)
-        return MetricOptTrainer.test(cfg, model)
+        return evaluate(cfg, arguments.resume)
+    if settings.enabled:
+        return finetune(cfg, arguments.resume)
     trainer = MetricOptTrainer(cfg)
     trainer.resume_or_load(resume=arguments.resume)
-    results = trainer.train()
-    if settings.enabled and comm.is_main_process():
-        model, folder = unwrapped(trainer.model), Path(cfg.OUTPUT_DIR)
-        if settings.validation:
-            DetectionCheckpointer(model).load(os.fspath(folder / "model_best.pth"))
-        export(model, folder / "model_merged.pth")
+    return trainer.train()
+
+
+def evaluate(cfg: CfgNode, resume: bool) -> Any:
+    """Evaluate the detector of ``MODEL.WEIGHTS``, or of the last checkpoint, on ``DATASETS.TEST``."""
+    model = MetricOptTrainer.build_model(cfg)
+    checkpointer = DetectionCheckpointer(model, save_dir=cfg.OUTPUT_DIR)
+    resume = resume and checkpointer.has_checkpoint()
+    load_weights(
+        model,
+        checkpointer.get_checkpoint_file() if resume else cfg.MODEL.WEIGHTS,
+        tuned=settings_of(cfg).enabled,
+    )
+    return judge(cfg, model)
+
+
+def judge(cfg: CfgNode, model: nn.Module) -> Any:
+    """Evaluate a model on ``DATASETS.TEST``, and hold the results against ``TEST.EXPECTED_RESULTS``."""
+    results = MetricOptTrainer.test(cfg, model)
+    if comm.is_main_process():
+        verify_results(cfg, results)
     return results
+
+
+def finetune(cfg: CfgNode, resume: bool) -> Any:
+    """Finetune phi, and merge its best point, or its last where AP50 was not asked, into the weights."""
+    training = cfg.clone()
+    training.defrost()
+    training.DATASETS.TEST, training.TEST.EXPECTED_RESULTS = (), []  # not the last point is judged, but the chosen one
+    trainer = MetricOptTrainer(training)
+    trainer.resume_or_load(resume=resume)
+    trainer.train()
+    model, folder = unwrapped(trainer.model), Path(cfg.OUTPUT_DIR)
+    if settings_of(cfg).validation:
+        if comm.is_main_process():
+            DetectionCheckpointer(model).load(os.fspath(folder / "model_best.pth"))
+        adapter = Adapter(model)
+        adapter.set_phi(comm.all_gather(adapter.phi.detach().cpu())[0])
+    if comm.is_main_process():
+        export(model, folder / "model_merged.pth")
+    return judge(cfg, trainer.model) if cfg.DATASETS.TEST else None
+
+
+def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
+    """Refuse what could not end well, before anything is read or written.
+
+    Raises:
+        ConfigError: A setting lacks another one, or can't act; the message says what would do.
+    """
+    weights, finetuning = cfg.MODEL.WEIGHTS, cfg.METRICOPT.ENABLED and not arguments.eval_only
+    if weights and "://" not in weights and not Path(weights).is_file():
+        raise ConfigError(f"MODEL.WEIGHTS={weights}: there is no such file")
+    if not weights and finetuning:
+        raise ConfigError("METRICOPT.ENABLED needs MODEL.WEIGHTS, the trained detector")
+    if weights and finetuning and Path(weights).resolve().parent == Path(cfg.OUTPUT_DIR).resolve():
+        raise ConfigError(f"OUTPUT_DIR={cfg.OUTPUT_DIR} holds MODEL.WEIGHTS, which would be written over; give another")
+    if arguments.eval_only and not cfg.DATASETS.TEST:
+        raise ConfigError("--eval-only needs DATASETS.TEST, e.g. DATASETS.TEST \"('scenes_test',)\"")
+    if arguments.eval_only and not (weights or arguments.resume):
+        raise ConfigError("--eval-only needs MODEL.WEIGHTS, the detector to evaluate")
+    if cfg.TEST.AUG.ENABLED:
+        raise ConfigError("TEST.AUG.ENABLED: AP50 is asked without test-time augmentation here; set it to False")
+
+
+def needs_validation(settings: Settings, arguments: argparse.Namespace) -> bool:
+    """Return whether AP50 is asked on ``METRICOPT.VALIDATION``."""
+    asked = settings.enabled or arguments.meta_train is not None
+    return bool(settings.validation) and asked and not arguments.eval_only
 
 
 def run() -> None:
@@ -83,6 +151,8 @@ def run() -> None:
         parser.error("--config-file is needed, e.g. configs/detection/detectron2/scenes.yaml")
     if arguments.eval_only and arguments.meta_train:
         parser.error("--eval-only and --meta-train are two commands")
+    if arguments.num_gpus > 0 and not torch.cuda.is_available():
+        parser.error(f"--num-gpus {arguments.num_gpus}: no GPU was found; --num-gpus 0 computes on the CPU")
     try:
         launch(
             main,
@@ -92,8 +162,16 @@ def run() -> None:
             dist_url=arguments.dist_url,
             args=(arguments,),
         )
-    except (MetricOptError, FloatingPointError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+    except (MetricOptError, FloatingPointError, OSError, ProcessRaisedException, ProcessExitedException) as error:
+        sys.exit(f"error: {in_one_line(str(error))}")
+
+
+def in_one_line(message: str) -> str:
+    """Return an error's message in one line; of one that holds another process's traceback, what that ends with."""
+    lines = message.strip().splitlines()
+    if any("Traceback (most recent call last)" in line for line in lines):
+        return lines[-1].partition(": ")[2] or lines[-1]
+    return " ".join(message.split())
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args
 
+import yaml
 from detectron2.config import CfgNode, get_cfg
 
 from metricopt_ext.detection.ap50 import Definition
@@ -22,6 +23,12 @@ class Settings:
         data: Sets to register, see `datasets.register_entries`.
         data_root: Where relative folders in ``data`` are.
         classes: Names of the classes of the registered VOC folders; empty for all that a folder's annotations name.
+        scenes: Folder, below ``data_root`` if relative, that the scenes of `scenes.write_scenes` are written to where
+            they are not there yet; empty writes none.
+        scenes_images: Numbers of scenes in the splits train, val and test.
+        scenes_shift: Contrast, standard deviation of the noise, and size of the digits in val and test, see
+            `scenes.SceneShift`; (1, 0, 1) for the same as in train.
+        scenes_seed: Draws the scenes.
         definition: Of AP50: ``voc_11_point``, ``voc`` or ``coco``.
         classification_loss: Of the box head, in ordinary training too: the detector's own ``cross_entropy``, or ``ap``
             (`ap_loss.ap_loss`).
@@ -51,6 +58,10 @@ class Settings:
     data: tuple[str, ...] = ()
     data_root: str = "datasets"
     classes: tuple[str, ...] = ()
+    scenes: str = ""
+    scenes_images: tuple[int, ...] = (600, 200, 400)
+    scenes_shift: tuple[float, ...] = (1.0, 0.0, 1.0)
+    scenes_seed: int = 0
     definition: Definition = "voc"
     classification_loss: ClassificationLoss = "cross_entropy"
     layers: tuple[str, ...] = ("backbone",)
@@ -95,6 +106,10 @@ class Settings:
                 raise ConfigError(
                     f"METRICOPT.{name.upper()} is {getattr(self, name)!r}; it must be one of {get_args(values)}"
                 )
+        if len(self.scenes_shift) != 3:
+            raise ConfigError(
+                f"METRICOPT.SCENES_SHIFT is {self.scenes_shift}; it must be three numbers: contrast, noise, size"
+            )
         if self.trajectories and not self.validation:
             raise ConfigError(
                 "METRICOPT.TRAJECTORIES needs METRICOPT.VALIDATION, the set that AP50 is asked on; hold it out of both"
@@ -133,6 +148,6 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
     try:
         cfg.merge_from_file(str(path), allow_unsafe=False)  # no Python objects in YAML
         cfg.merge_from_list(list(overrides))
-    except (OSError, KeyError, ValueError, AssertionError) as error:
+    except (OSError, KeyError, ValueError, AssertionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from error
     return cfg

@@ -3,18 +3,22 @@
 import io
 import re
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data.datasets import load_coco_json
+from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog
 from detectron2.structures import BoxMode
+from detectron2.utils import comm
 from detectron2.utils.file_io import PathHandler, PathManager
 
+from metricopt_ext.detection.coco import read_coco
+from metricopt_ext.detection.detectron2.config import Settings
 from metricopt_ext.detection.records import Annotated, DetectionSet
+from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.seeding import generator
@@ -42,6 +46,21 @@ class ZipHandler(PathHandler):  # type: ignore[misc]
 PathManager.register_handler(ZipHandler(), allow_override=True)
 
 
+class Mapper(DatasetMapper):  # type: ignore[misc]
+    """Detectron2's data mapper, but what it can't read it names."""
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> Any:
+        """Return what the model is given of one image.
+
+        Raises:
+            DataError: The image is missing, truncated, or of another size than its annotation says.
+        """
+        try:
+            return super().__call__(dataset_dict)
+        except (OSError, KeyError, SyntaxError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(f"{dataset_dict['file_name']} can't be used: {error}") from error
+
+
 def register(name: str, data: DetectionSet) -> None:
     """Enter a set into Detectron2's catalog, where configs name it.
 
@@ -58,7 +77,7 @@ def truth_of(name: str) -> DetectionSet:
     """Return a set of Detectron2's catalog, one that `register` entered or one of Detectron2's or the user's own.
 
     Raises:
-        DataError: There is no such set, or it lacks VOC's flags of difficult objects.
+        DataError: There is no such set, or it does not name its classes.
     """
     return as_truth(name, records_of(name))
 
@@ -83,33 +102,78 @@ def as_records(data: DetectionSet) -> list[dict[str, Any]]:
 def as_truth(name: str, records: Sequence[dict[str, Any]]) -> DetectionSet:
     """Return some records of a set of Detectron2's catalog as an annotated set.
 
-    Raises:
-        DataError: They are Detectron2's own of VOC, which lack the flags of difficult objects.
-    """
-    metadata = MetadataCatalog.get(name)
-    if metadata.get("evaluator_type") == "pascal_voc":
-        raise DataError(
-            f"Detectron2's own dataset {name!r} does not say which objects are difficult, without which AP50 is"
-            " another number; register VOC's folder by METRICOPT.DATA under another name"
-        )
-    return DetectionSet(tuple(metadata.thing_classes), [_annotated(record) for record in records])
-
-
-def check_classes(cfg: CfgNode) -> None:
-    """Check that a detector has as many classes as the sets that it is trained on.
+    Detectron2's records of VOC's sets do not say which objects are difficult; these are read from VOC's files again.
 
     Raises:
-        ConfigError: It has not.
-        DataError: There is no such set.
+        DataError: The set does not name its classes, or VOC's files can't be read.
     """
-    for name in cfg.DATASETS.TRAIN:
-        records_of(name)  # Detectron2 reads the classes of its COCO sets with the images
-        classes = MetadataCatalog.get(name).thing_classes
-        if len(classes) != cfg.MODEL.ROI_HEADS.NUM_CLASSES:
+    metadata, classes = MetadataCatalog.get(name), classes_of(name)
+    if metadata.get("dirname") and metadata.get("split"):  # as register_pascal_voc enters them
+        images = {image.image_id: image for image in read_voc(metadata.dirname, metadata.split, classes=classes).images}
+        return DetectionSet(classes, [images[str(record["image_id"])] for record in records])
+    return DetectionSet(classes, [_annotated(record) for record in records])
+
+
+def classes_of(name: str) -> tuple[str, ...]:
+    """Return the names of a set's classes; Detectron2 reads those of its COCO sets with the images.
+
+    Raises:
+        DataError: The set does not name them.
+    """
+    classes = MetadataCatalog.get(name).get("thing_classes")
+    if not classes:
+        raise DataError(f"dataset {name!r} names no classes; set MetadataCatalog.get({name!r}).thing_classes")
+    return tuple(classes)
+
+
+def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> None:
+    """Read all sets of a run before it starts, and check that they fit the detector and each other.
+
+    Args:
+        cfg: The detector's config.
+        trained: Names of the sets that it is trained on.
+        judged: Names of those that AP50 is asked on.
+
+    Raises:
+        ConfigError: The detector has another number of classes, or two sets number them differently.
+        DataError: There is no such set, or it can't be read.
+    """
+    heads = {"GeneralizedRCNN": "ROI_HEADS", "RetinaNet": "RETINANET"}
+    head = heads.get(cfg.MODEL.META_ARCHITECTURE)
+    names = [*trained, *judged]
+    for name in names:
+        records = records_of(name)
+        if name in judged:
+            as_truth(name, records)
+        classes, first = classes_of(name), classes_of(names[0])
+        if head and len(classes) != cfg.MODEL[head].NUM_CLASSES:
             raise ConfigError(
-                f"MODEL.ROI_HEADS.NUM_CLASSES is {cfg.MODEL.ROI_HEADS.NUM_CLASSES}; {name} has {len(classes)} classes:"
+                f"MODEL.{head}.NUM_CLASSES is {cfg.MODEL[head].NUM_CLASSES}; {name} has {len(classes)} classes:"
                 f" {', '.join(classes)}"
             )
+        if classes != first:
+            raise ConfigError(
+                f"{name} has the classes {', '.join(classes)}, but {names[0]} has {', '.join(first)}; METRICOPT.CLASSES"
+                " gives VOC folders the same ones"
+            )
+
+
+def write_example(settings: Settings) -> None:
+    """Write the scenes that ``METRICOPT.SCENES`` asks for, if any; one process of each machine does.
+
+    Raises:
+        DataError: A setting of the scenes is impossible.
+        FileFormatError: The folder holds scenes with other settings.
+    """
+    if settings.scenes and comm.get_local_rank() == 0:
+        contrast, noise_std, scale = settings.scenes_shift
+        write_scenes(
+            Path(settings.data_root) / settings.scenes,
+            images=settings.scenes_images,  # type: ignore[arg-type]
+            seed=settings.scenes_seed,
+            shift=SceneShift(contrast=contrast, noise_std=noise_std, scale=scale),
+        )
+    comm.synchronize()
 
 
 def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence[str] = ()) -> None:
@@ -135,8 +199,9 @@ def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence
         name, folder, split = match["name"], Path(root) / match["folder"], match["split"]
         if name in DatasetCatalog.list():
             continue
+        data: DetectionSet
         if split.endswith(".json"):
-            data = as_truth(name, load_coco_json(str(folder / split), str(folder), name))
+            data = read_coco(folder / split, folder)
         else:
             data = read_voc(folder, split, classes=classes or None)
         register(name, _part(data, int(match["first"] or 0), int(match["last"] or 100)))
@@ -148,6 +213,8 @@ def _part(data: DetectionSet, first: int, last: int) -> DetectionSet:
         raise ConfigError(f"METRICOPT.DATA: [{first}%:{last}%] is no part of a set")
     order = torch.randperm(len(data), generator=generator(0, "part"))
     chosen = order[len(data) * first // 100 : len(data) * last // 100]
+    if not len(chosen):
+        raise ConfigError(f"METRICOPT.DATA: [{first}%:{last}%] of {len(data)} images is none of them")
     return data.subset(chosen.sort().values.tolist())
 
 

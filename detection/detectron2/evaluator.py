@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetMapper, build_detection_test_loader
+from detectron2.data import build_detection_test_loader
 from detectron2.evaluation import DatasetEvaluator, inference_on_dataset
 from detectron2.utils import comm
 from torch import nn
 
 from metricopt_ext.detection.ap50 import Definition, average_precision
-from metricopt_ext.detection.detectron2.datasets import as_truth, records_of
+from metricopt_ext.detection.detectron2.datasets import Mapper, as_truth, records_of
 from metricopt_ext.detection.detectron2.toolkit import detections_of
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.errors import ConfigError, MetricError
@@ -100,6 +100,6 @@ def validation_metric(
     if images:
         chosen = torch.randperm(len(records), generator=generator(seed, "validation"))[:images]
         records = [records[index] for index in chosen.sort().values.tolist()]
-    mapper = DatasetMapper(cfg, is_train=False)
+    mapper = Mapper(cfg, is_train=False)
     loader = build_detection_test_loader(dataset=records, mapper=mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
     return ap50_metric(loader, AP50Evaluator(as_truth(name, records), definition))

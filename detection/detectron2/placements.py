@@ -14,7 +14,7 @@ PLACEMENTS: dict[str, tuple[str, ...]] = {
     "backbone": ("backbone.*res?.*.norm",),
     "early": ("backbone.*stem.*.norm", "backbone.*res2.*.norm"),
     "last_stage": ("backbone.res4.*.norm", "backbone.bottom_up.res5.*.norm"),
-    "fpn": ("backbone.fpn_output?",),
+    "fpn": ("backbone.fpn_output?.norm", "backbone.fpn_output?"),
     "roi_head": ("roi_heads.res5.*.norm", "roi_heads.box_head.conv*.norm", "roi_heads.box_head.fc?"),
     "predictor": ("roi_heads.box_predictor.cls_score", "roi_heads.box_predictor.bbox_pred"),
 }
@@ -35,6 +35,7 @@ def film_layers(model: nn.Module, layers: Sequence[str]) -> list[str]:
     chosen: list[str] = []
     for entry in layers:
         patterns = patterns_in(model, PLACEMENTS[entry]) if entry in PLACEMENTS else [entry]
+        patterns = [pattern for pattern in patterns if f"{pattern}.norm" not in patterns]  # a convolution without bias
         if not patterns:
             raise ConfigError(
                 f"layers={entry!r}: {PLACEMENTS[entry]} match no layer of this model; choose from {sorted(PLACEMENTS)},"

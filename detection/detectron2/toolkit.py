@@ -6,7 +6,6 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.data import transforms
 from detectron2.modeling import build_model
@@ -18,9 +17,10 @@ from metricopt_ext.detection.ap_loss import ClassificationLoss
 from metricopt_ext.detection.detectron2.ap_loss import use_ap_loss
 from metricopt_ext.detection.detectron2.export import export
 from metricopt_ext.detection.detectron2.placements import film_layers
+from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.metric import evaluating, in_mode
 
 
@@ -35,15 +35,16 @@ class Detectron2Toolkit:
         cfg: The config, e.g. from `config.read_config`. ``MODEL.WEIGHTS``, where given, is read by Detectron2's
             checkpointer, which unpickles ``.pkl`` files: name only files that you trust.
         classification_loss: Of the box head: the detector's own ``cross_entropy``, or ``ap`` (`ap_loss.ap_loss`).
+        whole_weights: Whether ``MODEL.WEIGHTS`` must give every parameter; False where the detector will be trained.
 
     Raises:
         ConfigError: There is no such loss.
     """
 
-    def __init__(self, cfg: CfgNode, classification_loss: str = "cross_entropy") -> None:
+    def __init__(self, cfg: CfgNode, classification_loss: str = "cross_entropy", *, whole_weights: bool = True) -> None:
         if classification_loss not in get_args(ClassificationLoss):
             raise ConfigError(f"classification_loss={classification_loss!r} must be 'cross_entropy' or 'ap'")
-        self.cfg, self.classification_loss = cfg, classification_loss
+        self.cfg, self.classification_loss, self.whole_weights = cfg, classification_loss, whole_weights
         size = cfg.INPUT.MIN_SIZE_TEST
         self._resize = transforms.ResizeShortestEdge([size, size], cfg.INPUT.MAX_SIZE_TEST)
 
@@ -51,7 +52,7 @@ class Detectron2Toolkit:
         """Return a new detector; what ``MODEL.WEIGHTS`` does not give is drawn from the seed.
 
         Raises:
-            DataError: The file of weights can't be loaded.
+            DataError: The weights can't be loaded, see `weights.load_weights`.
         """
         cfg = self.cfg.clone()
         cfg.defrost()
@@ -60,10 +61,7 @@ class Detectron2Toolkit:
             torch.manual_seed(seed)
             model: nn.Module = build_model(cfg)
         if cfg.MODEL.WEIGHTS:
-            try:
-                DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
-            except (AssertionError, OSError) as error:
-                raise DataError(f"MODEL.WEIGHTS={cfg.MODEL.WEIGHTS} can't be loaded: {error}") from error
+            load_weights(model, cfg.MODEL.WEIGHTS, whole=self.whole_weights)
         if self.classification_loss == "ap":
             use_ap_loss(model)
         return model

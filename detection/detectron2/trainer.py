@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import build_detection_test_loader, build_detection_train_loader
 from detectron2.engine import DefaultTrainer, HookBase
+from detectron2.engine.hooks import PeriodicCheckpointer
 from torch import nn
 
 from metricopt_ext.detection.detectron2.ap_loss import use_ap_loss
@@ -21,8 +23,10 @@ from metricopt_ext.detection.detectron2.build import (
     with_film,
 )
 from metricopt_ext.detection.detectron2.config import settings_of
-from metricopt_ext.detection.detectron2.datasets import truth_of
+from metricopt_ext.detection.detectron2.datasets import Mapper, truth_of
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, validation_metric
+from metricopt_ext.detection.detectron2.weights import UNREADABLE, load_weights
+from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.seeding import generator
 from metricopt_ext.trajectory import TrajectoryStore
 
@@ -32,8 +36,8 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
 
     phi is finetuned for ``METRICOPT.STEPS`` steps. Where ``METRICOPT.VALIDATION`` names a set, AP50 on it is asked at
     some of the points, the best of which is kept in ``OUTPUT_DIR/model_best.pth``. ``DATASETS.TEST`` is evaluated once,
-    at the end. Checkpoints hold phi and the optimizer's past gradients; a resumed run goes on from them, as
-    `hooks.ReplayedSteps` says.
+    at the end. A tenth of the steps or less lies between checkpoints, of which the last is kept; they hold phi and the
+    optimizer's past gradients, and a resumed run goes on from them as `hooks.ReplayedSteps` says.
 
     Args:
         cfg: A config that has a METRICOPT node.
@@ -45,9 +49,31 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             cfg = cfg.clone()
             cfg.defrost()
             cfg.SOLVER.MAX_ITER = settings.steps
+            cfg.SOLVER.REFERENCE_WORLD_SIZE = 0  # which would scale the number of steps
+            cfg.SOLVER.CHECKPOINT_PERIOD = min(cfg.SOLVER.CHECKPOINT_PERIOD, max(1, settings.steps // 10))
             # Evaluating now and then, as Detectron2 does, would choose a model by the test set.
             cfg.TEST.EVAL_PERIOD = 0
+            cfg.TEST.PRECISE_BN.ENABLED = False  # theta is frozen, its statistics included
         super().__init__(cfg)
+
+    def resume_or_load(self, resume: bool = True) -> None:
+        """Go on from the last checkpoint, or start from ``MODEL.WEIGHTS``.
+
+        Raises:
+            DataError: The checkpoint is another run's, or the weights can't be loaded, see `weights.load_weights`.
+        """
+        if resume and self.checkpointer.has_checkpoint():
+            try:
+                super().resume_or_load(resume)
+            except MetricOptError:
+                raise
+            except UNREADABLE as error:
+                raise DataError(
+                    f"{self.checkpointer.get_checkpoint_file()} is no checkpoint of such a run ({error}); use another"
+                    " OUTPUT_DIR, or leave --resume out"
+                ) from error
+        elif self.cfg.MODEL.WEIGHTS:
+            load_weights(self.model, self.cfg.MODEL.WEIGHTS, whole=settings_of(self.cfg).enabled)
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
@@ -100,7 +126,12 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             cfg = cfg.clone()
             cfg.defrost()
             cfg.SEED = generator(settings.seed, "batches", settings.index).initial_seed() % 2**31
-        return super().build_train_loader(cfg)
+        return build_detection_train_loader(cfg, mapper=Mapper(cfg, is_train=True))
+
+    @classmethod
+    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:
+        """Return Detectron2's loader of a set's images."""
+        return build_detection_test_loader(cfg, dataset_name, mapper=Mapper(cfg, is_train=False))
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> AP50Evaluator:
@@ -113,6 +144,9 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         settings = settings_of(self.cfg)
         if not settings.enabled:
             return stock
+        for hook in stock:
+            if isinstance(hook, PeriodicCheckpointer):
+                hook.max_to_keep = 1  # they differ in phi alone
         metric = None
         if settings.validation:
             metric = validation_metric(

@@ -12,16 +12,24 @@ from detectron2.config import LazyCall as L
 from detectron2.data import DatasetMapper, build_detection_test_loader, build_detection_train_loader
 from detectron2.data.transforms import ResizeShortestEdge
 from detectron2.modeling import build_model
-from fvcore.common.param_scheduler import ConstantParamScheduler
+from fvcore.common.param_scheduler import LinearParamScheduler
 
 from metricopt_ext.detection.detectron2.build import finetuning_hooks, phi_of, phi_optimizer, with_film
 from metricopt_ext.detection.detectron2.config import read_config
 from metricopt_ext.detection.detectron2.datasets import as_records
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, ap50_metric
+from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.trajectory import TrajectoryStore
 
-data = {"root": "datasets/scenes"}
+data = {
+    "root": L(write_scenes)(
+        folder="datasets/scenes",
+        images=[600, 100, 200],
+        seed=310,
+        shift=L(SceneShift)(contrast=0.3, noise_std=0.03, scale=0.8),
+    )
+}
 
 model = L(with_film)(
     model=L(build_model)(
@@ -39,7 +47,7 @@ optimizer = L(phi_optimizer)(
     lr=0.1,
 )
 
-lr_multiplier = L(ConstantParamScheduler)(value=1.0)
+lr_multiplier = L(LinearParamScheduler)(start_value=1.0, end_value=1.0)  # the constant one fails at its end
 
 dataloader = {
     "train": L(build_detection_train_loader)(
@@ -64,7 +72,7 @@ train = {
     "max_iter": 20,
     "amp": {"enabled": False},
     "ddp": {"broadcast_buffers": False, "find_unused_parameters": False, "fp16_compression": False},
-    "checkpointer": {"period": 20, "max_to_keep": 2},
+    "checkpointer": {"period": 2, "max_to_keep": 1},
     "eval_period": 0,
     "log_period": 20,
     "device": "cuda",
