@@ -2,6 +2,7 @@
 
 import io
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from metricopt_ext.errors import DataError
 
+# What reading a file raises, be it on disk or in a zip file: missing, corrupt, encrypted, compressed in an unknown way.
+UNREADABLE = (OSError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 # Not `ImageOps.exif_transpose`: it writes the EXIF data anew, which fails where a field is odd.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -64,7 +67,7 @@ class Annotated:
         try:
             with Image.open(io.BytesIO(self._read())) as image:
                 mode, pixels = image.mode, np.array(_turned(image).convert("RGB"))
-        except (OSError, KeyError, zipfile.BadZipFile, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except (*UNREADABLE, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(f"{self.path} can't be read as an image: {error}") from error
         if mode.startswith(("I", "F")):  # PIL would clip their values to 255
             raise DataError(f"{self.path} is of PIL's mode {mode}; convert it to 8 bits per channel")
