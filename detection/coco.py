@@ -39,7 +39,8 @@ def read_coco(
     """Read annotated images in COCO's format: images and classes in the order of their ids, as pycocotools has them.
 
     Boxes ``[x, y, width, height]`` become the edges ``(x, y, x + width, y + height)``, and are not clipped to their
-    images. Those without area are left out, with one warning.
+    images. Those without area are left out, with one warning. (pycocotools counts those of area 0 as objects, so that
+    its AP50 can differ.)
 
     Args:
         annotations: The JSON file.

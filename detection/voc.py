@@ -63,8 +63,8 @@ def read_voc(
     the XML files. An image without objects is kept.
 
     Boxes without area as written (``xmax <= xmin`` or ``ymax <= ymin``) and boxes wholly outside their image are left
-    out; boxes partly outside are clipped. One warning says how many, and in which files. (Detectron2 keeps those
-    without area as boxes of a pixel, so that its AP50 counts objects that are not in this set.)
+    out; boxes partly outside are clipped. One warning says how many, and in which files. (Detectron2's VOC evaluator
+    counts all of them as objects, with their corners as written, so that its AP50 can differ.)
 
     Args:
         root: A folder, or a zip file, which is read without unpacking it.
