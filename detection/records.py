@@ -87,7 +87,8 @@ class Annotated:
 
 
 def _turned(image: Image.Image) -> Image.Image:
-    image.load()  # PIL turns TIFF files here
+    if image.format == "TIFF":  # PIL turns these itself, and some versions keep the orientation
+        return image
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # broken EXIF data raise errors of many types; Detectron2 ignores them as well
