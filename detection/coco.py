@@ -39,7 +39,8 @@ def read_coco(
     """Read annotated images in COCO's format: images and classes in the order of their ids, as pycocotools has them.
 
     Boxes ``[x, y, width, height]`` become the edges ``(x, y, x + width, y + height)``, and are not clipped to their
-    images. Those without area are left out, with one warning.
+    images. Those without area are left out, with one warning. (pycocotools counts those of area 0 as objects, so that
+    its AP50 can differ.)
 
     Args:
         annotations: The JSON file.
@@ -47,13 +48,15 @@ def read_coco(
         dtype: Type of the boxes; float64 keeps all decimals of the file.
 
     Raises:
-        DataError: The file is truncated or no JSON of this format; ids that are double or unknown; a box or size that
-            is no number; an image that is missing.
+        DataError: The file is truncated, no JSON of this format or without images; ids that are double or unknown; a
+            box or size that is no number; an image that is missing.
     """
     content = _load(Path(annotations))
     wrong = [key for key in ("images", "annotations", "categories") if not isinstance(_get(content, key), list)]
     if wrong:
         raise DataError(f"{annotations} has no list {wrong[0]!r}; COCO's format needs images, annotations, categories")
+    if not content["images"]:
+        raise DataError(f"{annotations} has an empty list 'images'; it should name an image")
     images = _by_id(content["images"], ("file_name", "width", "height"), f"{annotations}: an image")
     categories = _by_id(content["categories"], ("name",), f"{annotations}: a category")
     double = [name for name, count in Counter(each["name"] for each in categories.values()).items() if count > 1]

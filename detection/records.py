@@ -2,16 +2,30 @@
 
 import io
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
+
+# What reading a file raises, be it on disk or in a zip file: missing, corrupt, encrypted, compressed in an unknown way.
+UNREADABLE = (OSError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+# Not `ImageOps.exif_transpose`: it writes the EXIF data anew, which fails where a field is odd.
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,20 +58,24 @@ class Annotated:
     archive: Path | None = None
 
     def load(self) -> Tensor:
-        """Return the image, ``3 x height x width``, uint8 RGB.
+        """Return the image, ``3 x height x width``, uint8 RGB, turned as its EXIF orientation says.
 
         Raises:
-            DataError: The file is missing, truncated, no image, or of another size than its annotation says.
+            DataError: The file is missing, truncated, no image, of more than 8 bits per channel, or, once turned, of
+                another size than its annotation says.
         """
         try:
             with Image.open(io.BytesIO(self._read())) as image:
-                pixels = np.array(image.convert("RGB"))
-        except (OSError, KeyError, zipfile.BadZipFile, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+                mode, pixels = image.mode, np.array(_turned(image).convert("RGB"))
+        except (*UNREADABLE, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(f"{self.path} can't be read as an image: {error}") from error
+        if mode.startswith(("I", "F")):  # PIL would clip their values to 255
+            raise DataError(f"{self.path} is of PIL's mode {mode}; convert it to 8 bits per channel")
         if pixels.shape[:2] != (self.height, self.width):
+            turned = pixels.shape[:2] == (self.width, self.height)
             raise DataError(
                 f"{self.path} is {pixels.shape[1]} x {pixels.shape[0]} pixels, its annotation says"
-                f" {self.width} x {self.height}"
+                f" {self.width} x {self.height}" + " (an EXIF orientation is applied first)" * turned
             )
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
@@ -66,6 +84,16 @@ class Annotated:
             return self.path.read_bytes()
         with zipfile.ZipFile(self.archive) as archive:
             return archive.read(self.path.as_posix())
+
+
+def _turned(image: Image.Image) -> Image.Image:
+    if image.format == "TIFF":  # PIL turns these itself, and some versions keep the orientation
+        return image
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # broken EXIF data raise errors of many types; Detectron2 ignores them as well
+        return image
+    return image.transpose(TURNS[orientation]) if orientation in TURNS else image
 
 
 @dataclass(frozen=True, eq=False)

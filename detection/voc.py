@@ -5,21 +5,22 @@ import math
 import warnings
 import xml.etree.ElementTree as ET
 import zipfile
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from PIL import Image
 
-from metricopt_ext.detection.records import Annotated, DetectionSet
+from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import DataError
 from metricopt_ext.files import write_atomically
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".JPG", ".JPEG", ".PNG")
 ENDS = ("xmin", "ymin", "xmax", "ymax")
+FLAGS = {"": False, "0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 NAMED = 5  # files that a warning names
 
 Folder = Path | zipfile.Path
@@ -62,19 +63,21 @@ def read_voc(
     the XML files. An image without objects is kept.
 
     Boxes without area as written (``xmax <= xmin`` or ``ymax <= ymin``) and boxes wholly outside their image are left
-    out; boxes partly outside are clipped. One warning says how many, and in which files. (Detectron2 keeps those
-    without area as boxes of a pixel, so that its AP50 counts objects that are not in this set.)
+    out; boxes partly outside are clipped. One warning says how many, and in which files. (Detectron2's VOC evaluator
+    counts all of them as objects, with their corners as written, so that its AP50 can differ.)
 
     Args:
         root: A folder, or a zip file, which is read without unpacking it.
         split: Name of a list of images, ``ImageSets/Main/<split>.txt``, in whose order they come; None for every
-            annotated image, sorted by name.
+            annotated image, sorted by name. A line is a name, or a name without spaces and a flag.
         classes: Names of the classes; None for all that the tree's annotations name, whatever the split, sorted.
         keep_difficult: Whether to keep objects that are marked as difficult.
 
     Raises:
-        DataError: No such tree, split, annotation or image; an empty split; an XML file that is truncated or lacks the
-            image's size, an object's name or its box; a class that is not among ``classes``.
+        DataError: No such tree, split, annotation or image; a split that is empty, not in UTF-8 or names an image
+            twice; an XML file that is truncated, lacks the image's size, an object's name or its box, or has another
+            flag than 0 or 1; a file that the zip file holds corrupt or encrypted; a class that is not among
+            ``classes``.
     """
     root = Path(root)
     if root.is_dir():
@@ -84,7 +87,7 @@ def read_voc(
     try:
         with zipfile.ZipFile(root) as archive:
             return _read_tree(zipfile.Path(archive), root, split, classes, keep_difficult)
-    except (zipfile.BadZipFile, zlib.error) as error:
+    except zipfile.BadZipFile as error:
         raise DataError(f"{root} is neither a folder nor a whole zip file ({error})") from error
 
 
@@ -93,7 +96,7 @@ def _read_tree(
 ) -> DetectionSet:
     tree = _find_tree(root)
     files = {file.name.removesuffix(".xml"): file for file in (tree / "Annotations").iterdir() if _is_xml(file)}
-    stems = sorted(files) if split is None else _read_split(tree, split)
+    stems = sorted(files) if split is None else _read_split(tree, split, files)
     missing = [stem for stem in stems if stem not in files]
     if missing:
         raise DataError(f"{tree / 'Annotations'} lacks {missing[0]}.xml, which the split {split!r} names")
@@ -149,22 +152,38 @@ def _is_xml(file: Folder) -> bool:
     return file.name.endswith(".xml") and not file.name.startswith(".")
 
 
-def _read_split(tree: Folder, split: str) -> list[str]:
-    """The names in a split's file; of several words in a line (name and flag) the first is the name."""
+def _read_split(tree: Folder, split: str, annotated: Container[str]) -> list[str]:
+    """The names in a split's file: the lines that are one as a whole, of others (name and flag) the first word."""
     folder = tree / "ImageSets" / "Main"
     file = folder / f"{split}.txt"
     if not file.is_file():
         known = sorted(each.name.removesuffix(".txt") for each in folder.iterdir()) if folder.is_dir() else []
         raise DataError(f"there is no split {split!r} in {folder}; it has {', '.join(known) or 'none'}")
-    stems = [line.split()[0] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        lines = _read_bytes(file).decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 ({error})") from error
+    names = [line.strip() for line in lines if line.strip()]
+    stems = [name if name in annotated else name.split()[0] for name in names]
     if not stems:
         raise DataError(f"{file} is empty; it should name an image in each line")
+    double = [stem for stem, count in Counter(stems).items() if count > 1]
+    if double:
+        raise DataError(f"{file} names {double[0]} twice; an image may be there once")
     return stems
 
 
-def _parse(file: Folder) -> _Annotation:
+def _read_bytes(file: Folder) -> bytes:
     try:
-        top = ET.fromstring(file.read_bytes())
+        return file.read_bytes()
+    except UNREADABLE as error:
+        raise DataError(f"{file} can't be read ({error})") from error
+
+
+def _parse(file: Folder) -> _Annotation:
+    content = _read_bytes(file)
+    try:
+        top = ET.fromstring(content)
     except (ET.ParseError, LookupError, ValueError) as error:
         raise DataError(f"{file} is truncated or no XML ({error})") from error
     width, height = (_number(top, f"size/{side}", file) for side in ("width", "height"))
@@ -173,8 +192,11 @@ def _parse(file: Folder) -> _Annotation:
     objects = []
     for thing in top.findall("object"):
         left, top_edge, right, bottom = (_number(thing, f"bndbox/{end}", file) for end in ENDS)
-        difficult = (thing.findtext("difficult") or "").strip() == "1"
-        objects.append(_Object(_text(thing, "name", file), (left, top_edge, right, bottom), difficult))
+        flag = (thing.findtext("difficult") or "").strip()
+        if flag.lower() not in FLAGS:
+            raise DataError(f"{file} has {flag!r} as <difficult>; it must be 0 or 1")
+        corners = (left, top_edge, right, bottom)
+        objects.append(_Object(_text(thing, "name", file), corners, FLAGS[flag.lower()]))
     return _Annotation(file, (top.findtext("filename") or "").strip(), int(width), int(height), objects)
 
 

@@ -171,6 +171,7 @@ def changed(key: str, place: int, **fields: Any) -> Any:
     [
         ([], "has no list 'images'"),
         ({**CONTENT, "categories": None}, "has no list 'categories'"),
+        ({**CONTENT, "images": [], "annotations": []}, "annotations.json has an empty list 'images'"),
         (changed("images", 0, id=7), "an image's id is there twice: 7"),
         (changed("images", 0, id="x"), "an image has the id 'x'; it must be an integer"),
         (changed("images", 0, width=None), "an image has no 'width'"),

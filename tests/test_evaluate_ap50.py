@@ -144,6 +144,14 @@ def test_what_a_user_can_mend_ends_in_one_line(folder: Path, arguments: tuple[st
     assert "\n" not in str(caught.value)
 
 
+def test_a_set_without_images_ends_in_one_line(folder: Path) -> None:
+    content = json.loads((folder / "coco.json").read_text())
+    (folder / "empty.json").write_text(json.dumps({**content, "images": [], "annotations": []}))
+    (folder / "none.json").write_text("[]")
+    with pytest.raises(SystemExit, match=r"^error: empty.json has an empty list 'images'"):
+        evaluate(folder, "--detections", "none.json", "--annotations", "empty.json")
+
+
 def measure(folder: Path) -> Any:
     options = ("--images", "20", "--detections", "30", "--classes", "4", "--repeats", "1", "--output-dir", str(folder))
     with pytest.MonkeyPatch.context() as patch:

@@ -118,6 +118,39 @@ def test_difficult_objects_can_be_left_out(tree: Path) -> None:
     assert not first.difficult.any()
 
 
+@pytest.mark.parametrize(
+    ("text", "difficult"),
+    [("", False), ("0", False), (" 0.0 ", False), ("False", False), ("1.0", True), ("true", True), ("TRUE", True)],
+)
+def test_difficult_may_be_written_in_several_ways(tree: Path, text: str, difficult: bool) -> None:
+    replace(annotation(tree), "<difficult>0<", f"<difficult>{text}<")
+    assert read_voc(tree, "test").images[0].difficult.tolist() == [difficult]
+
+
+def test_objects_without_the_flag_are_not_difficult(tree: Path) -> None:
+    replace(annotation(tree, "a1"), "difficult>", "pose>")
+    assert read_voc(tree, "train").images[0].difficult.tolist() == [False, False]
+
+
+def split_file(tree: Path) -> Path:
+    return next(tree.rglob("test.txt"))
+
+
+@pytest.mark.parametrize("content", ["\ufeffa3\n", "\ufeffa3 -1\r\n\r\n"])
+def test_a_split_may_have_a_byte_order_mark_flags_and_empty_lines(tree: Path, content: str) -> None:
+    split_file(tree).write_bytes(content.encode())
+    assert [image.image_id for image in read_voc(tree, "test").images] == ["a3"]
+
+
+def test_a_split_may_name_files_with_spaces(tree: Path) -> None:
+    for file in (annotation(tree), next(tree.rglob("a3.png"))):
+        file.rename(file.with_stem("my image 1"))
+    split_file(tree).write_text("a1 1\nmy image 1\n")
+    data = read_voc(tree, "test")
+    assert [image.image_id for image in data.images] == ["a1", "my image 1"]
+    assert torch.equal(data.images[1].load(), EXAMPLES[2].image)
+
+
 def test_jpeg_files_keep_about_the_same_pixels(tmp_path: Path) -> None:
     smooth = torch.linspace(0, 255, 40).to(torch.uint8).expand(3, 30, 40).contiguous()
     write_voc(tmp_path, [Example(smooth, EXAMPLES[2].truth)], CLASSES, "all", suffix=".jpg")
@@ -161,8 +194,11 @@ BROKEN = {
     "no name": (swapped("a3", "name>", "label>"), "a3.xml has an <object> without <name>"),
     "no number": (swapped("a3", "<xmin>6<", "<xmin>nan<"), "a3.xml has 'nan' as <bndbox/xmin>"),
     "no image": (lambda tree: next(tree.rglob("a3.png")).unlink(), "lacks the image of .*a3.xml"),
-    "empty split": (lambda tree: next(tree.rglob("test.txt")).write_text("\n"), "test.txt is empty"),
-    "no split": (lambda tree: next(tree.rglob("test.txt")).unlink(), "no split 'test' in .*; it has train$"),
+    "empty split": (lambda tree: split_file(tree).write_text("\n"), "test.txt is empty"),
+    "Latin-1 split": (lambda tree: split_file(tree).write_bytes(b"\xe4\n"), "test.txt is not UTF-8"),
+    "double name": (lambda tree: split_file(tree).write_text("a2\na3\na1 1\na3 1\na1\n"), "test.txt names a3 twice"),
+    "unknown flag": (swapped("a3", "difficult>0<", "difficult>2<"), "a3.xml has '2' as <difficult>; it must be 0 or 1"),
+    "no split": (lambda tree: split_file(tree).unlink(), "no split 'test' in .*; it has train$"),
     "no annotation": (lambda tree: annotation(tree).unlink(), "lacks a3.xml, which the split 'test' names"),
     "two sets": (lambda tree: (tree / "VOCdevkit/VOC2012/Annotations").mkdir(parents=True), "several sets"),
     "no set": (lambda tree: (tree / "VOCdevkit/VOC2007/Annotations").rename(tree / "x"), "holds no folder Annotations"),
@@ -188,6 +224,34 @@ def test_what_is_no_zip_file_or_is_missing_is_named(tmp_path: Path) -> None:
         read_voc(tmp_path / "torn.zip")
     with pytest.raises(DataError, match="does not exist"):
         read_voc(tmp_path / "missing")
+
+
+def damage(packed: Path, name: str, how: str) -> None:
+    """Damage a file within a zip file, at its data or at its entry in the directory at the end."""
+    with zipfile.ZipFile(packed) as archive:
+        (info,) = (each for each in archive.infolist() if each.filename.endswith(name))
+    content = bytearray(packed.read_bytes())
+    entry = content.rindex(info.filename.encode()) - 46
+    place, byte = {
+        "corrupt": (info.header_offset + 30 + len(info.filename), 0xFF),
+        "of another checksum": (entry + 16, (info.CRC + 1) & 0xFF),
+        "encrypted": (entry + 8, 1),
+        "deflate64": (entry + 10, 9),
+    }[how]
+    content[place] = byte
+    packed.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["corrupt", "of another checksum", "encrypted", "deflate64"])
+@pytest.mark.parametrize("name", ["a3.xml", "test.txt", "a3.png"])
+def test_what_is_damaged_in_a_zip_file_is_named(tree: Path, tmp_path: Path, name: str, how: str) -> None:
+    packed = tmp_path / "packed.zip"
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in tree.rglob("VOC2007/**/*.*"):
+            archive.write(file, file.relative_to(tree))
+    damage(packed, name, how)
+    with pytest.raises(DataError, match=rf"{name} can't be read"):
+        read_voc(packed, "test").images[0].load()
 
 
 def test_a_truncated_image_is_noticed_when_it_is_loaded(tree: Path) -> None:
