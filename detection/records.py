@@ -1,6 +1,7 @@
 """Annotated images and detections, as every part of the detection tools passes them on."""
 
 import io
+import lzma
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 from metricopt_ext.errors import DataError
 
 # What reading a file raises, be it on disk or in a zip file: missing, corrupt, encrypted, compressed in an unknown way.
-UNREADABLE = (OSError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+UNREADABLE = (OSError, KeyError, EOFError, RuntimeError, lzma.LZMAError, zipfile.BadZipFile, zlib.error)
 # Not `ImageOps.exif_transpose`: it writes the EXIF data anew, which fails where a field is odd.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,

@@ -3,7 +3,6 @@
 import io
 import re
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +16,7 @@ from detectron2.utils.file_io import PathHandler, PathManager
 
 from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.detectron2.config import Settings
-from metricopt_ext.detection.records import Annotated, DetectionSet
+from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
@@ -57,7 +56,7 @@ class Mapper(DatasetMapper):  # type: ignore[misc]
         """
         try:
             return super().__call__(dataset_dict)
-        except (OSError, KeyError, SyntaxError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        except (*UNREADABLE, SyntaxError, ValueError) as error:
             raise DataError(f"{dataset_dict['file_name']} can't be used: {error}") from error
 
 
