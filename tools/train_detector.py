@@ -36,7 +36,7 @@ try:
     from detectron2.utils import comm
 
     from metricopt_ext.detection.detectron2.build import unwrapped
-    from metricopt_ext.detection.detectron2.config import Settings, read_config, settings_of
+    from metricopt_ext.detection.detectron2.config import read_config, settings_of
     from metricopt_ext.detection.detectron2.datasets import check_sets, register_entries, write_example
     from metricopt_ext.detection.detectron2.export import export
     from metricopt_ext.detection.detectron2.meta_train import meta_train
@@ -61,8 +61,9 @@ def main(arguments: argparse.Namespace) -> Any:
     check(cfg, arguments)
     write_example(settings)
     register_entries(settings.data, settings.data_root, settings.classes)
-    judged = [*cfg.DATASETS.TEST, *([settings.validation] if needs_validation(settings, arguments) else [])]
-    check_sets(cfg, [] if arguments.eval_only else cfg.DATASETS.TRAIN, judged)
+    tuning = not arguments.eval_only and (settings.enabled or arguments.meta_train is not None)
+    asked = [settings.validation] if tuning and settings.validation else []
+    check_sets(cfg, [] if arguments.eval_only else cfg.DATASETS.TRAIN, [*asked, *cfg.DATASETS.TEST])
     default_setup(cfg, arguments)
     if arguments.meta_train is not None:
         return meta_train(cfg, arguments.meta_train, arguments.resume)
@@ -80,11 +81,10 @@ def evaluate(cfg: CfgNode, resume: bool) -> Any:
     model = MetricOptTrainer.build_model(cfg)
     checkpointer = DetectionCheckpointer(model, save_dir=cfg.OUTPUT_DIR)
     resume = resume and checkpointer.has_checkpoint()
-    load_weights(
-        model,
-        checkpointer.get_checkpoint_file() if resume else cfg.MODEL.WEIGHTS,
-        tuned=settings_of(cfg).enabled,
-    )
+    weights = checkpointer.get_checkpoint_file() if resume else cfg.MODEL.WEIGHTS
+    if not weights:
+        raise ConfigError("--eval-only needs MODEL.WEIGHTS, the detector to evaluate")
+    load_weights(model, weights, tuned=settings_of(cfg).enabled)
     return judge(cfg, model)
 
 
@@ -122,7 +122,7 @@ def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
         ConfigError: A setting lacks another one, or can't act; the message says what would do.
     """
     weights, finetuning = cfg.MODEL.WEIGHTS, cfg.METRICOPT.ENABLED and not arguments.eval_only
-    if weights and "://" not in weights and not Path(weights).is_file():
+    if weights and "://" not in weights and not Path(weights.partition("?")[0]).is_file():
         raise ConfigError(f"MODEL.WEIGHTS={weights}: there is no such file")
     if not weights and finetuning:
         raise ConfigError("METRICOPT.ENABLED needs MODEL.WEIGHTS, the trained detector")
@@ -130,16 +130,8 @@ def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
         raise ConfigError(f"OUTPUT_DIR={cfg.OUTPUT_DIR} holds MODEL.WEIGHTS, which would be written over; give another")
     if arguments.eval_only and not cfg.DATASETS.TEST:
         raise ConfigError("--eval-only needs DATASETS.TEST, e.g. DATASETS.TEST \"('scenes_test',)\"")
-    if arguments.eval_only and not (weights or arguments.resume):
-        raise ConfigError("--eval-only needs MODEL.WEIGHTS, the detector to evaluate")
     if cfg.TEST.AUG.ENABLED:
         raise ConfigError("TEST.AUG.ENABLED: AP50 is asked without test-time augmentation here; set it to False")
-
-
-def needs_validation(settings: Settings, arguments: argparse.Namespace) -> bool:
-    """Return whether AP50 is asked on ``METRICOPT.VALIDATION``."""
-    asked = settings.enabled or arguments.meta_train is not None
-    return bool(settings.validation) and asked and not arguments.eval_only
 
 
 def run() -> None:
