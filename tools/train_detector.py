@@ -122,6 +122,8 @@ def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
         ConfigError: A setting lacks another one, or can't act; the message says what would do.
     """
     weights, finetuning = cfg.MODEL.WEIGHTS, cfg.METRICOPT.ENABLED and not arguments.eval_only
+    if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, but no GPU was found; --num-gpus 0 computes on the CPU")
     if weights and "://" not in weights and not Path(weights.partition("?")[0]).is_file():
         raise ConfigError(f"MODEL.WEIGHTS={weights}: there is no such file")
     if not weights and finetuning:
@@ -143,8 +145,6 @@ def run() -> None:
         parser.error("--config-file is needed, e.g. configs/detection/detectron2/scenes.yaml")
     if arguments.eval_only and arguments.meta_train:
         parser.error("--eval-only and --meta-train are two commands")
-    if arguments.num_gpus > 0 and not torch.cuda.is_available():
-        parser.error(f"--num-gpus {arguments.num_gpus}: no GPU was found; --num-gpus 0 computes on the CPU")
     try:
         launch(
             main,
