@@ -6,7 +6,7 @@ from typing import get_args
 from torch import nn
 
 from metricopt_ext.detection.ap50 import Definition
-from metricopt_ext.detection.config import AdapterConfig, DetectionConfig, ModelConfig
+from metricopt_ext.detection.config import AdapterConfig, DetectionConfig
 from metricopt_ext.detection.data import Splits
 from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
 from metricopt_ext.detection.task import ExampleBatches
@@ -19,6 +19,7 @@ from metricopt_ext.film import Adapter, attach_film
 from metricopt_ext.pretrained import pretrained
 
 TOOLKITS = ("detectron2", "torchvision")
+CHECKPOINT = "training.safetensors"
 
 
 def build_toolkit(config: DetectionConfig) -> Toolkit:
@@ -69,24 +70,31 @@ def check_definition(config: DetectionConfig) -> Definition:
 def detector(config: DetectionConfig, toolkit: Toolkit, splits: Splits, seed: int, folder: Path) -> nn.Module:
     """Return the detector: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
 
+    Training keeps a checkpoint in ``folder`` until then, and goes on from one that a killed run has left.
+
     Raises:
         DataError: The weights don't fit the model.
+        FileFormatError: The checkpoint is corrupt.
     """
-    settings = config.model
+    settings, checkpoint = config.model, folder / CHECKPOINT
     batches = ExampleBatches(splits.train, settings.batch_size)
-    return pretrained(
+
+    def train(model: nn.Module) -> None:
+        if settings.steps:
+            train_detector(
+                toolkit, model, batches, steps=settings.steps, lr=settings.lr, seed=seed, checkpoint=checkpoint
+            )
+
+    model = pretrained(
         lambda: toolkit.build(len(splits.classes), seed),
-        lambda model: _train(toolkit, model, batches, config.model, seed),
+        train,
         weights=settings.weights,
         folder=folder,
         seed=seed,
         device=choose_device(config.device),
     )
-
-
-def _train(toolkit: Toolkit, model: nn.Module, batches: ExampleBatches, config: ModelConfig, seed: int) -> None:
-    if config.steps:
-        train_detector(toolkit, model, batches, steps=config.steps, lr=config.lr, seed=seed)
+    checkpoint.unlink(missing_ok=True)
+    return model
 
 
 def attach(toolkit: Toolkit, model: nn.Module, config: AdapterConfig, seed: int) -> Adapter:

@@ -222,7 +222,21 @@ def test_a_finished_run_resumes_without_any_training(
 def test_an_interrupted_run_resumes_to_the_same_report(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collected = []
+    losses, collected = [], []
+
+    def kill(self: TorchvisionToolkit, *arguments: Any) -> Any:
+        losses.append(arguments)
+        if len(losses) > 15:
+            raise KeyboardInterrupt
+        return loss(self, *arguments)
+
+    loss, folder = TorchvisionToolkit.loss, tmp_path / "run" / "seed-0"
+    with monkeypatch.context() as patched:
+        patched.setattr(TorchvisionToolkit, "loss", kill)
+        with pytest.raises(KeyboardInterrupt):
+            tool.run(config_of(*FINISHED), tmp_path / "run", resume=False)
+    assert (folder / "training.safetensors").exists()
+    assert not (folder / "model.safetensors").exists()
 
     def stop(self: FinetuneTask, *arguments: Any) -> Any:
         collected.append(arguments)
@@ -234,8 +248,11 @@ def test_an_interrupted_run_resumes_to_the_same_report(
     with monkeypatch.context() as patched:
         patched.setattr(FinetuneTask, "answers_at", stop)
         with pytest.raises(KeyboardInterrupt):
-            tool.run(config_of(*FINISHED), tmp_path / "run", resume=False)
-    assert 0 < len(list((tmp_path / "run" / "seed-0" / "trajectories").glob("*.safetensors"))) < 4
+            tool.run(config_of(*FINISHED), tmp_path / "run", resume=True)
+    assert 0 < len(list((folder / "trajectories").glob("*.safetensors"))) < 4
+    assert not (folder / "training.safetensors").exists()
+    detector = (folder / "model.safetensors").read_bytes()
+    assert detector == (finished / "seed-0" / "model.safetensors").read_bytes()
     monkeypatch.setattr(build, "train_detector", lambda *_, **__: pytest.fail("trained a detector that was there"))
     tool.run(config_of(*FINISHED), tmp_path / "run", resume=True)
     resumed, whole = content_of(tmp_path / "run"), content_of(finished)
