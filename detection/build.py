@@ -6,7 +6,7 @@ from typing import get_args
 from torch import nn
 
 from metricopt_ext.detection.ap50 import Definition
-from metricopt_ext.detection.config import AdapterConfig, DetectionConfig
+from metricopt_ext.detection.config import AdapterConfig, DetectionConfig, ModelConfig
 from metricopt_ext.detection.data import Splits
 from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
 from metricopt_ext.detection.task import ExampleBatches
@@ -19,6 +19,11 @@ from metricopt_ext.film import Adapter, attach_film
 from metricopt_ext.pretrained import pretrained
 
 TOOLKITS = ("detectron2", "torchvision")
+# The settings of model that one toolkit alone looks at.
+MODEL_SETTINGS = {
+    "detectron2": ("config_file", "opts"),
+    "torchvision": ("name", "min_size", "max_size", "proposals", "coco_weights"),
+}
 CHECKPOINT = "training.safetensors"
 
 
@@ -26,9 +31,12 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
     """Return the toolkit that the settings name.
 
     Raises:
-        ConfigError: There is no such toolkit, it is not installed, or it refuses its settings.
+        ConfigError: There is no such toolkit, it is not installed, it refuses its settings, or a setting is another's.
     """
     model = config.model
+    if config.toolkit not in TOOLKITS:
+        raise ConfigError(f"toolkit={config.toolkit!r} is none of {', '.join(TOOLKITS)}")
+    _refuse_settings_of_others(config)
     if config.toolkit == "torchvision":
         return TorchvisionToolkit(
             name=model.name,
@@ -38,8 +46,6 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
             weights=model.coco_weights,
             classification_loss=config.classification_loss,  # type: ignore[arg-type]
         )
-    if config.toolkit != "detectron2":
-        raise ConfigError(f"toolkit={config.toolkit!r} is none of {', '.join(TOOLKITS)}")
     try:
         from metricopt_ext.detection.detectron2.config import read_config
         from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
@@ -53,6 +59,18 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
     device = ["MODEL.DEVICE", str(choose_device(config.device))]
     cfg = read_config(model.config_file, [*model.opts, *device])
     return Detectron2Toolkit(cfg, classification_loss=config.classification_loss)
+
+
+def _refuse_settings_of_others(config: DetectionConfig) -> None:
+    """Refuse settings of model that the toolkit does not look at, where they are not the default."""
+    default = ModelConfig()
+    for toolkit, names in MODEL_SETTINGS.items():
+        for name in names:
+            value = getattr(config.model, name)
+            if toolkit != config.toolkit and value != getattr(default, name):
+                raise ConfigError(
+                    f"model.{name}={value!r} is for toolkit={toolkit}, and would not change toolkit={config.toolkit}"
+                )
 
 
 def check_definition(config: DetectionConfig) -> Definition:

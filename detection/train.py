@@ -101,7 +101,9 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.SGD, settings: di
     tensors, theirs = read_tensors(path, FILE_FORMAT)
     for key, value in settings.items():
         if theirs.get(key) != value:
-            raise FileFormatError(f"{path} is another training's: {key} was {theirs.get(key)!r}, now {value!r}")
+            raise FileFormatError(
+                f"{path} is another training's: {key} was {theirs.get(key)!r}, now {value!r}; delete it to train anew"
+            )
     state = {key: value for key, value in tensors.items() if key.startswith("model.")}
     model.load_state_dict({key.removeprefix("model."): value for key, value in state.items()})
     for name, parameter in model.named_parameters():

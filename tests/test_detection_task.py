@@ -181,7 +181,9 @@ def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch:
     assert taken == 100 + 14  # it was killed in step 8 of 20, and every second is kept
     for name, value in straight.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name])
-    with pytest.raises(FileFormatError, match=r"training\.safetensors is another training's: lr was 0\.05, now 0\.1"):
+    with pytest.raises(
+        FileFormatError, match=r"training\.safetensors is another training's: lr was 0\.05, now 0\.1; delete"
+    ):
         train_detector(TOOLKIT, resumed, batches, checkpoint=checkpoint, **{**settings, "lr": 0.1})
 
 

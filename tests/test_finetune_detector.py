@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +270,7 @@ def test_the_ap_loss_in_the_backbone_by_the_command_line(
 ) -> None:
     weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
     call("--toolkit", "torchvision", "--config-file", CONFIGS / "scenes_detectron2.yaml", "--output-dir", tmp_path,
-         *TINY, "classification_loss=ap", "model.proposals=30", weights)  # fmt: skip
+         *TINY, "classification_loss=ap", "model.config_file=", "model.proposals=30", weights)  # fmt: skip
     assert "torchvision's small_fpn on shifted scenes" in capsys.readouterr().out
     content = content_of(tmp_path)
     assert content["config"]["toolkit"] == "torchvision"
@@ -345,10 +346,10 @@ def test_every_config_is_sound(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     config = config_of(file=file)
     config.check()
     check_definition(config)
-    if config.toolkit == "torchvision":
+    there = config.toolkit == "torchvision" or importlib.util.find_spec("detectron2")
+    with nullcontext() if there else pytest.raises(ConfigError, match="toolkit=detectron2 needs Detectron2"):
         build_toolkit(config)
-    else:
-        assert Path(config.model.config_file).is_file()
+    assert config.toolkit == "torchvision" or Path(config.model.config_file).is_file()
 
 
 # --- What it refuses -------------------------------------------------------------------------------------------
@@ -361,6 +362,7 @@ def test_every_config_is_sound(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["toolkit=mmdet"], r"toolkit='mmdet' is none of detectron2, torchvision"),
         (["metric.definition=coco50"], r"metric\.definition='coco50' is none of voc_11_point, voc, coco"),
         (["model.name=yolo"], r"no detector is named 'yolo'; there are fasterrcnn_resnet50_fpn"),
+        (["toolkit=detectron2"], r"model\.min_size=48 is for toolkit=torchvision, .* not change toolkit=detectron2$"),
         (["classification_loss=focal"], r"classification_loss='focal' must be 'cross_entropy' or 'ap'"),
         (["population=2"], r"population=2: detectors compute one task at a time"),
         (["model.lr=0"], r"model\.lr=0\.0: it must be above 0"),
@@ -385,6 +387,8 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["data.name=kitti", "shift={contrast: 1, noise_std: 0, scale: 1}"], r"'kitti' is none of scenes, voc, coco"),
         (["data.name=voc", "shift={contrast: 1, noise_std: 0, scale: 1}"], r"data\.name=voc needs data\.root=PATH"),
         (["data.images=[6,0,6]"], r"images must be three numbers of at least 1, got \(6, 0, 6\)"),
+        (["data.more_train=[VOC2012]"], r"data\.more_train=\['VOC2012'\] is for data\.name=voc"),
+        (["data.classes=[cat]"], r"data\.classes=\['cat'\] is for data\.name=voc"),
         (["adapter.placement=head"], r"placement='head' is none of backbone, early, fpn, rpn, roi_head, predictor"),
         (["adapter.layers=[norm*]"], r"layers='norm\*' matches no layer"),
         (["model.lr=1e30"], r"step \d: .*(lower the lr|not finite)"),
@@ -450,7 +454,7 @@ def test_detectron2_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch
         monkeypatch.delitem(sys.modules, name)
     for name in ("detectron2", "detectron2.config"):
         monkeypatch.setitem(sys.modules, name, None)
-    message = refused("--toolkit", "detectron2", "--config-file", SCENES, "--output-dir", tmp_path / "run", *TINY)
+    message = refused("--config-file", CONFIGS / "scenes_detectron2.yaml", "--output-dir", tmp_path / "run")
     assert message.startswith("toolkit=detectron2 needs Detectron2, which is installed from its source (")
     assert "--toolkit torchvision works without" in message
     assert not (tmp_path / "run").exists()
@@ -491,7 +495,23 @@ def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Pa
 # --- The toolkit that the settings name ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("toolkit", "setting"),
+    [
+        *(("detectron2", setting) for setting in ("name=resnet18_fpn", "min_size=64", "max_size=256", "proposals=30")),
+        ("detectron2", "coco_weights=coco.pth"),
+        *(("torchvision", setting) for setting in ("config_file=scenes.yaml", "opts=[MODEL.WEIGHTS,a.pth]")),
+    ],
+)
+def test_a_setting_that_the_toolkit_does_not_look_at_is_refused(toolkit: str, setting: str) -> None:
+    other = {"detectron2": "torchvision", "torchvision": "detectron2"}[toolkit]
+    config = load_config(DetectionConfig, None, [f"toolkit={toolkit}", "data.name=scenes", f"model.{setting}"])
+    said = rf"model\.{setting.partition('=')[0]}=.* is for toolkit={other}, and would not change toolkit={toolkit}$"
+    with pytest.raises(ConfigError, match=said):
+        build_toolkit(config)
+
+
 def test_detectron2_needs_its_config_file() -> None:
     pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
     with pytest.raises(ConfigError, match=r"toolkit=detectron2 needs model\.config_file=FILE"):
-        build_toolkit(config_of("toolkit=detectron2"))
+        build_toolkit(load_config(DetectionConfig, None, ["toolkit=detectron2", "data.name=scenes"]))
