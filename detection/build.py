@@ -52,7 +52,7 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
     except ImportError as error:
         raise ConfigError(
             f"toolkit=detectron2 needs Detectron2, which is installed from its source ({error});"
-            " --toolkit torchvision works without"
+            " --toolkit torchvision works without, with a config file of its own"
         ) from error
     if not model.config_file:
         raise ConfigError("toolkit=detectron2 needs model.config_file=FILE, the YAML file that describes the detector")

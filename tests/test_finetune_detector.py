@@ -270,7 +270,7 @@ def test_the_ap_loss_in_the_backbone_by_the_command_line(
 ) -> None:
     weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
     call("--toolkit", "torchvision", "--config-file", CONFIGS / "scenes_detectron2.yaml", "--output-dir", tmp_path,
-         *TINY, "classification_loss=ap", "model.config_file=", "model.proposals=30", weights)  # fmt: skip
+         *TINY, "classification_loss=ap", "model.config_file=''", "model.proposals=30", weights)  # fmt: skip
     assert "torchvision's small_fpn on shifted scenes" in capsys.readouterr().out
     content = content_of(tmp_path)
     assert content["config"]["toolkit"] == "torchvision"
@@ -456,7 +456,7 @@ def test_detectron2_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch
         monkeypatch.setitem(sys.modules, name, None)
     message = refused("--config-file", CONFIGS / "scenes_detectron2.yaml", "--output-dir", tmp_path / "run")
     assert message.startswith("toolkit=detectron2 needs Detectron2, which is installed from its source (")
-    assert "--toolkit torchvision works without" in message
+    assert "--toolkit torchvision works without, with a config file of its own" in message
     assert not (tmp_path / "run").exists()
 
 
