@@ -1,12 +1,13 @@
 """Turns a detection config into the things it describes: toolkit, detector, adapter, metric."""
 
+from operator import attrgetter
 from pathlib import Path
 from typing import get_args
 
 from torch import nn
 
 from metricopt_ext.detection.ap50 import Definition
-from metricopt_ext.detection.config import AdapterConfig, DetectionConfig, ModelConfig
+from metricopt_ext.detection.config import AdapterConfig, DetectionConfig
 from metricopt_ext.detection.data import Splits
 from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
 from metricopt_ext.detection.task import ExampleBatches
@@ -19,10 +20,13 @@ from metricopt_ext.film import Adapter, attach_film
 from metricopt_ext.pretrained import pretrained
 
 TOOLKITS = ("detectron2", "torchvision")
-# The settings of model that one toolkit alone looks at.
-MODEL_SETTINGS = {
-    "detectron2": ("config_file", "opts"),
-    "torchvision": ("name", "min_size", "max_size", "proposals", "coco_weights"),
+# The settings that one toolkit alone looks at.
+SETTINGS = {
+    "detectron2": ("model.config_file", "model.opts"),
+    "torchvision": (
+        *("model.name", "model.min_size", "model.max_size", "model.proposals", "model.coco_weights"),
+        "adapter.keep_gib",
+    ),
 }
 CHECKPOINT = "training.safetensors"
 
@@ -62,14 +66,14 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
 
 
 def _refuse_settings_of_others(config: DetectionConfig) -> None:
-    """Refuse settings of model that the toolkit does not look at, where they are not the default."""
-    default = ModelConfig()
-    for toolkit, names in MODEL_SETTINGS.items():
-        for name in names:
-            value = getattr(config.model, name)
-            if toolkit != config.toolkit and value != getattr(default, name):
+    """Refuse settings that the toolkit does not look at, where they are not the default."""
+    default = DetectionConfig()
+    for toolkit, keys in SETTINGS.items():
+        for key in keys:
+            value = attrgetter(key)(config)
+            if toolkit != config.toolkit and value != attrgetter(key)(default):
                 raise ConfigError(
-                    f"model.{name}={value!r} is for toolkit={toolkit}, and would not change toolkit={config.toolkit}"
+                    f"{key}={value!r} is for toolkit={toolkit}, and would not change toolkit={config.toolkit}"
                 )
 
 
@@ -129,5 +133,5 @@ def remembering(toolkit: Toolkit, adapter: Adapter, config: AdapterConfig) -> To
     """Return a toolkit that computes features and proposals once, where phi can't change them and settings allow it."""
     in_box_head = all(layer.startswith(BOX_HEAD) for layer in adapter.layers)
     if isinstance(toolkit, TorchvisionToolkit) and config.keep_features and in_box_head:
-        return FrozenFeatures(toolkit, adapter)
+        return FrozenFeatures(toolkit, adapter, config.keep_gib)
     return toolkit

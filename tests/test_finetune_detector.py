@@ -296,15 +296,16 @@ def test_features_in_memory_change_no_number(finished: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(TorchvisionToolkit, "build", sampling_all)
     contents = []
-    for keep in ("true", "false"):
+    for keep in ("keep_features=true", "keep_features=false", "keep_gib=0.002"):
         weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
-        config = config_of(*FINISHED, weights, f"adapter.keep_features={keep}")
+        config = config_of(*FINISHED, weights, f"adapter.{keep}")
         tool.run(config, tmp_path / keep, resume=False)
         contents.append(content_of(tmp_path / keep)["methods"])
-    first, second = contents
-    for name, method in first.items():
+    kept, never, some = contents
+    for name, method in kept.items():
         for part in ("validation", "test"):
-            assert method[part] == pytest.approx(second[name][part], abs=1e-3)
+            assert method[part] == pytest.approx(never[name][part], abs=1e-3)
+            assert method[part] == some[name][part]
 
 
 def test_voc_s_format_with_validation_held_out_of_train(finished: Path, tmp_path: Path) -> None:
@@ -365,6 +366,7 @@ def test_every_config_is_sound(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["toolkit=detectron2"], r"model\.min_size=48 is for toolkit=torchvision, .* not change toolkit=detectron2$"),
         (["classification_loss=focal"], r"classification_loss='focal' must be 'cross_entropy' or 'ap'"),
         (["population=2"], r"population=2: detectors compute one task at a time"),
+        (["adapter.keep_gib=-1"], r"adapter\.keep_gib=-1\.0: it must be at least 0"),
         (["model.lr=0"], r"model\.lr=0\.0: it must be above 0"),
         (["queries=15"], r"15 queries are too few .* give at least 16"),
         (["data.splits=[train,test]"], r"both must have three entries"),
@@ -498,15 +500,20 @@ def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("toolkit", "setting"),
     [
-        *(("detectron2", setting) for setting in ("name=resnet18_fpn", "min_size=64", "max_size=256", "proposals=30")),
-        ("detectron2", "coco_weights=coco.pth"),
-        *(("torchvision", setting) for setting in ("config_file=scenes.yaml", "opts=[MODEL.WEIGHTS,a.pth]")),
+        ("detectron2", "model.name=resnet18_fpn"),
+        ("detectron2", "model.min_size=64"),
+        ("detectron2", "model.max_size=256"),
+        ("detectron2", "model.proposals=30"),
+        ("detectron2", "model.coco_weights=coco.pth"),
+        ("detectron2", "adapter.keep_gib=1"),
+        ("torchvision", "model.config_file=scenes.yaml"),
+        ("torchvision", "model.opts=[MODEL.WEIGHTS,a.pth]"),
     ],
 )
 def test_a_setting_that_the_toolkit_does_not_look_at_is_refused(toolkit: str, setting: str) -> None:
     other = {"detectron2": "torchvision", "torchvision": "detectron2"}[toolkit]
-    config = load_config(DetectionConfig, None, [f"toolkit={toolkit}", "data.name=scenes", f"model.{setting}"])
-    said = rf"model\.{setting.partition('=')[0]}=.* is for toolkit={other}, and would not change toolkit={toolkit}$"
+    config = load_config(DetectionConfig, None, [f"toolkit={toolkit}", "data.name=scenes", setting])
+    said = rf"{setting.partition('=')[0]}=.* is for toolkit={other}, and would not change toolkit={toolkit}$"
     with pytest.raises(ConfigError, match=said):
         build_toolkit(config)
 
