@@ -1,12 +1,13 @@
 """Turns a detection config into the things it describes: toolkit, detector, adapter, metric."""
 
+from operator import attrgetter
 from pathlib import Path
 from typing import get_args
 
 from torch import nn
 
 from metricopt_ext.detection.ap50 import Definition
-from metricopt_ext.detection.config import AdapterConfig, DetectionConfig, ModelConfig
+from metricopt_ext.detection.config import AdapterConfig, DetectionConfig
 from metricopt_ext.detection.data import Splits
 from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
 from metricopt_ext.detection.task import ExampleBatches
@@ -19,15 +20,27 @@ from metricopt_ext.film import Adapter, attach_film
 from metricopt_ext.pretrained import pretrained
 
 TOOLKITS = ("detectron2", "torchvision")
+# The settings that one toolkit alone looks at.
+SETTINGS = {
+    "detectron2": ("model.config_file", "model.opts"),
+    "torchvision": (
+        *("model.name", "model.min_size", "model.max_size", "model.proposals", "model.coco_weights"),
+        "adapter.keep_gib",
+    ),
+}
+CHECKPOINT = "training.safetensors"
 
 
 def build_toolkit(config: DetectionConfig) -> Toolkit:
     """Return the toolkit that the settings name.
 
     Raises:
-        ConfigError: There is no such toolkit, it is not installed, or it refuses its settings.
+        ConfigError: There is no such toolkit, it is not installed, it refuses its settings, or a setting is another's.
     """
     model = config.model
+    if config.toolkit not in TOOLKITS:
+        raise ConfigError(f"toolkit={config.toolkit!r} is none of {', '.join(TOOLKITS)}")
+    _refuse_settings_of_others(config)
     if config.toolkit == "torchvision":
         return TorchvisionToolkit(
             name=model.name,
@@ -37,21 +50,31 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
             weights=model.coco_weights,
             classification_loss=config.classification_loss,  # type: ignore[arg-type]
         )
-    if config.toolkit != "detectron2":
-        raise ConfigError(f"toolkit={config.toolkit!r} is none of {', '.join(TOOLKITS)}")
     try:
         from metricopt_ext.detection.detectron2.config import read_config
         from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
     except ImportError as error:
         raise ConfigError(
             f"toolkit=detectron2 needs Detectron2, which is installed from its source ({error});"
-            " --toolkit torchvision works without"
+            " --toolkit torchvision works without, with a config file of its own"
         ) from error
     if not model.config_file:
         raise ConfigError("toolkit=detectron2 needs model.config_file=FILE, the YAML file that describes the detector")
     device = ["MODEL.DEVICE", str(choose_device(config.device))]
     cfg = read_config(model.config_file, [*model.opts, *device])
     return Detectron2Toolkit(cfg, classification_loss=config.classification_loss)
+
+
+def _refuse_settings_of_others(config: DetectionConfig) -> None:
+    """Refuse settings that the toolkit does not look at, where they are not the default."""
+    default = DetectionConfig()
+    for toolkit, keys in SETTINGS.items():
+        for key in keys:
+            value = attrgetter(key)(config)
+            if toolkit != config.toolkit and value != attrgetter(key)(default):
+                raise ConfigError(
+                    f"{key}={value!r} is for toolkit={toolkit}, and would not change toolkit={config.toolkit}"
+                )
 
 
 def check_definition(config: DetectionConfig) -> Definition:
@@ -69,24 +92,31 @@ def check_definition(config: DetectionConfig) -> Definition:
 def detector(config: DetectionConfig, toolkit: Toolkit, splits: Splits, seed: int, folder: Path) -> nn.Module:
     """Return the detector: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
 
+    Training keeps a checkpoint in ``folder`` until then, and goes on from one that a killed run has left.
+
     Raises:
         DataError: The weights don't fit the model.
+        FileFormatError: The checkpoint is corrupt.
     """
-    settings = config.model
+    settings, checkpoint = config.model, folder / CHECKPOINT
     batches = ExampleBatches(splits.train, settings.batch_size)
-    return pretrained(
+
+    def train(model: nn.Module) -> None:
+        if settings.steps:
+            train_detector(
+                toolkit, model, batches, steps=settings.steps, lr=settings.lr, seed=seed, checkpoint=checkpoint
+            )
+
+    model = pretrained(
         lambda: toolkit.build(len(splits.classes), seed),
-        lambda model: _train(toolkit, model, batches, config.model, seed),
+        train,
         weights=settings.weights,
         folder=folder,
         seed=seed,
         device=choose_device(config.device),
     )
-
-
-def _train(toolkit: Toolkit, model: nn.Module, batches: ExampleBatches, config: ModelConfig, seed: int) -> None:
-    if config.steps:
-        train_detector(toolkit, model, batches, steps=config.steps, lr=config.lr, seed=seed)
+    checkpoint.unlink(missing_ok=True)
+    return model
 
 
 def attach(toolkit: Toolkit, model: nn.Module, config: AdapterConfig, seed: int) -> Adapter:
@@ -103,5 +133,5 @@ def remembering(toolkit: Toolkit, adapter: Adapter, config: AdapterConfig) -> To
     """Return a toolkit that computes features and proposals once, where phi can't change them and settings allow it."""
     in_box_head = all(layer.startswith(BOX_HEAD) for layer in adapter.layers)
     if isinstance(toolkit, TorchvisionToolkit) and config.keep_features and in_box_head:
-        return FrozenFeatures(toolkit, adapter)
+        return FrozenFeatures(toolkit, adapter, config.keep_gib)
     return toolkit

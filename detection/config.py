@@ -73,7 +73,8 @@ class AdapterConfig:
     placement: str = "roi_head"  # a name that the toolkit knows, see its PLACEMENTS
     layers: list[str] = field(default_factory=list)  # name patterns in place of it
     dim: int = 32
-    keep_features: bool = True  # compute features and proposals once where phi can't change them (torchvision)
+    keep_features: bool = True  # compute features and proposals once where phi can't change them (torchvision) ...
+    keep_gib: float = 4.0  # ... while they fit into this many GiB, for each seed that runs
 
 
 @dataclass
@@ -107,6 +108,8 @@ class DetectionConfig(RunConfig):
             raise ConfigError(f"population={self.population}: detectors compute one task at a time, so it must be 1")
         if not self.model.lr > 0:
             raise ConfigError(f"model.lr={self.model.lr}: it must be above 0")
+        if not self.adapter.keep_gib >= 0:
+            raise ConfigError(f"adapter.keep_gib={self.adapter.keep_gib}: it must be at least 0")
         if len(self.data.splits) != 3 or len(self.data.images) != 3:
             raise ConfigError(
                 f"data.splits={self.data.splits} and data.images={self.data.images}: both must have three entries,"

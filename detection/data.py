@@ -65,16 +65,16 @@ def _read(config: DetectionConfig, seed: int, folder: Path) -> tuple[DetectionSe
     data = config.data
     if data.name != "scenes" and not config.shift.is_none:
         raise ConfigError(f"the settings of shift are for data.name=scenes, and would not change data.name={data.name}")
-    if data.name == "scenes":
-        return _scenes(config, seed, folder / "scenes")
-    if data.name not in ("voc", "coco"):
+    if data.name not in ("scenes", "voc", "coco"):
         raise ConfigError(f"data.name={data.name!r} is none of scenes, voc, coco")
-    if not data.root:
-        raise ConfigError(f"data.name={data.name} needs data.root=PATH, its folder or, of voc, zip file")
     if data.more_train and data.name != "voc":
         raise ConfigError(f"data.more_train={data.more_train} is for data.name=voc")
     if data.classes and data.name != "voc":
-        raise ConfigError(f"data.classes={data.classes} is for data.name=voc; a COCO file names its own")
+        raise ConfigError(f"data.classes={data.classes} is for data.name=voc; scenes and COCO files have their own")
+    if data.name == "scenes":
+        return _scenes(config, seed, folder / "scenes")
+    if not data.root:
+        raise ConfigError(f"data.name={data.name} needs data.root=PATH, its folder or, of voc, zip file")
     train = _split(data, data.root, data.splits[0])
     for root in data.more_train:
         more = _split(data, root, data.splits[0])

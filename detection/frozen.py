@@ -1,9 +1,10 @@
 """What phi can't change in a detector whose box head alone is modulated, computed once for each image."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from metricopt_ext.metric import evaluating, in_mode
 from metricopt_ext.seeding import seeded_streams
 
 BOX_HEAD = "roi_heads."
+
+Kept = TypeVar("Kept", "Proposals", "Candidates")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,17 +68,19 @@ class FrozenFeatures:
 
     With c channels in the feature pyramid, an image with p proposals takes ``196 c p`` bytes for detection, and as much
     for p candidates of the loss: 1.3 MB for 64 channels and 100 proposals, 50 MB for the 256 channels and 1000
-    proposals of torchvision's own detectors, which have up to 2000 for the loss.
+    proposals of torchvision's own detectors, which have up to 2000 for the loss. What no longer fits is computed each
+    time that it is needed, to the same numbers; a warning says so once.
 
     Args:
         toolkit: Where the detector is from.
         adapter: The adapter that is attached to it, to layers below ``roi_heads`` only.
+        gib: Most memory that the features take, in GiB, where the detector is: on its GPU or not; at least 0.
 
     Raises:
         AdapterError: The adapter modulates another layer, so that features or proposals depend on phi.
     """
 
-    def __init__(self, toolkit: TorchvisionToolkit, adapter: Adapter) -> None:
+    def __init__(self, toolkit: TorchvisionToolkit, adapter: Adapter, gib: float = 4.0) -> None:
         for layer in adapter.layers:
             if not layer.startswith(BOX_HEAD):
                 raise AdapterError(
@@ -85,6 +90,7 @@ class FrozenFeatures:
         self.toolkit, self.model = toolkit, adapter.model
         self.proposals: dict[Example, Proposals] = {}
         self.candidates: dict[Example, Candidates] = {}
+        self.gib, self.bytes, self.warned = gib, 0, False
 
     def build(self, classes: int, seed: int) -> nn.Module:
         """Return a new detector, which this memory knows nothing of."""
@@ -146,14 +152,29 @@ class FrozenFeatures:
         return [to_pixels(each.boxes, each.size, example) for each, example in zip(proposals, batch, strict=True)]
 
     def _proposals(self, example: Example) -> Proposals:
-        if example not in self.proposals:
-            self.proposals[example] = _proposals(self.model, example)
-        return self.proposals[example]
+        return self._remembered(self.proposals, _proposals, example)
 
     def _candidates(self, example: Example) -> Candidates:
-        if example not in self.candidates:
-            self.candidates[example] = _candidates(self.model, example)
-        return self.candidates[example]
+        return self._remembered(self.candidates, _candidates, example)
+
+    def _remembered(
+        self, kept: dict[Example, Kept], compute: Callable[[nn.Module, Example], Kept], example: Example
+    ) -> Kept:
+        if example in kept:
+            return kept[example]
+        computed = compute(self.model, example)
+        size = sum(value.nbytes for value in vars(computed).values() if isinstance(value, Tensor))
+        if self.bytes + size <= self.gib * 2**30:
+            kept[example] = computed
+            self.bytes += size
+        elif not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"the features of {len(self.proposals)} images for detection and {len(self.candidates)} for the loss"
+                f" fill adapter.keep_gib={self.gib}; those of further images are computed whenever they are needed",
+                stacklevel=2,
+            )
+        return computed
 
 
 @torch.no_grad()

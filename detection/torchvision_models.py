@@ -54,6 +54,8 @@ def build_standard(
 ) -> nn.Module:
     """Build one of torchvision's own detectors.
 
+    A state dict of it means the same in torchvision's detector of that name, built with ``weights=None``.
+
     Args:
         name: One of `STANDARD`.
         classes: Number of classes, without background.
@@ -69,21 +71,30 @@ def build_standard(
     options = {"min_size": min_size, "max_size": max_size, "box_score_thresh": score_threshold}
     model: nn.Module
     if name == "fasterrcnn_resnet50_fpn":
-        # The published weights are for frozen norms that add nothing to the variance; nobody trains those from scratch.
+        # The published weights are for frozen norms; nobody trains those from scratch.
         norm = FrozenBatchNorm2d if weights else nn.BatchNorm2d
         backbone = resnet_fpn_backbone(
             backbone_name="resnet50", weights=None, norm_layer=norm, trainable_layers=3 if weights else 5
         )
         model = FasterRCNN(backbone, classes + 1, **options)
-        for module in model.modules():
-            if isinstance(module, FrozenBatchNorm2d):
-                module.eps = 0.0
     else:
         model = fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=classes + 1, **options)
     if weights:
         predictor = [key for key in model.state_dict() if key.startswith("roi_heads.box_predictor.")]
         load_weights(model, Path(weights), keep=predictor)
+        for module in model.modules():
+            if isinstance(module, FrozenBatchNorm2d):
+                _add_to_variance(module)
     return model
+
+
+def _add_to_variance(norm: FrozenBatchNorm2d) -> None:
+    """Rescale a published norm, whose variance is used as it is, for one that adds ``eps``, as torchvision's others do.
+
+    Torchvision sets ``eps`` to 0 for its published weights alone, which the weights themselves don't tell.
+    """
+    variance = norm.running_var.double()
+    norm.weight.copy_(norm.weight * ((variance + norm.eps) / variance).sqrt())
 
 
 def build_small(

@@ -1,13 +1,21 @@
 """Training of a detector with its own loss, e.g. from scratch before it is finetuned for a metric."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from metricopt_ext.batches import Batches
 from metricopt_ext.detection.toolkit import Toolkit
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.files import read_tensors, write_tensors
 from metricopt_ext.seeding import generator, seeded_streams
+
+FILE_FORMAT = "metricopt_ext.detector_training"
+CHECKPOINTS = 10  # of a training, or more ...
+CHECKPOINT_STEPS = 1000  # ... so that no more steps than this are lost
 
 
 def train_detector(
@@ -22,8 +30,11 @@ def train_detector(
     momentum: float = 0.9,
     weight_decay: float = 1e-4,
     clip: float = 10.0,
+    checkpoint: Path | None = None,
 ) -> list[float]:
     """Train a detector by SGD with momentum: a linear warm-up, then a cosine decay to 0.
+
+    A training that was killed goes on from its checkpoint and ends where it would have ended, bit for bit.
 
     Args:
         toolkit: Where the detector is from.
@@ -36,17 +47,25 @@ def train_detector(
         momentum: Of SGD.
         weight_decay: Of SGD.
         clip: Longest gradient; longer ones are shortened to it.
+        checkpoint: File to go on from if it is there, written after each tenth of the steps, or each 1000 if
+            those are fewer.
 
     Returns:
         The loss of each step.
 
     Raises:
         FloatingPointError: The loss or its gradient is not finite; the message says at which step.
+        FileFormatError: The checkpoint is corrupt, or another training's.
     """
+    settings = {"steps": steps, "lr": lr, "seed": seed, "warmup": warmup, "momentum": momentum}
+    settings |= {"weight_decay": weight_decay, "clip": clip}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)
-    losses = []
-    for step in range(steps):
+    losses: list[float] = []
+    if checkpoint is not None and checkpoint.exists():
+        losses = _load(checkpoint, model, optimizer, settings)
+    every = max(1, min(steps // CHECKPOINTS, CHECKPOINT_STEPS))
+    for step in range(len(losses), steps):
         rise, fall = min(1.0, (step + 1) / max(1, warmup)), (1 + math.cos(math.pi * step / steps)) / 2
         optimizer.param_groups[0]["lr"] = lr * rise * fall
         with seeded_streams(generator(seed, "sampling", step).initial_seed(), parameters[0].device):
@@ -61,4 +80,34 @@ def train_detector(
             raise FloatingPointError(f"step {step}: the gradient of the detector's loss is not finite; lower the lr")
         optimizer.step()
         losses.append(float(loss.detach()))
+        if checkpoint is not None and (step + 1) % every == 0:
+            _save(checkpoint, model, optimizer, losses, settings)
+    return losses
+
+
+def _save(
+    path: Path, model: nn.Module, optimizer: torch.optim.SGD, losses: list[float], settings: dict[str, Any]
+) -> None:
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        if (momentum := optimizer.state.get(parameter, {}).get("momentum_buffer")) is not None:
+            tensors[f"momentum.{name}"] = momentum
+    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+    write_tensors(path, tensors, FILE_FORMAT, settings)
+
+
+def _load(path: Path, model: nn.Module, optimizer: torch.optim.SGD, settings: dict[str, Any]) -> list[float]:
+    """Put the model and the momentum back, and return the losses of the steps that were taken."""
+    tensors, theirs = read_tensors(path, FILE_FORMAT)
+    for key, value in settings.items():
+        if theirs.get(key) != value:
+            raise FileFormatError(
+                f"{path} is another training's: {key} was {theirs.get(key)!r}, now {value!r}; delete it to train anew"
+            )
+    state = {key: value for key, value in tensors.items() if key.startswith("model.")}
+    model.load_state_dict({key.removeprefix("model."): value for key, value in state.items()})
+    for name, parameter in model.named_parameters():
+        if f"momentum.{name}" in tensors:
+            optimizer.state[parameter]["momentum_buffer"] = tensors[f"momentum.{name}"].to(parameter)
+    losses: list[float] = tensors["losses"].tolist()
     return losses

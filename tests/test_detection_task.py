@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchvision")
 
+from metricopt_ext.detection import train as train_module
 from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.task import ExampleBatches, detection_loss, load_examples
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit
 from metricopt_ext.detection.train import train_detector
-from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.errors import ConfigError, DataError, FileFormatError
 from metricopt_ext.film import attach_film
 from metricopt_ext.metric import Metric
 from metricopt_ext.task import FinetuneTask
@@ -154,6 +155,47 @@ def test_training_can_be_replayed() -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     )
+
+
+def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, settings = ExampleBatches(squares(8), 2), {"steps": 20, "lr": 0.05, "warmup": 3}
+    checkpoint, taken = tmp_path / "training.safetensors", 0
+    loss = TorchvisionToolkit.loss
+
+    def killed(self: TorchvisionToolkit, model: nn.Module, batch: Sequence[Example]) -> Tensor:
+        nonlocal taken
+        taken += 1
+        if taken == 8:
+            raise KeyboardInterrupt
+        return loss(self, model, batch)
+
+    straight = TOOLKIT.build(2, seed=0)
+    losses = train_detector(TOOLKIT, straight, batches, **settings)
+    monkeypatch.setattr(TorchvisionToolkit, "loss", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_detector(TOOLKIT, TOOLKIT.build(2, seed=0), batches, checkpoint=checkpoint, **settings)
+    taken = 100
+    torch.rand(5)
+    resumed = TOOLKIT.build(2, seed=1)
+    assert train_detector(TOOLKIT, resumed, batches, checkpoint=checkpoint, **settings) == losses
+    assert taken == 100 + 14  # it was killed in step 8 of 20, and every second is kept
+    for name, value in straight.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name])
+    with pytest.raises(
+        FileFormatError, match=r"training\.safetensors is another training's: lr was 0\.05, now 0\.1; delete"
+    ):
+        train_detector(TOOLKIT, resumed, batches, checkpoint=checkpoint, **{**settings, "lr": 0.1})
+
+
+def test_checkpoints_are_a_tenth_of_the_steps_apart_or_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(train_module, "write_tensors", lambda path, tensors, *_: kept.append(len(tensors["losses"])))
+    monkeypatch.setattr(train_module, "CHECKPOINT_STEPS", 10)
+    toolkit, file = Slope(1.0), tmp_path / "training.safetensors"
+    for steps, expected in ((3, [1, 2, 3]), (45, list(range(4, 45, 4))), (130, list(range(10, 131, 10)))):
+        kept.clear()
+        train_detector(toolkit, toolkit.build(1, 0), lambda *_: [], steps=steps, lr=0.1, checkpoint=file)
+        assert kept == expected
 
 
 class Slope:

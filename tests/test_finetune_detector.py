@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,21 @@ def test_a_finished_run_resumes_without_any_training(
 def test_an_interrupted_run_resumes_to_the_same_report(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collected = []
+    losses, collected = [], []
+
+    def kill(self: TorchvisionToolkit, *arguments: Any) -> Any:
+        losses.append(arguments)
+        if len(losses) > 15:
+            raise KeyboardInterrupt
+        return loss(self, *arguments)
+
+    loss, folder = TorchvisionToolkit.loss, tmp_path / "run" / "seed-0"
+    with monkeypatch.context() as patched:
+        patched.setattr(TorchvisionToolkit, "loss", kill)
+        with pytest.raises(KeyboardInterrupt):
+            tool.run(config_of(*FINISHED), tmp_path / "run", resume=False)
+    assert (folder / "training.safetensors").exists()
+    assert not (folder / "model.safetensors").exists()
 
     def stop(self: FinetuneTask, *arguments: Any) -> Any:
         collected.append(arguments)
@@ -234,8 +249,11 @@ def test_an_interrupted_run_resumes_to_the_same_report(
     with monkeypatch.context() as patched:
         patched.setattr(FinetuneTask, "answers_at", stop)
         with pytest.raises(KeyboardInterrupt):
-            tool.run(config_of(*FINISHED), tmp_path / "run", resume=False)
-    assert 0 < len(list((tmp_path / "run" / "seed-0" / "trajectories").glob("*.safetensors"))) < 4
+            tool.run(config_of(*FINISHED), tmp_path / "run", resume=True)
+    assert 0 < len(list((folder / "trajectories").glob("*.safetensors"))) < 4
+    assert not (folder / "training.safetensors").exists()
+    detector = (folder / "model.safetensors").read_bytes()
+    assert detector == (finished / "seed-0" / "model.safetensors").read_bytes()
     monkeypatch.setattr(build, "train_detector", lambda *_, **__: pytest.fail("trained a detector that was there"))
     tool.run(config_of(*FINISHED), tmp_path / "run", resume=True)
     resumed, whole = content_of(tmp_path / "run"), content_of(finished)
@@ -252,7 +270,7 @@ def test_the_ap_loss_in_the_backbone_by_the_command_line(
 ) -> None:
     weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
     call("--toolkit", "torchvision", "--config-file", CONFIGS / "scenes_detectron2.yaml", "--output-dir", tmp_path,
-         *TINY, "classification_loss=ap", "model.proposals=30", weights)  # fmt: skip
+         *TINY, "classification_loss=ap", "model.config_file=''", "model.proposals=30", weights)  # fmt: skip
     assert "torchvision's small_fpn on shifted scenes" in capsys.readouterr().out
     content = content_of(tmp_path)
     assert content["config"]["toolkit"] == "torchvision"
@@ -278,15 +296,18 @@ def test_features_in_memory_change_no_number(finished: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(TorchvisionToolkit, "build", sampling_all)
     contents = []
-    for keep in ("true", "false"):
+    for keep in ("keep_features=true", "keep_features=false", "keep_gib=0.002"):
         weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
-        config = config_of(*FINISHED, weights, f"adapter.keep_features={keep}")
-        tool.run(config, tmp_path / keep, resume=False)
+        config = config_of(*FINISHED, weights, f"adapter.{keep}")
+        some = keep.startswith("keep_gib")
+        with pytest.warns(UserWarning, match=r"fill adapter\.keep_gib=0\.002") if some else nullcontext():
+            tool.run(config, tmp_path / keep, resume=False)
         contents.append(content_of(tmp_path / keep)["methods"])
-    first, second = contents
-    for name, method in first.items():
+    kept, never, some = contents
+    for name, method in kept.items():
         for part in ("validation", "test"):
-            assert method[part] == pytest.approx(second[name][part], abs=1e-3)
+            assert method[part] == pytest.approx(never[name][part], abs=1e-3)
+            assert method[part] == some[name][part]
 
 
 def test_voc_s_format_with_validation_held_out_of_train(finished: Path, tmp_path: Path) -> None:
@@ -328,10 +349,10 @@ def test_every_config_is_sound(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     config = config_of(file=file)
     config.check()
     check_definition(config)
-    if config.toolkit == "torchvision":
+    there = config.toolkit == "torchvision" or importlib.util.find_spec("detectron2")
+    with nullcontext() if there else pytest.raises(ConfigError, match="toolkit=detectron2 needs Detectron2"):
         build_toolkit(config)
-    else:
-        assert Path(config.model.config_file).is_file()
+    assert config.toolkit == "torchvision" or Path(config.model.config_file).is_file()
 
 
 # --- What it refuses -------------------------------------------------------------------------------------------
@@ -344,8 +365,10 @@ def test_every_config_is_sound(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["toolkit=mmdet"], r"toolkit='mmdet' is none of detectron2, torchvision"),
         (["metric.definition=coco50"], r"metric\.definition='coco50' is none of voc_11_point, voc, coco"),
         (["model.name=yolo"], r"no detector is named 'yolo'; there are fasterrcnn_resnet50_fpn"),
+        (["toolkit=detectron2"], r"model\.min_size=48 is for toolkit=torchvision, .* not change toolkit=detectron2$"),
         (["classification_loss=focal"], r"classification_loss='focal' must be 'cross_entropy' or 'ap'"),
         (["population=2"], r"population=2: detectors compute one task at a time"),
+        (["adapter.keep_gib=-1"], r"adapter\.keep_gib=-1\.0: it must be at least 0"),
         (["model.lr=0"], r"model\.lr=0\.0: it must be above 0"),
         (["queries=15"], r"15 queries are too few .* give at least 16"),
         (["data.splits=[train,test]"], r"both must have three entries"),
@@ -368,6 +391,8 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["data.name=kitti", "shift={contrast: 1, noise_std: 0, scale: 1}"], r"'kitti' is none of scenes, voc, coco"),
         (["data.name=voc", "shift={contrast: 1, noise_std: 0, scale: 1}"], r"data\.name=voc needs data\.root=PATH"),
         (["data.images=[6,0,6]"], r"images must be three numbers of at least 1, got \(6, 0, 6\)"),
+        (["data.more_train=[VOC2012]"], r"data\.more_train=\['VOC2012'\] is for data\.name=voc"),
+        (["data.classes=[cat]"], r"data\.classes=\['cat'\] is for data\.name=voc"),
         (["adapter.placement=head"], r"placement='head' is none of backbone, early, fpn, rpn, roi_head, predictor"),
         (["adapter.layers=[norm*]"], r"layers='norm\*' matches no layer"),
         (["model.lr=1e30"], r"step \d: .*(lower the lr|not finite)"),
@@ -433,9 +458,9 @@ def test_detectron2_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch
         monkeypatch.delitem(sys.modules, name)
     for name in ("detectron2", "detectron2.config"):
         monkeypatch.setitem(sys.modules, name, None)
-    message = refused("--toolkit", "detectron2", "--config-file", SCENES, "--output-dir", tmp_path / "run", *TINY)
+    message = refused("--config-file", CONFIGS / "scenes_detectron2.yaml", "--output-dir", tmp_path / "run")
     assert message.startswith("toolkit=detectron2 needs Detectron2, which is installed from its source (")
-    assert "--toolkit torchvision works without" in message
+    assert "--toolkit torchvision works without, with a config file of its own" in message
     assert not (tmp_path / "run").exists()
 
 
@@ -474,7 +499,28 @@ def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Pa
 # --- The toolkit that the settings name ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("toolkit", "setting"),
+    [
+        ("detectron2", "model.name=resnet18_fpn"),
+        ("detectron2", "model.min_size=64"),
+        ("detectron2", "model.max_size=256"),
+        ("detectron2", "model.proposals=30"),
+        ("detectron2", "model.coco_weights=coco.pth"),
+        ("detectron2", "adapter.keep_gib=1"),
+        ("torchvision", "model.config_file=scenes.yaml"),
+        ("torchvision", "model.opts=[MODEL.WEIGHTS,a.pth]"),
+    ],
+)
+def test_a_setting_that_the_toolkit_does_not_look_at_is_refused(toolkit: str, setting: str) -> None:
+    other = {"detectron2": "torchvision", "torchvision": "detectron2"}[toolkit]
+    config = load_config(DetectionConfig, None, [f"toolkit={toolkit}", "data.name=scenes", setting])
+    said = rf"{setting.partition('=')[0]}=.* is for toolkit={other}, and would not change toolkit={toolkit}$"
+    with pytest.raises(ConfigError, match=said):
+        build_toolkit(config)
+
+
 def test_detectron2_needs_its_config_file() -> None:
     pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
     with pytest.raises(ConfigError, match=r"toolkit=detectron2 needs model\.config_file=FILE"):
-        build_toolkit(config_of("toolkit=detectron2"))
+        build_toolkit(load_config(DetectionConfig, None, ["toolkit=detectron2", "data.name=scenes"]))

@@ -120,6 +120,33 @@ def test_an_image_is_computed_once_for_the_loss_and_once_for_detection() -> None
     assert [module.training for module in model.modules()] == before
 
 
+@pytest.mark.parametrize("images", [0, 2])
+def test_what_does_not_fit_is_computed_each_time_to_the_same_numbers(images: int) -> None:
+    toolkit, adapter = adapted()
+    model: Any = adapter.model
+    model.roi_heads.fg_bg_sampler.batch_size_per_image = 8  # fewer than there are proposals
+    passes: list[int] = []
+    model.backbone.register_forward_hook(lambda *_: passes.append(1))
+    # An image has 20 proposals, of 16 channels and 4 coordinates in double precision, and twice as many for the loss.
+    gib = (images + 0.5) * 20 * (16 * 49 + 4) * 8 / 2**30
+    whole, bounded = FrozenFeatures(toolkit, adapter), FrozenFeatures(toolkit, adapter, gib)
+
+    def numbers(frozen: FrozenFeatures) -> list[Tensor]:
+        found, proposed = frozen.detect(model, SAME_SIZE), frozen.propose(model, SAME_SIZE)
+        slope = gradient(detection_loss(frozen), adapter, SAME_SIZE)
+        return [*(each.boxes for each in found), *(each.scores for each in found), *proposed, *slope]
+
+    expected = numbers(whole)
+    passes.clear()
+    said = rf"{images} images for detection and 0 for the loss fill adapter\.keep_gib={gib};"
+    with pytest.warns(UserWarning, match=said) as warned:
+        first, second = (numbers(bounded) for _ in range(2))
+    assert len(warned) == 1
+    assert all(map(torch.equal, first, expected))
+    assert all(map(torch.equal, second, expected))
+    assert len(passes) == images + 4 * (3 - images) + 2 * 3
+
+
 @pytest.mark.parametrize("placement", ["backbone", "fpn", "rpn"])
 def test_an_adapter_elsewhere_is_refused(placement: str) -> None:
     toolkit, adapter = adapted(layers=[*PLACEMENTS["roi_head"], *PLACEMENTS[placement]])

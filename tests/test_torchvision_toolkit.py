@@ -11,7 +11,9 @@ from torch import Tensor, nn
 pytest.importorskip("torchvision")
 
 from torchvision.models import get_model
-from torchvision.models.detection import fasterrcnn_resnet50_fpn
+from torchvision.models.detection import FasterRCNN, fasterrcnn_resnet50_fpn
+from torchvision.models.detection._utils import overwrite_eps
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.ops import FrozenBatchNorm2d
 
 from metricopt_ext.detection.records import Annotated
@@ -177,21 +179,56 @@ def test_a_detector_without_classes_is_refused() -> None:
         SMALL.build(0, seed=0)
 
 
+def published(path: Path) -> FasterRCNN:
+    """Write weights as torchvision publishes them for COCO, and return the detector that torchvision makes of them."""
+    torch.manual_seed(0)
+    backbone = resnet_fpn_backbone(backbone_name="resnet50", weights=None, norm_layer=FrozenBatchNorm2d)
+    detector = lived_in(FasterRCNN(backbone, 91, min_size=64, max_size=64))
+    overwrite_eps(detector, 0.0)
+    for module in detector.modules():
+        if isinstance(module, FrozenBatchNorm2d):
+            module.running_var[:3] = torch.tensor([1e-4, 1e-6, 1e-12])  # where 1e-5 more or less matters
+            module.weight[:3] *= module.running_var[:3].sqrt()
+    torch.save(detector.state_dict(), path)
+    return detector
+
+
 def test_published_weights_are_taken_but_for_the_predictor(tmp_path: Path) -> None:
-    coco = fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None).state_dict()
-    published = {key: value for key, value in coco.items() if not key.endswith("num_batches_tracked")}
-    torch.save(published, tmp_path / "coco.pth")
+    theirs = published(tmp_path / "coco.pth").double().eval()
     toolkit = TorchvisionToolkit("fasterrcnn_resnet50_fpn", weights=str(tmp_path / "coco.pth"))
-    model = toolkit.build(CLASSES, seed=0)
-    state = model.state_dict()
-    kept = [key for key in published if "box_predictor" not in key]
-    assert all(torch.equal(state[key], published[key]) for key in kept)
-    assert state["roi_heads.box_predictor.cls_score.weight"].shape[0] == CLASSES + 1
-    norms = [module for module in model.modules() if isinstance(module, FrozenBatchNorm2d)]
-    assert norms
-    assert {norm.eps for norm in norms} == {0.0}
+    model: Any = toolkit.build(CLASSES, seed=0).double().eval()
+    images = torch.stack(images_of(model, [BATCH[0], BATCH[2]]))
+    with torch.no_grad():
+        computed = model.backbone(images)
+        for name, features in theirs.backbone(images).items():
+            assert (computed[name] - features).abs().max() < 1e-4 * features.abs().max()
+    own, state = dict(model.named_parameters()), theirs.state_dict()
+    kept = [name for name in own if "box_predictor" not in name]
+    assert len(kept) > 70
+    assert all(torch.equal(own[name], state[name]) for name in kept)
+    assert own["roi_heads.box_predictor.cls_score.weight"].shape[0] == CLASSES + 1
     with pytest.raises(DataError, match=r"coco\.pth"):
         replace(toolkit, name="fasterrcnn_resnet50_fpn_v2").build(CLASSES, seed=0)
+
+
+@pytest.mark.parametrize("placement", ["roi_head", "backbone"])
+def test_a_detector_from_published_weights_is_exported_for_torchvision(placement: str, tmp_path: Path) -> None:
+    published(tmp_path / "coco.pth")
+    sizes = {"min_size": 64, "max_size": 64}
+    toolkit = TorchvisionToolkit("fasterrcnn_resnet50_fpn", weights=str(tmp_path / "coco.pth"), **sizes)
+    model: Any = toolkit.build(CLASSES, seed=0).double()  # a rounding can change which of two boxes is found
+    options = {"num_classes": CLASSES + 1, **sizes}
+    stock: Any = fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None, **options).double()
+    adapter = attach_film(model, toolkit.film_layers(model, [placement]), dim=4)
+    adapter.set_phi(torch.tensor([0.03, -0.02, 0.01, 0.02], dtype=torch.float64))
+    toolkit.export(model, tmp_path / "tuned.pth")
+    stock.load_state_dict(torch.load(tmp_path / "tuned.pth", weights_only=True), strict=True)
+    model.rpn._post_nms_top_n = stock.rpn._post_nms_top_n = {"testing": 20}
+    ours, theirs = toolkit.detect(model, BATCH[:1])[0], toolkit.detect(stock, BATCH[:1])[0]
+    assert len(ours) > 0
+    assert torch.equal(ours.labels, theirs.labels)
+    torch.testing.assert_close(ours.scores, theirs.scores, rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours.boxes, theirs.boxes, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
