@@ -62,7 +62,9 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
         raise ConfigError("toolkit=detectron2 needs model.config_file=FILE, the YAML file that describes the detector")
     device = ["MODEL.DEVICE", str(choose_device(config.device))]
     cfg = read_config(model.config_file, [*model.opts, *device])
-    return Detectron2Toolkit(cfg, classification_loss=config.classification_loss)
+    # Otherwise the detector is trained on, or all of its weights are read from model.weights.
+    whole_weights = not model.steps and not model.weights
+    return Detectron2Toolkit(cfg, config.classification_loss, whole_weights=whole_weights)
 
 
 def _refuse_settings_of_others(config: DetectionConfig) -> None:

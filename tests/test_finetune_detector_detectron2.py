@@ -22,6 +22,7 @@ from metricopt_ext.config import load_config
 from metricopt_ext.detection import scenes
 from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.ap_loss import ap_loss
+from metricopt_ext.detection.build import build_toolkit
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.detectron2.ap_loss import use_ap_loss
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit, detections_of
@@ -101,6 +102,18 @@ def test_the_tool_and_its_checkpoint(
     evaluate.main()
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["ap50"]["voc"]["mean"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("overrides", "whole"), [([], False), (["model.steps=0"], True)])
+def test_weights_are_whole_where_nothing_trains_them(overrides: list[str], whole: bool, tiny_config: Any) -> None:
+    cfg = tiny_config("fpn", "BN")
+    toolkit = build_toolkit(
+        load_config(
+            DetectionConfig, SCENES, [f"model.config_file={cfg.OUTPUT_DIR}/../tiny.yaml", "device=cpu", *overrides]
+        )
+    )
+    assert isinstance(toolkit, Detectron2Toolkit)
+    assert toolkit.whole_weights is whole
 
 
 # --- The AP loss -----------------------------------------------------------------------------------------------
