@@ -25,7 +25,7 @@ SETTINGS = {
     "detectron2": ("model.config_file", "model.opts"),
     "torchvision": (
         *("model.name", "model.min_size", "model.max_size", "model.proposals", "model.coco_weights"),
-        "adapter.keep_gib",
+        *("adapter.keep_features", "adapter.keep_gib"),
     ),
 }
 CHECKPOINT = "training.safetensors"
@@ -63,8 +63,8 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
     device = ["MODEL.DEVICE", str(choose_device(config.device))]
     cfg = read_config(model.config_file, [*model.opts, *device])
     # Otherwise the detector is trained on, or all of its weights are read from model.weights.
-    whole_weights = not model.steps and not model.weights
-    return Detectron2Toolkit(cfg, config.classification_loss, whole_weights=whole_weights)
+    strict_weights = not model.steps and not model.weights
+    return Detectron2Toolkit(cfg, config.classification_loss, strict_weights=strict_weights)
 
 
 def _refuse_settings_of_others(config: DetectionConfig) -> None:

@@ -57,7 +57,8 @@ class ModelConfig:
     min_size: int = 128  # torchvision: shorter side in pixels to which the network scales images ...
     max_size: int = 128  # ... unless the longer one would then exceed this
     proposals: int = 0  # torchvision: most proposals that an image's boxes are sought in; 0: the detector's own number
-    coco_weights: str = ""  # torchvision: file of its ResNet-50 detectors' weights to start training from
+    # torchvision: file of its ResNet-50 detectors' weights, for COCO or trained on from these, to start training from
+    coco_weights: str = ""
     config_file: str = ""  # detectron2: the YAML file that describes the detector
     opts: list[str] = field(default_factory=list)  # detectron2: KEY, VALUE, ... that override it
     weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use in place of training

@@ -74,7 +74,8 @@ class FrozenFeatures:
     Args:
         toolkit: Where the detector is from.
         adapter: The adapter that is attached to it, to layers below ``roi_heads`` only.
-        gib: Most memory that the features take, in GiB, where the detector is: on its GPU or not; at least 0.
+        gib: Most memory that the features take, in GiB, where the detector is: on its GPU or not; at least 0. Half of
+            it is for detection and half for the loss, which sees most images seldom.
 
     Raises:
         AdapterError: The adapter modulates another layer, so that features or proposals depend on phi.
@@ -90,7 +91,7 @@ class FrozenFeatures:
         self.toolkit, self.model = toolkit, adapter.model
         self.proposals: dict[Example, Proposals] = {}
         self.candidates: dict[Example, Candidates] = {}
-        self.gib, self.bytes, self.warned = gib, 0, False
+        self.gib, self.bytes, self.warned = gib, {"detection": 0, "loss": 0}, False
 
     def build(self, classes: int, seed: int) -> nn.Module:
         """Return a new detector, which this memory knows nothing of."""
@@ -152,27 +153,27 @@ class FrozenFeatures:
         return [to_pixels(each.boxes, each.size, example) for each, example in zip(proposals, batch, strict=True)]
 
     def _proposals(self, example: Example) -> Proposals:
-        return self._remembered(self.proposals, _proposals, example)
+        return self._remembered("detection", self.proposals, _proposals, example)
 
     def _candidates(self, example: Example) -> Candidates:
-        return self._remembered(self.candidates, _candidates, example)
+        return self._remembered("loss", self.candidates, _candidates, example)
 
     def _remembered(
-        self, kept: dict[Example, Kept], compute: Callable[[nn.Module, Example], Kept], example: Example
+        self, use: str, kept: dict[Example, Kept], compute: Callable[[nn.Module, Example], Kept], example: Example
     ) -> Kept:
         if example in kept:
             return kept[example]
         computed = compute(self.model, example)
         size = sum(value.nbytes for value in vars(computed).values() if isinstance(value, Tensor))
-        if self.bytes + size <= self.gib * 2**30:
+        if self.bytes[use] + size <= self.gib * 2**30 / 2:
             kept[example] = computed
-            self.bytes += size
+            self.bytes[use] += size
         elif not self.warned:
             self.warned = True
             warnings.warn(
-                f"the features of {len(self.proposals)} images for detection and {len(self.candidates)} for the loss"
-                f" fill adapter.keep_gib={self.gib}; those of further images are computed whenever they are needed",
-                stacklevel=2,
+                f"the features of {len(kept)} images for {use} fill their half of adapter.keep_gib={self.gib}; those of"
+                " further images are computed whenever they are needed",
+                stacklevel=4,
             )
         return computed
 

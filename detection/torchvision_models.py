@@ -4,6 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
+from metricopt_ext.errors import DataError
 from metricopt_ext.files import load_weights
 
 try:
@@ -62,8 +63,8 @@ def build_standard(
         min_size: Shorter side in pixels to which images are scaled (800 in torchvision's own training) ...
         max_size: ... unless the longer side would then exceed this (1333).
         score_threshold: Lowest confidence of a detection.
-        weights: File of torchvision's weights for this detector, trained on COCO. The box predictor is left out: its
-            classes are others.
+        weights: File of torchvision's weights for this detector, trained on COCO, or trained on from these. The box
+            predictor is left out where its classes are not as many.
 
     Raises:
         DataError: The weights don't fit the detector.
@@ -81,7 +82,10 @@ def build_standard(
         model = fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=classes + 1, **options)
     if weights:
         predictor = [key for key in model.state_dict() if key.startswith("roi_heads.box_predictor.")]
-        load_weights(model, Path(weights), keep=predictor)
+        try:
+            load_weights(model, Path(weights))
+        except DataError:  # of another number of classes, or not at all
+            load_weights(model, Path(weights), keep=predictor)
         for module in model.modules():
             if isinstance(module, FrozenBatchNorm2d):
                 _add_to_variance(module)

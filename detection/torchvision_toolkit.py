@@ -54,8 +54,8 @@ class TorchvisionToolkit:
         proposals: Most proposals that an image's boxes are sought in, from twice as many per level of the pyramid
             before NMS; 0 for the detector's own numbers (1000 from 1000, the small ones 100 from 200). The loss has its
             own.
-        weights: File of torchvision's weights for its ResNet-50 detectors, trained on COCO, to start from; all but the
-            box predictor's are taken.
+        weights: File of torchvision's weights for its ResNet-50 detectors, trained on COCO, to start from, or of those
+            that were trained on from these; the box predictor's are taken if they are of as many classes.
         classification_loss: Of the box head: the detector's own ``cross_entropy``, or ``ap`` (`ap_loss.ap_loss`), which
             ranks the proposals that are sampled from a batch.
 

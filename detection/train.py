@@ -105,7 +105,10 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.SGD, settings: di
                 f"{path} is another training's: {key} was {theirs.get(key)!r}, now {value!r}; delete it to train anew"
             )
     state = {key: value for key, value in tensors.items() if key.startswith("model.")}
-    model.load_state_dict({key.removeprefix("model."): value for key, value in state.items()})
+    try:
+        model.load_state_dict({key.removeprefix("model."): value for key, value in state.items()})
+    except RuntimeError as error:
+        raise FileFormatError(f"{path} is of another detector; delete it to train anew ({error})") from error
     for name, parameter in model.named_parameters():
         if f"momentum.{name}" in tensors:
             optimizer.state[parameter]["momentum_buffer"] = tensors[f"momentum.{name}"].to(parameter)

@@ -185,6 +185,8 @@ def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch:
         FileFormatError, match=r"training\.safetensors is another training's: lr was 0\.05, now 0\.1; delete"
     ):
         train_detector(TOOLKIT, resumed, batches, checkpoint=checkpoint, **{**settings, "lr": 0.1})
+    with pytest.raises(FileFormatError, match=r"training\.safetensors is of another detector; delete it to train anew"):
+        train_detector(TOOLKIT, TOOLKIT.build(3, seed=1), batches, checkpoint=checkpoint, **settings)
 
 
 def test_checkpoints_are_a_tenth_of_the_steps_apart_or_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

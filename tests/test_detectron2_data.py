@@ -145,7 +145,6 @@ def test_sets_must_fit_the_detector_and_each_other(tiny_config: Any, squares: Ca
     register("one", data)
     register("other", replace(data, classes=("green", "red")))
     register("single", replace(squares(1), classes=("red",)))
-    DatasetCatalog.register("nameless", list)
     cfg = tiny_config()
     check_sets(cfg, ["one"], ["one"])
     with pytest.raises(ConfigError, match="other has the classes green, red, but one has red, green"):
@@ -154,8 +153,18 @@ def test_sets_must_fit_the_detector_and_each_other(tiny_config: Any, squares: Ca
         check_sets(cfg, [], ["single"])
     with pytest.raises(DataError, match="no dataset 'two'"):
         check_sets(cfg, ["one"], ["two"])
+    classes = ["red", "green"]
+    for name, records in (("empty", list), ("sizeless", lambda: [{"image_id": 1, "file_name": "a.png"}])):
+        DatasetCatalog.register(name, records)
+        MetadataCatalog.get(name).set(thing_classes=classes)
+    DatasetCatalog.register("nameless", lambda: records_of("one"))
+    check_sets(cfg, ["nameless"], [])  # Detectron2 trains on it
     with pytest.raises(DataError, match="dataset 'nameless' names no classes"):
-        check_sets(cfg, ["nameless"], [])
+        check_sets(cfg, ["one"], ["nameless"])
+    with pytest.raises(DataError, match="dataset 'empty' has no images"):
+        check_sets(cfg, ["one"], ["empty"])
+    with pytest.raises(DataError, match="a record of dataset 'sizeless' lacks 'width'"):
+        check_sets(cfg, ["one"], ["sizeless"])
     retina = tiny_config("fpn", "BN", "MODEL.META_ARCHITECTURE", "RetinaNet", "MODEL.RETINANET.NUM_CLASSES", 1)
     check_sets(retina, [], ["single"])
 

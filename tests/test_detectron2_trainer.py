@@ -146,6 +146,37 @@ def test_a_run_does_not_go_on_from_another_kind_of_run(tiny_config: Any, tmp_pat
         trained(tiny_config("fpn", "BN", *options, *elsewhere, "METRICOPT.ENABLED", False), resume=True)
 
 
+def test_a_run_goes_on_from_its_own_checkpoints_alone(tiny_config: Any, tmp_path: Path) -> None:
+    options = [*FINETUNING, "METRICOPT.STEPS", 2, "METRICOPT.EVALS", 2, "DATASETS.TEST", ()]
+    weights = [str(tmp_path / f"{name}.pth") for name in ("one", "other")]
+    for path in weights:
+        torch.save({"model": build_model(tiny_config()).state_dict()}, path)
+    one, other = (tiny_config("fpn", "BN", *options, "MODEL.WEIGHTS", path) for path in weights)
+    trained(one)
+    trained(one, resume=True)
+    for change, key in (
+        (["MODEL.WEIGHTS", weights[1]], r"MODEL\.WEIGHTS was 'one\.pth \(\w{16}\)', now 'other\.pth \("),
+        (["METRICOPT.LR", 5.0], r"METRICOPT\.LR was 0\.01, now 5\.0"),
+        (["METRICOPT.METRIC_STEP", 0.3], r"METRICOPT\.METRIC_STEP was 0\.15, now 0\.3"),
+        (["SOLVER.IMS_PER_BATCH", 1], r"SOLVER\.IMS_PER_BATCH was 2, now 1"),
+    ):
+        with pytest.raises(FileFormatError, match=f"holds another run: {key}"):
+            trained(tiny_config("fpn", "BN", *options, "MODEL.WEIGHTS", weights[0], *change), resume=True)
+    moved = one.clone()
+    moved.MODEL.WEIGHTS = str(tmp_path / "there" / "one.pth")
+    Path(moved.MODEL.WEIGHTS).parent.mkdir()
+    Path(weights[0]).rename(moved.MODEL.WEIGHTS)
+    trained(moved, resume=True)
+
+    # A new run in the same folder, killed before its first checkpoint, does not go on with the old one's.
+    MetricOptTrainer(other).resume_or_load(resume=False)
+    made = MetricOptTrainer(other)
+    made.resume_or_load(resume=True)
+    assert made.start_iter == 0
+    theirs = torch.load(weights[1])["model"]["backbone.fpn_output2.weight"]
+    assert torch.equal(made.model.backbone.fpn_output2.weight, theirs)
+
+
 def test_a_run_starts_where_it_is_told_to(tiny_config: Any, tmp_path: Path) -> None:
     """A phi in the weights, left by an earlier finetuning, would take the place of the start."""
     cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.STEPS", 2, "METRICOPT.EVALS", 2)
@@ -351,7 +382,7 @@ def test_killed_meta_training_goes_on(
     detector = torch.load(cfg.MODEL.WEIGHTS)
     detector["model"]["backbone.fpn_output2.bias"] += 1
     torch.save(detector, cfg.MODEL.WEIGHTS)
-    with pytest.raises(FileFormatError, match=r"weights was '.*detector\.pth \(\w{16}\)', now '.*detector\.pth \("):
+    with pytest.raises(FileFormatError, match=r"MODEL\.WEIGHTS was 'detector\.pth \(\w{16}\)', now 'detector\.pth \("):
         meta_train(cfg, tmp_path / "again.safetensors", resume=True)
     assert runs == [5, 6, 7]
     contents["f"] = load_file(tmp_path / "f.safetensors")

@@ -50,7 +50,11 @@ def test_a_detector_s_own_weights_are_loaded(tiny_config: Any, saved: Callable[.
 
 
 def test_phi_is_taken_only_where_it_is_asked_for(tiny_config: Any, saved: Callable[..., str]) -> None:
-    path = saved(with_film(build_model(tiny_config()), ["fpn"], dim=2, start_std=0.1))
+    finetuned = with_film(build_model(tiny_config()), ["fpn"], dim=2, start_std=0.1)
+    path = saved(nn.ModuleDict({"module": finetuned}))  # as of several processes
+    with pytest.raises(DataError, match="holds a phi"):
+        load_weights(build_model(tiny_config()), path)
+    path = saved(finetuned)
     adapted = with_film(build_model(tiny_config()), ["fpn"], dim=2)
     for model in (adapted, build_model(tiny_config())):
         with pytest.raises(DataError, match=r"weights\.pth holds a phi.* give model_merged\.pth"):
@@ -77,24 +81,42 @@ def test_another_detector_s_weights_are_refused(tiny_config: Any, saved: Callabl
         load_weights(build_model(tiny_config()), backbone)
 
 
+def test_a_deeper_detector_s_weights_are_refused(tiny_config: Any, saved: Callable[..., str]) -> None:
+    """All that a ResNet-18 has, a ResNet-34 has too, in the same shapes."""
+    path = saved(build_model(tiny_config("fpn", "BN", "MODEL.RESNETS.DEPTH", 34)))
+    with pytest.raises(DataError, match=r"is another detector's: backbone\.bottom_up\.res2\.2\..* is unknown, and \d+"):
+        load_weights(build_model(tiny_config()), path)
+
+
+def test_parts_that_the_detector_does_not_have_are_left_out(tiny_config: Any, saved: Callable[..., str]) -> None:
+    with_masks = build_model(tiny_config("fpn", "BN", "MODEL.MASK_ON", True))
+    for norm in ("BN", "FrozenBN"):  # which has no num_batches_tracked
+        model = build_model(tiny_config("fpn", norm))
+        load_weights(model, saved(with_masks))
+        assert torch.equal(model.backbone.fpn_output2.weight, with_masks.backbone.fpn_output2.weight)
+
+
 def test_a_detector_to_be_trained_takes_what_fits(tiny_config: Any, saved: Callable[..., str]) -> None:
     more_classes = build_model(tiny_config("fpn", "BN", "MODEL.ROI_HEADS.NUM_CLASSES", 7))
     cfg = tiny_config("fpn", "BN", "MODEL.WEIGHTS", saved(more_classes))
     with pytest.raises(DataError, match=r"box_predictor\..* has shape"):
         Detectron2Toolkit(cfg).build(2, seed=0)
-    model = Detectron2Toolkit(cfg, whole_weights=False).build(2, seed=0)
+    model = Detectron2Toolkit(cfg, strict_weights=False).build(2, seed=0)
     assert torch.equal(model.backbone.fpn_output2.weight, more_classes.backbone.fpn_output2.weight)
 
 
-@pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", None, 3])
 def test_files_that_are_no_checkpoints(
-    content: bytes | None, tiny_config: Any, saved: Callable[..., str], tmp_path: Path
+    content: Any, tiny_config: Any, saved: Callable[..., str], tmp_path: Path
 ) -> None:
     if content is None:
         whole = Path(saved(build_model(tiny_config()))).read_bytes()
         content = whole[: len(whole) // 2]
     path = tmp_path / "weights.pth"
-    path.write_bytes(content)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
     with pytest.raises(DataError, match=r"weights\.pth can't be loaded"):
         load_weights(build_model(tiny_config()), str(path))
     with pytest.raises(DataError, match=r"nowhere\.pth can't be loaded"):

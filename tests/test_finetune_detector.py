@@ -300,7 +300,7 @@ def test_features_in_memory_change_no_number(finished: Path, tmp_path: Path, mon
         weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
         config = config_of(*FINISHED, weights, f"adapter.{keep}")
         some = keep.startswith("keep_gib")
-        with pytest.warns(UserWarning, match=r"fill adapter\.keep_gib=0\.002") if some else nullcontext():
+        with pytest.warns(UserWarning, match=r"fill their half of adapter\.keep_gib=0\.002") if some else nullcontext():
             tool.run(config, tmp_path / keep, resume=False)
         contents.append(content_of(tmp_path / keep)["methods"])
     kept, never, some = contents

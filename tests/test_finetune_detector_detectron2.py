@@ -113,7 +113,7 @@ def test_weights_are_whole_where_nothing_trains_them(overrides: list[str], whole
         )
     )
     assert isinstance(toolkit, Detectron2Toolkit)
-    assert toolkit.whole_weights is whole
+    assert toolkit.strict_weights is whole
 
 
 # --- The AP loss -----------------------------------------------------------------------------------------------

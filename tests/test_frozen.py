@@ -128,7 +128,8 @@ def test_what_does_not_fit_is_computed_each_time_to_the_same_numbers(images: int
     passes: list[int] = []
     model.backbone.register_forward_hook(lambda *_: passes.append(1))
     # An image has 20 proposals, of 16 channels and 4 coordinates in double precision, and twice as many for the loss.
-    gib = (images + 0.5) * 20 * (16 * 49 + 4) * 8 / 2**30
+    gib = 2 * (images + 0.5) * 20 * (16 * 49 + 4) * 8 / 2**30  # half of it is for detection
+    for_loss = images // 2
     whole, bounded = FrozenFeatures(toolkit, adapter), FrozenFeatures(toolkit, adapter, gib)
 
     def numbers(frozen: FrozenFeatures) -> list[Tensor]:
@@ -138,13 +139,28 @@ def test_what_does_not_fit_is_computed_each_time_to_the_same_numbers(images: int
 
     expected = numbers(whole)
     passes.clear()
-    said = rf"{images} images for detection and 0 for the loss fill adapter\.keep_gib={gib};"
+    said = rf"{images} images for detection fill their half of adapter\.keep_gib={gib};"
     with pytest.warns(UserWarning, match=said) as warned:
         first, second = (numbers(bounded) for _ in range(2))
     assert len(warned) == 1
     assert all(map(torch.equal, first, expected))
     assert all(map(torch.equal, second, expected))
-    assert len(passes) == images + 4 * (3 - images) + 2 * 3
+    assert len(passes) == images + 4 * (3 - images) + for_loss + 2 * (3 - for_loss)
+
+
+def test_the_loss_leaves_room_for_detection() -> None:
+    """Meta-training computes the losses of many images before it detects in the few that it asks the metric about."""
+    toolkit, adapter = adapted()
+    passes: list[int] = []
+    adapter.model.backbone.register_forward_hook(lambda *_: passes.append(1))
+    frozen = FrozenFeatures(toolkit, adapter, 2 * 3.5 * 20 * (16 * 49 + 4) * 8 / 2**30)
+    adapter.model.rpn._post_nms_top_n = {"training": 40, "testing": 20}
+    many = [example(2, seed=seed) for seed in range(8)]
+    with pytest.warns(UserWarning, match="images for loss fill their half"):
+        gradient(detection_loss(frozen), adapter, many)
+    for _ in range(2):
+        frozen.detect(adapter.model, SAME_SIZE)
+    assert len(passes) == 8 + 3
 
 
 @pytest.mark.parametrize("placement", ["backbone", "fpn", "rpn"])

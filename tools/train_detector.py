@@ -17,13 +17,14 @@ merged, to OUTPUT_DIR/model_merged.pth, which any program that uses Detectron2 l
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.film import Adapter
@@ -47,6 +48,8 @@ except ModuleNotFoundError as error:
         f"error: {error.name} is not installed; get Detectron2 by"
         " pip install --no-build-isolation git+https://github.com/facebookresearch/detectron2"
     )
+
+WRITTEN = re.compile(r"model_(final|best|merged|\d+)\.pth")  # by a finetuning run, in its OUTPUT_DIR
 
 
 def main(arguments: argparse.Namespace) -> Any:
@@ -85,10 +88,10 @@ def evaluate(cfg: CfgNode, resume: bool) -> Any:
     if not weights:
         raise ConfigError("--eval-only needs MODEL.WEIGHTS, the detector to evaluate")
     load_weights(model, weights, tuned=settings_of(cfg).enabled)
-    return judge(cfg, model)
+    return evaluate_model(cfg, model)
 
 
-def judge(cfg: CfgNode, model: nn.Module) -> Any:
+def evaluate_model(cfg: CfgNode, model: nn.Module) -> Any:
     """Evaluate a model on ``DATASETS.TEST``, and hold the results against ``TEST.EXPECTED_RESULTS``."""
     results = MetricOptTrainer.test(cfg, model)
     if comm.is_main_process():
@@ -112,7 +115,7 @@ def finetune(cfg: CfgNode, resume: bool) -> Any:
         adapter.set_phi(comm.all_gather(adapter.phi.detach().cpu())[0])
     if comm.is_main_process():
         export(model, folder / "model_merged.pth")
-    return judge(cfg, trainer.model) if cfg.DATASETS.TEST else None
+    return evaluate_model(cfg, trainer.model) if cfg.DATASETS.TEST else None
 
 
 def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
@@ -121,15 +124,19 @@ def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: A setting lacks another one, or can't act; the message says what would do.
     """
-    weights, finetuning = cfg.MODEL.WEIGHTS, cfg.METRICOPT.ENABLED and not arguments.eval_only
+    weights, folder = cfg.MODEL.WEIGHTS, Path(cfg.OUTPUT_DIR)
+    finetuning = cfg.METRICOPT.ENABLED and not arguments.eval_only and arguments.meta_train is None
+    resumed = arguments.resume and (folder / "last_checkpoint").exists()  # then MODEL.WEIGHTS is not read
     if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, but no GPU was found; --num-gpus 0 computes on the CPU")
-    if weights and "://" not in weights and not Path(weights.partition("?")[0]).is_file():
+    if weights and not resumed and "://" not in weights and not Path(weights.partition("?")[0]).is_file():
         raise ConfigError(f"MODEL.WEIGHTS={weights}: there is no such file")
     if not weights and finetuning:
         raise ConfigError("METRICOPT.ENABLED needs MODEL.WEIGHTS, the trained detector")
-    if weights and finetuning and Path(weights).resolve().parent == Path(cfg.OUTPUT_DIR).resolve():
-        raise ConfigError(f"OUTPUT_DIR={cfg.OUTPUT_DIR} holds MODEL.WEIGHTS, which would be written over; give another")
+    if finetuning and Path(weights).resolve().parent == folder.resolve() and WRITTEN.fullmatch(Path(weights).name):
+        raise ConfigError(
+            f"OUTPUT_DIR={folder} holds MODEL.WEIGHTS={weights}, which would be written over; give another"
+        )
     if arguments.eval_only and not cfg.DATASETS.TEST:
         raise ConfigError("--eval-only needs DATASETS.TEST, e.g. DATASETS.TEST \"('scenes_test',)\"")
     if cfg.TEST.AUG.ENABLED:
@@ -154,15 +161,23 @@ def run() -> None:
             dist_url=arguments.dist_url,
             args=(arguments,),
         )
-    except (MetricOptError, FloatingPointError, OSError, ProcessRaisedException, ProcessExitedException) as error:
-        sys.exit(f"error: {in_one_line(str(error))}")
+    except (MetricOptError, FloatingPointError, OSError, ProcessRaisedException) as error:
+        said = in_one_line(str(error))
+        if said is None:
+            raise
+        sys.exit(f"error: {said}")
 
 
-def in_one_line(message: str) -> str:
-    """Return an error's message in one line; of one that holds another process's traceback, what that ends with."""
-    lines = message.strip().splitlines()
-    if any("Traceback (most recent call last)" in line for line in lines):
-        return lines[-1].partition(": ")[2] or lines[-1]
+def in_one_line(message: str) -> str | None:
+    """Return an error's message in one line; of another process's traceback, that of the error it ends with.
+
+    None where that is no error that a user can mend.
+    """
+    if "Traceback (most recent call last)" in message:
+        *_, last = re.finditer(r"^([\w.]+): ", message, re.MULTILINE)
+        if not last[1].startswith(("metricopt_ext.errors.", "FloatingPointError", "OSError", "FileNotFoundError")):
+            return None
+        message = message[last.end() :]
     return " ".join(message.split())
 
 

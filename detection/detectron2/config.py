@@ -106,10 +106,11 @@ class Settings:
                 raise ConfigError(
                     f"METRICOPT.{name.upper()} is {getattr(self, name)!r}; it must be one of {get_args(values)}"
                 )
-        if len(self.scenes_shift) != 3:
-            raise ConfigError(
-                f"METRICOPT.SCENES_SHIFT is {self.scenes_shift}; it must be three numbers: contrast, noise, size"
-            )
+        for name, what in (("scenes_shift", "contrast, noise, size"), ("scenes_images", "train, val, test")):
+            if len(getattr(self, name)) != 3:
+                raise ConfigError(
+                    f"METRICOPT.{name.upper()} is {getattr(self, name)}; it must be three numbers: {what}"
+                )
         if self.trajectories and not self.validation:
             raise ConfigError(
                 "METRICOPT.TRAJECTORIES needs METRICOPT.VALIDATION, the set that AP50 is asked on; hold it out of both"

@@ -104,13 +104,18 @@ def as_truth(name: str, records: Sequence[dict[str, Any]]) -> DetectionSet:
     Detectron2's records of VOC's sets do not say which objects are difficult; these are read from VOC's files again.
 
     Raises:
-        DataError: The set does not name its classes, or VOC's files can't be read.
+        DataError: The set is empty or names no classes, a record lacks what AP50 needs, or VOC's files can't be read.
     """
+    if not records:
+        raise DataError(f"dataset {name!r} has no images")
     metadata, classes = MetadataCatalog.get(name), classes_of(name)
     if metadata.get("dirname") and metadata.get("split"):  # as register_pascal_voc enters them
         images = {image.image_id: image for image in read_voc(metadata.dirname, metadata.split, classes=classes).images}
         return DetectionSet(classes, [images[str(record["image_id"])] for record in records])
-    return DetectionSet(classes, [_annotated(record) for record in records])
+    try:
+        return DetectionSet(classes, [_annotated(record) for record in records])
+    except KeyError as error:
+        raise DataError(f"a record of dataset {name!r} lacks {error}, which AP50 is computed from") from error
 
 
 def classes_of(name: str) -> tuple[str, ...]:
@@ -137,23 +142,24 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
         ConfigError: The detector has another number of classes, or two sets number them differently.
         DataError: There is no such set, or it can't be read.
     """
-    heads = {"GeneralizedRCNN": "ROI_HEADS", "RetinaNet": "RETINANET"}
-    head = heads.get(cfg.MODEL.META_ARCHITECTURE)
-    names = [*trained, *judged]
-    for name in names:
+    head = {"GeneralizedRCNN": "ROI_HEADS", "RetinaNet": "RETINANET"}.get(cfg.MODEL.META_ARCHITECTURE)
+    first = None
+    for name in [*trained, *judged]:
         records = records_of(name)
         if name in judged:
             as_truth(name, records)
-        classes, first = classes_of(name), classes_of(names[0])
+        elif not MetadataCatalog.get(name).get("thing_classes"):
+            continue  # a set to train on need not name its classes
+        classes, first = classes_of(name), first or name
         if head and len(classes) != cfg.MODEL[head].NUM_CLASSES:
             raise ConfigError(
                 f"MODEL.{head}.NUM_CLASSES is {cfg.MODEL[head].NUM_CLASSES}; {name} has {len(classes)} classes:"
                 f" {', '.join(classes)}"
             )
-        if classes != first:
+        if classes != classes_of(first):
             raise ConfigError(
-                f"{name} has the classes {', '.join(classes)}, but {names[0]} has {', '.join(first)}; METRICOPT.CLASSES"
-                " gives VOC folders the same ones"
+                f"{name} has the classes {', '.join(classes)}, but {first} has {', '.join(classes_of(first))};"
+                " METRICOPT.CLASSES gives VOC folders the same ones"
             )
 
 

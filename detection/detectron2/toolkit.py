@@ -35,16 +35,18 @@ class Detectron2Toolkit:
         cfg: The config, e.g. from `config.read_config`. ``MODEL.WEIGHTS``, where given, is read by Detectron2's
             checkpointer, which unpickles ``.pkl`` files: name only files that you trust.
         classification_loss: Of the box head: the detector's own ``cross_entropy``, or ``ap`` (`ap_loss.ap_loss`).
-        whole_weights: Whether ``MODEL.WEIGHTS`` must give every parameter; False where the detector will be trained.
+        strict_weights: Whether ``MODEL.WEIGHTS`` must give every parameter; False where the detector will be trained.
 
     Raises:
         ConfigError: There is no such loss.
     """
 
-    def __init__(self, cfg: CfgNode, classification_loss: str = "cross_entropy", *, whole_weights: bool = True) -> None:
+    def __init__(
+        self, cfg: CfgNode, classification_loss: str = "cross_entropy", *, strict_weights: bool = True
+    ) -> None:
         if classification_loss not in get_args(ClassificationLoss):
             raise ConfigError(f"classification_loss={classification_loss!r} must be 'cross_entropy' or 'ap'")
-        self.cfg, self.classification_loss, self.whole_weights = cfg, classification_loss, whole_weights
+        self.cfg, self.classification_loss, self.strict_weights = cfg, classification_loss, strict_weights
         size = cfg.INPUT.MIN_SIZE_TEST
         self._resize = transforms.ResizeShortestEdge([size, size], cfg.INPUT.MAX_SIZE_TEST)
 
@@ -61,7 +63,7 @@ class Detectron2Toolkit:
             torch.manual_seed(seed)
             model: nn.Module = build_model(cfg)
         if cfg.MODEL.WEIGHTS:
-            load_weights(model, cfg.MODEL.WEIGHTS, whole=self.whole_weights)
+            load_weights(model, cfg.MODEL.WEIGHTS, strict=self.strict_weights)
         if self.classification_loss == "ap":
             use_ap_loss(model)
         return model

@@ -1,9 +1,5 @@
 """Detectron2's default trainer with MetricOpt under its optimizer."""
 
-import hashlib
-import os
-from dataclasses import asdict
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +8,7 @@ from detectron2.config import CfgNode
 from detectron2.data import build_detection_test_loader, build_detection_train_loader
 from detectron2.engine import DefaultTrainer, HookBase
 from detectron2.engine.hooks import PeriodicCheckpointer
+from detectron2.utils import comm
 from torch import nn
 
 from metricopt_ext.detection.detectron2.ap_loss import use_ap_loss
@@ -25,8 +22,10 @@ from metricopt_ext.detection.detectron2.build import (
 from metricopt_ext.detection.detectron2.config import settings_of
 from metricopt_ext.detection.detectron2.datasets import Mapper, truth_of
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, validation_metric
-from metricopt_ext.detection.detectron2.weights import UNREADABLE, load_weights
+from metricopt_ext.detection.detectron2.identity import identity_of_run, identity_of_trajectories
+from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.errors import DataError, MetricOptError
+from metricopt_ext.files import claim
 from metricopt_ext.seeding import generator
 from metricopt_ext.trajectory import TrajectoryStore
 
@@ -36,8 +35,8 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
 
     phi is finetuned for ``METRICOPT.STEPS`` steps. Where ``METRICOPT.VALIDATION`` names a set, AP50 on it is asked at
     some of the points, the best of which is kept in ``OUTPUT_DIR/model_best.pth``. ``DATASETS.TEST`` is evaluated once,
-    at the end. A tenth of the steps or less lies between checkpoints, of which the last is kept; they hold phi and the
-    optimizer's past gradients, and a resumed run goes on from them as `hooks.ReplayedSteps` says.
+    at the end. A tenth of the steps or less lies between checkpoints, of which the last numbered one is kept; they hold
+    phi and the optimizer's past gradients, and a resumed run goes on from them as `hooks.ReplayedSteps` says.
 
     Args:
         cfg: A config that has a METRICOPT node.
@@ -60,20 +59,32 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         """Go on from the last checkpoint, or start from ``MODEL.WEIGHTS``.
 
         Raises:
-            DataError: The checkpoint is another run's, or the weights can't be loaded, see `weights.load_weights`.
+            FileFormatError: The checkpoint is of a finetuning run with other settings.
+            DataError: The checkpoint is of another kind of run, or the weights can't be loaded, see
+                `weights.load_weights`.
         """
+        if settings_of(self.cfg).enabled and comm.is_main_process():
+            self._claim_folder(resume)
         if resume and self.checkpointer.has_checkpoint():
             try:
                 super().resume_or_load(resume)
-            except MetricOptError:
+            except (MetricOptError, torch.OutOfMemoryError):
                 raise
-            except UNREADABLE as error:
+            except (KeyError, RuntimeError, ValueError) as error:
                 raise DataError(
                     f"{self.checkpointer.get_checkpoint_file()} is no checkpoint of such a run ({error}); use another"
                     " OUTPUT_DIR, or leave --resume out"
                 ) from error
         elif self.cfg.MODEL.WEIGHTS:
-            load_weights(self.model, self.cfg.MODEL.WEIGHTS, whole=settings_of(self.cfg).enabled)
+            load_weights(self.model, self.cfg.MODEL.WEIGHTS, strict=settings_of(self.cfg).enabled)
+
+    def _claim_folder(self, resume: bool) -> None:
+        """Check that the checkpoints in ``OUTPUT_DIR`` are of this run, or forget them where a new one starts."""
+        folder = Path(self.cfg.OUTPUT_DIR)
+        if not resume:
+            (folder / "last_checkpoint").unlink(missing_ok=True)
+            (folder / "identity.json").unlink(missing_ok=True)
+        claim(folder / "identity.json", identity_of_run(self.cfg))
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
@@ -146,7 +157,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             return stock
         for hook in stock:
             if isinstance(hook, PeriodicCheckpointer):
-                hook.max_to_keep = 1  # they differ in phi alone
+                hook.max_to_keep = 1
         metric = None
         if settings.validation:
             metric = validation_metric(
@@ -176,17 +187,4 @@ def open_store(cfg: CfgNode, folder: str | None) -> TrajectoryStore:
     Raises:
         FileFormatError: Its trajectories are of runs with other settings.
     """
-    settings = asdict(settings_of(cfg))
-    names = ("layers", "dim", "seed", "steps", "lr", "start_std", "trust", "history", "tasks", "data")
-    asked = ("classification_loss", "definition", "validation", "validation_images", "evals")
-    identity = {name: settings[name] for name in (*names, *asked)}
-    identity |= {"backbone": cfg.MODEL.BACKBONE.NAME, "weights": cfg.MODEL.WEIGHTS}
-    if os.path.isfile(cfg.MODEL.WEIGHTS):  # else a name in Detectron2's model zoo
-        identity["weights"] += f" ({_fingerprint(cfg.MODEL.WEIGHTS, os.stat(cfg.MODEL.WEIGHTS).st_mtime_ns)})"
-    return TrajectoryStore(folder, identity)
-
-
-@lru_cache
-def _fingerprint(file: str, changed: int) -> str:
-    """Return 16 digits that tell a file from another that takes its place, e.g. of a detector that is trained again."""
-    return hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()
+    return TrajectoryStore(folder, identity_of_trajectories(cfg))

@@ -9,49 +9,65 @@ from torch import nn
 from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.film import CONTEXT_NAME
 
-UNREADABLE = (AssertionError, AttributeError, EOFError, KeyError, OSError, RuntimeError, ValueError)
+# What a file that is no checkpoint makes Detectron2's checkpointer raise.
+LOAD_ERRORS = (
+    *(AssertionError, AttributeError, EOFError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError),
+    pickle.UnpicklingError,
+)
 
 
-def load_weights(model: nn.Module, path: str, *, whole: bool = True, tuned: bool = False) -> None:
+def load_weights(model: nn.Module, path: str, *, strict: bool = True, tuned: bool = False) -> None:
     """Load what ``MODEL.WEIGHTS`` names into a detector, as Detectron2's checkpointer does.
 
     Args:
         model: The detector; may have an adapter, and may be wrapped for several processes.
         path: The file, or a name in Detectron2's model zoo; files that end in ``.pkl`` are unpickled.
-        whole: Refuse weights that lack a parameter or have it in another shape. False is for detectors that will be
-            trained, e.g. from a backbone's weights.
+        strict: Refuse weights that lack a parameter, have it in another shape, or have more of a part that the detector
+            has; what only they have, e.g. a mask head, is left out. False is for detectors that will be trained, e.g.
+            from a backbone's weights.
         tuned: Whether the weights may hold a phi.
 
     Raises:
-        DataError: The weights can't be read, are not whole, or hold a phi.
+        DataError: The weights can't be read, are another detector's, or hold a phi.
     """
     try:
-        _Checkpointer(model, whole, tuned).load(path)
+        _Checkpointer(model, strict, tuned).load(path)
     except MetricOptError as error:
         raise DataError(f"MODEL.WEIGHTS={path} {error}") from error
-    except (*UNREADABLE, pickle.UnpicklingError) as error:
+    except LOAD_ERRORS as error:
         raise DataError(f"MODEL.WEIGHTS={path} can't be loaded: {error}") from error
 
 
 class _Checkpointer(DetectionCheckpointer):  # type: ignore[misc]
     """Detectron2's, which only warns of weights that don't fit."""
 
-    def __init__(self, model: nn.Module, whole: bool, tuned: bool) -> None:
+    def __init__(self, model: nn.Module, strict: bool, tuned: bool) -> None:
         super().__init__(model)
-        self.whole, self.tuned = whole, tuned
+        self.strict, self.tuned = strict, tuned
 
     def _load_model(self, checkpoint: Any) -> Any:
-        if not self.tuned and f"{CONTEXT_NAME}.phi" in checkpoint["model"]:
+        if not self.tuned and any(name.endswith(f"{CONTEXT_NAME}.phi") for name in checkpoint["model"]):
             raise DataError(
                 "holds a phi, so it is a detector in the middle of finetuning: give model_merged.pth, which has phi in"
                 " its weights, or the detector before; --eval-only takes it with METRICOPT.ENABLED True"
             )
         incompatible = super()._load_model(checkpoint)
+        parts = {_part(name) for name, _ in self.model.named_modules()}
         unlike = [
-            f"{name} has shape {tuple(theirs)} in place of {tuple(ours)}"
-            for name, theirs, ours in incompatible.incorrect_shapes
-        ] + [f"{name} is missing" for name in incompatible.missing_keys]
-        if self.whole and unlike:
+            *(f"{name} has shape {tuple(a)} in place of {tuple(b)}" for name, a, b in incompatible.incorrect_shapes),
+            *(f"{name} is missing" for name in incompatible.missing_keys),
+            *(f"{name} is unknown" for name in incompatible.unexpected_keys if _part(name) in parts and _counts(name)),
+        ]
+        if self.strict and unlike:
             more = f", and {len(unlike) - 1} more do not fit" if len(unlike) > 1 else ""
             raise DataError(f"is another detector's: {unlike[0]}{more}; give the config that it was trained with")
         return incompatible
+
+
+def _part(name: str) -> str:
+    """Return the part of a detector that a module or weight belongs to, e.g. ``backbone.bottom_up``."""
+    return ".".join(name.split(".")[:2])
+
+
+def _counts(name: str) -> bool:
+    return not name.endswith("num_batches_tracked")  # which frozen norms don't have

@@ -1,0 +1,56 @@
+"""What a run under Detectron2 depends on, by which runs with other settings are told from it."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from detectron2.config import CfgNode
+
+# What meta-training sets anew for each of its runs, whose trajectories belong together all the same.
+OF_ONE_RUN = ("ENABLED", "VALUE_FUNCTION", "METRIC_STEP", "LOSS_WEIGHT", "ROUND", "INDEX")
+# Where and how long, not what: of no influence on a trajectory.
+WITHOUT_INFLUENCE = ("MODEL.DEVICE", "METRICOPT.TRAJECTORIES", "METRICOPT.ROUNDS")
+
+
+def identity_of_run(cfg: CfgNode) -> dict[str, Any]:
+    """Return the settings that a finetuning run depends on, by their keys; files by name and content."""
+    settings = {
+        **dict(_leaves(cfg.MODEL, "MODEL.")),
+        **dict(_leaves(cfg.INPUT, "INPUT.")),
+        **dict(_leaves(cfg.METRICOPT, "METRICOPT.")),
+        "DATASETS.TRAIN": cfg.DATASETS.TRAIN,
+        "SOLVER.IMS_PER_BATCH": cfg.SOLVER.IMS_PER_BATCH,
+    }
+    for key in ("MODEL.WEIGHTS", "METRICOPT.VALUE_FUNCTION"):
+        settings[key] = _described(settings[key])
+    return {key: value for key, value in settings.items() if key not in WITHOUT_INFLUENCE}
+
+
+def identity_of_trajectories(cfg: CfgNode) -> dict[str, Any]:
+    """Return the settings that all trajectories share which a value function is fitted to."""
+    others = {f"METRICOPT.{name}" for name in OF_ONE_RUN}
+    return {key: value for key, value in identity_of_run(cfg).items() if key not in others}
+
+
+def _leaves(node: CfgNode, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, CfgNode):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _described(name: str) -> str:
+    """Return a file's name and fingerprint, which another that takes its place does not have."""
+    path = Path(name.partition("?")[0])  # Detectron2 takes options behind the name
+    if not path.is_file():
+        return name  # of Detectron2's model zoo, or none
+    return f"{path.name} ({_fingerprint(path, os.stat(path).st_mtime_ns)})"
+
+
+@lru_cache
+def _fingerprint(file: Path, changed: int) -> str:
+    return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
