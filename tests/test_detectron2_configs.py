@@ -169,6 +169,7 @@ def test_tool_trains_and_finetunes(
         "METRICOPT.LR", 1.0,
     )  # fmt: skip
 
+    assert (tmp_path / "tuned" / "model_0000001.pth").exists()  # Detectron2's own period is 5000 steps
     merged = torch.load(tmp_path / "tuned" / "model_merged.pth", weights_only=True)["model"]
     assert merged.keys() == torch.load(out / "model_final.pth", weights_only=True)["model"].keys()
     judged = ("--eval-only", "OUTPUT_DIR", tmp_path / "judged", "MODEL.WEIGHTS")

@@ -11,8 +11,9 @@
 FILE is one of configs/detection/detectron2. The options are those of train_net.py, --num-gpus 0 computes on the CPU;
 overrides are KEY VALUE pairs at the end. Each item above is one command. With METRICOPT.ENABLED False, training is
 Detectron2's own. Learning f asks AP50 on METRICOPT.VALIDATION METRICOPT.ROUNDS * TASKS * EVALS times and keeps its runs
-in OUTPUT_DIR/trajectories; --resume goes on with what a killed one left there. Finetuning writes its best model, phi
-merged, to OUTPUT_DIR/model_merged.pth, which any program that uses Detectron2 loads. Evaluation is by AP50.
+in OUTPUT_DIR/trajectories; --resume goes on with what a killed one left there. Finetuning keeps a checkpoint after each
+tenth of its steps, which --resume goes on from, and writes its best model, phi merged, to OUTPUT_DIR/model_merged.pth,
+which any program that uses Detectron2 loads; DATASETS.TEST is asked about that one. Evaluation is by AP50.
 """
 
 import argparse
@@ -101,14 +102,15 @@ def evaluate_model(cfg: CfgNode, model: nn.Module) -> Any:
 
 def finetune(cfg: CfgNode, resume: bool) -> Any:
     """Finetune phi, and merge its best point, or its last where AP50 was not asked, into the weights."""
-    training = cfg.clone()
+    settings, training = settings_of(cfg), cfg.clone()
     training.defrost()
+    training.SOLVER.CHECKPOINT_PERIOD = min(cfg.SOLVER.CHECKPOINT_PERIOD, max(1, settings.steps // 10))
     training.DATASETS.TEST, training.TEST.EXPECTED_RESULTS = (), []  # not the last point is judged, but the chosen one
     trainer = MetricOptTrainer(training)
     trainer.resume_or_load(resume=resume)
     trainer.train()
     model, folder = unwrapped(trainer.model), Path(cfg.OUTPUT_DIR)
-    if settings_of(cfg).validation:
+    if settings.validation:
         if comm.is_main_process():
             DetectionCheckpointer(model).load(os.fspath(folder / "model_best.pth"))
         adapter = Adapter(model)

@@ -35,8 +35,8 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
 
     phi is finetuned for ``METRICOPT.STEPS`` steps. Where ``METRICOPT.VALIDATION`` names a set, AP50 on it is asked at
     some of the points, the best of which is kept in ``OUTPUT_DIR/model_best.pth``. ``DATASETS.TEST`` is evaluated once,
-    at the end. A tenth of the steps or less lies between checkpoints, of which the last numbered one is kept; they hold
-    phi and the optimizer's past gradients, and a resumed run goes on from them as `hooks.ReplayedSteps` says.
+    at the end. Checkpoints, of which the last numbered one is kept, hold phi and the optimizer's past gradients; a
+    resumed run goes on from them as `hooks.ReplayedSteps` says.
 
     Args:
         cfg: A config that has a METRICOPT node.
@@ -49,7 +49,6 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             cfg.defrost()
             cfg.SOLVER.MAX_ITER = settings.steps
             cfg.SOLVER.REFERENCE_WORLD_SIZE = 0  # which would scale the number of steps
-            cfg.SOLVER.CHECKPOINT_PERIOD = min(cfg.SOLVER.CHECKPOINT_PERIOD, max(1, settings.steps // 10))
             # Evaluating now and then, as Detectron2 does, would choose a model by the test set.
             cfg.TEST.EVAL_PERIOD = 0
             cfg.TEST.PRECISE_BN.ENABLED = False  # theta is frozen, its statistics included
