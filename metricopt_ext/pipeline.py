@@ -84,7 +84,8 @@ def optimize_metric(
     Raises:
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
-        FileFormatError: ``output_dir`` holds another run, or a run and ``resume`` is False.
+        FileFormatError: ``output_dir`` holds another run, with other settings or of a model with other weights, or it
+            holds a run and ``resume`` is False.
     """
     if watcher is None:
         with Bars() as bars:
@@ -258,7 +259,8 @@ def open_store(
     """Open the run's trajectories, refusing to mix two runs.
 
     Raises:
-        FileFormatError: The folder holds a run and ``resume`` is False, or it holds a run with other settings.
+        FileFormatError: The folder holds a run and ``resume`` is False, or it holds a run with other settings or of a
+            model with other weights.
     """
     if folder is None:
         return TrajectoryStore()
