@@ -41,6 +41,8 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
     if config.toolkit not in TOOLKITS:
         raise ConfigError(f"toolkit={config.toolkit!r} is none of {', '.join(TOOLKITS)}")
     _refuse_settings_of_others(config)
+    # Otherwise the detector is trained on, or all of its weights are read from model.weights.
+    strict_weights = not model.steps and not model.weights
     if config.toolkit == "torchvision":
         return TorchvisionToolkit(
             name=model.name,
@@ -48,6 +50,7 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
             max_size=model.max_size,
             proposals=model.proposals,
             weights=model.coco_weights,
+            strict_weights=strict_weights,
             classification_loss=config.classification_loss,  # type: ignore[arg-type]
         )
     try:
@@ -62,8 +65,6 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
         raise ConfigError("toolkit=detectron2 needs model.config_file=FILE, the YAML file that describes the detector")
     device = ["MODEL.DEVICE", str(choose_device(config.device))]
     cfg = read_config(model.config_file, [*model.opts, *device])
-    # Otherwise the detector is trained on, or all of its weights are read from model.weights.
-    strict_weights = not model.steps and not model.weights
     return Detectron2Toolkit(cfg, config.classification_loss, strict_weights=strict_weights)
 
 

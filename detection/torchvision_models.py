@@ -4,7 +4,6 @@ from pathlib import Path
 
 from torch import nn
 
-from metricopt_ext.errors import DataError
 from metricopt_ext.files import load_weights
 
 try:
@@ -51,7 +50,13 @@ def _stage(inputs: int, outputs: int, convolutions: int = 2) -> nn.Sequential:
 
 
 def build_standard(
-    name: str, classes: int, min_size: int, max_size: int, score_threshold: float, weights: str = ""
+    name: str,
+    classes: int,
+    min_size: int,
+    max_size: int,
+    score_threshold: float,
+    weights: str = "",
+    strict: bool = False,
 ) -> nn.Module:
     """Build one of torchvision's own detectors.
 
@@ -63,8 +68,8 @@ def build_standard(
         min_size: Shorter side in pixels to which images are scaled (800 in torchvision's own training) ...
         max_size: ... unless the longer side would then exceed this (1333).
         score_threshold: Lowest confidence of a detection.
-        weights: File of torchvision's weights for this detector, trained on COCO, or trained on from these. The box
-            predictor is left out where its classes are not as many.
+        weights: File of torchvision's weights for this detector, trained on COCO, or trained on from these.
+        strict: Whether the box predictor is taken from there too, whose classes must then be as many.
 
     Raises:
         DataError: The weights don't fit the detector.
@@ -82,10 +87,7 @@ def build_standard(
         model = fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=classes + 1, **options)
     if weights:
         predictor = [key for key in model.state_dict() if key.startswith("roi_heads.box_predictor.")]
-        try:
-            load_weights(model, Path(weights))
-        except DataError:  # of another number of classes, or not at all
-            load_weights(model, Path(weights), keep=predictor)
+        load_weights(model, Path(weights), keep=() if strict else predictor)
         for module in model.modules():
             if isinstance(module, FrozenBatchNorm2d):
                 _add_to_variance(module)

@@ -55,7 +55,9 @@ class TorchvisionToolkit:
             before NMS; 0 for the detector's own numbers (1000 from 1000, the small ones 100 from 200). The loss has its
             own.
         weights: File of torchvision's weights for its ResNet-50 detectors, trained on COCO, to start from, or of those
-            that were trained on from these; the box predictor's are taken if they are of as many classes.
+            that were trained on from these.
+        strict_weights: Whether the box predictor is taken from there too; False where the detector will be trained, for
+            other classes.
         classification_loss: Of the box head: the detector's own ``cross_entropy``, or ``ap`` (`ap_loss.ap_loss`), which
             ranks the proposals that are sampled from a batch.
 
@@ -71,6 +73,7 @@ class TorchvisionToolkit:
     score_threshold: float = 0.05
     proposals: int = 0
     weights: str = ""
+    strict_weights: bool = False
     classification_loss: ClassificationLoss = "cross_entropy"
 
     def __post_init__(self) -> None:
@@ -101,7 +104,9 @@ class TorchvisionToolkit:
         detector: Any
         with seeded_streams(generator(seed, "weights").initial_seed(), torch.device("cpu")):
             if self.name in STANDARD:
-                detector = build_standard(self.name, classes, *size, self.score_threshold, self.weights)
+                detector = build_standard(
+                    self.name, classes, *size, self.score_threshold, self.weights, self.strict_weights
+                )
             else:
                 detector = build_small(self.name, classes, *size, self.score_threshold, self.width, self.head)
         if self.proposals:

@@ -1,7 +1,7 @@
 """A finetuning task whose loss and metric are known in closed form, and a record keeper in memory."""
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,17 @@ def squares(tmp_path: Path) -> Callable[..., DetectionSet]:
         return DetectionSet(("red", "green"), made)
 
     return make
+
+
+@pytest.fixture
+def catalog() -> Iterator[Any]:
+    """Detectron2's catalog of sets, from which is taken out again what a test put in."""
+    data = pytest.importorskip("detectron2.data", reason="needs Detectron2")
+    before = set(data.DatasetCatalog.list())
+    yield data.DatasetCatalog
+    for name in set(data.DatasetCatalog.list()) - before:
+        data.DatasetCatalog.remove(name)
+        data.MetadataCatalog.remove(name)
 
 
 @pytest.fixture

@@ -33,17 +33,7 @@ from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, validati
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.errors import ConfigError, DataError, MetricError
 
-pytestmark = pytest.mark.detectron2
-
-
-@pytest.fixture(autouse=True)
-def _emptied_catalog() -> Any:
-    """Take out of the catalog what a test put in."""
-    before = set(DatasetCatalog.list())
-    yield
-    for name in set(DatasetCatalog.list()) - before:
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
+pytestmark = [pytest.mark.detectron2, pytest.mark.usefixtures("catalog")]
 
 
 class Oracle(torch.nn.Module):

@@ -11,7 +11,7 @@ from torch import distributed
 
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
 
-from detectron2.data import DatasetCatalog, MetadataCatalog, build_detection_train_loader
+from detectron2.data import build_detection_train_loader
 from detectron2.engine import SimpleTrainer, defaults
 from detectron2.modeling import build_model
 from detectron2.utils import comm
@@ -37,14 +37,9 @@ pytestmark = pytest.mark.detectron2
 
 
 @pytest.fixture(autouse=True)
-def _pair_in_catalog(squares: Callable[..., DetectionSet]) -> Any:
-    names = ("pair_train", "pair_val")
-    for seed, name in enumerate(names):
+def _pair_in_catalog(catalog: Any, squares: Callable[..., DetectionSet]) -> None:
+    for seed, name in enumerate(("pair_train", "pair_val")):
         register(name, squares(5, seed=seed))
-    yield
-    for name in names:
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
 
 
 def join(rank: int, folder: Path) -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("detectron2", reason="needs Detectron2, installed from sourc
 
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import get_cfg
-from detectron2.data import DatasetCatalog, MetadataCatalog, build_detection_train_loader
+from detectron2.data import build_detection_train_loader
 from detectron2.engine import DefaultTrainer, SimpleTrainer, hooks
 from detectron2.modeling import build_model
 from detectron2.utils.env import seed_all_rng
@@ -53,14 +53,9 @@ FINETUNING = [
 
 
 @pytest.fixture(autouse=True)
-def _squares_in_catalog(squares: Callable[..., DetectionSet]) -> Any:
-    names = ("squares_train", "squares_val", "squares_test")
-    for seed, name in enumerate(names):
+def _squares_in_catalog(catalog: Any, squares: Callable[..., DetectionSet]) -> None:
+    for seed, name in enumerate(("squares_train", "squares_val", "squares_test")):
         register(name, squares(4, seed=seed))
-    yield
-    for name in names:
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
 
 
 def save_f(path: Path, dim: int = 4) -> RidgeValueFunction:

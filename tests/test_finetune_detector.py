@@ -355,6 +355,15 @@ def test_every_config_is_sound(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert config.toolkit == "torchvision" or Path(config.model.config_file).is_file()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "strict"), [([], False), (["model.steps=0"], True), (["model.steps=0", "model.weights=a.pth"], False)]
+)
+def test_published_weights_are_whole_where_nothing_trains_them(overrides: list[str], strict: bool) -> None:
+    toolkit = build_toolkit(config_of("model.name=fasterrcnn_resnet50_fpn", *overrides))
+    assert isinstance(toolkit, TorchvisionToolkit)
+    assert toolkit.strict_weights is strict
+
+
 # --- What it refuses -------------------------------------------------------------------------------------------
 
 

@@ -213,14 +213,17 @@ def test_published_weights_are_taken_but_for_the_predictor(tmp_path: Path) -> No
 
 def test_what_torchvision_trained_on_from_published_weights_detects_the_same(tmp_path: Path) -> None:
     theirs: Any = published(tmp_path / "mine.pth").double().eval()
-    sizes = {"min_size": 64, "max_size": 64}
-    model: Any = TorchvisionToolkit("fasterrcnn_resnet50_fpn", weights=str(tmp_path / "mine.pth"), **sizes).build(90, 0)
-    model = model.double()
+    toolkit = TorchvisionToolkit(
+        "fasterrcnn_resnet50_fpn", min_size=64, max_size=64, weights=str(tmp_path / "mine.pth"), strict_weights=True
+    )
+    model: Any = toolkit.build(90, seed=0).double()
     model.rpn._post_nms_top_n = theirs.rpn._post_nms_top_n = {"testing": 20}
-    (found,), (expected,) = (TorchvisionToolkit().detect(each, BATCH[:1]) for each in (model, theirs))
+    (found,), (expected,) = (toolkit.detect(each, BATCH[:1]) for each in (model, theirs))
     assert len(found) > 0
     assert torch.equal(found.labels, expected.labels)
     torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=1e-5)  # the weights are of single precision
+    with pytest.raises(DataError, match=r"mine\.pth holds no weights for FasterRCNN: .*size mismatch"):
+        toolkit.build(CLASSES, seed=0)
 
 
 @pytest.mark.parametrize("placement", ["roi_head", "backbone"])
