@@ -48,6 +48,7 @@ def plot_finetuning(report: Report, path: str | Path) -> Path:
         steps = np.arange(values.shape[1])
         axes.plot(steps, mean, color=COLOURS[name], label=TITLES[name])
         axes.fill_between(steps, mean - std, mean + std, color=COLOURS[name], alpha=0.15, linewidth=0)
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("finetuning step")
     axes.set_ylabel(f"validation {report.metric}")
     axes.legend(frameon=False, fontsize=8)
