@@ -33,9 +33,10 @@ demo: $(STAMP)  ## finetune a digits classifier, on shifted and on plain data, a
 test: $(STAMP)  ## run the tests; ARGS goes to pytest, e.g. ARGS="-n 2 -m 'not slow'"
 	.venv/bin/python -m pytest $(ARGS)
 
-quality: $(STAMP)  ## check lint, format and types
+quality: $(STAMP)  ## check lint, format, the order of imports between packages, and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 style: $(STAMP)  ## fix lint and format where it can be done automatically
@@ -43,5 +44,5 @@ style: $(STAMP)  ## fix lint and format where it can be done automatically
 	$(BIN)/ruff format .
 
 clean:  ## remove builds and caches; keep .venv and out
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

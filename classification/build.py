@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metricopt_ext.batches import TensorBatches
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias
 from metricopt_ext.classification.config import (
     ClassificationConfig,
     DataConfig,
@@ -32,14 +33,15 @@ from metricopt_ext.classification.data import (
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.shift import shift_class_ratio
-from metricopt_ext.errors import ConfigError, settings_of
-from metricopt_ext.film import Adapter, attach_film, attach_input_bias
-from metricopt_ext.images import flip_and_shift, load_image_folder
-from metricopt_ext.labelled import Labelled, Split
-from metricopt_ext.metric import Metric, with_halves
-from metricopt_ext.pretrained import pretrained
-from metricopt_ext.seeding import generator
-from metricopt_ext.shift import ImageShift
+from metricopt_ext.data.images import flip_and_shift, load_image_folder
+from metricopt_ext.data.labelled import Labelled, Split
+from metricopt_ext.data.pretrained import pretrained
+from metricopt_ext.data.shift import ImageShift
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.utils.config import settings_of
+from metricopt_ext.utils.seeding import generator
 
 EVALUATION_BATCH = 2048
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.run_config import RunConfig, check_at_least
-from metricopt_ext.value_function import load_value_function
+from metricopt_ext.evidence.run_config import RunConfig, check_at_least
+from metricopt_ext.value.value_function import load_value_function
 
 
 @dataclass

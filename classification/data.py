@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from metricopt_ext.data.images import check_limit, load_image_folder
+from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.errors import DataError
-from metricopt_ext.files import existing, listed
-from metricopt_ext.images import check_limit, load_image_folder
-from metricopt_ext.labelled import Labelled, Split
+from metricopt_ext.utils.files import existing, listed
 
 StrPath = str | os.PathLike[str]
 Array = npt.NDArray[Any]

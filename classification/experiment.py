@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from metricopt_ext.batches import TensorBatches
 from metricopt_ext.classification.build import (
     EVALUATION_BATCH,
     attach,
@@ -26,20 +25,21 @@ from metricopt_ext.classification.data import Splits
 from metricopt_ext.classification.metrics import check_split
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.classification.threshold import tune_threshold
-from metricopt_ext.device import choose_device
-from metricopt_ext.evidence import SeedRecord
-from metricopt_ext.experiment import Experiment, run_experiment
-from metricopt_ext.labelled import Split
-from metricopt_ext.metric import Metric
-from metricopt_ext.optimizer import MetricOptStep
-from metricopt_ext.progress import Watcher
-from metricopt_ext.result import MetricOptResult
-from metricopt_ext.rivals import usual_rivals
-from metricopt_ext.second_round import copied_task, run_second_round
-from metricopt_ext.start import finetune
-from metricopt_ext.task import FinetuneTask
-from metricopt_ext.transfer import RotatedValueFunction
-from metricopt_ext.value_function import load_value_function
+from metricopt_ext.data.labelled import Split
+from metricopt_ext.evidence.experiment import Experiment, run_experiment
+from metricopt_ext.evidence.record import SeedRecord
+from metricopt_ext.evidence.rivals import usual_rivals
+from metricopt_ext.methods.result import MetricOptResult
+from metricopt_ext.methods.second_round import copied_task, run_second_round
+from metricopt_ext.methods.tuning import finetune
+from metricopt_ext.search.optimizer import MetricOptStep
+from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.device import choose_device
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.value.rotated import RotatedValueFunction
+from metricopt_ext.value.value_function import load_value_function
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.data.pretrained import torchvision_classifier
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.pretrained import torchvision_classifier
 
 
 class TabularMLP(nn.Module):

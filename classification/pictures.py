@@ -6,8 +6,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from metricopt_ext.labelled import Split
-from metricopt_ext.seeding import generator
+from metricopt_ext.data.labelled import Split
+from metricopt_ext.utils.seeding import generator
 
 ROWS, COLUMNS = 3, 8
 RIGHT, WRONG = "#2e7d4f", "#c02942"

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 
 from metricopt_ext.classification.data import Splits
+from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import DataError
-from metricopt_ext.labelled import Split
-from metricopt_ext.seeding import generator
+from metricopt_ext.utils.seeding import generator
 
 
 def shift_class_ratio(splits: Splits, ratio: Sequence[float], seed: int = 0) -> Splits:

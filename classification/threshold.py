@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.film import Adapter
-from metricopt_ext.task import FinetuneTask
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.tasks.task import FinetuneTask
 
 
 class WithThreshold(nn.Module):

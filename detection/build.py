@@ -6,6 +6,9 @@ from typing import get_args
 
 from torch import nn
 
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.detection.ap50 import Definition
 from metricopt_ext.detection.config import AdapterConfig, DetectionConfig
 from metricopt_ext.detection.data import Splits
@@ -14,10 +17,8 @@ from metricopt_ext.detection.task import ExampleBatches
 from metricopt_ext.detection.toolkit import Toolkit
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.train import train_detector
-from metricopt_ext.device import choose_device
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.film import Adapter, attach_film
-from metricopt_ext.pretrained import pretrained
+from metricopt_ext.utils.device import choose_device
 
 TOOLKITS = ("detectron2", "torchvision")
 # The settings that one toolkit alone looks at.

@@ -13,7 +13,7 @@ import torch
 
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.errors import DataError
-from metricopt_ext.files import write_atomically
+from metricopt_ext.utils.files import write_atomically
 
 NAMED = 5  # images that a warning names
 

@@ -13,7 +13,7 @@ from metricopt_ext.detection.task import load_examples
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.seeding import generator
+from metricopt_ext.utils.seeding import generator
 
 PARTS = ("train", "validation", "test")
 

@@ -15,14 +15,14 @@ from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import proposal_recall
 from metricopt_ext.detection.task import ExampleBatches, detection_loss
 from metricopt_ext.detection.toolkit import Example, Toolkit
-from metricopt_ext.evidence import SeedRecord
-from metricopt_ext.experiment import Experiment, run_experiment
-from metricopt_ext.files import write_json
-from metricopt_ext.metric import Metric
-from metricopt_ext.progress import Watcher
-from metricopt_ext.rivals import usual_rivals
-from metricopt_ext.seeding import generator
-from metricopt_ext.task import FinetuneTask
+from metricopt_ext.evidence.experiment import Experiment, run_experiment
+from metricopt_ext.evidence.record import SeedRecord
+from metricopt_ext.evidence.rivals import usual_rivals
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.seeding import generator
 
 SHOWN = 6
 PROPOSALS = (10, 50, 100, 300)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import (
@@ -20,9 +21,8 @@ from metricopt_ext.detection.torchvision_toolkit import (
     total,
 )
 from metricopt_ext.errors import AdapterError
-from metricopt_ext.film import Adapter
-from metricopt_ext.metric import evaluating, in_mode
-from metricopt_ext.seeding import seeded_streams
+from metricopt_ext.utils.modes import evaluating, in_mode
+from metricopt_ext.utils.seeding import seeded_streams
 
 BOX_HEAD = "roi_heads."
 

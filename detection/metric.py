@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from metricopt_ext.detection.ap50 import Definition, match
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.detection.toolkit import Example, Toolkit
-from metricopt_ext.metric import Metric, with_halves
+from metricopt_ext.tasks.metric import Metric, with_halves
 
 EVALUATION_BATCH = 8
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metricopt_ext.batches import IndexSampler
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.seeding import seeded_streams
+from metricopt_ext.tasks.batches import IndexSampler
+from metricopt_ext.utils.seeding import seeded_streams
 
 
 def load_examples(dataset: DetectionSet, size: int | None = None) -> list[Example]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
-from metricopt_ext.files import load_weights
+from metricopt_ext.utils.files import load_weights
 
 try:
     from torchvision.models import resnet18

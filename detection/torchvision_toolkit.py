@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.ap_loss import ClassificationLoss, ap_loss
 from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.toolkit import Example, patterns_in
 from metricopt_ext.detection.torchvision_models import SMALL, STANDARD, build_small, build_standard
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.files import write_atomically
-from metricopt_ext.film import Adapter
-from metricopt_ext.metric import evaluating, in_mode
-from metricopt_ext.seeding import generator, seeded_streams
+from metricopt_ext.utils.files import write_atomically
+from metricopt_ext.utils.modes import evaluating, in_mode
+from metricopt_ext.utils.seeding import generator, seeded_streams
 
 try:
     from torchvision.models.detection.roi_heads import fastrcnn_loss

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from metricopt_ext.batches import Batches
 from metricopt_ext.detection.toolkit import Toolkit
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.files import read_tensors, write_tensors
-from metricopt_ext.seeding import generator, seeded_streams
+from metricopt_ext.tasks.batches import Batches
+from metricopt_ext.utils.files import read_tensors, write_tensors
+from metricopt_ext.utils.seeding import generator, seeded_streams
 
 FILE_FORMAT = "metricopt_ext.detector_training"
 CHECKPOINTS = 10  # of a training, or more ...

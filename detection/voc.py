@@ -16,7 +16,7 @@ from PIL import Image
 from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import DataError
-from metricopt_ext.files import write_atomically
+from metricopt_ext.utils.files import write_atomically
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".JPG", ".JPEG", ".PNG")
 ENDS = ("xmin", "ymin", "xmax", "ymax")

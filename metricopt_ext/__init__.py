@@ -5,8 +5,9 @@ Attach an adapter (`attach_film`, `attach_input_bias`), describe the task (`Fine
 own loop.
 """
 
-from .batches import DatasetBatches, TensorBatches
-from .errors import (
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias, load_adapter
+from metricopt_ext.errors import (
     AdapterError,
     BudgetError,
     ConfigError,
@@ -16,18 +17,24 @@ from .errors import (
     MetricOptError,
     ValueFunctionError,
 )
-from .film import Adapter, attach_film, attach_input_bias, load_adapter
-from .fitting import Fit
-from .metric import Ledger, Metric
-from .optimizer import MetricOpt
-from .pipeline import meta_train, optimize_metric
-from .recipe import Recipe
-from .result import MetricOptResult, Result
-from .search import CMAES, GuidedES
-from .start import Tuned, tune_start
-from .task import FinetuneTask, OutputLoss
-from .trajectory import Trajectory, TrajectoryStore
-from .value_function import NeuralValueFunction, Quality, RidgeValueFunction, ValueFunction, load_value_function
+from metricopt_ext.methods.pipeline import meta_train, optimize_metric
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.result import MetricOptResult, Result
+from metricopt_ext.methods.tuning import Tuned, tune_start
+from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.optimizer import MetricOpt
+from metricopt_ext.tasks.batches import DatasetBatches, TensorBatches
+from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
+from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.value.fitting import Fit
+from metricopt_ext.value.value_function import (
+    NeuralValueFunction,
+    Quality,
+    RidgeValueFunction,
+    ValueFunction,
+    load_value_function,
+)
 
 __all__ = [
     "CMAES",

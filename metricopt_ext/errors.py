@@ -1,8 +1,5 @@
 """The errors a user can meet. Each one names the offending value and what would be right."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 
 class MetricOptError(Exception):
     """Base of every error that metricopt-ext raises on purpose."""
@@ -34,14 +31,3 @@ class DataError(MetricOptError, ValueError):
 
 class ConfigError(MetricOptError, ValueError):
     """A configuration key or value is unknown or impossible."""
-
-
-@contextmanager
-def settings_of(section: str) -> Iterator[None]:
-    """Turn a ValueError about a setting into a `ConfigError` that names its section of the config file."""
-    try:
-        yield
-    except MetricOptError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{section}: {error}") from error

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.batches import ClassBatches
-from metricopt_ext.errors import ConfigError, MetricOptError, settings_of
-from metricopt_ext.film import Adapter, attach_film
-from metricopt_ext.images import flip_and_shift, load_image_folder
-from metricopt_ext.labelled import Labelled, Split
-from metricopt_ext.metric import Metric, with_halves
-from metricopt_ext.pretrained import pretrained
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.data.images import flip_and_shift, load_image_folder
+from metricopt_ext.data.labelled import Labelled, Split
+from metricopt_ext.data.pretrained import pretrained
+from metricopt_ext.data.shift import ImageShift
+from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.retrieval.config import DataConfig, LossConfig, MetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.data import (
     Splits,
@@ -27,9 +27,11 @@ from metricopt_ext.retrieval.data import (
 )
 from metricopt_ext.retrieval.models import build_model
 from metricopt_ext.retrieval.recall import check_options, recall_at_k
-from metricopt_ext.seeding import generator
-from metricopt_ext.shift import ImageShift
-from metricopt_ext.task import Loss
+from metricopt_ext.tasks.batches import ClassBatches
+from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.tasks.task import Loss
+from metricopt_ext.utils.config import settings_of
+from metricopt_ext.utils.seeding import generator
 
 EVALUATION_BATCH = 256
 

@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.run_config import RunConfig, check_at_least
+from metricopt_ext.evidence.run_config import RunConfig, check_at_least
 
 
 @dataclass

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from metricopt_ext.data.images import load_image_folder, read_images, reader
+from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.errors import DataError
-from metricopt_ext.files import existing
-from metricopt_ext.images import load_image_folder, read_images, reader
-from metricopt_ext.labelled import Labelled, Split
-from metricopt_ext.seeding import generator
+from metricopt_ext.utils.files import existing
+from metricopt_ext.utils.seeding import generator
 
 StrPath = str | os.PathLike[str]
 

@@ -4,11 +4,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from metricopt_ext.device import choose_device
-from metricopt_ext.evidence import SeedRecord
-from metricopt_ext.experiment import Experiment, run_experiment
-from metricopt_ext.metric import Metric
-from metricopt_ext.progress import Watcher
+from metricopt_ext.evidence.experiment import Experiment, run_experiment
+from metricopt_ext.evidence.record import SeedRecord
+from metricopt_ext.evidence.rivals import usual_rivals
 from metricopt_ext.retrieval.build import (
     EVALUATION_BATCH,
     attach,
@@ -24,8 +22,10 @@ from metricopt_ext.retrieval.build import (
 from metricopt_ext.retrieval.config import MetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.data import Splits
 from metricopt_ext.retrieval.pictures import plot_neighbours, save_recalls
-from metricopt_ext.rivals import usual_rivals
-from metricopt_ext.task import FinetuneTask
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.device import choose_device
+from metricopt_ext.utils.progress import Watcher
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from metricopt_ext.film import Adapter
-from metricopt_ext.metric import Metric
-from metricopt_ext.recording import Recording
-from metricopt_ext.trajectory import TrajectoryStore
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.recording import Recording
+from metricopt_ext.tasks.trajectory import TrajectoryStore
 
 
 class TrajectoryRecorder(Recording):

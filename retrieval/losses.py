@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metricopt_ext.ranking import positives_up_to, ranking_losses
+from metricopt_ext.tasks.ranking import positives_up_to, ranking_losses
 
 try:
     from pytorch_metric_learning.distances import CosineSimilarity

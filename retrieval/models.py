@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metricopt_ext.data.pretrained import torchvision_classifier
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.files import load_weights
-from metricopt_ext.pretrained import torchvision_classifier
+from metricopt_ext.utils.files import load_weights
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

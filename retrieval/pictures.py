@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metricopt_ext.files import read_json, write_json
-from metricopt_ext.labelled import Split
-from metricopt_ext.plots import COLOURS, new_figure, save_figure
-from metricopt_ext.report import TITLES
+from metricopt_ext.data.labelled import Split
+from metricopt_ext.evidence.plots import COLOURS
+from metricopt_ext.evidence.report import TITLES
+from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.retrieval.recall import nearest, recall_at_k
-from metricopt_ext.seeding import generator
+from metricopt_ext.utils.files import read_json, write_json
+from metricopt_ext.utils.seeding import generator
 
 ROWS, NEIGHBOURS = 6, 5
 HIT, MISS = "#2e7d4f", "#c02942"

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.metric import Ledger, Metric
-from metricopt_ext.seeding import generator
+from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.utils.seeding import generator
 
 try:
     import faiss

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from metricopt_ext.metric import evaluating
-from metricopt_ext.seeding import seeded_streams
-from metricopt_ext.task import OutputLoss
+from metricopt_ext.tasks.task import OutputLoss
+from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.seeding import seeded_streams
 
 try:
     from pytorch_metric_learning.losses import CrossBatchMemory

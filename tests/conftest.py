@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.detection.records import Annotated, DetectionSet
-from metricopt_ext.film import attach_input_bias
-from metricopt_ext.metric import Ledger, Metric
-from metricopt_ext.seeding import generator
-from metricopt_ext.task import FinetuneTask
+from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.seeding import generator
 
 torch.set_num_threads(1)  # the tests' tensors are small: threads would only wait for each other
 

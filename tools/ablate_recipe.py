@@ -24,25 +24,26 @@ from torch import Tensor
 
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import Prepared, prepare
-from metricopt_ext.config import load_config
 from metricopt_ext.errors import MetricOptError
-from metricopt_ext.evidence import RUN_AGAIN_KEYS
-from metricopt_ext.files import claim, read_json, write_atomically, write_json
-from metricopt_ext.fitting import Fit, NeuralLearner, RidgeLearner
-from metricopt_ext.guided_es import es_direction
-from metricopt_ext.interpolation import GaussianProcessLabels, LinearLabels
-from metricopt_ext.objective import Objective, hardest_triplets
-from metricopt_ext.optimizer import MetricOptStep
-from metricopt_ext.pipeline import optimize_metric
-from metricopt_ext.plots import new_figure, save_figure
-from metricopt_ext.progress import Watcher
-from metricopt_ext.recipe import Recipe
-from metricopt_ext.report import paired_interval, spread
-from metricopt_ext.reptile import ReptileLearner
-from metricopt_ext.result import MetricOptResult
-from metricopt_ext.seeding import generator
-from metricopt_ext.seeds import run_seeds
-from metricopt_ext.start import finetune, metric_policy
+from metricopt_ext.evidence.compare import RUN_AGAIN_KEYS
+from metricopt_ext.evidence.report import paired_interval, spread
+from metricopt_ext.evidence.style import new_figure, save_figure
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.result import MetricOptResult
+from metricopt_ext.methods.tuning import finetune, metric_policy
+from metricopt_ext.search.guided_es import es_direction
+from metricopt_ext.search.optimizer import MetricOptStep
+from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.files import claim, read_json, write_atomically, write_json
+from metricopt_ext.utils.parallel import run_seeds
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.seeding import generator
+from metricopt_ext.value.fitting import Fit
+from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
+from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.objective import Objective, hardest_triplets
+from metricopt_ext.value.reptile import ReptileLearner
 
 DEFAULT = "default"
 ROOT = Path(__file__).parents[1]

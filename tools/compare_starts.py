@@ -25,21 +25,22 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from metricopt_ext.baselines import best_of_loss_finetune
-from metricopt_ext.config import load_config
 from metricopt_ext.errors import MetricOptError
-from metricopt_ext.evidence import RUN_AGAIN_KEYS
-from metricopt_ext.files import claim, read_json, write_atomically, write_json
-from metricopt_ext.optimizer import LossStep
-from metricopt_ext.pipeline import optimize_metric
-from metricopt_ext.plots import COLOURS, new_figure, save_figure
-from metricopt_ext.progress import Watcher
-from metricopt_ext.report import TITLES, spread
-from metricopt_ext.run_config import RunConfig
-from metricopt_ext.search import CMAES, GuidedES
-from metricopt_ext.seeds import run_seeds
-from metricopt_ext.start import FRESH, finetune, tune_start
-from metricopt_ext.task import FinetuneTask
+from metricopt_ext.evidence.compare import RUN_AGAIN_KEYS
+from metricopt_ext.evidence.plots import COLOURS
+from metricopt_ext.evidence.report import TITLES, spread
+from metricopt_ext.evidence.rivals import best_of_loss_finetune
+from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.evidence.style import new_figure, save_figure
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.tuning import FRESH, finetune, tune_start
+from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.optimizer import LossStep
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.files import claim, read_json, write_atomically, write_json
+from metricopt_ext.utils.parallel import run_seeds
+from metricopt_ext.utils.progress import Watcher
 
 BUDGETS = (25, 50, 100, 200, 400, 800)
 CONFIGS = {"classification": "ClassificationConfig", "detection": "DetectionConfig", "retrieval": "RetrievalConfig"}

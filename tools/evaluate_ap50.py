@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import DataError, MetricOptError
-from metricopt_ext.files import write_json
-from metricopt_ext.report import versions
+from metricopt_ext.evidence.report import versions
+from metricopt_ext.utils.files import write_json
 
 
 def main() -> None:
@@ -106,15 +106,15 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
         DataError: The images or the weights can't be used.
         FileFormatError: The adapter can't be used.
     """
-    from metricopt_ext.config import load_config
+    from metricopt_ext.adapters.attach import load_adapter
     from metricopt_ext.detection.build import build_toolkit
     from metricopt_ext.detection.config import DetectionConfig
     from metricopt_ext.detection.metric import EVALUATION_BATCH
     from metricopt_ext.detection.records import DetectionSet
     from metricopt_ext.detection.task import load_examples
-    from metricopt_ext.device import choose_device
-    from metricopt_ext.files import load_weights
-    from metricopt_ext.film import load_adapter
+    from metricopt_ext.utils.config import load_config
+    from metricopt_ext.utils.device import choose_device
+    from metricopt_ext.utils.files import load_weights
 
     config = load_config(DetectionConfig, arguments.config_file, [])
     classes = arguments.classes

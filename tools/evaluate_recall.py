@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from metricopt_ext.errors import DataError, MetricOptError
-from metricopt_ext.files import write_json
-from metricopt_ext.report import versions
+from metricopt_ext.evidence.report import versions
+from metricopt_ext.utils.files import write_json
 
 Items = tuple[Any, Any]  # embeddings and labels
 Gallery = tuple[str, Items | None]  # its name, and its items unless they are the queries
@@ -157,14 +157,14 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
         DataError: A folder or the weights can't be used.
         FileFormatError: The adapter can't be used.
     """
-    from metricopt_ext.config import load_config
-    from metricopt_ext.files import load_weights
-    from metricopt_ext.film import load_adapter
-    from metricopt_ext.images import load_image_folder
-    from metricopt_ext.metric import evaluating
+    from metricopt_ext.adapters.attach import load_adapter
+    from metricopt_ext.data.images import load_image_folder
     from metricopt_ext.retrieval.build import embed
     from metricopt_ext.retrieval.config import RetrievalConfig
     from metricopt_ext.retrieval.models import build_model
+    from metricopt_ext.utils.config import load_config
+    from metricopt_ext.utils.files import load_weights
+    from metricopt_ext.utils.modes import evaluating
 
     config = load_config(RetrievalConfig, arguments.config_file, [])
     labels: dict[str, int] = {}  # of all folders: a class is what has the same name

@@ -12,8 +12,8 @@ from pathlib import Path
 from metricopt_ext.classification.build import build_metric
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import run_seed
-from metricopt_ext.report import Report
-from metricopt_ext.tool import main_of, run_and_report
+from metricopt_ext.evidence.cli import main_of, run_and_report
+from metricopt_ext.evidence.report import Report
 
 
 def main() -> None:

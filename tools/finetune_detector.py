@@ -12,8 +12,8 @@ from pathlib import Path
 from metricopt_ext.detection.build import TOOLKITS, build_toolkit, check_definition
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.experiment import run_seed
-from metricopt_ext.report import Report
-from metricopt_ext.tool import main_of, run_and_report
+from metricopt_ext.evidence.cli import main_of, run_and_report
+from metricopt_ext.evidence.report import Report
 
 
 def main() -> None:

@@ -9,12 +9,12 @@ Writes report.json, report.md and plots, and for each seed model, adapter, value
 
 from pathlib import Path
 
-from metricopt_ext.report import Report
+from metricopt_ext.evidence.cli import main_of, run_and_report
+from metricopt_ext.evidence.report import Report
 from metricopt_ext.retrieval.build import build_loss, check_ks, metric_name
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.experiment import run_seed
 from metricopt_ext.retrieval.pictures import plot_recalls
-from metricopt_ext.tool import main_of, run_and_report
 
 
 def main() -> None:

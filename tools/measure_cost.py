@@ -21,21 +21,23 @@ import torch
 from scipy.stats import quantile_test
 from torch import Tensor, nn
 
-from metricopt_ext.batches import TensorBatches
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias
 from metricopt_ext.classification.build import classification_loss
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.errors import MetricOptError
-from metricopt_ext.files import write_atomically, write_json
-from metricopt_ext.film import Adapter, attach_film, attach_input_bias
-from metricopt_ext.fitting import NeuralLearner, fit_value_function
-from metricopt_ext.metric import Metric
-from metricopt_ext.observations import Observations
-from metricopt_ext.optimizer import MetricOpt
-from metricopt_ext.report import versions
-from metricopt_ext.seeding import generator
-from metricopt_ext.task import FinetuneTask
-from metricopt_ext.trajectory import Trajectory
-from metricopt_ext.value_function import ValueFunction
+from metricopt_ext.evidence.report import versions
+from metricopt_ext.search.optimizer import MetricOpt
+from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.utils.files import write_atomically, write_json
+from metricopt_ext.utils.seeding import generator
+from metricopt_ext.value.fitting import fit_value_function
+from metricopt_ext.value.learners import NeuralLearner
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.value_function import ValueFunction
 
 FEWEST_REPEATS = 6  # fewer pairs have no 95% interval for a median
 WARM_UP = 3  # also fills MetricOpt's history of loss gradients

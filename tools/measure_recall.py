@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from metricopt_ext.files import write_json
-from metricopt_ext.report import versions
+from metricopt_ext.evidence.report import versions
+from metricopt_ext.utils.files import write_json
 
 SPREAD = 0.4  # of the clusters' centres, in units of their members' own spread: neither all nor none are found
 ROUNDS = ("ours", "raw FAISS", "pytorch-metric-learning")

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import ConfigError, MetricOptError
-from metricopt_ext.film import Adapter
 
 try:
     from detectron2.checkpoint import DetectionCheckpointer

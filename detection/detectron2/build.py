@@ -10,15 +10,16 @@ from detectron2.engine import HookBase
 from detectron2.utils import comm
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, ReplayedSteps, TrajectoryRecorder
 from metricopt_ext.detection.detectron2.placements import film_layers
-from metricopt_ext.film import Adapter, attach_film
-from metricopt_ext.metric import Metric
-from metricopt_ext.optimizer import MetricOpt
-from metricopt_ext.recording import Recording
-from metricopt_ext.seeding import generator
-from metricopt_ext.trajectory import TrajectoryStore
-from metricopt_ext.value_function import load_value_function
+from metricopt_ext.search.optimizer import MetricOpt
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.recording import Recording
+from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.utils.seeding import generator
+from metricopt_ext.value.value_function import load_value_function
 
 
 def with_film(

@@ -11,7 +11,7 @@ from detectron2.config import CfgNode, get_cfg
 from metricopt_ext.detection.ap50 import Definition
 from metricopt_ext.detection.ap_loss import ClassificationLoss
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.recipe import LEAST_TASKS
+from metricopt_ext.methods.recipe import LEAST_TASKS
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.seeding import generator
+from metricopt_ext.utils.seeding import generator
 
 ENTRY = re.compile(
     r"(?P<name>[^=]+)=(?P<folder>.+):(?P<split>[^:\[\]]+)(\[((?P<first>\d+)%)?:((?P<last>\d+)%)?\])?", re.ASCII

@@ -16,8 +16,8 @@ from metricopt_ext.detection.detectron2.datasets import Mapper, as_truth, record
 from metricopt_ext.detection.detectron2.toolkit import detections_of
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.errors import ConfigError, MetricError
-from metricopt_ext.metric import Metric
-from metricopt_ext.seeding import generator
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.utils.seeding import generator
 
 
 class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]

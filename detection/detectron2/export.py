@@ -5,9 +5,9 @@ from pathlib import Path
 
 from torch import nn
 
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.detectron2.hooks import checkpoint_of
-from metricopt_ext.files import write_atomically
-from metricopt_ext.film import Adapter
+from metricopt_ext.utils.files import write_atomically
 
 
 def export(model: nn.Module, path: str | Path) -> None:

@@ -11,9 +11,9 @@ from detectron2.utils.env import seed_all_rng
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.files import write_atomically
-from metricopt_ext.recording import Recording
-from metricopt_ext.seeding import generator
+from metricopt_ext.tasks.recording import Recording
+from metricopt_ext.utils.files import write_atomically
+from metricopt_ext.utils.seeding import generator
 
 
 class TrajectoryRecorder(HookBase):  # type: ignore[misc]

@@ -15,10 +15,10 @@ from metricopt_ext.detection.detectron2.build import main_process_folder
 from metricopt_ext.detection.detectron2.config import Settings, settings_of
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, open_store
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.fitting import Fit
-from metricopt_ext.progress import Bars, Watcher
-from metricopt_ext.recipe import Recipe
-from metricopt_ext.trajectory import TrajectoryStore
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.utils.progress import Bars, Watcher
+from metricopt_ext.value.fitting import Fit
 
 
 def meta_train(cfg: CfgNode, path: str | Path, resume: bool = False) -> Fit | None:

@@ -21,7 +21,7 @@ from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.metric import evaluating, in_mode
+from metricopt_ext.utils.modes import evaluating, in_mode
 
 
 class Detectron2Toolkit:

@@ -25,9 +25,9 @@ from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, validati
 from metricopt_ext.detection.detectron2.identity import identity_of_run, identity_of_trajectories
 from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.errors import DataError, MetricOptError
-from metricopt_ext.files import claim
-from metricopt_ext.seeding import generator
-from metricopt_ext.trajectory import TrajectoryStore
+from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.utils.files import claim
+from metricopt_ext.utils.seeding import generator
 
 
 class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]

@@ -6,8 +6,8 @@ from typing import Any
 from detectron2.checkpoint import DetectionCheckpointer
 from torch import nn
 
+from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.errors import DataError, MetricOptError
-from metricopt_ext.film import CONTEXT_NAME
 
 # What a file that is no checkpoint makes Detectron2's checkpointer raise.
 LOAD_ERRORS = (

@@ -1,0 +1,167 @@
+"""The handle on an attached adapter: set phi, save and load it, merge it into the model or remove it."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.modulation import CONTEXT_NAME, MODULATION_NAME, Context, Modulation
+from metricopt_ext.errors import AdapterError
+from metricopt_ext.utils.files import read_tensors, write_tensors
+
+FILE_FORMAT = "metricopt_ext/adapter/1"
+
+
+class Adapter:
+    """Handle on the adapter that is attached to a model; `attach_film` and `attach_input_bias` make one.
+
+    It keeps no state of its own: ``Adapter(copy.deepcopy(model))`` is the handle on the copy's adapter.
+
+    Args:
+        model: A model with an attached adapter.
+
+    Raises:
+        AdapterError: The model has no adapter.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(getattr(model, CONTEXT_NAME, None), Context):
+            raise AdapterError(f"{type(model).__name__} has no adapter: call attach_film or attach_input_bias first")
+        self.model = model
+
+    @property
+    def context(self) -> Context:
+        """The module that holds phi."""
+        context = getattr(self.model, CONTEXT_NAME, None)
+        if not isinstance(context, Context):
+            raise AdapterError("this adapter was removed or merged; attach a new one")
+        return context
+
+    @property
+    def phi(self) -> nn.Parameter:
+        """The tuned parameters, ``d``."""
+        return self.context.phi
+
+    @property
+    def dim(self) -> int:
+        """The dimension d of phi."""
+        return self.phi.numel()
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the modulated layers."""
+        return list(self.context.layers)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What an optimizer tunes: phi."""
+        return [self.phi]
+
+    @torch.no_grad()
+    def set_phi(self, phi: Tensor) -> None:
+        """Copy ``phi``, ``d``, into the model."""
+        if phi.shape != self.phi.shape:
+            raise AdapterError(f"phi has shape {tuple(phi.shape)}, this adapter's is {tuple(self.phi.shape)}")
+        self.phi.copy_(phi)
+
+    @contextmanager
+    def using(self, phi: Tensor) -> Iterator[nn.Module]:
+        """Let the model compute with ``phi``, ``d``, in place of the parameter; works inside ``torch.func.vmap``."""
+        context = self.context
+        before, context.override = context.override, phi
+        try:
+            yield self.model
+        finally:
+            context.override = before
+
+    def modulations(self) -> list[tuple[nn.Module, Modulation]]:
+        """Pairs of modulated layer and modulation."""
+        return [
+            (layer, layer.get_submodule(MODULATION_NAME))  # type: ignore[misc]
+            for layer in map(self.model.get_submodule, self.context.layers)
+        ]
+
+    def base_state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of the model without its adapter; loads strictly into a bare model."""
+        prefix = CONTEXT_NAME + "."
+        return {key: value for key, value in self.model.state_dict().items() if not key.startswith(prefix)}
+
+    def remove(self) -> nn.Module:
+        """Detach; the model is again what it was, bit for bit. Returns the model."""
+        context = self.context
+        for layer, modulation in self.modulations():
+            modulation.handle.remove()
+            delattr(layer, MODULATION_NAME)
+        for pin in context.pins:
+            pin.remove()
+        thawed = set(context.thawed)
+        for name, parameter in self.model.named_parameters():
+            if name in thawed:
+                parameter.requires_grad_(True)
+        delattr(self.model, CONTEXT_NAME)
+        return self.model
+
+    def merge(self) -> nn.Module:
+        """Fold phi into the modulated layers and detach: a plain model computing what the adapted one did.
+
+        Every host can save, export and serve it, and it costs nothing at inference. Returns the model.
+
+        Raises:
+            AdapterError: A modulated layer shares its weight with another, or computes it; nothing was changed.
+        """
+        tensors = [
+            t for module in self.model.modules() for t in (*module._parameters.values(), *module._buffers.values())
+        ]
+        owners = Counter(map(id, tensors))
+        for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True):
+            for key in modulation.merges_into:
+                tensor = layer._parameters.get(key, layer._buffers.get(key))
+                if tensor is None:
+                    raise AdapterError(f"{name}.{key} is computed from other tensors, so phi can't be folded into it")
+                if owners[id(tensor)] > 1:
+                    raise AdapterError(
+                        f"{name}.{key} is shared with another layer, which folding phi into it would change"
+                    )
+        for layer, modulation in self.modulations():
+            modulation.merge_into(layer)
+        return self.remove()
+
+    def save(self, path: str | Path) -> None:
+        """Write phi, A, B (or C) and where they act to a safetensors file."""
+        tensors = {"phi": self.phi.detach()}
+        for name, (_, modulation) in zip(self.layers, self.modulations(), strict=True):
+            tensors.update({f"{name}.{key}": value for key, value in modulation.named_buffers()})
+        context = self.context
+        described = {"kind": context.kind, "dim": self.dim, "seed": context.seed, "layers": context.layers}
+        write_tensors(path, tensors, FILE_FORMAT, described)
+
+    def load(self, path: str | Path) -> None:
+        """Read phi and the matrices from a file that `save` wrote for an adapter of the same kind, dim and layers.
+
+        Raises:
+            FileFormatError: The file is corrupt or no adapter file.
+            AdapterError: The file's adapter differs from this one.
+        """
+        tensors, described = read_tensors(path, FILE_FORMAT)
+        context = self.context
+        for key, mine in (("kind", context.kind), ("dim", self.dim), ("layers", context.layers)):
+            if described[key] != mine:
+                raise AdapterError(f"{path}: {key} is {described[key]}, but the attached adapter's is {mine}")
+        self.set_phi(tensors["phi"])
+        for name, (_, modulation) in zip(self.layers, self.modulations(), strict=True):
+            for key, buffer in modulation.named_buffers():
+                buffer.copy_(tensors[f"{name}.{key}"])
+        context.seed = described["seed"]  # of the matrices that are here now
+        context.signature[0] = context.seed
+
+    def __repr__(self) -> str:
+        """Say what is attached and where."""
+        context = self.context
+        return f"Adapter({context.kind}, dim={self.dim}, layers={shortened(context.layers)}, seed={context.seed})"
+
+
+def shortened(names: list[str]) -> str:
+    """Return a list of names for a message, of a long one its beginning and length."""
+    return str(names) if len(names) <= 6 else f"[{', '.join(map(repr, names[:5]))}, ... {len(names)} in all]"

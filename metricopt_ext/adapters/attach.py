@@ -1,0 +1,212 @@
+"""Attaching adapters: which layers of a frozen model phi modulates."""
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from metricopt_ext.adapters.adapter import FILE_FORMAT, Adapter, shortened
+from metricopt_ext.adapters.modulation import (
+    CONTEXT_NAME,
+    MODULATION_NAME,
+    TOOLKIT_NORMS,
+    Context,
+    FiLM,
+    InputBias,
+    Kind,
+    Modulation,
+    affine,
+    channel_axis,
+)
+from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.utils.files import read_tensors
+from metricopt_ext.utils.seeding import generator
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TOOLKIT_DROPOUTS = ("StochasticDepth", "DropPath", "DropBlock2d", "DropBlock3d")
+MODE_DEPENDENT = (
+    nn.modules.batchnorm._NormBase,
+    nn.modules.dropout._DropoutNd,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+)
+
+
+def attach_film(
+    model: nn.Module, layers: str | Sequence[str] | None = None, *, dim: int = 128, seed: int = 0
+) -> Adapter:
+    """Freeze a model and modulate some of its layers by FiLM (paper, Fig. S1b).
+
+    The output is unchanged until phi moves from 0. Every parameter is frozen; normalisation and dropout layers compute
+    as in evaluation whatever ``model.training`` says (functional dropout that a model's own code applies is beyond
+    reach).
+
+    Args:
+        model: Any module. It is changed in place.
+        layers: Patterns of module names, e.g. ``"layer4.*.bn2"``; by default every normalisation layer with weight
+            and bias. Convolutions and linear layers with a bias can be named as well.
+        dim: Dimension d of phi, at least 1.
+        seed: Seed of A and B.
+
+    Returns:
+        The handle to tune, save, merge or remove the adapter.
+
+    Raises:
+        AdapterError: A pattern matches no layer that FiLM can modulate, or the model has an adapter already.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        >>> attach_film(model, dim=8).layers
+        ['1']
+    """
+    usable = {name: module for name, module in model.named_modules() if _unusable(module) is None}
+    if layers is None:
+        names = [name for name, module in usable.items() if not isinstance(module, (*CONVOLUTIONS, nn.Linear))]
+        if not names:
+            raise AdapterError(
+                f"{type(model).__name__} has no normalisation layer with weight and bias; name layers to modulate,"
+                f" e.g. {shortened(list(usable)) if usable else 'none of its layers has both weight and bias'}"
+            )
+    else:
+        names = _matching([layers] if isinstance(layers, str) else list(layers), model, usable)
+
+    def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
+        channels = affine(layer)[0].shape[0]
+        return FiLM(context, channels, channel_axis(layer), generator(seed, "film", index))
+
+    return _attach(model, "film", names, dim, seed, modulation)
+
+
+def attach_input_bias(model: nn.Module, layer: str | None = None, *, dim: int = 16, seed: int = 0) -> Adapter:
+    """Freeze a fully connected network and give a linear layer a dynamic bias ``C phi`` (paper, section 4.2).
+
+    Args:
+        model: Any module with a linear layer. It is changed in place, as by `attach_film`.
+        layer: Name of the linear layer; by default the first.
+        dim: Dimension d of phi, at least 1.
+        seed: Seed of C.
+
+    Raises:
+        AdapterError: There is no such linear layer with a bias, or the model has an adapter already.
+    """
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.bias is not None
+    }
+    if not linear:
+        raise AdapterError(f"{type(model).__name__} has no linear layer with a bias; use attach_film")
+    if layer is not None and layer not in linear:
+        raise AdapterError(f"no linear layer with a bias is named {layer!r}{_nearest(layer, list(linear))}")
+    names = [layer if layer is not None else next(iter(linear))]
+
+    def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
+        return InputBias(context, affine(layer)[0].shape[0], generator(seed, "input_bias", index))
+
+    return _attach(model, "input_bias", names, dim, seed, modulation)
+
+
+def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
+    """Attach to a bare model the adapter that `Adapter.save` wrote.
+
+    Raises:
+        FileFormatError: The file is corrupt or no adapter file.
+        AdapterError: The model lacks a layer that the file names.
+    """
+    _, described = read_tensors(path, FILE_FORMAT)
+    kind, layers, dim, seed = (described[key] for key in ("kind", "layers", "dim", "seed"))
+    if kind == "film":
+        adapter = attach_film(model, layers, dim=dim, seed=seed)
+    elif kind == "input_bias":
+        adapter = attach_input_bias(model, layers[0], dim=dim, seed=seed)
+    else:
+        raise FileFormatError(f"{path}: unknown adapter kind {kind!r}, expected 'film' or 'input_bias'")
+    adapter.load(path)
+    return adapter
+
+
+def _attach(model: nn.Module, kind: Kind, names: list[str], dim: int, seed: int, modulation: Any) -> Adapter:
+    if hasattr(model, CONTEXT_NAME) or any(isinstance(module, Context) for module in model.modules()):
+        raise AdapterError(f"{type(model).__name__} has an adapter already; remove() or merge() it first")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise AdapterError(
+            f"{type(model).__name__} wraps the model that checkpoints are made of; attach before wrapping it, or phi is"
+            " not among what they hold"
+        )
+    if dim < 1:
+        raise AdapterError(f"dim is {dim}; phi needs at least one dimension")
+    if seed < 0:
+        raise AdapterError(f"seed is {seed}; it must be at least 0")
+    example, _ = affine(model.get_submodule(names[0]))
+    dtype = torch.float64 if example.dtype == torch.float64 else torch.float32
+    context = Context(dim, kind, names, seed, dtype)
+    context.thawed = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    model.requires_grad_(False)
+    context.pins = [pin for module in model.modules() if _mode_dependent(module) for pin in _pin_to_eval(module)]
+    for index, name in enumerate(names):
+        layer = model.get_submodule(name)
+        child = modulation(context, index, layer).to(example.device)
+        child.handle = layer.register_forward_hook(child.hook)
+        layer.add_module(MODULATION_NAME, child)
+    model.add_module(CONTEXT_NAME, context.to(example.device))
+    return Adapter(model)
+
+
+def _unusable(module: nn.Module) -> str | None:
+    """Why FiLM can't modulate a module; None where it can."""
+    kind = type(module).__name__
+    if not (isinstance(module, (*NORMS, *CONVOLUTIONS, nn.Linear)) or kind in TOOLKIT_NORMS):
+        return f"is a {kind}, neither a normalisation, convolution nor linear layer"
+    if kind == "NonDynamicallyQuantizableLinear":
+        return "is the output projection of an attention, which is never called as a layer"
+    if getattr(module, "weight", None) is None or getattr(module, "bias", None) is None:
+        return f"is a {kind} without a weight and a bias to merge into"
+    if isinstance(module, CONVOLUTIONS) and any(
+        getattr(module, name, None) is not None for name in ("norm", "activation")
+    ):
+        # Detectron2's: what leaves the layer is no longer affine in its weight, so phi could not be merged.
+        return f"is a {kind} with a norm or an activation inside; name its norm instead"
+    if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
+        return f"is a {kind} over {len(module.normalized_shape)} axes, which has no channel axis"
+    return None
+
+
+def _mode_dependent(module: nn.Module) -> bool:
+    return isinstance(module, MODE_DEPENDENT) or type(module).__name__ in TOOLKIT_DROPOUTS
+
+
+def _pin_to_eval(module: nn.Module) -> list[Any]:
+    return [
+        module.register_forward_pre_hook(_enter_eval),
+        module.register_forward_hook(_leave_eval, always_call=True),
+    ]
+
+
+def _enter_eval(module: Any, args: Any) -> None:
+    module._metricopt_mode = module.training
+    module.training = False
+
+
+def _leave_eval(module: Any, args: Any, output: Any) -> None:
+    module.training = module.__dict__.pop("_metricopt_mode", module.training)
+
+
+def _matching(patterns: list[str], model: nn.Module, usable: dict[str, nn.Module]) -> list[str]:
+    for pattern in patterns:
+        if any(fnmatchcase(name, pattern) for name in usable):
+            continue
+        for name, module in model.named_modules():
+            if fnmatchcase(name, pattern):
+                raise AdapterError(f"layers={pattern!r} matches {name!r}, which {_unusable(module)}")
+        raise AdapterError(f"layers={pattern!r} matches no layer{_nearest(pattern, list(usable))}")
+    return [name for name in usable if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
+    return f"; did you mean {near}?" if near else f"; there are {shortened(known)}"

@@ -1,0 +1,192 @@
+"""What phi does to a layer's output: FiLM, and the dynamic bias of a linear layer (paper, Fig. S1)."""
+
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+Kind = Literal["film", "input_bias"]
+
+CONTEXT_NAME = "metricopt"
+MODULATION_NAME = "metricopt_modulation"
+
+UNBATCHED = ((nn.Conv1d, nn.InstanceNorm1d), (nn.Conv2d, nn.InstanceNorm2d), (nn.Conv3d, nn.InstanceNorm3d))
+# Named, not imported: the core knows no vision toolkit.
+TOOLKIT_NORMS = ("FrozenBatchNorm2d", "LayerNorm2d")
+
+
+class Context(nn.Module):
+    """Holds phi; stands in the model's module tree under the name ``metricopt``.
+
+    Attributes:
+        phi: The tuned parameters, ``d``; 0 leaves the model as it was.
+        signature: Seed of A, B (or C) and a checksum of where they act, ``2``, so that a checkpoint can't be loaded
+            into an adapter to which its phi means something else.
+    """
+
+    signature: Tensor
+
+    def __init__(self, dim: int, kind: Kind, layers: Sequence[str], seed: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kind: Kind = kind
+        self.layers = list(layers)
+        self.seed = seed
+        self.phi = nn.Parameter(torch.zeros(dim, dtype=dtype))
+        place = zlib.crc32(json.dumps([kind, dim, self.layers]).encode())
+        self.register_buffer("signature", torch.tensor([seed, place]))
+        self.override: Tensor | None = None
+        self.thawed: list[str] = []
+        self.pins: list[Any] = []
+
+    def value(self) -> Tensor:
+        """Return the phi in use, ``d``: the parameter, or what `Adapter.using` put in its place."""
+        return self.phi if self.override is None else self.override
+
+    def forward(self, x: Any) -> Any:
+        """Return the input: an ``nn.Sequential`` calls each child, this one included."""
+        return x
+
+    def _load_from_state_dict(  # type: ignore[no-untyped-def]
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        if not any(key.startswith(prefix) for key in state_dict):
+            return  # a checkpoint of the bare model: phi stays as it is
+        theirs = state_dict.get(prefix + "signature")
+        if theirs is not None and not torch.equal(theirs.cpu(), self.signature.cpu()):
+            error_msgs.append(
+                f"{prefix}signature: the checkpoint's adapter (seed {int(theirs[0])}) modulates other layers, has"
+                f" another dimension or another seed than this one (seed {self.seed}, dim {self.phi.numel()});"
+                " attach with its settings before loading"
+            )
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+class Modulation(nn.Module):
+    """What is done to one layer's output. Registered as the layer's child, so it follows ``.to`` and ``deepcopy``.
+
+    Attributes:
+        merges_into: Names of the layer's tensors that `merge_into` changes.
+    """
+
+    merges_into: ClassVar[tuple[str, ...]] = ("weight", "bias")
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        # A tuple hides the shared module from registration: phi must appear once in the state dict.
+        self._context = (context,)
+        self.handle: Any = None
+
+    @property
+    def phi(self) -> Tensor:
+        """The phi in use, ``d``."""
+        return self._context[0].value()
+
+    def times_phi(self, matrix: Tensor) -> Tensor:
+        """Return ``matrix @ phi`` in phi's own precision."""
+        phi = self.phi
+        device = phi.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            # It would round phi, and keep the first rounded phi until the user's autocast region ends.
+            with torch.autocast(device, enabled=False):
+                return matrix @ phi
+        return matrix @ phi
+
+    def hook(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Forward hook of the modulated layer; a bound method, because a closure would not survive ``deepcopy``."""
+        modulated: Tensor = self.forward(output)
+        return modulated
+
+    def merge_into(self, layer: nn.Module) -> None:
+        """Fold the modulation at the present phi into the layer's weight and bias."""
+        raise NotImplementedError
+
+
+class FiLM(Modulation):
+    """Feature-wise linear modulation ``h * (1 + A phi) + B phi`` (paper, Fig. S1b), per channel.
+
+    Args:
+        context: Where phi is.
+        channels: Number of channels C of the layer's output.
+        axis: The output's channel axis.
+        rng: Draws A and B, each ``C x d`` with entries N(0, 1/d).
+    """
+
+    A: Tensor
+    B: Tensor
+
+    def __init__(self, context: Context, channels: int, axis: int, rng: torch.Generator) -> None:
+        super().__init__(context)
+        self.axis = axis
+        self.register_buffer("A", _gaussian(channels, context.phi, rng), persistent=False)
+        self.register_buffer("B", _gaussian(channels, context.phi, rng), persistent=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Modulate ``B x C x ...`` (or ``... x C`` for channels-last layers); the dtype is the input's."""
+        scale, shift = self.scale_and_shift()
+        shape = [1] * h.dim()
+        shape[self.axis] = -1
+        return h * scale.to(h.dtype).view(shape) + shift.to(h.dtype).view(shape)
+
+    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
+        """Return ``1 + A phi`` and ``B phi``, each ``C``."""
+        return 1 + self.times_phi(self.A), self.times_phi(self.B)
+
+    @torch.no_grad()
+    def merge_into(self, layer: nn.Module) -> None:
+        """Scale the layer's weight and bias, then shift its bias: the layer ends in an affine map per channel."""
+        weight, bias = affine(layer)
+        scale, shift = self.scale_and_shift()
+        weight.mul_(scale.to(weight.dtype).view(-1, *[1] * (weight.dim() - 1)))
+        bias.mul_(scale.to(bias.dtype)).add_(shift.to(bias.dtype))
+
+
+class InputBias(Modulation):
+    """Dynamic biases of a fully connected network, ``h = W x + b + C phi`` (paper, section 4.2 and Fig. S1a).
+
+    Concatenating phi to the layer's input and freezing its new weights C is the same thing.
+    """
+
+    C: Tensor
+    merges_into = ("bias",)
+
+    def __init__(self, context: Context, features: int, rng: torch.Generator) -> None:
+        super().__init__(context)
+        self.register_buffer("C", _gaussian(features, context.phi, rng), persistent=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Add ``C phi`` to ``... x features``; the dtype is the input's."""
+        return h + self.times_phi(self.C).to(h.dtype)
+
+    @torch.no_grad()
+    def merge_into(self, layer: nn.Module) -> None:
+        """Add ``C phi`` to the layer's bias."""
+        _, bias = affine(layer)
+        bias.add_(self.times_phi(self.C).to(bias.dtype))
+
+
+def _gaussian(rows: int, phi: Tensor, rng: torch.Generator) -> Tensor:
+    """Entries N(0, 1/d), ``rows x d``, so that a row times phi is about as long as phi's entries."""
+    return torch.randn(rows, phi.numel(), generator=rng, dtype=torch.float64).div(phi.numel() ** 0.5).to(phi.dtype)
+
+
+def affine(layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return weight and bias of a layer that has both."""
+    weight, bias = layer.weight, layer.bias
+    assert isinstance(weight, Tensor)
+    assert isinstance(bias, Tensor)
+    return weight, bias
+
+
+def channel_axis(layer: nn.Module) -> int:
+    """Return the channel axis of a layer's output."""
+    for spatial, kinds in enumerate(UNBATCHED, start=1):
+        if isinstance(layer, kinds):
+            return -1 - spatial  # counted from the end: these layers also take an input without a batch axis
+    channels_last = isinstance(layer, (nn.Linear, nn.LayerNorm)) and type(layer).__name__ not in TOOLKIT_NORMS
+    return -1 if channels_last else 1

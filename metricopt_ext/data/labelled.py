@@ -1,0 +1,61 @@
+"""Examples with the labels of their classes, in memory."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Examples and their labels.
+
+    Attributes:
+        x: Inputs, ``n x ...``: finite float32, or uint8 images.
+        y: Labels, ``n`` int64.
+
+    Raises:
+        DataError: For other types, unequal lengths, or inputs that are not finite.
+    """
+
+    x: Tensor
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        """Check types and lengths."""
+        if self.x.dtype not in (torch.float32, torch.uint8) or self.x.ndim < 2:
+            raise DataError(
+                f"x must be float32 or uint8 of shape n x ..., got {self.x.dtype} of shape {tuple(self.x.shape)}"
+            )
+        if self.y.dtype != torch.int64 or self.y.shape != self.x.shape[:1]:
+            raise DataError(
+                f"y must hold {len(self.x)} int64 labels, one per row of x, "
+                f"got {self.y.dtype} of shape {tuple(self.y.shape)}"
+            )
+        if self.x.is_floating_point():
+            bad = int((~self.x.flatten(1).isfinite()).any(1).sum())
+            if bad:
+                raise DataError(f"x must be finite, got NaN or infinity in {bad} of {len(self.x)} rows")
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return len(self.y)
+
+    def take(self, rows: Tensor) -> "Split":
+        """The examples at these positions, or where these booleans are true."""
+        return Split(self.x[rows], self.y[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled(Split):
+    """A whole set as loaded: a `Split` with a name for each class.
+
+    Attributes:
+        x: Inputs, ``n x ...``.
+        y: Labels, ``n`` int64 in 0..c-1.
+        class_names: The ``c`` names.
+    """
+
+    class_names: tuple[str, ...]

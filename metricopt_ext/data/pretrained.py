@@ -1,0 +1,75 @@
+"""The model to be finetuned: built by the seed, then loaded, resumed or trained."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.utils.files import load_weights, write_atomically
+from metricopt_ext.utils.seeding import generator
+
+
+def pretrained(
+    build: Callable[[], nn.Module],
+    train: Callable[[nn.Module], None],
+    *,
+    weights: str,
+    folder: Path,
+    seed: int,
+    device: torch.device,
+) -> nn.Module:
+    """Return a model in evaluation mode, and keep its weights in ``folder`` as ``model.safetensors``.
+
+    Args:
+        build: Returns the untrained model, with weights from torch's global stream.
+        train: Trains it where it is given no weights.
+        weights: File to load weights from; empty trains instead.
+        folder: Where the weights are kept, and taken from where an earlier part of the run has left them.
+        seed: Seed of the initial weights.
+        device: Where the model goes.
+
+    Raises:
+        DataError: The weights don't fit the model.
+    """
+    kept = folder / "model.safetensors"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(seed, "model").initial_seed())
+        model = build()
+        if kept.exists():
+            load_weights(model, kept)
+        elif weights:
+            load_weights(model, Path(weights))
+        else:
+            train(model.to(device))
+    if not kept.exists():
+        write_atomically(kept, safetensors.torch.save(model.state_dict()))
+    return model.to(device).eval()
+
+
+def torchvision_classifier(name: str, input_shape: torch.Size, outputs: int, others: str) -> nn.Module:
+    """Build one of torchvision's classifiers by name, with fresh weights.
+
+    Args:
+        name: Its name, e.g. ``resnet18``.
+        input_shape: Shape of one image, ``c x h x w``.
+        outputs: Number of outputs.
+        others: Names of the other models there are, for the message.
+
+    Raises:
+        ConfigError: There is no such model, or it doesn't take such images.
+    """
+    import torchvision
+
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        raise ConfigError(f"model.name={name!r} is neither {others} nor a torchvision classifier")
+    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=outputs)
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(2, *input_shape))
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"model.name={name} does not take images of shape {tuple(input_shape)}: {why}") from error
+    return model.train()

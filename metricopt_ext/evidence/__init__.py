@@ -1,0 +1,1 @@
+"""Evidence: methods side by side on the same data, as tables, plots and files."""

@@ -1,0 +1,85 @@
+"""What one seed of evidence leaves: each method's outcome and how good the value function was."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.utils.files import read_json, write_json
+from metricopt_ext.value.value_function import Quality
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one method reached, in the metric's own units.
+
+    Attributes:
+        validation: Metric on the data that queries see.
+        test: Metric on the test data, asked once.
+        queries_total: Metric queries spent.
+        queries_per_start: Of these, what each further start costs again.
+        seconds: Wall-clock seconds.
+    """
+
+    validation: float
+    test: float
+    queries_total: int
+    queries_per_start: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SeedRecord:
+    """All that a report needs of one seed; a seed is a fresh split, model and value function.
+
+    Attributes:
+        seed: The seed.
+        outcomes: Outcome by method.
+        quality: Held-out quality of the value function in use.
+        candidates: Held-out quality of each kind of value function that was fitted.
+        trivial: The same of trivial predictors, on the same points.
+        kept: Which end point the guard kept.
+        setting: The (loss weight, metric step) in use.
+        split_half: Correlation of the metric's halves over random phi; None if it does not tell them.
+        chance: Standard deviation of the chance part of a validation gain; 0 if the metric does not tell halves.
+        curves: Validation metric along finetuning by method, ``steps + 1`` numbers each. Asked for the plot; no
+            method sees them.
+        true: Metric at held-out points where f is used.
+        predicted: What f said there before it saw them.
+    """
+
+    seed: int
+    outcomes: dict[str, Outcome]
+    quality: Quality
+    candidates: dict[str, Quality]
+    trivial: dict[str, Quality]
+    kept: str
+    setting: tuple[float, float]
+    split_half: float | None
+    chance: float
+    curves: dict[str, list[float]]
+    true: list[float]
+    predicted: list[float]
+
+    def save(self, path: Path) -> None:
+        """Write the record as JSON."""
+        write_json(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> "SeedRecord":
+        """Read a record.
+
+        Raises:
+            FileFormatError: The file holds something else.
+        """
+        content = read_json(path)
+        try:
+            content["outcomes"] = {name: Outcome(**outcome) for name, outcome in content["outcomes"].items()}
+            for name in ("candidates", "trivial"):
+                content[name] = {kind: Quality(**quality) for kind, quality in content[name].items()}
+            content["quality"] = Quality(**content["quality"])
+            content["setting"] = tuple(content["setting"])
+            return cls(**content)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise FileFormatError(
+                f"{path} is no record of a seed: {error!r}; delete it to have it made again"
+            ) from error

@@ -1,0 +1,284 @@
+"""Evidence in one place: methods side by side over seeds, as JSON, Markdown and a table on the terminal."""
+
+import collections
+import importlib.metadata
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metricopt_ext.evidence.record import SeedRecord
+from metricopt_ext.tasks.split_half import CERTAINTY
+from metricopt_ext.utils.files import write_atomically, write_json
+from metricopt_ext.value.value_function import Quality
+
+PACKAGES = (
+    *("metricopt-ext", "torch", "torchvision", "numpy", "scipy", "scikit-learn"),
+    *("faiss-cpu", "faiss-gpu", "faiss-gpu-cu12", "pytorch-metric-learning"),
+)
+
+TITLES = {
+    "pretrained": "pretrained",
+    "loss_finetune": "loss finetune",
+    "loss_finetune_best": "loss finetune, best step",
+    "threshold": "tuned threshold",
+    "batchnorm_validation": "BatchNorm on validation",
+    "loss_finetune_validation": "loss on validation labels",
+    "guided_es": "Guided ES on the metric",
+    "cma_es": "CMA-ES on the metric",
+    "transferred": "f of another run",
+    "placebo": "the same f, turned",
+    "metricopt": "MetricOpt",
+    "refined": "MetricOpt, then CMA-ES",
+    "second_round": "MetricOpt, second round",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that a tool states about a run.
+
+    Attributes:
+        task: What was finetuned, e.g. ``"classification/a9a"``.
+        metric: The metric's name.
+        maximize: Whether higher is better.
+        records: One for each seed.
+        config: The run's settings.
+    """
+
+    task: str
+    metric: str
+    maximize: bool
+    records: list[SeedRecord]
+    config: dict[str, Any]
+
+    @property
+    def methods(self) -> list[str]:
+        """Names of the methods, in the order of the tables."""
+        return [name for name in TITLES if name in self.records[0].outcomes]
+
+    def values(self, method: str, column: str) -> list[float]:
+        """Return one number per seed of a method's `Outcome`, e.g. ``"test"``."""
+        return [getattr(record.outcomes[method], column) for record in self.records]
+
+    @property
+    def quality(self) -> list[Quality]:
+        """Held-out quality of the value function, one for each seed."""
+        return [record.quality for record in self.records]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of report.json."""
+
+        def mean(values: Sequence[float]) -> float:
+            return float(np.mean(values))
+
+        return {
+            "task": self.task,
+            "metric": {"name": self.metric, "maximize": self.maximize},
+            "seeds": [record.seed for record in self.records],
+            "methods": {
+                name: {
+                    "validation": self.values(name, "validation"),
+                    "test": self.values(name, "test"),
+                    "queries_total": max(self.values(name, "queries_total")),
+                    "queries_per_start": max(self.values(name, "queries_per_start")),
+                    "seconds": mean(self.values(name, "seconds")),
+                }
+                for name in self.methods
+            },
+            "value_function": {
+                "heldout_spearman": mean([q.spearman for q in self.quality]),
+                "heldout_mae": mean([q.mae for q in self.quality]),
+                "constant_mae": mean([q.constant_mae for q in self.quality]),
+                "trusted": [q.trusted for q in self.quality],
+                "per_seed": [vars(q) for q in self.quality],
+                "candidates": [{k: vars(q) for k, q in record.candidates.items()} for record in self.records],
+                "trivial": [{k: vars(q) for k, q in record.trivial.items()} for record in self.records],
+            },
+            "split_half": [record.split_half for record in self.records],
+            "chance": [record.chance for record in self.records],
+            "kept": [record.kept for record in self.records],
+            "settings": [record.setting for record in self.records],
+            "versions": versions(),
+            "config": self.config,
+        }
+
+    def gain(self, over: str, part: str = "test") -> tuple[float, float, float]:
+        """Return MetricOpt's gain over a method: mean over seeds and the ends of its paired 95% interval.
+
+        Positive is better whatever the metric's direction.
+        """
+        ours, theirs = (np.array(self.values(name, part)) for name in ("metricopt", over))
+        return paired_interval((ours - theirs) * (1 if self.maximize else -1))
+
+    def markdown(self) -> str:
+        """Return the content of report.md."""
+        direction = "higher" if self.maximize else "lower"
+        seeds = f"{len(self.records)} seed" + ("s" if len(self.records) > 1 else "")
+        lines = [
+            f"# {self.task}: {self.metric} ({direction} is better)",
+            "",
+            f"Mean and standard deviation over {seeds}; each is a fresh split, model and value function.",
+            "",
+            "| " + " | ".join(self._header()) + " |",
+            "|---|---|---|---|---|---|",
+            *("| " + " | ".join(row) + " |" for row in self._rows()),
+            "",
+            "`queries`: metric queries in all; `per start`: of these, what finetuning one more start costs again.",
+            "",
+            *(f"- {line}" for line in self.findings()),
+            "",
+            "How well the metric is predicted on held-out trajectories, where f is used:",
+            "",
+            "| predictor | Spearman | mean absolute error, as a cost |",
+            "|---|---|---|",
+            *(f"| {name} | {spearman} | {mae} |" for name, spearman, mae in self._predictors()),
+            "",
+        ]
+        return "\n".join(lines)
+
+    def findings(self) -> list[str]:
+        """Say in words what the numbers show, gains and failures alike."""
+        lines = []
+        for name in self.methods:
+            if name == "metricopt":
+                continue
+            mean, low, high = self.gain(name)
+            if math.isnan(low):
+                lines.append(f"MetricOpt against {TITLES[name]}: {mean:+.4f} on test (one seed, no interval)")
+                continue
+            verdict = "a gain" if low > 0 else "a loss" if high < 0 else "no gain shown"
+            lines.append(
+                f"MetricOpt against {TITLES[name]}: {mean:+.4f} on test, 95% interval [{low:+.4f}, {high:+.4f}]:"
+                f" {verdict}"
+            )
+        trivial = {
+            name: float(np.mean([record.trivial[name].spearman for record in self.records]))
+            for name in self.records[0].trivial
+        }
+        trusted = sum(quality.trusted for quality in self.quality)
+        spearman = np.mean([quality.spearman for quality in self.quality])
+        mae = np.mean([quality.mae for quality in self.quality])
+        constant = np.mean([quality.constant_mae for quality in self.quality])
+        halves = [record.split_half for record in self.records if record.split_half is not None]
+        if halves:
+            chance = np.mean([record.chance for record in self.records])
+            left = sum(record.kept == "start" for record in self.records)
+            lines.append(
+                f"Split-half correlation of the metric over random phi: {np.mean(halves):.2f} (near 0 no method can"
+                f" help). Gains on validation below {CERTAINTY * chance:.4f}, and what they lose from one half of the"
+                f" data to the other, count as chance: in {left} of {len(self.records)} seeds nothing was left, and the"
+                " model was left as it was"
+            )
+        kept = collections.Counter(record.kept for record in self.records)
+        best = max(trivial, key=lambda name: trivial[name], default=None)
+        beside = "" if best is None else f" (best trivial predictor, {best.replace('_', ' ')}: {trivial[best]:.2f})"
+        lines.append(
+            f"Value function on held-out trajectories: Spearman {spearman:.2f}, MAE {mae:.4f} against {constant:.4f} of"
+            f" a constant{beside}; trusted in {trusted} of {len(self.quality)} seeds. End points kept by the guard: "
+            + ", ".join(f"{name} {count}" for name, count in kept.most_common())
+        )
+        return lines
+
+    def print(self) -> None:
+        """Print the table and the findings."""
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+
+        direction = "higher" if self.maximize else "lower"
+        title = f"{self.task}: {self.metric} ({direction} is better), {len(self.records)} seeds"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+        shown = self._header()[:-1]  # seconds would not fit into 80 columns; report.md has them
+        for i, column in enumerate(shown):
+            table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+        for name, row in zip(self.methods, self._rows(), strict=True):
+            table.add_row(*row[: len(shown)], style="bold" if name == "metricopt" else "")
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(table, soft_wrap=False)
+        for line in self.findings():
+            console.print(line)
+
+    def write(self, folder: str | Path) -> list[Path]:
+        """Write report.json and report.md; returns their paths."""
+        paths = [Path(folder, "report.json"), Path(folder, "report.md")]
+        write_json(paths[0], self.to_json())
+        write_atomically(paths[1], self.markdown().encode())
+        return paths
+
+    def _predictors(self) -> list[tuple[str, str, str]]:
+        rows = {"**value function in use**": self.quality}
+        for title, column in (("fitted: {}", "candidates"), ("trivial: {}", "trivial")):
+            for name in getattr(self.records[0], column):
+                qualities = [getattr(record, column).get(name) for record in self.records]
+                if None not in qualities:
+                    rows[title.format(name.replace("_", " "))] = qualities
+        return [(name, spread([q.spearman for q in qs]), spread([q.mae for q in qs])) for name, qs in rows.items()]
+
+    def _header(self) -> list[str]:
+        return ["method", "validation", "test", "queries", "per start", "seconds"]
+
+    def _rows(self) -> list[list[str]]:
+        return [
+            [
+                TITLES[name],
+                spread(self.values(name, "validation")),
+                spread(self.values(name, "test")),
+                f"{max(self.values(name, 'queries_total')):.0f}",
+                f"{max(self.values(name, 'queries_per_start')):.0f}",
+                f"{np.mean(self.values(name, 'seconds')):.1f}",
+            ]
+            for name in self.methods
+        ]
+
+
+def write_events(report: Report, folder: str | Path) -> None:
+    """Write the validation metric along finetuning as TensorBoard events, one run for each seed and method."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    for record in report.records:
+        for name, curve in record.curves.items():
+            run = Path(folder, f"seed-{record.seed}", name)
+            for earlier in run.glob("events.out.tfevents.*"):
+                earlier.unlink()  # a resumed run would draw every curve twice
+            with SummaryWriter(str(run)) as writer:
+                for step, value in enumerate(curve):
+                    writer.add_scalar(f"validation/{report.metric}", value, step)
+
+
+def paired_interval(differences: Any, level: float = 0.95) -> tuple[float, float, float]:
+    """Return the mean of paired differences and the ends of its Student-t interval (NaN for a single pair).
+
+    Args:
+        differences: One number per seed, ``n``.
+        level: Confidence level.
+    """
+    from scipy.stats import t
+
+    values = np.asarray(differences, dtype=float)
+    mean, n = float(values.mean()), len(values)
+    if n < 2:
+        return mean, math.nan, math.nan
+    half = float(t.ppf((1 + level) / 2, n - 1) * values.std(ddof=1) / math.sqrt(n))
+    return mean, mean - half, mean + half
+
+
+def spread(values: Sequence[float]) -> str:
+    """Format mean and standard deviation over seeds."""
+    mean = f"{np.mean(values):.4f}"
+    return mean if len(values) < 2 else f"{mean} ±{np.std(values, ddof=1):.4f}"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that the numbers depend on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,115 @@
+"""What the tools of all tasks can be told alike; each key is a field here and nowhere else."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
+from metricopt_ext.value.observations import Labeller, Observations
+from metricopt_ext.value.reptile import ReptileLearner
+
+
+@dataclass
+class RecipeConfig:
+    """The fields of `metricopt_ext.Recipe` that a run may set; see there."""
+
+    steps: int = 50
+    lr: float = 0.1
+    evals: int = 5
+    rounds: int = 6
+    start_std: float = 0.2
+    trials: int = 3
+    folds: int = 4
+    labels: str = "observed"  # observed, linear, gp (interpolated where that shows skill) or gp_always
+    learners: list[str] = field(default_factory=lambda: ["neural", "ridge"])  # of neural, ridge, reptile
+    adapt_queries: int = 0  # spent along each start's finetuning to adapt f to it; 0 uses f as it is
+
+    def build(self) -> Recipe:
+        """Return the recipe.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        try:
+            return Recipe(**{**vars(self), "labels": self._labeller(), "learners": self._learners()})
+        except ValueError as error:
+            raise ConfigError(f"recipe: {error}") from error
+
+    def _learners(self) -> tuple[Learner, ...]:
+        known: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
+        unknown = [name for name in self.learners if name not in known]
+        if unknown or not self.learners:
+            raise ValueError(f"learners is {self.learners}; it must name some of {', '.join(known)}")
+        return tuple(known[name] for name in self.learners)
+
+    def _labeller(self) -> Labeller:
+        if self.labels == "observed":
+            return Observations.of
+        from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
+
+        known: dict[str, Labeller] = {
+            "linear": LinearLabels(),
+            "gp": GaussianProcessLabels(),
+            "gp_always": GaussianProcessLabels(always=True),
+        }
+        if self.labels not in known:
+            raise ValueError(f"labels is {self.labels!r}; it must be observed, {', '.join(known)}")
+        return known[self.labels]
+
+
+@dataclass
+class RunConfig:
+    """What the run of any task's tool can be told; a task adds its data, model and metric."""
+
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    queries: int = 600  # metric queries of MetricOpt, all in
+    population: int = 32  # tasks computed together
+    best_evals: int = 51  # queries of the rival "loss finetune + best"
+    search_queries: int = 0  # of each direct search on the true metric, Guided ES and CMA-ES; 0: none
+    refine_queries: int = 0  # of CMA-ES that goes on from MetricOpt's end point; 0: none
+    seeds: int = 5  # number of seeds, each a fresh split, model and value function
+    seed: int = 0  # the first of them
+    pictures: bool = True  # of the first seed's value function; its landscape asks the metric 169 times more
+    workers: int = 1  # seeds that run side by side, each in a process of its own
+    threads: int = 1  # CPU threads of each
+    device: str = "auto"  # auto, cpu, cuda, cuda:0, ...
+
+    def check(self) -> None:
+        """Refuse what would only fail after work was done.
+
+        Raises:
+            ConfigError: A value is out of range.
+            BudgetError: There are too few queries; the message says how many would do.
+        """
+        check_at_least(1, {n: getattr(self, n) for n in ("population", "best_evals", "seeds", "workers", "threads")})
+        check_at_least(0, {"seed": self.seed})
+        self.recipe.build().tasks_per_round(self.queries)
+
+    def check_searches(self, dim: int) -> None:
+        """Refuse direct searches with too few queries for phi of a dimension.
+
+        Raises:
+            ConfigError: One of them has; the message says how many would do.
+        """
+        searches = {"search_queries": (GuidedES(), CMAES()), "refine_queries": (CMAES(),)}
+        for name, used in searches.items():
+            value = getattr(self, name)
+            if value and value < (least := max(search.least_queries(max(1, dim)) for search in used)):
+                raise ConfigError(f"{name}={value}: it must be at least {least} for adapter.dim={dim}, or 0")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the settings as plain data."""
+        return asdict(self)
+
+
+def check_at_least(least: int, values: dict[str, int]) -> None:
+    """Refuse settings below a number.
+
+    Raises:
+        ConfigError: One of the values is; the message names its key.
+    """
+    for name, value in values.items():
+        if value < least:
+            raise ConfigError(f"{name}={value}: it must be at least {least}")

@@ -1,0 +1,180 @@
+"""Algorithm 1 of the paper as printed, for who wants to reproduce it. `optimize_metric` is what we recommend instead.
+
+The paper leaves open the rate alpha_t of the metric step, the spread of phi_0 and the rate of SGD or Adam: they are
+arguments here. Everything else has the paper's value.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.search.guided_es import es_direction
+from metricopt_ext.tasks.rollout import Policy, collect, rollout
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.utils.seeding import generator
+from metricopt_ext.value.labels import GaussianProcessLabels
+from metricopt_ext.value.learners import Learner
+from metricopt_ext.value.observations import Labeller
+from metricopt_ext.value.reptile import ReptileLearner
+from metricopt_ext.value.value_function import ValueFunction
+
+
+class SGD:
+    """Stochastic gradient descent on the loss, for a population."""
+
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
+
+    def update(self, gradient: Tensor) -> Tensor:
+        """Return the step to descend by, ``n x d``, from the loss gradient, ``n x d``."""
+        return self.lr * gradient
+
+
+class Adam:
+    """Adam on the loss, for a population (Kingma and Ba, 2015); it has state, so each rollout needs its own.
+
+    Args:
+        lr: Learning rate.
+        betas: Decay rates of the moment estimates.
+        eps: Added to the denominator.
+    """
+
+    def __init__(self, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
+        self.lr, self.betas, self.eps = lr, betas, eps
+        self.first, self.second, self.steps = torch.zeros(()), torch.zeros(()), 0
+
+    def update(self, gradient: Tensor) -> Tensor:
+        """Return the step to descend by, ``n x d``, from the loss gradient, ``n x d``."""
+        beta1, beta2 = self.betas
+        self.steps += 1
+        self.first = beta1 * self.first.to(gradient) + (1 - beta1) * gradient
+        self.second = beta2 * self.second.to(gradient) + (1 - beta2) * gradient**2
+        first = self.first / (1 - beta1**self.steps)
+        second = self.second / (1 - beta2**self.steps)
+        return self.lr * first / (second.sqrt() + self.eps)
+
+
+@dataclass(frozen=True)
+class Algorithm1:
+    """MetricOpt with SGD or Adam, as the paper's Algorithm 1 prints it.
+
+    Attributes:
+        steps: T.
+        evals: K; the paper has 5% of T.
+        lr: Rate of SGD or Adam on the loss, not given in the paper.
+        metric_rate: alpha_t, not given in the paper.
+        optimizer: Whose trajectories are collected, and whose steps span the search space.
+        start_std: Standard deviation of phi_0, not given in the paper.
+        history: k of Eq. 3.
+        count: P of Eq. 4.
+        variance: s^2 of Eq. 4.
+        learner: Lines 5-6: Reptile with one SGD step per task at alpha = 0.005, eta from 1 to 0, gamma = 10 and hard
+            mining. An offline learner is the alternative of Fig. 3b.
+        labels: Line 4: Gaussian-process interpolation.
+    """
+
+    steps: int = 200
+    evals: int = 10
+    lr: float = 0.1
+    metric_rate: float = 1.0
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    start_std: float = 0.2
+    history: int = 3
+    count: int = 3
+    variance: float = 0.01
+    learner: Learner | None = None
+    labels: Labeller | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what the algorithm is not defined for.
+
+        Raises:
+            ValueError: With the value.
+        """
+        if self.optimizer not in ("sgd", "adam"):
+            raise ValueError(f"optimizer is {self.optimizer!r}; it must be 'sgd' or 'adam'")
+        for name in ("steps", "evals", "history", "count"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("lr", "start_std", "variance"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+    def meta_train(
+        self, task: FinetuneTask, *, tasks: int, seed: int = 0, store: TrajectoryStore | None = None
+    ) -> ValueFunction:
+        """Learn f from loss-only trajectories (lines 1-8); ``tasks * evals`` queries.
+
+        The trajectories do not depend on f, so they are collected first; Reptile then takes them task by task.
+        """
+        trajectories = collect(  # line 3, for T ~ p(T)
+            task,
+            TrajectoryStore() if store is None else store,
+            lambda chunk: self.loss_only(),
+            round=0,
+            indices=range(tasks),
+            start_std=self.start_std,
+            steps=self.steps,
+            evals=self.evals,
+            seed=seed,
+        )
+        return self.learn(trajectories, seed)
+
+    def learn(self, trajectories: Sequence[Trajectory], seed: int = 0) -> ValueFunction:
+        """Interpolate the metrics (line 4) and meta-train f on them (lines 5-6); no query."""
+        labels = self.labels or GaussianProcessLabels(always=True)
+        learner = self.learner or ReptileLearner.paper()
+        data = labels(trajectories)
+        in_no_fold = torch.full_like(data.trajectory, -1)
+        f = learner(data, in_no_fold, 1, seed)
+        f.set_domain(data.phi)
+        return f
+
+    def meta_test(
+        self, task: FinetuneTask, f: ValueFunction, start: Tensor, *, seed: int = 0, index: int = 0
+    ) -> Tensor:
+        """Finetune a new start under f (lines 9-16); the visited phi, ``(T + 1) x d``. No query.
+
+        Args:
+            task: What is finetuned.
+            f: The value function.
+            start: phi_0, ``d``.
+            seed: Seed of batches and perturbations.
+            index: The task's index, for its batches.
+        """
+        policy = GuidedSearch(self, f, generator(seed, "perturbation", index))
+        points, _ = rollout(
+            task, start[None], policy, steps=self.steps, seed=seed, indices=[index], history=self.history
+        )
+        return points[0]
+
+    def loss_only(self) -> Policy:
+        """Return the step rule of SGD or Adam."""
+        rule = self.rule()
+        return lambda phi, history, step: phi - rule.update(history[..., -1, :])
+
+    def rule(self) -> SGD | Adam:
+        """Return a fresh loss optimizer."""
+        return SGD(self.lr) if self.optimizer == "sgd" else Adam(self.lr)
+
+
+class GuidedSearch:
+    """The step rule of lines 10-15: the loss spans the search space, f says where to go in it."""
+
+    def __init__(self, settings: Algorithm1, f: ValueFunction, rng: torch.Generator) -> None:
+        self.settings, self.f, self.rng = settings, f, rng
+        self.rule = settings.rule()
+        self.past: list[Tensor] = []
+
+    def __call__(self, phi: Tensor, history: Tensor, step: int) -> Tensor:
+        """Return the next phi, ``n x d``."""
+        s = self.settings
+        self.past = [*self.past, self.rule.update(history[..., -1, :])][-s.history :]  # past k steps of SGD or Adam
+        u = es_direction(  # lines 11-13
+            self.f, phi, torch.stack(self.past, -2), generator=self.rng, count=s.count, variance=s.variance
+        )
+        return phi - s.metric_rate * u  # line 14

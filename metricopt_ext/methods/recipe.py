@@ -1,0 +1,135 @@
+"""How `optimize_metric` works by default: learn a value function, then follow it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import BudgetError
+from metricopt_ext.search.direct import Search
+from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.utils.seeding import generator
+from metricopt_ext.value.fitting import Fit, fit_value_function
+from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
+from metricopt_ext.value.observations import Labeller, Observations
+
+Setting = tuple[float, float]
+
+# Tasks of the first round, from which f is to be learned and measured: two to learn from while two are held out.
+LEAST_TASKS = 4
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How `optimize_metric` works. The defaults are meant to be left alone, but for ``steps`` and ``lr``.
+
+    Attributes:
+        steps: Finetuning steps T of each task.
+        lr: Rate of the loss step.
+        evals: Metric queries K along each task, both ends included.
+        rounds: Rounds of collection: the first loss-only, the others on-policy under the f fitted so far.
+        start_std: Standard deviation of the tasks' starts phi_0.
+        explored_step: Centre of the metric step in on-policy rounds, drawn log-uniformly within a factor of 3; the
+            loss weight is drawn from [0, 1].
+        settings: Candidate pairs (loss weight, metric step) for finetuning; a few queries choose among them.
+        trials: Random starts, besides phi = 0, on which each setting is tried, one query each.
+        folds: Parts of the trajectories; each is held out from some members of f's ensemble, to measure it by. Early
+            rounds with fewer than two trajectories for each make do with fewer parts.
+        labels: Turns trajectories into labelled points: those observed, or all steps by interpolation
+            (`interpolation.GaussianProcessLabels`).
+        learners: Kinds of value function to fit; held-out quality chooses.
+        adapt_queries: Queries along MetricOpt's own finetuning of a start, to which f is then adapted before that start
+            is finetuned once more; 0 uses f as it is.
+        refine: A direct search on the metric from the best end point so far; None leaves it at that.
+        refine_queries: Queries of that search, for each start.
+    """
+
+    steps: int = 50
+    lr: float = 0.1
+    evals: int = 5
+    rounds: int = 6
+    start_std: float = 0.2
+    explored_step: float = 0.15
+    settings: tuple[Setting, ...] = ((0.0, 0.15), (0.3, 0.15), (0.3, 0.3))
+    trials: int = 3
+    folds: int = 4
+    labels: Labeller = Observations.of
+    learners: tuple[Learner, ...] = field(default=(NeuralLearner(), RidgeLearner()))
+    adapt_queries: int = 0
+    refine: Search | None = None
+    refine_queries: int = 0
+
+    def __post_init__(self) -> None:
+        """Check what a wrong value of would only show late.
+
+        Raises:
+            ValueError: A value is out of range; the message prints it.
+        """
+        least_of = {"steps": 2, "evals": 2, "rounds": 1, "folds": 2, "trials": 0, "adapt_queries": 0}
+        for name, least in least_of.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name in ("lr", "start_std", "explored_step"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.evals > self.steps + 1:
+            raise ValueError(f"evals is {self.evals}; a task of {self.steps} steps has {self.steps + 1} points")
+        if self.adapt_queries > self.steps - 1:
+            raise ValueError(
+                f"adapt_queries is {self.adapt_queries}; a task of {self.steps} steps has {self.steps - 1} points"
+                " between its ends"
+            )
+        if (self.refine is None) != (self.refine_queries == 0):
+            raise ValueError(
+                f"refine is {self.refine} and refine_queries is {self.refine_queries}; give both, or neither"
+            )
+        if not self.settings:
+            raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
+
+    def explored_settings(self, seed: int, indices: Sequence[int]) -> Tensor:
+        """Return (loss weight, metric step) of on-policy tasks, ``n x 2``, drawn from the seed for each index."""
+        draws = torch.stack([torch.rand(2, generator=generator(seed, "policy", index)) for index in indices])
+        metric_step = self.explored_step * torch.exp((2 * draws[:, 0] - 1) * math.log(3))
+        return torch.stack([draws[:, 1], metric_step], dim=1)
+
+    @property
+    def choice_queries(self) -> int:
+        """Queries that choose among the settings."""
+        return len(self.settings) * (1 + self.trials) if len(self.settings) > 1 else 0
+
+    @property
+    def start_queries(self) -> int:
+        """Most queries that one start can cost: its guard, adaptation and refinement.
+
+        The guard asks about the start, the loss-only end, MetricOpt's end, and the two cross-checked ends of a metric
+        that tells halves.
+        """
+        return 5 + (self.adapt_queries + 1 if self.adapt_queries else 0) + self.refine_queries
+
+    def folds_for(self, trajectories: int) -> int:
+        """Return the number of parts for so many trajectories: at least 2, and else two trajectories in each."""
+        return max(2, min(self.folds, trajectories // 2))
+
+    def fit(self, trajectories: Sequence[Trajectory], seed: int) -> Fit:
+        """Label trajectories and fit a value function to them, see `fitting.fit_value_function`."""
+        folds = self.folds_for(len(trajectories))
+        return fit_value_function(self.labels(trajectories), self.learners, folds=folds, seed=seed)
+
+    def tasks_per_round(self, queries: int) -> int:
+        """Return how many tasks a round can have.
+
+        Raises:
+            BudgetError: Fewer than `LEAST_TASKS`; the message says how many queries would do.
+        """
+        fixed, per_task = self.choice_queries + self.start_queries, self.rounds * self.evals
+        tasks = (queries - fixed) // per_task
+        if tasks < LEAST_TASKS:
+            raise BudgetError(
+                f"{queries} queries are too few for {self.rounds} rounds of at least {LEAST_TASKS} tasks with"
+                f" {self.evals} observations each, {self.choice_queries} queries to choose settings and"
+                f" {self.start_queries} for the start: give at least {fixed + LEAST_TASKS * per_task}, or fewer rounds"
+                " or evals"
+            )
+        return tasks

@@ -1,0 +1,100 @@
+"""What a run did, in the metric's own units and in words."""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from metricopt_ext.methods.recipe import Setting
+from metricopt_ext.tasks.split_half import CERTAINTY
+from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.value.fitting import Fit
+
+KEPT = {
+    "start": "the model as it was",
+    "loss_finetune": "the loss-only finetune",
+    "metricopt": "MetricOpt",
+    "adapted": "MetricOpt with f adapted",
+    "refined": "MetricOpt, refined on the metric",
+    "search": "the best point found",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `optimize_metric` did, in the metric's own units.
+
+    Attributes:
+        metric: The metric's name.
+        before: Metric of the model as it came, on the data that the metric sees.
+        after: Metric of the model as it is now.
+        best: Metric of the best candidate; it differs from ``after`` if its gain may be chance.
+        chosen: The candidate that was kept: ``"start"`` or another of ``ends``.
+        chance: Standard deviation of the chance part of a gain; 0 if the metric does not tell halves.
+        optimism: What the gain of following f is expected to lose on other data; 0 if the metric does not tell halves,
+            and for direct searches.
+        queries: Queries spent, by purpose.
+        queries_per_start: Queries that another start would cost.
+        ends: End point phi, ``d``, of each candidate.
+    """
+
+    metric: str
+    before: float
+    after: float
+    best: float
+    chosen: str
+    chance: float
+    optimism: float
+    queries: dict[str, int]
+    queries_per_start: int
+    ends: dict[str, Tensor]
+
+    def __str__(self) -> str:
+        """Tell the outcome, its cost and whether f was to be trusted, in a few lines."""
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """Return what ``str`` joins."""
+        spent = ", ".join(f"{purpose} {n}" for purpose, n in self.queries.items())
+        lines = [f"{self.metric}: {self.before:.4f} -> {self.after:.4f}{self.beside()}; kept {KEPT[self.chosen]}"]
+        if self.best != self.after:
+            lines.append(
+                f"the best candidate has {self.best:.4f}, but on this little data up to"
+                f" {CERTAINTY * self.chance + self.optimism:.4f} of a gain are chance and optimism. Judge by more data"
+                " to see smaller gains"
+            )
+        total = sum(self.queries.values())
+        lines.append(f"queries: {total} ({spent}); {self.queries_per_start} for each further start")
+        return lines
+
+    def beside(self) -> str:
+        """Return what stands beside the outcome."""
+        return ""
+
+
+@dataclass(frozen=True)
+class MetricOptResult(Result):
+    """What `optimize_metric` did by learning and following a value function.
+
+    Attributes:
+        loss_finetune: Metric after the same number of steps on the loss alone.
+        setting: The (loss weight, metric step) used.
+        split_half: Correlation of the metric's halves over random phi, NaN if it does not tell them.
+        fit: The value function with its held-out quality.
+        trajectories: What it was learned from.
+    """
+
+    loss_finetune: float
+    setting: Setting
+    split_half: float
+    fit: Fit
+    trajectories: tuple[Trajectory, ...]
+
+    def lines(self) -> list[str]:
+        """Return what ``str`` joins."""
+        halves = "" if math.isnan(self.split_half) else f"; the metric's halves correlate at {self.split_half:.2f}"
+        return [*super().lines(), f"value function ({self.fit.f.kind}): {self.fit.f.quality}{halves}"]
+
+    def beside(self) -> str:
+        """Return what stands beside the outcome."""
+        return f" (loss-only {self.loss_finetune:.4f})"

@@ -1,0 +1,163 @@
+"""One start: finetune it under a value function, and keep the change only if the metric agrees beyond chance."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.methods.recipe import Recipe, Setting
+from metricopt_ext.search.optimizer import LossStep, MetricOptStep
+from metricopt_ext.tasks.metric import Answer
+from metricopt_ext.tasks.rollout import Policy, rollout
+from metricopt_ext.tasks.split_half import CERTAINTY, chance_of_gain, optimism_of_gain
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.value.adapted import AdaptedValueFunction
+from metricopt_ext.value.fitting import Fit
+from metricopt_ext.value.value_function import ValueFunction
+
+# Task indices from here on are never collected from, so that finetuning meets fresh starts and fresh batches.
+FRESH = 1_000_000
+
+WITHOUT_F = ("start", "loss_finetune")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came of a start.
+
+    Attributes:
+        ends: End point phi, ``d``, of each candidate: ``"start"`` itself, ``"loss_finetune"``, ``"metricopt"``, and
+            ``"adapted"`` and ``"refined"`` where the recipe has them.
+        answers: What the metric said about each of them.
+        chosen: The candidate to keep.
+        chance: Standard deviation of the chance part of a gain over the start, in units of the cost; 0 if unknown.
+        optimism: What f's own gain is expected to lose on other data of the same kind; 0 if unknown.
+    """
+
+    ends: dict[str, Tensor]
+    answers: dict[str, Answer]
+    chosen: str
+    chance: float
+    optimism: float
+
+    @property
+    def best(self) -> str:
+        """The candidate that the metric likes best, by chance or not."""
+        return min(self.answers, key=lambda name: self.answers[name].cost)
+
+
+def tune_start(
+    task: FinetuneTask,
+    fit: Fit,
+    *,
+    recipe: Recipe | None = None,
+    setting: Setting | None = None,
+    start: Tensor | None = None,
+    index: int = FRESH,
+    seed: int = 0,
+    watcher: Watcher | None = None,
+) -> Tuned:
+    """Finetune one start under a value function that was learned before; at most ``recipe.start_queries`` queries.
+
+    The metric judges the start, the end of a loss-only finetune and MetricOpt's end, and, if it tells halves, two ends
+    that show how optimistic MetricOpt's gain is. If the recipe says so, f is then adapted to what the metric says along
+    MetricOpt's way and followed once more, and a direct search goes on from the best end. The start is kept unless
+    another end is better by more than chance and optimism (`split_half`).
+
+    Args:
+        task: Model, loss, batches and metric. The model is left as it was: set the phi of ``ends[chosen]`` yourself.
+        fit: The value function with its held-out quality; without skill it is not followed. For one from a file,
+            ``Fit(load_value_function(path))``, on the device of phi: chance and optimism are then unknown.
+        recipe: How to work.
+        setting: (loss weight, metric step); by default the recipe's first.
+        start: phi_0, ``d``; by default 0, the model as it was trained.
+        index: The task index, for the batches; another one for each start.
+        seed: Seed of batches and search.
+        watcher: Is told of the progress.
+    """
+    recipe, watcher = recipe or Recipe(), watcher or Watcher()
+    start = task.origin() if start is None else start
+    setting = setting or recipe.settings[0]
+
+    def follow(policy: Policy) -> Tensor:
+        return finetune(task, policy, recipe.steps, seed, start, index)
+
+    watcher.stage("finetune")
+    loss_only = follow(LossStep(recipe.lr))
+    path = follow(metric_policy(fit.f, recipe, setting)) if fit.f.trusted else loss_only
+    ends = {"start": start, "loss_finetune": loss_only[-1], "metricopt": path[-1]}
+
+    watcher.stage("guard")
+    answers: dict[str, Answer] = {}
+    for name, phi in ends.items():
+        same = next((other for other in answers if torch.equal(ends[other], phi)), None)
+        answers[name] = answers[same] if same else ask(task, phi, "guard", f"end guard, {name}", watcher)
+
+    crossed = []
+    if fit.f.trusted:
+        for half, f in enumerate(fit.half_fits):
+            # With half the data f may not look trusted; not to follow it there would show no optimism at all.
+            end = follow(replace(metric_policy(f, recipe, setting), even_untrusted=True))[-1]
+            crossed.append(ask(task, end, "guard", f"cross-check, half {half}", watcher))
+    optimism = optimism_of_gain(crossed)
+
+    if recipe.adapt_queries and fit.f.trusted:
+        watcher.stage("adapt f")
+        steps = torch.linspace(0, recipe.steps, recipe.adapt_queries + 2).round().long()
+        inner = [ask(task, path[step], "adapt", f"adapting f, step {step}", watcher) for step in steps[1:-1].tolist()]
+        along = [answers["start"], *inner, answers["metricopt"]]
+        f = AdaptedValueFunction(fit.f, path[steps], torch.tensor([answer.cost for answer in along]))
+        ends["adapted"] = follow(metric_policy(f, recipe, setting))[-1]
+        answers["adapted"] = ask(task, ends["adapted"], "guard", "end guard, adapted", watcher)
+
+    if recipe.refine is not None:
+        watcher.stage("refine on the metric")
+        best = ends[min(answers, key=lambda name: answers[name].cost)]
+        found = recipe.refine(task, best, recipe.refine_queries, seed=seed, on_query=teller(task, watcher))
+        ends["refined"], answers["refined"] = found.phi, Answer(found.cost)
+    chance = chance_of_gain(answers["start"], fit.halves)
+    return Tuned(ends, answers, choose(answers, chance, optimism), chance, optimism)
+
+
+def choose(answers: Mapping[str, Answer], chance: float, optimism: float = 0.0) -> str:
+    """Return the candidate with the least cost, but the start unless that gains more than chance.
+
+    Args:
+        answers: What the metric said about each candidate, ``"start"`` among them.
+        chance: Standard deviation of the chance part of a gain, in units of the cost.
+        optimism: What the gain of a candidate that f led to has too much; only the start and the loss-only end saw
+            nothing of f.
+    """
+    corrected = {name: a.cost + optimism * (name not in WITHOUT_F) for name, a in answers.items()}
+    best = min(corrected, key=lambda name: corrected[name])
+    return best if corrected["start"] - corrected[best] > CERTAINTY * chance else "start"
+
+
+def finetune(
+    task: FinetuneTask, policy: Policy, steps: int, seed: int, start: Tensor | None = None, index: int = FRESH
+) -> Tensor:
+    """Finetune one start, by default phi = 0, without any query; returns the visited phi, ``(steps + 1) x d``."""
+    phi = task.origin() if start is None else start
+    points, _ = rollout(task, phi[None], policy, steps=steps, seed=seed, indices=[index])
+    return points[0]
+
+
+def metric_policy(f: ValueFunction, recipe: Recipe, setting: Sequence[float]) -> MetricOptStep:
+    """Return the step rule of finetuning under a setting (loss weight, metric step)."""
+    weight, metric_step = setting
+    return MetricOptStep(f, recipe.lr, metric_step, weight, recipe.steps)
+
+
+def ask(task: FinetuneTask, phi: Tensor, purpose: str, where: str, watcher: Watcher) -> Answer:
+    """Ask the metric about one phi, ``d``, and tell the watcher."""
+    (answer,) = task.answers_at(phi[None], purpose, f"{where}; ")
+    teller(task, watcher)(answer.cost)
+    return answer
+
+
+def teller(task: FinetuneTask, watcher: Watcher) -> Callable[[float], None]:
+    """Return a function that tells a watcher of an observed cost and of the queries spent."""
+    metric = task.metric
+    return lambda cost: watcher.query(metric.ledger.spent, f"{metric.name} {metric.to_value(cost):.4f}")

@@ -1,0 +1,235 @@
+"""Direct search: lower the true metric over phi itself, without a value function.
+
+The better tool for few starts: no query goes into learning f, so one start gets further for the same number. But each
+further start costs a whole search again, where an f that has been learned tunes it for a few queries.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from metricopt_ext.errors import BudgetError
+from metricopt_ext.search.guided_es import es_direction
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.seeding import generator
+
+Told = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a direct search found.
+
+    Attributes:
+        phi: The best of all points that the metric was asked about, ``d``.
+        cost: Its cost.
+        curve: (queries, best cost so far), at the start and wherever the best cost fell.
+    """
+
+    phi: Tensor
+    cost: float
+    curve: tuple[tuple[int, float], ...]
+
+
+class Search(Protocol):
+    """A direct search on a task's metric: `GuidedES`, `CMAES`."""
+
+    def least_queries(self, dim: int) -> int:
+        """Return the smallest budget in d dimensions: the start, one step and its end."""
+        ...
+
+    def __call__(
+        self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0, on_query: Told | None = None
+    ) -> SearchResult:
+        """Search from a start, whose own cost is the first query, and return the best point seen.
+
+        The model is left as it was: the result's phi is not set.
+
+        Args:
+            task: Model, loss, batches and metric.
+            start: phi_0, ``d``.
+            queries: Budget; exactly as many are booked under "search".
+            seed: Seed of all draws.
+            on_query: Called with each observed cost, for a progress bar.
+
+        Raises:
+            ValueError: The budget is below `least_queries`; nothing was asked.
+            BudgetError: The metric's ledger has fewer queries left; nothing was asked.
+            MetricError: The metric failed; the message says at which query.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class GuidedES:
+    """Guided ES (paper, section 3.2, Eq. 3-4) on the metric itself.
+
+    A step descends by Eq. 4's estimate u, at a length of its own, and by the loss; both decay linearly to 0. Lengths
+    are given per coordinate, |.| / sqrt(d), as the standard deviation of random starts is.
+
+    Attributes:
+        pairs: Number P of antithetic pairs per step, two queries each; one more judges the step's end.
+        scale: Length s of the perturbations, above 0.
+        step: Length of the first step along u, at least 0.
+        loss_weight: Weight w of the loss step, at least 0.
+        lr: Rate of the first loss step, at least 0.
+        history: Number k of past loss gradients that half of each perturbation is confined to; the paper has 3. 0
+            searches all directions alike, which measured better where the loss does not know what the metric does.
+    """
+
+    pairs: int = 6
+    scale: float = 0.05
+    step: float = 0.07
+    loss_weight: float = 0.3
+    lr: float = 0.1
+    history: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: A setting is out of range.
+        """
+        for name, least in (("pairs", 1), ("step", 0), ("loss_weight", 0), ("lr", 0), ("history", 0)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        _check_above_0("scale", self.scale)
+
+    def least_queries(self, dim: int) -> int:
+        """Return the smallest budget in d dimensions: the start, P pairs and the end."""
+        return 2 * self.pairs + 2
+
+    def __call__(
+        self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0, on_query: Told | None = None
+    ) -> SearchResult:
+        """Search from a start (see `Search`)."""
+        ask = _Asked(task, start, queries, self.least_queries(task.dim), on_query)
+        rng, root = generator(seed, "guided_es"), math.sqrt(task.dim)
+        variance, steps = (self.scale * root) ** 2, ask.left // (2 * self.pairs + 1)
+        phi, gradients, centres = start, start.new_zeros(0, task.dim), [start]
+        for step in range(steps):
+            _, gradient = task.loss_and_gradient(phi[None], seed, [0], step)
+            gradients = torch.cat([gradient, gradients])[: self.history]
+            u = es_direction(ask, phi, gradients, generator=rng, count=self.pairs, variance=variance)
+            metric_step = self.step * root * normalize(u, dim=0, eps=torch.finfo(u.dtype).tiny)
+            loss_step = self.loss_weight * self.lr * gradient[0]
+            phi = phi - (1 - step / steps) * (loss_step + metric_step)
+            centres.append(ask.about(phi))
+        return ask.finish(centres)
+
+
+@dataclass(frozen=True)
+class CMAES:
+    """CMA-ES (Hansen, 2016) by the package cma.
+
+    Attributes:
+        sigma0: First standard deviation of each coordinate, above 0.
+    """
+
+    sigma0: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: A setting is out of range.
+        """
+        _check_above_0("sigma0", self.sigma0)
+
+    def least_queries(self, dim: int) -> int:
+        """Return the smallest budget in d dimensions: the start, a population and its mean."""
+        return self.population(dim) + 2
+
+    def population(self, dim: int) -> int:
+        """Return how many points make a population in d dimensions."""
+        return 4 + int(3 * math.log(dim))
+
+    def __call__(
+        self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0, on_query: Told | None = None
+    ) -> SearchResult:
+        """Search from a start (see `Search`); the mean of each population is judged too.
+
+        Raises:
+            ImportError: The package cma is missing.
+        """
+        cma, population = _import_cma(), self.population(task.dim)
+        ask = _Asked(task, start, queries, self.least_queries(task.dim), on_query)
+        rng, centres = generator(seed, "cma"), [start]
+
+        def randn(*shape: int) -> np.ndarray[Any, Any]:
+            return torch.randn(*shape, generator=rng, dtype=torch.float64).numpy()
+
+        options = {"randn": randn, "seed": math.nan, "popsize": population, **QUIET}
+        strategy = cma.CMAEvolutionStrategy(start.double().cpu().numpy(), self.sigma0, options)
+        while ask.left > population:
+            points = strategy.ask()
+            costs = ask(torch.tensor(np.stack(points)).to(start))
+            strategy.tell(points, costs.tolist())
+            centres.append(ask.about(torch.tensor(strategy.mean).to(start)))
+        return ask.finish(centres)
+
+
+# -10 also keeps cma from reading options out of a file in the working directory.
+QUIET = {"verbose": -10, "verb_log": 0, "verb_disp": 0}
+
+
+class _Asked:
+    """The metric as a function of points, for one search: counts its queries and keeps the best point."""
+
+    def __init__(self, task: FinetuneTask, start: Tensor, queries: int, least: int, on_query: Told | None) -> None:
+        if queries < least:
+            raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
+        if queries > task.metric.ledger.left:
+            raise BudgetError(f"{queries} queries asked for, {task.metric.ledger.left} are left in the metric's budget")
+        self.task, self.queries, self.on_query = task, queries, on_query
+        self.spent, self.best, self.cost = 0, start, math.inf
+        self.curve: list[tuple[int, float]] = []
+        self.about(start)
+
+    @property
+    def left(self) -> int:
+        return self.queries - self.spent
+
+    def __call__(self, points: Tensor) -> Tensor:
+        """Return the costs, ``n``, of points, ``n x d``."""
+        costs = []
+        for point in points:
+            costs.append(self.task.costs_at(point[None], "search", f"query {self.spent + 1} of {self.queries}; "))
+            self.spent += 1
+            if costs[-1] < self.cost:
+                self.best, self.cost = point.clone(), float(costs[-1])
+                self.curve.append((self.spent, self.cost))
+            if self.on_query is not None:
+                self.on_query(float(costs[-1]))
+        return torch.cat(costs)
+
+    def about(self, point: Tensor) -> Tensor:
+        """Ask about one point, ``d``, and return it."""
+        self(point[None])
+        return point
+
+    def finish(self, centres: Sequence[Tensor]) -> SearchResult:
+        """Spend what is left between the last centre and the mean of the later half of them."""
+        last, mean = centres[-1], torch.stack(list(centres[(len(centres) - 1) // 2 :])).mean(0)
+        for share in torch.linspace(0, 1, self.left + 1)[1:].tolist():
+            self.about(torch.lerp(last, mean, share))
+        return SearchResult(self.best, self.cost, tuple(self.curve))
+
+
+def _check_above_0(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} is {value}; it must be above 0")
+
+
+def _import_cma() -> Any:
+    try:
+        import cma
+    except ImportError as error:
+        raise ImportError("CMA-ES needs the package cma: pip install 'cma>=4,<5'") from error
+    return cma

@@ -1,0 +1,204 @@
+"""MetricOpt: a loss optimizer that a value function steers towards the metric (paper, section 3.2, Algorithm 1)."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.search.guided_es import analytic_direction
+from metricopt_ext.value.value_function import ValueFunction
+
+
+@dataclass(frozen=True)
+class LossStep:
+    """Gradient descent on the surrogate loss alone, at rate ``lr``."""
+
+    lr: float
+
+    def __call__(self, phi: Tensor, history: Tensor, step: int) -> Tensor:
+        """Return the next phi, ``... x d``, given its loss gradients so far, ``... x k x d``, the latest last."""
+        return phi - self.lr * history[..., -1, :]
+
+
+@dataclass(frozen=True)
+class MetricOptStep:
+    """Eq. 1's step: ``phi - w * lr * loss gradient - metric step``, kept within a trust radius.
+
+    The metric step goes along u = 2 Sigma grad f, the expectation of Eq. 4. |u| differs by orders of magnitude between
+    tasks, so its length is set apart: ``metric_step`` times f's data radius, linearly decayed to 0 over ``steps``,
+    less where f is flat. An f without held-out skill is not followed at all: then this is the plain loss step.
+
+    Attributes:
+        f: The value function.
+        lr: Rate of the loss step, a float or ``...``.
+        metric_step: Length of the first metric step in units of f's radius, a float or ``...``.
+        loss_weight: w, a float or ``...``; 0 uses the loss only to guide the search (Algorithm 1 as printed).
+        steps: Number of steps over which the metric step decays; None keeps it constant.
+        trust: Trust radius in units of f's radius.
+        even_untrusted: Follow f whatever its quality, as when trajectories are collected to correct it.
+    """
+
+    f: ValueFunction
+    lr: float | Tensor
+    metric_step: float | Tensor = 0.15
+    loss_weight: float | Tensor = 0.3
+    steps: int | None = None
+    trust: float = 1.2
+    even_untrusted: bool = False
+
+    def __call__(self, phi: Tensor, history: Tensor, step: int) -> Tensor:
+        """Return the next phi, ``... x d``, given its loss gradients so far, ``... x k x d``, the latest last."""
+        loss_gradient = history[..., -1, :]
+        if not (self.f.trusted or self.even_untrusted):
+            return phi - _column(self.lr) * loss_gradient
+        moved = phi - _column(self.loss_weight) * _column(self.lr) * loss_gradient
+        moved = moved - _column(self.metric_step) * self.decay(step) * self.metric_direction(phi, history)
+        return clip_to_radius(moved, self.trust * self.f.radius)
+
+    def decay(self, step: int) -> float:
+        """Return the factor on the metric step, from 1 down to 0."""
+        return 1.0 if self.steps is None else max(0.0, 1 - step / self.steps)
+
+    def metric_direction(self, phi: Tensor, history: Tensor) -> Tensor:
+        """Return u at the length of f's radius, shorter where f is flat, ``... x d``."""
+        gradient = self.f.gradient(phi)
+        u = analytic_direction(gradient, history)
+        tiny = torch.finfo(u.dtype).tiny
+        slope = _length(gradient) / self.f.gradient_floor.clamp(min=tiny)
+        return self.f.radius * slope.clamp(max=1) * u / _length(u).clamp(min=tiny)
+
+
+def clip_to_radius(phi: Tensor, radius: Tensor) -> Tensor:
+    """Shorten each phi, ``... x d``, that is longer than ``radius``."""
+    return phi * (radius / _length(phi).clamp(min=torch.finfo(phi.dtype).tiny)).clamp(max=1)
+
+
+class MetricOpt(torch.optim.Optimizer):
+    """A torch optimizer that finetunes phi under a loss and a value function.
+
+    It works wherever an optimizer does: gradients come from ``loss.backward()``, learning-rate schedulers scale ``lr``
+    (the loss step), ``GradScaler`` may skip steps, ``step(closure)`` is allowed. The state dict holds the past
+    gradients and the step count but not f: save f with ``f.save(path)``.
+
+    Args:
+        params: phi, e.g. ``adapter.parameters()``; several tensors count as one vector in their order.
+        f: The value function, fitted for as many numbers as ``params`` hold.
+        lr: Rate of the loss step, at least 0.
+        metric_step: Length of the first metric step in units of f's data radius, at least 0.
+        loss_weight: Weight w of the loss step, at least 0.
+        steps: Number of steps over which the metric step decays linearly to 0; None keeps it constant.
+        trust: Trust radius in units of f's data radius, above 0.
+        history: Number k of past loss gradients that guide the search, at least 1.
+        even_untrusted: Follow f whatever its quality, as when trajectories are collected to correct it.
+
+    Raises:
+        ValueFunctionError: f was fitted for another dimension.
+        ValueError: A hyper-parameter is out of range, or there are several parameter groups.
+
+    Example:
+        >>> optimizer = MetricOpt(adapter.parameters(), f, lr=0.1, steps=200)  # doctest: +SKIP
+        >>> for x, y in loader:
+        ...     optimizer.zero_grad()
+        ...     F.cross_entropy(model(x), y).backward()
+        ...     optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        f: ValueFunction,
+        *,
+        lr: float = 0.1,
+        metric_step: float = 0.15,
+        loss_weight: float = 0.3,
+        steps: int | None = None,
+        trust: float = 1.2,
+        history: int = 3,
+        even_untrusted: bool = False,
+    ) -> None:
+        for name, value in (("lr", lr), ("metric_step", metric_step), ("loss_weight", loss_weight)):
+            if not value >= 0:
+                raise ValueError(f"{name} is {value}; it must be at least 0")
+        if not trust > 0:
+            raise ValueError(f"trust is {trust}; it must be above 0")
+        if history < 1:
+            raise ValueError(f"history is {history}; it must be at least 1")
+        if steps is not None and steps < 1:
+            raise ValueError(f"steps is {steps}; it must be at least 1, or None for no decay")
+        defaults = {
+            "lr": lr,
+            "metric_step": metric_step,
+            "loss_weight": loss_weight,
+            "steps": steps,
+            "trust": trust,
+            "history": history,
+            "even_untrusted": even_untrusted,
+        }
+        super().__init__(params, defaults)
+        numbers = sum(parameter.numel() for parameter in self._parameters)
+        if numbers != f.dim:
+            raise ValueFunctionError(
+                f"the parameters hold {numbers} numbers, f was fitted for phi of dimension {f.dim}"
+            )
+        self.f = f
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take the first parameter group and refuse any other."""
+        if self.param_groups:
+            raise ValueError(f"{len(self.param_groups) + 1} parameter groups given; f sees one vector phi, so give one")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "f": self.f}
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return self.param_groups[0]["params"]  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step from the parameters' ``grad``; returns the closure's loss, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters, group = self._parameters, self.param_groups[0]
+        if all(parameter.grad is None for parameter in parameters):
+            return loss
+        phi = _flat(parameters)
+        gradient = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+        state = self.state[parameters[0]]
+        past = state.get("history", gradient.new_zeros(0, len(gradient)))
+        state["history"] = torch.cat([past, gradient[None]])[-group["history"] :]
+        step = state.get("step", 0)
+        state["step"] = step + 1
+        rule = MetricOptStep(
+            self.f,
+            lr=group["lr"],
+            metric_step=group["metric_step"],
+            loss_weight=group["loss_weight"],
+            steps=group["steps"],
+            trust=group["trust"],
+            even_untrusted=group["even_untrusted"],
+        )
+        moved = rule(phi, state["history"], step)
+        for parameter, values in zip(parameters, moved.split([p.numel() for p in parameters]), strict=True):
+            parameter.copy_(values.view_as(parameter))
+        return loss
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _length(vectors: Tensor) -> Tensor:
+    """Return the Euclidean length of each vector, ``... x 1``."""
+    lengths: Tensor = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return lengths
+
+
+def _column(value: float | Tensor) -> float | Tensor:
+    return value[..., None] if isinstance(value, Tensor) else value

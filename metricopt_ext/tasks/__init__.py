@@ -1,0 +1,1 @@
+"""What is finetuned for what: batches, loss, metric, and the trajectories that finetuning leaves."""

@@ -1,0 +1,132 @@
+"""Mini-batches addressed by (seed, task, step): any step of any run can be replayed alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import DataError
+from metricopt_ext.utils.seeding import generator
+
+Batches = Callable[[int, int, int], Any]
+
+
+class IndexSampler:
+    """Draws the indices of a batch, with replacement.
+
+    Args:
+        size: Number of examples n.
+        batch_size: Indices per batch; rounded down to a multiple of the number of classes where ``labels`` are given.
+        labels: Class labels, ``n``; given, every class gets an equal part of the batch (paper, section 4.2).
+    """
+
+    def __init__(self, size: int, batch_size: int, labels: Tensor | None = None) -> None:
+        if size < 1:
+            raise DataError("there are no examples to draw batches from")
+        self.groups = [torch.arange(size)]
+        if labels is not None:
+            if len(labels) != size:
+                raise DataError(f"{len(labels)} labels for {size} examples")
+            self.groups = [(labels.cpu() == label).nonzero().squeeze(1) for label in labels.unique().tolist()]
+        if batch_size < len(self.groups):
+            raise DataError(
+                f"batch_size is {batch_size}, too small for one example of each of {len(self.groups)} classes"
+            )
+        self.share = batch_size // len(self.groups)
+
+    def __call__(self, seed: int, task: int, step: int) -> Tensor:
+        """Return indices, ``batch_size``."""
+        rng = generator(seed, "batch", task, step)
+        drawn = [group[torch.randint(len(group), (self.share,), generator=rng)] for group in self.groups]
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+
+class TensorBatches:
+    """Batches ``(x, y)`` from tensors in memory.
+
+    Args:
+        x: Inputs, ``n x ...``.
+        y: Targets, ``n x ...``.
+        batch_size: Examples per batch.
+        balanced: Whether every class in ``y``, ``n``, gets an equal part of the batch.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, batch_size: int, *, balanced: bool = False) -> None:
+        if len(x) != len(y):
+            raise DataError(f"{len(x)} inputs for {len(y)} targets")
+        self.x, self.y = x, y
+        self.sample = IndexSampler(len(x), batch_size, y if balanced else None)
+
+    def __call__(self, seed: int, task: int, step: int) -> tuple[Tensor, Tensor]:
+        """Return inputs ``batch_size x ...`` and targets ``batch_size x ...``."""
+        index = self.sample(seed, task, step).to(self.x.device)
+        return self.x[index], self.y[index]
+
+
+class ClassBatches:
+    """Batches ``(x, y)`` of m classes with k examples each, from tensors in memory.
+
+    Classes are drawn without replacement, and so are the examples of a class that has k. A class with a single example
+    is never drawn: it has no pair.
+
+    Args:
+        x: Inputs, ``n x ...``.
+        y: Class labels, ``n`` integers.
+        classes: Number m of classes in a batch, at least 2.
+        samples: Number k of examples of each, at least 2.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, classes: int, samples: int) -> None:
+        if len(x) != len(y):
+            raise DataError(f"{len(x)} inputs for {len(y)} labels")
+        if classes < 2 or samples < 2:
+            raise ValueError(f"a batch of {classes} classes x {samples} samples holds no pairs; both must be 2 or more")
+        self.x, self.y, self.classes, self.samples = x, y, classes, samples
+        labels = y.cpu()
+        groups = labels.argsort(stable=True).split(labels.unique(return_counts=True)[1].tolist())
+        self.groups = [group for group in groups if len(group) > 1]
+        if len(self.groups) < classes:
+            raise DataError(f"a batch needs {classes} classes of at least two examples, there are {len(self.groups)}")
+
+    def __call__(self, seed: int, task: int, step: int) -> tuple[Tensor, Tensor]:
+        """Return inputs ``mk x ...`` and labels ``mk``, class by class."""
+        rng = generator(seed, "batch", task, step)
+        chosen = torch.randperm(len(self.groups), generator=rng)[: self.classes].tolist()
+        places = torch.arange(self.samples)
+        drawn = [
+            group[torch.randperm(len(group), generator=rng)[places % len(group)]]
+            for group in (self.groups[i] for i in chosen)
+        ]
+        index = torch.cat(drawn).to(self.x.device)
+        return self.x[index], self.y[index]
+
+
+class DatasetBatches:
+    """Collated batches from any map-style dataset, e.g. a torchvision image folder.
+
+    Args:
+        dataset: Has ``__len__`` and ``__getitem__``. Random augmentation in it draws from torch's global CPU stream,
+            which is seeded for every batch and restored.
+        batch_size: Examples per batch.
+        labels: Class labels, ``n``; given, every class gets an equal part of the batch.
+        collate: Makes a batch of a list of examples.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        labels: Tensor | None = None,
+        collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate,
+    ) -> None:
+        self.dataset, self.collate = dataset, collate
+        self.sample = IndexSampler(len(dataset), batch_size, labels)
+
+    def __call__(self, seed: int, task: int, step: int) -> Any:
+        """Return what ``collate`` makes of ``batch_size`` examples."""
+        indices = self.sample(seed, task, step).tolist()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(generator(seed, "augmentation", task, step).initial_seed())
+            return self.collate([self.dataset[index] for index in indices])

@@ -1,0 +1,203 @@
+"""The black-box metric: a function of the model that returns one number, and a ledger that counts every call."""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.utils.modes import evaluating
+
+
+class Ledger:
+    """Counts metric queries by purpose and refuses one more than the budget.
+
+    Args:
+        budget: Most queries that may be spent; None for no limit.
+    """
+
+    def __init__(self, budget: int | None = None) -> None:
+        self.budget = budget
+        self.spent_on: dict[str, int] = {}
+
+    @property
+    def spent(self) -> int:
+        """Queries spent so far."""
+        return sum(self.spent_on.values())
+
+    @property
+    def left(self) -> float:
+        """Queries left; infinite without a budget."""
+        return math.inf if self.budget is None else self.budget - self.spent
+
+    def spend(self, purpose: str, queries: int = 1) -> None:
+        """Count queries.
+
+        Raises:
+            BudgetError: Fewer are left.
+        """
+        if queries > self.left:
+            raise BudgetError(
+                f"{queries} metric queries asked for ({purpose}), {self.left} left of a budget of {self.budget};"
+                f" spent so far: {self.spent_on}"
+            )
+        self.spent_on[purpose] = self.spent_on.get(purpose, 0) + queries
+
+
+class Answer(NamedTuple):
+    """What a metric said about a model, as costs.
+
+    Attributes:
+        cost: The metric's cost.
+        halves: Its costs on two halves of its data, None from a metric that does not tell them.
+    """
+
+    cost: float
+    halves: tuple[float, float] | None = None
+
+
+class Metric:
+    """A black-box evaluation metric, seen as a cost to minimise (paper, section 3: M normalised into [0, 1]).
+
+    Args:
+        function: Returns the metric as a float. It takes the model, or nothing where it knows the model already. It
+            is called in evaluation mode and without gradients, once per phi. It may return ``(value, (half, half))``
+            instead, its value on all of its data and on two random halves of them: from these the tool learns how
+            much of a gain is chance (`split_half`). That is still one query, for it takes one pass over the data.
+            ``(value, None)`` is the value alone.
+        maximize: Whether higher is better.
+        bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for a metric without known
+            bounds: its cost is the value itself, negated where higher is better.
+        name: What tables call it.
+        ledger: Counts the queries; give several metrics one ledger to share a budget.
+
+    Example:
+        >>> metric = Metric(lambda: 0.75, maximize=True, name="recall")
+        >>> metric.cost(nn.Identity(), "example"), metric.ledger.spent
+        (0.25, 1)
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        maximize: bool,
+        bounds: tuple[float, float] | None = (0.0, 1.0),
+        name: str | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        if bounds is not None and not bounds[0] < bounds[1]:
+            raise ValueError(f"bounds are {bounds}; the lower must be below the upper")
+        if bounds is not None and not math.isfinite(bounds[1] - bounds[0]):
+            raise ValueError(f"bounds are {bounds}; both must be finite, or give bounds=None for a metric without any")
+        self.function = function
+        self.maximize = maximize
+        self.bounds = bounds
+        self.name = name or getattr(function, "__name__", "metric").strip("<>")
+        self.ledger = ledger or Ledger()
+        self._takes_model = _takes_model(function)
+
+    def with_new_ledger(self) -> "Metric":
+        """Return the same metric with an empty ledger without a budget."""
+        return Metric(self.function, maximize=self.maximize, bounds=self.bounds, name=self.name)
+
+    def cost(self, model: nn.Module, purpose: str) -> float:
+        """Ask the metric about the model as it is and return the cost; see `ask`."""
+        return self.ask(model, purpose).cost
+
+    def ask(self, model: nn.Module, purpose: str) -> Answer:
+        """Ask the metric about the model as it is; one query.
+
+        Args:
+            model: The model to judge.
+            purpose: What the ledger books the query under.
+
+        Raises:
+            BudgetError: The budget is spent; the metric was not asked.
+            MetricError: The metric raised, returned no finite number, or left its bounds. The query counts.
+        """
+        self.ledger.spend(purpose)
+        with evaluating(model), torch.no_grad():
+            try:
+                answer = self.function(model) if self._takes_model else self.function()
+            except Exception as error:
+                raise MetricError(f"metric {self.name!r} raised {type(error).__name__}: {error}") from error
+        try:
+            value, halves = answer if isinstance(answer, tuple) else (answer, None)
+            value, halves = float(value), None if halves is None else [float(half) for half in halves]
+            if halves is not None and len(halves) != 2:
+                raise ValueError(f"{len(halves)} halves")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise MetricError(
+                f"metric {self.name!r} returned {answer!r}; it must be a number, or (number, (half, half))"
+            ) from error
+        cost = self._checked_cost(value)
+        if halves is None:
+            return Answer(cost)
+        first, second = (self._checked_cost(half, " on a half of its data") for half in halves)
+        return Answer(cost, (first, second))
+
+    def _checked_cost(self, value: float, where: str = "") -> float:
+        if not math.isfinite(value):
+            raise MetricError(f"metric {self.name!r} returned {value}{where}; it must be a finite number")
+        if self.bounds is not None and not self.bounds[0] <= value <= self.bounds[1]:
+            raise MetricError(
+                f"metric {self.name!r} returned {value}{where}, outside its bounds {self.bounds}; give the right"
+                " bounds, or bounds=None for a metric without any"
+            )
+        return self.to_cost(value)
+
+    def to_cost(self, value: float) -> float:
+        """Turn the metric's value into a cost: in [0, 1] where bounds are known, lower is better."""
+        if self.bounds is None:
+            return -value if self.maximize else value
+        low, high = self.bounds
+        return (high - value) / (high - low) if self.maximize else (value - low) / (high - low)
+
+    @property
+    def scale(self) -> float:
+        """How much the value changes where the cost changes by 1, without its sign."""
+        return 1.0 if self.bounds is None else self.bounds[1] - self.bounds[0]
+
+    def to_value(self, cost: float) -> float:
+        """Turn a cost back into the metric's own units and direction."""
+        if self.bounds is None:
+            return -cost if self.maximize else cost
+        low, high = self.bounds
+        return high - cost * (high - low) if self.maximize else low + cost * (high - low)
+
+
+def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Tensor]) -> Any:
+    """Return what a metric's function returns: its value, and that on two halves of its data if there are halves.
+
+    Args:
+        value_on: Returns the value on the examples at some indices, ``m``, or on all for None.
+        halves: Indices of two halves of the data, or nothing.
+    """
+    value = value_on(None)
+    return (value, tuple(value_on(half) for half in halves)) if halves else value
+
+
+def _takes_model(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return True
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(required) > 1:
+        raise ValueError(
+            f"a metric takes the model or nothing, {getattr(function, '__name__', function)!r} needs"
+            f" {[p.name for p in required]}; bind the rest with functools.partial"
+        )
+    return bool(required) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def stacked_halves(answers: Sequence[Answer]) -> Tensor | None:
+    """Return the answers' costs on two halves of the data, ``n x 2``, or None if any lacks them."""
+    halves = [answer.halves for answer in answers]
+    return None if None in halves else torch.tensor(halves, dtype=torch.float64)

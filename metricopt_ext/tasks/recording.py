@@ -1,0 +1,149 @@
+"""Recording of trajectories of phi while somebody else's trainer finetunes it."""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.errors import FileFormatError, MetricError
+from metricopt_ext.tasks.metric import Answer, Metric, stacked_halves
+from metricopt_ext.tasks.rollout import observation_steps
+from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.utils.modes import evaluating
+
+
+class Recording:
+    """Collects the first T steps of a trainer as a trajectory; the toolkits' hooks feed it.
+
+    phi_0 is the adapter's phi at `start`, and what the t-th `record` finds is phi_t, with the loss of phi_{t-1}. The
+    metric is asked about K of the T + 1 points as they come, with the models in evaluation mode; torch's random streams
+    are put back behind it, so that training goes as it would without it. After T steps the trajectory is in the store,
+    and nothing more is recorded. A trajectory that the store has already is not recorded again.
+
+    Args:
+        adapter: Handle on the adapter.
+        metric: Is asked about ``adapter.model`` and counts the K queries as ``"collect"``.
+        store: Receives the trajectory; `fitting.fit_value_function` learns f from what it holds.
+        steps: T, at least 1.
+        evals: K, from 2 to T + 1.
+        seed: Draws the observed steps, as in `trajectory.collect`.
+        round: The trajectory's round: 0 where the loss alone is followed.
+        index: The trajectory's index; another one for each run.
+
+    Raises:
+        ValueError: K is out of range.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        metric: Metric,
+        store: TrajectoryStore,
+        *,
+        steps: int,
+        evals: int,
+        seed: int = 0,
+        round: int = 0,
+        index: int = 0,
+    ) -> None:
+        self.adapter, self.metric, self.store = adapter, metric, store
+        self.steps, self.round, self.index = steps, round, index
+        self.observed = observation_steps(steps, evals, seed, index)
+        self.points: list[Tensor] = []
+        self.losses: list[float] = []
+        self.answers: list[Answer] = []
+
+    @property
+    def trajectory(self) -> Trajectory | None:
+        """The finished trajectory; None before T steps."""
+        return self.store.get(self.round, self.index)
+
+    def start(self) -> None:
+        """Take the adapter's phi as phi_0."""
+        self.points = [self._phi()]
+
+    def record(self, loss: float, models: Iterable[nn.Module]) -> None:
+        """Record that a step was taken.
+
+        Args:
+            loss: The loss before the step.
+            models: What the trainer trains.
+
+        Raises:
+            MetricError: The metric failed; the message says at which step.
+            BudgetError: The metric's budget is spent.
+        """
+        if self.trajectory is not None:
+            return
+        self.losses.append(loss)
+        self.points.append(self._phi())
+        self.observe(models)
+        self._store_if_finished()
+
+    def observe(self, models: Iterable[nn.Module]) -> None:
+        """Ask the metric about every point that is due."""
+        models = list(models)
+        for step in self.observed[len(self.answers) :].tolist():
+            if step >= len(self.points):
+                break
+            try:
+                self.answers.append(self._ask(models, self.points[step]))
+            except MetricError as error:
+                raise MetricError(f"{error} (round {self.round}, task {self.index}, step {step})") from error
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what was recorded so far, for a checkpoint."""
+        halves = stacked_halves(self.answers)
+        state = {
+            "observed": self.observed,
+            "phi": torch.stack(self.points),
+            "loss": torch.tensor(self.losses, dtype=torch.float64),
+            "cost": torch.tensor([answer.cost for answer in self.answers], dtype=torch.float64),
+        }
+        return state if halves is None else {**state, "halves": halves}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            FileFormatError: It observes other steps, so it belongs to another trajectory.
+        """
+        if not torch.equal(state["observed"].cpu(), self.observed):
+            raise FileFormatError(
+                f"the checkpoint's trajectory is observed at steps {state['observed'].tolist()}, this one at"
+                f" {self.observed.tolist()}; make the recorder with its steps, evals, seed and index"
+            )
+        self.points = list(state["phi"].cpu())
+        self.losses = state["loss"].tolist()
+        costs = state["cost"].tolist()
+        halves = state["halves"].tolist() if "halves" in state else [None] * len(costs)
+        self.answers = [
+            Answer(cost, None if pair is None else (pair[0], pair[1])) for cost, pair in zip(costs, halves, strict=True)
+        ]
+        self._store_if_finished()
+
+    def _phi(self) -> Tensor:
+        return self.adapter.phi.detach().cpu().clone()
+
+    def _ask(self, models: list[nn.Module], phi: Tensor) -> Answer:
+        device = self.adapter.phi.device
+        before = self.adapter.phi.detach().clone()
+        with ExitStack() as undone:
+            undone.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+            for model in models:
+                undone.enter_context(evaluating(model))
+            self.adapter.set_phi(phi)
+            undone.callback(self.adapter.set_phi, before)
+            return self.metric.ask(self.adapter.model, "collect")
+
+    def _store_if_finished(self) -> None:
+        if self.trajectory is not None or len(self.losses) < self.steps:
+            return
+        cost = torch.tensor([answer.cost for answer in self.answers], dtype=torch.float64)
+        points = torch.stack(self.points)
+        loss = torch.tensor(self.losses, dtype=points.dtype)
+        self.store.add(
+            Trajectory(self.round, self.index, points, loss, self.observed, cost, stacked_halves(self.answers))
+        )

@@ -1,0 +1,131 @@
+"""Rollouts: finetuning a population of phi for T steps, and observing the metric along them (Algorithm 1, line 3)."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.tasks.metric import Answer, stacked_halves
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.utils.seeding import generator
+
+
+class Policy(Protocol):
+    """How a population moves in one step: `optimizer.LossStep`, `optimizer.MetricOptStep`."""
+
+    def __call__(self, phi: Tensor, history: Tensor, step: int) -> Tensor:
+        """Return the next phi, ``n x d``, from phi, ``n x d``, and its loss gradients so far, ``n x k x d``."""
+        ...
+
+
+def rollout(
+    task: FinetuneTask,
+    phi: Tensor,
+    policy: Policy,
+    *,
+    steps: int,
+    seed: int,
+    indices: Sequence[int],
+    history: int = 3,
+    on_step: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Tensor]:
+    """Finetune a population for T steps.
+
+    Args:
+        task: What is finetuned.
+        phi: The starts, ``n x d``.
+        policy: The step rule.
+        steps: T.
+        seed: Seed of the batches.
+        indices: The n task indices.
+        history: Number k of past loss gradients that the policy sees.
+        on_step: Called after every step, for a progress bar.
+
+    Returns:
+        The visited points phi_0 ... phi_T, ``n x (T + 1) x d``, and the losses, ``n x T``.
+
+    Raises:
+        ValueError: ``history`` is below 1.
+    """
+    if history < 1:
+        raise ValueError(f"history is {history}; it must be at least 1")
+    points, losses, gradients = [phi], [], phi.new_zeros(len(phi), 0, phi.shape[-1])
+    for step in range(steps):
+        loss, gradient = task.loss_and_gradient(phi, seed, indices, step)
+        gradients = torch.cat([gradients, gradient[:, None]], dim=1)[:, -history:]
+        phi = policy(phi, gradients, step)
+        points.append(phi)
+        losses.append(loss)
+        on_step()
+    return torch.stack(points, 1), torch.stack(losses, 1)
+
+
+def observation_steps(steps: int, evals: int, seed: int, index: int) -> Tensor:
+    """Return K ascending steps in 0..T at which the metric is asked: both ends, the others drawn at random.
+
+    Raises:
+        ValueError: K is below 2 or above T + 1.
+    """
+    if not 2 <= evals <= steps + 1:
+        raise ValueError(f"evals is {evals}; it must be from 2 (both ends) to steps + 1 = {steps + 1}")
+    inner = torch.randperm(steps - 1, generator=generator(seed, "observe", index))[: evals - 2] + 1
+    return torch.cat([torch.tensor([0, steps]), inner]).sort().values
+
+
+def collect(
+    task: FinetuneTask,
+    store: TrajectoryStore,
+    policy_of: Callable[[Sequence[int]], Policy],
+    *,
+    round: int,
+    indices: Sequence[int],
+    start_std: float,
+    steps: int,
+    evals: int,
+    seed: int,
+    on_query: Callable[[float], None] = lambda cost: None,
+) -> list[Trajectory]:
+    """Run one round of tasks and observe the metric K times along each (Algorithm 1, line 3).
+
+    No step depends on the metric, so each chunk of ``task.population`` tasks runs first and is judged afterwards, task
+    by task; each task is stored when its K queries are in. Tasks that the store has are not judged again.
+
+    Args:
+        task: What is finetuned.
+        store: Receives the trajectories.
+        policy_of: Returns the step rule of a chunk of task indices.
+        round: 0 for loss-only, then 1, 2, ...
+        indices: Task indices; fixed chunks of them are run together, so that a resumed run is the same bit for bit.
+        start_std: Standard deviation of the starts phi_0.
+        steps: T.
+        evals: K.
+        seed: The run's seed.
+        on_query: Called with each observed cost, for a progress bar.
+
+    Returns:
+        The trajectories in the order of ``indices``.
+
+    Raises:
+        BudgetError: The metric's budget ended; what was finished is in the store.
+        MetricError: The metric failed; what was finished is in the store.
+    """
+    for at in range(0, len(indices), task.population):
+        chunk = indices[at : at + task.population]
+        missing = [row for row, index in enumerate(chunk) if store.get(round, index) is None]
+        if not missing:
+            continue
+        starts = task.starts(start_std, seed, chunk)
+        phi, loss = rollout(task, starts, policy_of(chunk), steps=steps, seed=seed, indices=chunk)
+        for row in missing:
+            observed = observation_steps(steps, evals, seed, chunk[row])
+            answers: list[Answer] = []
+            for step in observed.tolist():
+                where = f"round {round}, task {chunk[row]}, step {step}; {len(store)} finished trajectories are kept; "
+                answers += task.answers_at(phi[row, step][None], "collect", where)
+                on_query(answers[-1].cost)
+            cost = torch.tensor([answer.cost for answer in answers], dtype=torch.float64)
+            halves = stacked_halves(answers)
+            store.add(Trajectory(round, chunk[row], phi[row].cpu(), loss[row].cpu(), observed, cost, halves))
+    return [trajectory for index in indices if (trajectory := store.get(round, index)) is not None]

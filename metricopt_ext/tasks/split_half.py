@@ -1,0 +1,91 @@
+"""How much of a metric is chance: what its values on two halves of its data say about each other.
+
+A metric sees a sample. What differs between two halves of the sample will differ again on the next one, and the best of
+many models on a small sample is partly the luckiest: its gain is optimistic. Halves come with a query for nothing (see
+`Metric`); they say how large gains by chance are, and a value function fitted to one half shows on the other how
+optimistic its gains are.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+
+from metricopt_ext.tasks.metric import Answer
+from metricopt_ext.tasks.trajectory import Trajectory
+
+# Standard deviations of chance that a gain has to exceed, once what is known to be optimism was taken off.
+CERTAINTY = 1.0
+
+
+def split_half_correlation(trajectories: Sequence[Trajectory]) -> float:
+    """Return the Spearman correlation of the metric on the two halves over random phi, the trajectories' starts.
+
+    Near 0 the metric says nothing about other data of its kind, and no method can help.
+
+    Returns:
+        The correlation in [-1, 1]; NaN if the metric does not tell halves or never differs.
+    """
+    starts = [t.halves[0] for t in trajectories if t.halves is not None and t.observed[0] == 0]
+    if len(starts) < 3:
+        return math.nan
+    a, b = torch.stack(starts).T
+    if a.min() == a.max() or b.min() == b.max():
+        return math.nan
+    return float(spearmanr(a.numpy(), b.numpy()).statistic)
+
+
+def chance_of_gain(start: Answer, elsewhere: Tensor | None) -> float:
+    """Return the standard deviation of the chance part of a gain over a start, in units of the cost.
+
+    A gain on all data is the mean of its two halves' gains. If it was the same everywhere these would agree: half the
+    root mean square of their difference estimates how far chance moves the mean.
+
+    Args:
+        start: What the metric said about the start.
+        elsewhere: Costs on the two halves of points to compare with, ``m x 2``, best those that finetuning visits.
+
+    Returns:
+        The standard deviation; 0 if the metric does not tell halves, for then nothing is known of it.
+    """
+    if start.halves is None or elsewhere is None or len(elsewhere) == 0:
+        return 0.0
+    gains = torch.tensor(start.halves, dtype=torch.float64) - elsewhere
+    return float((gains[:, 0] - gains[:, 1]).square().mean().sqrt() / 2)
+
+
+def halves_where_used(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    """Return the halves, ``m x 2``, observed where finetuning goes; None if the metric does not tell them.
+
+    That is on the second half of on-policy trajectories, or of all while there are none on policy.
+    """
+    on_policy = [t for t in trajectories if t.round > 0] or list(trajectories)
+    late = [t.halves[2 * t.observed >= len(t.phi) - 1] for t in on_policy if t.halves is not None]
+    return torch.cat(late) if len(late) == len(on_policy) else None
+
+
+def seen_on_half(trajectories: Sequence[Trajectory], half: int) -> list[Trajectory]:
+    """Return the trajectories as a metric would have judged them that has one half (0 or 1) of the data only."""
+    return [replace(t, cost=t.halves[:, half]) for t in trajectories if t.halves is not None]
+
+
+def optimism_of_gain(crossed: Sequence[Answer]) -> float:
+    """Return by how much the gain of following f is larger on the data that f was fitted to than on others.
+
+    An end that was found with half the data is better on its own half than on the other by the optimism of half the
+    data: what chance gave it here and, as much again, what it lost elsewhere. The mean over both halves is free of one
+    half being harder than the other. Optimism is inversely proportional to the data (as in Akaike's criterion), so on
+    all data it is half of that mean: a quarter of the sum.
+
+    Args:
+        crossed: What the metric said about two ends, found with an f fitted to the first and to the second half; none
+            if there are no such ends.
+
+    Returns:
+        What to subtract from the gain, in units of the cost; 0 without such ends or the halves of one, never below 0.
+    """
+    apart = [a.halves[1 - half] - a.halves[half] for half, a in enumerate(crossed) if a.halves is not None]
+    return max(0.0, sum(apart) / 4) if len(apart) == len(crossed) else 0.0

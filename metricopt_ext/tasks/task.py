@@ -1,0 +1,211 @@
+"""What is finetuned for what: one frozen model with its loss, its batches and its metric (paper, section 3.1)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.errors import AdapterError, MetricError
+from metricopt_ext.tasks.batches import Batches
+from metricopt_ext.tasks.metric import Answer, Metric
+from metricopt_ext.utils.seeding import generator
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class OutputLoss:
+    """A surrogate loss in two parts, for one whose second part ``vmap`` can't take (data-dependent control flow).
+
+    A `FinetuneTask` computes the outputs of a population together and then the loss of each task by itself, which sees
+    the outputs and the batch of this task only.
+
+    Attributes:
+        forward: ``forward(model, batch) -> outputs``, a tensor or a tree of tensors.
+        loss: ``loss(outputs, batch) -> scalar``.
+    """
+
+    forward: Callable[[nn.Module, Any], Any]
+    loss: Callable[[Any, Any], Tensor]
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of a model on a batch, a scalar."""
+        return self.loss(self.forward(model, batch), batch)
+
+
+class FoldedBatchNorm(TorchFunctionMode):
+    """Computes BatchNorm in evaluation mode, which is affine, as one scale and one shift of each channel.
+
+    `torch.func.vmap` has no such shortcut: its BatchNorm transposes and copies the whole population.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace calls of ``torch.nn.functional.batch_norm`` that use running statistics."""
+        if func is F.batch_norm and not (kwargs or {}).get("training"):
+            return _affine_batch_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _affine_batch_norm(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if training or mean is None or var is None:
+        return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+    scale = (var + eps).rsqrt() if weight is None else weight * (var + eps).rsqrt()
+    shift = -mean * scale if bias is None else bias - mean * scale
+    channels = (-1, *[1] * (x.dim() - 2))
+    # Statistics may be of higher precision than x, as in autocast: like F.batch_norm, compute in theirs, return x's.
+    return torch.addcmul(shift.view(channels), x, scale.view(channels)).to(x.dtype)
+
+
+class FinetuneTask:
+    """A frozen model whose phi is to be finetuned.
+
+    Populations of phi share the frozen weights: their losses are computed by ``torch.func.vmap``, which runs the part
+    of the network before the first modulated layer once where the input is shared, and folds the population into the
+    batch behind it.
+
+    Args:
+        adapter: Handle on the model's adapter.
+        loss: ``loss(model, batch) -> scalar``, the surrogate loss l(phi); an `OutputLoss` where only the model's part
+            of it can be computed for a population at once.
+        batches: ``batches(seed, task, step) -> batch``, the same batch at every call with the same arguments
+            (`TensorBatches`, `DatasetBatches`).
+        metric: What the model is judged by.
+        population: Most phi in one forward pass, at least 1. 1 for models that ``vmap`` can't take (data-dependent
+            control flow), and where a batch fills the machine anyway. It is also the unit of work: results can
+            depend on it in the last bits.
+    """
+
+    def __init__(self, adapter: Adapter, *, loss: Loss, batches: Batches, metric: Metric, population: int = 32) -> None:
+        if population < 1:
+            raise ValueError(f"population is {population}; it must be at least 1")
+        if not callable(batches):
+            raise TypeError(
+                f"batches is a {type(batches).__name__}, which can't be replayed; it must be a function"
+                " batches(seed, task, step) -> batch, e.g. DatasetBatches(dataset, batch_size)"
+            )
+        self.adapter = adapter
+        self.loss = loss
+        self.batches = batches
+        self.metric = metric
+        self.population = population
+
+    def judged_by(self, metric: Metric) -> "FinetuneTask":
+        """Return the same task with another metric."""
+        return FinetuneTask(
+            self.adapter, loss=self.loss, batches=self.batches, metric=metric, population=self.population
+        )
+
+    @property
+    def dim(self) -> int:
+        """The dimension d of phi."""
+        return self.adapter.dim
+
+    def origin(self) -> Tensor:
+        """Return phi = 0, ``d``: the model as it was trained."""
+        return torch.zeros_like(self.adapter.phi.detach())
+
+    def starts(self, std: float, seed: int, indices: Sequence[int]) -> Tensor:
+        """Draw random starts phi_0 ~ N(0, std^2 I), ``n x d``, one for each task index."""
+        drawn = [torch.randn(self.dim, generator=generator(seed, "start", index)) * std for index in indices]
+        return torch.stack(drawn).to(self.origin())
+
+    def loss_and_gradient(self, phi: Tensor, seed: int, indices: Sequence[int], step: int) -> tuple[Tensor, Tensor]:
+        """Return each task's loss l(phi_t) on its own batch, ``n``, and its gradient, ``n x d``.
+
+        Args:
+            phi: One vector per task, ``n x d``.
+            seed: Seed of the batches.
+            indices: The n task indices.
+            step: The step t.
+        """
+        phi = phi.detach().requires_grad_(True)
+        batches = [self.batches(seed, index, step) for index in indices]
+        losses = [
+            self._losses(phi[at : at + self.population], batches[at : at + self.population])
+            for at in range(0, len(indices), self.population)
+        ]
+        loss = torch.cat(losses)
+        (gradient,) = torch.autograd.grad(loss.sum(), phi)
+        if not gradient.isfinite().all():
+            worst = indices[int((~gradient.isfinite()).any(dim=1).nonzero()[0])]
+            raise FloatingPointError(f"the loss gradient of task {worst} is not finite at step {step}; lower the lr")
+        return loss.detach(), gradient
+
+    def ask(self, phi: Tensor, purpose: str) -> Answer:
+        """Ask the metric about one phi, ``d``; one query.
+
+        phi is copied into the model's own parameter meanwhile, so that a metric which exports the model, or reads its
+        state dict, judges the right one.
+        """
+        before = self.adapter.phi.detach().clone()
+        self.adapter.set_phi(phi)
+        try:
+            return self.metric.ask(self.adapter.model, purpose)
+        finally:
+            self.adapter.set_phi(before)
+
+    def cost(self, phi: Tensor, purpose: str) -> float:
+        """Ask the metric about one phi, ``d``, and return the cost alone; see `ask`."""
+        return self.ask(phi, purpose).cost
+
+    def answers_at(self, phi: Tensor, purpose: str, where: str = "") -> list[Answer]:
+        """Ask the metric about ``n x d`` points; n queries.
+
+        Raises:
+            MetricError: The metric failed; the message says at which point.
+        """
+        answers = []
+        for i, point in enumerate(phi):
+            try:
+                answers.append(self.ask(point, purpose))
+            except MetricError as error:
+                raise MetricError(f"{error} ({where}point {i} of {len(phi)}, |phi| = {point.norm():.3g})") from error
+        return answers
+
+    def costs_at(self, phi: Tensor, purpose: str, where: str = "") -> Tensor:
+        """Ask the metric about ``n x d`` points and return the costs alone, ``n``, float64; see `answers_at`."""
+        costs = [answer.cost for answer in self.answers_at(phi, purpose, where)]
+        return torch.tensor(costs, dtype=torch.float64)
+
+    def _losses(self, phi: Tensor, batches: Sequence[Any]) -> Tensor:
+        if len(phi) == 1 or self.population == 1:
+            return torch.stack([self._loss(p, batch) for p, batch in zip(phi, batches, strict=True)])
+        stacked = tree_map(lambda *leaves: torch.stack(leaves), *batches)
+        with FoldedBatchNorm():
+            if not isinstance(self.loss, OutputLoss):
+                losses: Tensor = torch.func.vmap(self._loss)(phi, stacked)
+                return losses
+            outputs = torch.func.vmap(self._outputs)(phi, stacked)
+        own = [tree_map(lambda leaf, row=row: leaf[row], outputs) for row in range(len(phi))]
+        return torch.stack([_scalar(self.loss.loss(*each)) for each in zip(own, batches, strict=True)])
+
+    def _loss(self, phi: Tensor, batch: Any) -> Tensor:
+        with self.adapter.using(phi) as model:
+            return _scalar(self.loss(model, batch))
+
+    def _outputs(self, phi: Tensor, batch: Any) -> Any:
+        assert isinstance(self.loss, OutputLoss)
+        with self.adapter.using(phi) as model:
+            return self.loss.forward(model, batch)
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise AdapterError(f"loss(model, batch) returned {shape}; it must return a scalar tensor")
+    return loss

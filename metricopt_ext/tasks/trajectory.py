@@ -1,0 +1,99 @@
+"""Finetuning trajectories and the metrics observed along them: the value function's training data (Algorithm 1, 3)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from metricopt_ext.utils.files import claim, read_tensors, write_tensors
+
+FILE_FORMAT = "metricopt_ext/trajectory/1"
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One finetuning run of T steps, its metric observed at K of its T + 1 points.
+
+    Attributes:
+        round: 0 for loss-only runs, 1, 2, ... for on-policy rounds.
+        index: The task index; its start and its batches follow from it.
+        phi: The points phi_0 ... phi_T, ``(T + 1) x d``.
+        loss: The surrogate loss at phi_0 ... phi_{T-1}, each on its own batch, ``T``.
+        observed: Steps at which the metric was asked, ascending, ``K``.
+        cost: The metric there as a cost, float64, ``K``.
+        halves: The costs on two halves of the metric's data, float64, ``K x 2``; None if the metric does not tell them.
+    """
+
+    round: int
+    index: int
+    phi: Tensor
+    loss: Tensor
+    observed: Tensor
+    cost: Tensor
+    halves: Tensor | None = None
+
+    @property
+    def observed_phi(self) -> Tensor:
+        """The points at which the metric was asked, ``K x d``."""
+        return self.phi[self.observed]
+
+
+class TrajectoryStore:
+    """Append-only collection of trajectories, one file each, kept in memory where no folder is given.
+
+    Args:
+        folder: Where the files are; None for memory only.
+        identity: What the trajectories depend on (seed, layers, step count, ...). A folder that was filled under
+            another identity is refused.
+
+    Raises:
+        FileFormatError: The folder belongs to another run, or a file in it is corrupt.
+    """
+
+    def __init__(self, folder: str | Path | None = None, identity: dict[str, Any] | None = None) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self._items: dict[tuple[int, int], Trajectory] = {}
+        if self.folder is not None:
+            claim(self.folder / "identity.json", identity or {})
+            for path in sorted(self.folder.glob("round-*.safetensors")):
+                trajectory = _read(path)
+                self._items[trajectory.round, trajectory.index] = trajectory
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        """Iterate in the order of (round, index), however they came in."""
+        return (self._items[key] for key in sorted(self._items))
+
+    def get(self, round: int, index: int) -> Trajectory | None:
+        """Return a stored trajectory, or None."""
+        return self._items.get((round, index))
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Store a finished trajectory; once this returns it survives a kill."""
+        key = trajectory.round, trajectory.index
+        if key in self._items:
+            raise ValueError(f"trajectory {trajectory.index} of round {trajectory.round} is stored already")
+        if self.folder is not None:
+            _write(self.folder / f"round-{trajectory.round}-task-{trajectory.index:05d}.safetensors", trajectory)
+        self._items[key] = trajectory
+
+    @property
+    def queries(self) -> int:
+        """Metric queries that went into the stored trajectories."""
+        return sum(len(trajectory.cost) for trajectory in self)
+
+
+def _write(path: Path, trajectory: Trajectory) -> None:
+    tensors = {name: getattr(trajectory, name) for name in ("phi", "loss", "observed", "cost")}
+    if trajectory.halves is not None:
+        tensors["halves"] = trajectory.halves
+    write_tensors(path, tensors, FILE_FORMAT, {"round": trajectory.round, "index": trajectory.index})
+
+
+def _read(path: Path) -> Trajectory:
+    tensors, described = read_tensors(path, FILE_FORMAT)
+    return Trajectory(described["round"], described["index"], **tensors)

@@ -1,0 +1,82 @@
+"""Typed configurations: a dataclass schema, a YAML file and ``key=value`` overrides; an unknown key is an error."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from metricopt_ext.errors import ConfigError, MetricOptError
+
+Schema = TypeVar("Schema")
+
+
+def load_config(schema: type[Schema], file: str | Path | None, overrides: Sequence[str] = ()) -> Schema:
+    """Read a configuration.
+
+    Args:
+        schema: A dataclass whose fields, nested dataclasses included, are the keys, their types and their defaults.
+        file: A YAML file; None for the defaults.
+        overrides: ``key=value``, with dots for nested keys.
+
+    Raises:
+        ConfigError: A key is unknown or a value has the wrong type; the message names the nearest key.
+    """
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    config = OmegaConf.structured(schema)
+    known = known_keys(schema)
+    in_file = where = "" if file is None else f"{file}: "
+    try:
+        if file is not None:
+            if not Path(file).is_file():
+                raise ConfigError(f"config file {file} does not exist")
+            content = OmegaConf.load(file)
+            if not isinstance(content, DictConfig):
+                raise ConfigError(f"{file} holds a list; it must hold keys with values")
+            config = OmegaConf.merge(config, content)
+        for override in overrides:
+            key, equals, _ = override.partition("=")
+            if not equals:
+                raise ConfigError(f"override {override!r} is not of the form key=value")
+            if key not in known:
+                raise ConfigError(f"unknown key {key!r}{_nearest(key, known)}")
+            where = f"{override}: "
+            config = OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
+        where = in_file
+        return OmegaConf.to_object(config)  # type: ignore[return-value]
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        key = getattr(error, "full_key", None) or ""
+        if key and key.partition("[")[0] not in known:
+            raise ConfigError(f"{where}unknown key {key!r}{_nearest(key, known)}") from error
+        named = f"{key}: " if key and where == in_file else ""
+        raise ConfigError(f"{where}{named}{' '.join(str(error).partition('    full_key:')[0].split())}") from error
+
+
+def known_keys(schema: Any, prefix: str = "") -> list[str]:
+    """List all keys of a schema, nested ones with dots."""
+    keys = []
+    for field in fields(schema):
+        keys.append(prefix + field.name)
+        if isinstance(field.type, type) and is_dataclass(field.type):
+            keys += known_keys(field.type, f"{prefix}{field.name}.")
+    return keys
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(known))}"
+
+
+@contextmanager
+def settings_of(section: str) -> Iterator[None]:
+    """Turn a ValueError about a setting into a `ConfigError` that names its section of the config file."""
+    try:
+        yield
+    except MetricOptError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{section}: {error}") from error

@@ -1,0 +1,156 @@
+"""Files that are whole or not there: safetensors and JSON written to a temporary name, synced, then renamed."""
+
+import hashlib
+import json
+import os
+import tempfile
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.errors import DataError, FileFormatError
+
+
+def write_atomically(path: str | Path, data: bytes) -> None:
+    """Write ``data`` so that a reader, or a run after a crash, sees all of it or the old file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    """Write indented JSON atomically."""
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def read_json(path: str | Path) -> Any:
+    """Read a JSON object.
+
+    Raises:
+        FileFormatError: The file is not JSON, or something else than an object.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise FileFormatError(f"{path} is not valid JSON ({error}); delete it to have it made again") from error
+    if not isinstance(content, dict):
+        raise FileFormatError(
+            f"{path} holds a {type(content).__name__}, no JSON object; delete it to have it made again"
+        )
+    return content
+
+
+def fingerprint(state: dict[str, Any]) -> str:
+    """Return 16 hexadecimal digits that tell a state dict's names and tensors from others, on whatever device."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(state.items()):
+        if isinstance(value, Tensor):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def claim(path: str | Path, identity: dict[str, Any]) -> None:
+    """Write what a folder's content depends on, or check that it is what an earlier run wrote.
+
+    Raises:
+        FileFormatError: The folder belongs to a run with other settings; the message names the first that differs.
+    """
+    identity = json.loads(json.dumps(identity))
+    if not Path(path).exists():
+        write_json(path, identity)
+        return
+    theirs = read_json(path)
+    for key in sorted({*theirs, *identity}):
+        if theirs.get(key) != identity.get(key):
+            raise FileFormatError(
+                f"{Path(path).parent} holds another run: {key} was {theirs.get(key)!r}, now {identity.get(key)!r};"
+                " go on with the old settings or use another output folder"
+            )
+
+
+def write_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, described: dict[str, Any]) -> None:
+    """Write tensors and what describes them to a safetensors file, atomically."""
+    contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    metadata = {"format": kind, "described": json.dumps(described)}
+    write_atomically(path, safetensors.torch.save(contiguous, metadata=metadata))
+
+
+def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `write_tensors` wrote.
+
+    Raises:
+        FileFormatError: The file is missing, truncated, corrupt, or of another kind.
+    """
+    if not Path(path).is_file():
+        raise FileFormatError(f"{path} does not exist")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    except Exception as error:
+        raise FileFormatError(f"{path} is truncated or no safetensors file ({error})") from error
+    if metadata.get("format") != kind:
+        raise FileFormatError(f"{path} has format {metadata.get('format')!r}, expected {kind!r}")
+    try:
+        return tensors, json.loads(metadata["described"])
+    except (KeyError, ValueError) as error:
+        raise FileFormatError(f"{path} is corrupt: its description can't be read ({error})") from error
+
+
+def load_weights(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -> None:
+    """Load a state dict, of safetensors or of torch without pickled code, into a model.
+
+    A checkpoint of Detectron2 will do too: its state dict is the entry ``model``.
+
+    Args:
+        model: The model.
+        path: The file.
+        keep: Names of weights that stay as they are in the model, whatever the file has.
+
+    Raises:
+        DataError: The file can't be read, or holds other weights than the model's.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            state = safetensors.torch.load_file(path)
+        else:
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            state = loaded.get("model", loaded)
+        own = model.state_dict()
+        model.load_state_dict({**state, **{name: own[name] for name in keep}})
+    except Exception as error:
+        why = textwrap.shorten(str(error), 300, placeholder=" ...")
+        raise DataError(f"{path} holds no weights for {type(model).__name__}: {why}") from error
+
+
+def existing(*candidates: str | os.PathLike[str]) -> Path:
+    """Return the first of these paths that exists.
+
+    Raises:
+        DataError: None of them does.
+    """
+    for candidate in candidates:
+        if Path(candidate).exists():
+            return Path(candidate)
+    raise DataError(f"{listed(candidates, ' or ')} not found; set data.root=DIR to the folder that holds the data")
+
+
+def listed(paths: Iterable[str | os.PathLike[str]], joint: str = ", ") -> str:
+    """Return the paths in one line."""
+    return joint.join(os.fspath(path) for path in paths)

@@ -1,0 +1,54 @@
+"""Adaptation of a value function to a new start, from a few metric queries along its own finetuning."""
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.value.value_function import ValueFunction
+
+# The correction's noise variance in units of its own: the points lie close together and the metric is not smooth.
+NOISE = 0.1
+
+
+class AdaptedValueFunction(ValueFunction):
+    """f plus a smooth correction: the posterior mean of a Gaussian process on what f got wrong at some points.
+
+    Further training of f's weights on the points of a single path, Reptile's own way, changed f everywhere and made the
+    finetune worse on toy problems whose answer is known; this fades to f away from the points. The process has mean 0,
+    f's data radius as length scale and the mean square of the errors as variance.
+
+    Args:
+        f: The fitted value function, of any kind.
+        phi: Points of the new start, ``n x d``.
+        cost: Their costs, ``n``; whoever asked for them has counted the queries.
+
+    Attributes:
+        quality: That of ``f``, as is the domain.
+    """
+
+    kind = "adapted"
+    points: Tensor
+    weights: Tensor
+
+    def __init__(self, f: ValueFunction, phi: Tensor, cost: Tensor) -> None:
+        super().__init__(f.dim, f.members_count)
+        self.f = f
+        self.quality = f.quality
+        self.radius.copy_(f.radius)
+        self.gradient_floor.copy_(f.gradient_floor)
+        self.to(f.radius.device)
+        points = phi.detach().to(f.radius)
+        with torch.no_grad():
+            error = (cost.to(points) - f(points)).double()
+        self.register_buffer("points", points)
+        gram = self.kernel(points).double() + NOISE * torch.eye(len(points), device=points.device)
+        self.register_buffer("weights", torch.linalg.solve(gram, error).to(points))  # the variance cancels
+        self.eval().requires_grad_(False)
+
+    def kernel(self, phi: Tensor) -> Tensor:
+        """Return the correlation of the correction at phi, ``m x d``, and at the points, ``m x n``."""
+        return torch.exp(-((phi[:, None] - self.points).square().sum(-1)) / (2 * self.radius**2))
+
+    def members(self, phi: Tensor) -> Tensor:
+        """Predict the cost by each member, ``... x M``, at phi, ``... x d``."""
+        correction = self.kernel(phi.reshape(-1, self.dim)) @ self.weights
+        return self.f.members(phi) + correction.view(*phi.shape[:-1], 1)

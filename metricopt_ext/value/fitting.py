@@ -1,0 +1,114 @@
+"""Fits value functions to observed trajectories and measures them on trajectories that they have not seen."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+
+from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.threads import one_thread
+from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.value_function import Quality, ValueFunction
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A chosen value function with what it was chosen by; of one from a file, ``Fit(f)``, nothing else is known.
+
+    Attributes:
+        f: The value function; ``f.quality`` is its held-out quality.
+        candidates: Held-out quality of each kind that was fitted.
+        predicted: Held-out predictions where f is used, ``m``.
+        true: The costs observed there, ``m``.
+        halves: The costs on two halves of the metric's data there, ``m x 2``; None if the metric does not tell them.
+        half_fits: Two more value functions, fitted to the costs on one half each; none if there are no halves.
+    """
+
+    f: ValueFunction
+    candidates: dict[str, Quality] = field(default_factory=dict)
+    predicted: Tensor = field(default_factory=lambda: torch.empty(0))
+    true: Tensor = field(default_factory=lambda: torch.empty(0))
+    halves: Tensor | None = None
+    half_fits: tuple[ValueFunction, ...] = ()
+
+
+@one_thread()
+def fit_value_function(
+    data: Observations, learners: Sequence[Learner] | None = None, *, folds: int = 4, seed: int = 0
+) -> Fit:
+    """Fit each kind of value function and keep the one that predicts held-out trajectories best.
+
+    Every trajectory is held out from some members of the ensemble: these members' predictions measure quality, and yet
+    no query is spent on held-out data alone. (The mean of all is usually better than the members so measured.)
+
+    Args:
+        data: The observed points.
+        learners: What to fit; by default the MLP and the diagonal quadratic ridge.
+        folds: Number of folds.
+        seed: Seed of folds, weights and batches.
+
+    Raises:
+        ValueFunctionError: There are fewer than two folds, fewer trajectories than folds, or all costs are equal.
+    """
+    if folds < 2:
+        raise ValueFunctionError(f"folds is {folds}; it must be at least 2")
+    trajectories = int(data.trajectory.max()) + 1
+    if trajectories < folds:
+        raise ValueFunctionError(f"{trajectories} trajectories can't be held out in {folds} folds; collect more tasks")
+    if data.cost.min() == data.cost.max():
+        raise ValueFunctionError(
+            f"all {len(data.cost)} observed costs equal {float(data.cost[0]):.6g}: the metric does not react to phi;"
+            " modulate more layers, or start further out (start_std)"
+        )
+    fold = assign_folds(data.trajectory, folds, seed)
+    used = data.where_used() & data.observed
+    fits = []
+    for learner in learners or (NeuralLearner(), RidgeLearner()):
+        f = learner(data, fold, folds, seed)
+        f.set_domain(data.phi)
+        of_fold = f.members(data.phi).view(len(fold), -1, folds).mean(1)
+        held_out = of_fold.gather(1, fold[:, None]).squeeze(1)
+        f.quality = measure(held_out[used], data.cost[used], data.trajectory[used])
+        fits.append((f.quality, f, held_out[used]))
+    _, best, predicted = max(fits, key=lambda fit: _merit(fit[0]))
+    return Fit(best, {f.kind: quality for quality, f, _ in fits}, predicted, data.cost[used])
+
+
+def assign_folds(trajectory: Tensor, folds: int, seed: int) -> Tensor:
+    """Return the fold of each point, ``n``, the same along a trajectory, from the trajectory of each point, ``n``."""
+    order = torch.randperm(int(trajectory.max()) + 1, generator=generator(seed, "folds"))
+    return (order % folds)[trajectory]
+
+
+def _merit(quality: Quality) -> tuple[bool, float]:
+    """Rank first what errs less than a constant, then what ranks best; without any such, what errs least."""
+    useful = quality.mae < quality.constant_mae
+    return useful, quality.spearman if useful else -quality.mae
+
+
+def measure(predicted: Tensor, true: Tensor, trajectory: Tensor) -> Quality:
+    """Compare held-out predictions with the truth.
+
+    Args:
+        predicted: Predicted costs, ``m``.
+        true: Observed costs, ``m``.
+        trajectory: The trajectory of each point, ``m``.
+    """
+    if not predicted.isfinite().all():
+        spearman = -1.0  # a diverged fit must lose against any other
+    elif true.min() == true.max() or predicted.min() == predicted.max():
+        spearman = 0.0
+    else:
+        spearman = float(spearmanr(predicted.numpy(), true.numpy()).statistic)
+    return Quality(
+        spearman=spearman,
+        mae=float((predicted - true).abs().mean().nan_to_num(nan=math.inf)),
+        constant_mae=float((true - true.median()).abs().mean()),
+        points=len(true),
+        trajectories=len(trajectory.unique()),
+    )

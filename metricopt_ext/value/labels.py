@@ -1,0 +1,106 @@
+"""Labels for the steps between metric queries (MetricOpt, "Metric interpolation")."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.value.gaussian_process import GaussianProcess, Skill
+from metricopt_ext.value.observations import Observations
+
+
+@dataclass(frozen=True)
+class Labels(Observations):
+    """Labelled points with what decided on them.
+
+    Attributes:
+        kind: Where labels come from: ``"observed"``, ``"linear"`` or ``"gp"``.
+        skill: How well the Gaussian process did, if one was fitted.
+    """
+
+    kind: str = "observed"
+    skill: Skill | None = None
+
+    def __str__(self) -> str:
+        """Tell kind, number and skill in one line."""
+        skill = "" if self.skill is None else f"; Gaussian process: {self.skill}"
+        return f"{self.kind} labels at {len(self.cost)} points{skill}"
+
+
+@dataclass(frozen=True)
+class LinearLabels:
+    """Labels all steps by linear interpolation in time, all as sure as each other: what the paper argues against."""
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> Labels:
+        """Return labels at all steps; before the first and after the last observation they are constant."""
+        means = [
+            torch.from_numpy(np.interp(np.arange(len(t.phi)), t.observed.numpy(), t.cost.numpy())) for t in trajectories
+        ]
+        return _dense(trajectories, means, [torch.ones(len(mean)) for mean in means], 1.0, "linear")
+
+
+@dataclass(frozen=True)
+class GaussianProcessLabels:
+    """Labels all steps by Gaussian processes if these recover left-out observations, else the observed points only.
+
+    Attributes:
+        always: Label all steps in any case, as the paper does.
+        warped: Let time run faster at the start of trajectories, as far as the likelihood asks for it.
+    """
+
+    always: bool = False
+    warped: bool = False
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> Labels:
+        """Return the labels with the skill that decided on them.
+
+        An interpolated label is as unsure as another observation at that step would be. An observed one keeps its cost
+        and is as unsure as the noise.
+
+        Raises:
+            ValueFunctionError: As `GaussianProcess.fit` and `GaussianProcess.posterior`.
+        """
+        process = GaussianProcess.fit(trajectories, warped=self.warped)
+        skill = process.leave_one_out(trajectories)
+        if not (self.always or skill.skilful):
+            return _observed(trajectories, skill)
+        means, stds = zip(*process.posterior(trajectories), strict=True)
+        sigmas = [(std.square() + process.noise_std**2).sqrt() for std in stds]
+        return _dense(trajectories, means, sigmas, process.noise_std, "gp", skill)
+
+
+def _observed(trajectories: Sequence[Trajectory], skill: Skill | None = None) -> Labels:
+    return Labels(**vars(Observations.of(trajectories)), skill=skill)
+
+
+def _dense(
+    trajectories: Sequence[Trajectory],
+    costs: Sequence[Tensor],
+    sigmas: Sequence[Tensor],
+    observed_sigma: float,
+    kind: str,
+    skill: Skill | None = None,
+) -> Labels:
+    """Gather all steps, ``T + 1`` labels and sigmas for each trajectory; observed costs replace their labels."""
+    counts = torch.tensor([len(t.phi) for t in trajectories])
+    first = counts.cumsum(0) - counts
+    asked = torch.cat([start + t.observed for start, t in zip(first, trajectories, strict=True)])
+    observed = torch.zeros(int(counts.sum()), dtype=torch.bool)
+    cost, sigma = torch.cat(list(costs)), torch.cat(list(sigmas))
+    observed[asked] = True
+    cost[asked] = torch.cat([t.cost for t in trajectories])
+    sigma[asked] = observed_sigma
+    return Labels(
+        phi=torch.cat([t.phi for t in trajectories]).float(),
+        cost=cost.float(),
+        sigma=sigma.float(),
+        trajectory=torch.arange(len(trajectories)).repeat_interleave(counts),
+        round=torch.tensor([t.round for t in trajectories]).repeat_interleave(counts),
+        progress=torch.cat([torch.arange(len(t.phi)) / (len(t.phi) - 1) for t in trajectories]),
+        observed=observed,
+        kind=kind,
+        skill=skill,
+    )

@@ -1,0 +1,109 @@
+"""Learners: what fits a value function to observations."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.utils.seeding import generator
+from metricopt_ext.value.objective import Objective, comparable_sigma, warn_of_collapse
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.ridge import best_penalty, ridge_path
+from metricopt_ext.value.value_function import NeuralValueFunction, RidgeValueFunction, ValueFunction
+
+
+class Learner(Protocol):
+    """Fits an ensemble; member m must not see the trajectories of fold ``m % folds``."""
+
+    def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
+        """Return the fitted f, with ``folds`` members or a multiple of that.
+
+        Args:
+            data: The observed points.
+            fold: The fold of each point, ``n``, the same along a trajectory.
+            folds: Number of folds, at least 2.
+            seed: Seed of initial weights and mini-batches.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class NeuralLearner:
+    """Fits `NeuralValueFunction` by AdamW with a one-cycle rate on batches that mix all tasks.
+
+    Batches of one trajectory, as Algorithm 1 has them, would let BatchNorm normalise away what differs between tasks.
+
+    Attributes:
+        iterations: Steps of AdamW.
+        batch_size: Observed points per step and member.
+        nets: Members for each fold, which differ in their initial weights and their batches.
+        lr: Peak learning rate.
+        weight_decay: Decoupled weight decay; strong, because a few hundred points are all there is.
+        objective: What is minimised; by default Eq. 2's regression alone.
+        resolution: Sigma of labels that are all equally sure, in standard deviations of the costs.
+    """
+
+    iterations: int = 400
+    batch_size: int = 256
+    nets: int = 2
+    lr: float = 1e-2
+    weight_decay: float = 1.0
+    objective: Objective = field(default=Objective(gamma=1.0, beta=0.0))
+    resolution: float = 0.1
+
+    @classmethod
+    def offline(cls) -> "NeuralLearner":
+        """Return the rival of Reptile in the paper's Fig. 3b: Eq. 2 on all trajectories stored offline."""
+        return cls(iterations=2000, batch_size=64, nets=1, objective=Objective(gamma=10.0, beta=1.0))
+
+    def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
+        """Minimise the objective for all members at once."""
+        rng = generator(seed, "fit")
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(rng.initial_seed())
+            f = NeuralValueFunction(data.phi.shape[-1], folds * self.nets)
+        f.cost_mean.copy_(data.cost.mean())
+        f.cost_std.copy_(data.cost.std().clamp(min=1e-8))
+        sigma = comparable_sigma(data, self.resolution)
+        seen = [(fold != member % folds).nonzero().squeeze(1) for member in range(folds * self.nets)]
+        optimizer = torch.optim.AdamW(f.parameters(), self.lr, weight_decay=self.weight_decay, fused=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=self.iterations)
+        f.train()
+        for _ in range(self.iterations):
+            batch = torch.stack(
+                [points[torch.randint(len(points), (self.batch_size,), generator=rng)] for points in seen], dim=1
+            )
+            loss = self.objective(f, data.phi[batch], data.cost[batch], sigma[batch], rng)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        f.eval()
+        warn_of_collapse(f, data.phi, data.cost)
+        return f
+
+
+@dataclass(frozen=True)
+class RidgeLearner:
+    """Fits `RidgeValueFunction` in closed form on standardised features.
+
+    Attributes:
+        penalties: Candidate ridge penalties per point. Each member takes the one that predicts best across the
+            trajectories it sees; points of one trajectory are too alike to be left out one by one.
+        groups: Parts into which a member's trajectories are divided for that.
+    """
+
+    penalties: tuple[float, ...] = tuple(10.0**e for e in range(-4, 4))
+    groups: int = 5
+
+    def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
+        """Fit each member to the points outside its fold."""
+        f = RidgeValueFunction(data.phi.shape[-1], folds)
+        features, cost = f.basis(data.phi).double(), data.cost.double()
+        for member in range(folds):
+            seen = fold != member
+            penalty = best_penalty(features[seen], cost[seen], data.trajectory[seen] % self.groups, self.penalties)
+            ((coefficients, intercept),) = ridge_path(features[seen], cost[seen], [penalty])
+            f.coefficients[:, member], f.intercept[member] = coefficients, intercept
+        return f

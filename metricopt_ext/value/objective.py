@@ -1,0 +1,216 @@
+"""What a value function is trained for (paper, section 3.1, Eq. 2), for all members of an ensemble at once.
+
+Each of M members has a batch of B points of its own. A loss is a mean over the member's batch, summed over the members:
+no member's gradient depends on the others.
+"""
+
+import warnings
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.value_function import NeuralValueFunction
+
+# Fisher's ratio from which on two costs count as different.
+CUTOFF = 2.0
+
+
+class CollapseWarning(UserWarning):
+    """A value function says nearly the same everywhere, although the costs that it was fitted to differ."""
+
+
+class Triplets(NamedTuple):
+    """For every anchor t one positive t_p and one negative t_n.
+
+    Attributes:
+        positive: Index of t_p in the batch, ``B x M``.
+        negative: Index of t_n in the batch, ``B x M``.
+        valid: Whether the anchor has both, ``B x M``; where it has not, the indices mean nothing.
+    """
+
+    positive: Tensor
+    negative: Tensor
+    valid: Tensor
+
+
+class Miner(Protocol):
+    """Chooses the triplets of a batch: `sampled_triplets`, `hardest_triplets`."""
+
+    def __call__(self, ratio: Tensor, features: Tensor, generator: torch.Generator) -> Triplets:
+        """Return a triplet per anchor.
+
+        Args:
+            ratio: Fisher's ratios, ``B x B x M``.
+            features: Embeddings, ``B x M x e``; no gradient flows through the choice.
+            generator: Source of all draws.
+        """
+        ...
+
+
+def regression_loss(predicted: Tensor, cost: Tensor, sigma: Tensor) -> Tensor:
+    """Return L_regress = (sum_t |f(phi_t) - m_t| / sigma_t) / (sum_t 1 / sigma_t), a scalar (Eq. 2).
+
+    Args:
+        predicted: f(phi_t), ``B x M``.
+        cost: Labels m_t, ``B x M``.
+        sigma: Their standard deviations, above 0, ``B x M``; only ratios count.
+    """
+    weight = 1 / sigma
+    return ((weight * (predicted - cost).abs()).sum(0) / weight.sum(0)).sum()
+
+
+def fisher_ratio(cost: Tensor, sigma: Tensor) -> Tensor:
+    """Return r_tt' = (m_t - m_t')^2 / (sigma_t^2 + sigma_t'^2), ``B x B x M``: how surely two labels differ.
+
+    Args:
+        cost: Labels, ``B x M``.
+        sigma: Their standard deviations in units of the cost, above 0, ``B x M``.
+    """
+    return (cost[:, None] - cost) ** 2 / (sigma[:, None] ** 2 + sigma**2)
+
+
+def pair_sets(ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Return who is in P_t (r < 2, not t itself) and who in N_t (r >= 2), ``B x B x M`` each, anchors first."""
+    alike = ratio < CUTOFF
+    itself = torch.eye(len(ratio), dtype=torch.bool, device=ratio.device)[..., None]
+    return alike & ~itself, ~alike
+
+
+def sampled_triplets(ratio: Tensor, features: Tensor, generator: torch.Generator) -> Triplets:
+    """Draw t_p uniformly from P_t and t_n uniformly from N_t, whatever the embedding; see `Miner`."""
+    positives, negatives = pair_sets(ratio)
+    draw = 1 - torch.rand(ratio.shape, generator=generator).to(ratio.device)  # in (0, 1]
+    positive, negative = (draw * positives).max(1), (draw * negatives).max(1)
+    return Triplets(positive.indices, negative.indices, valid=(positive.values > 0) & (negative.values > 0))
+
+
+@torch.no_grad()
+def hardest_triplets(ratio: Tensor, features: Tensor, generator: torch.Generator) -> Triplets:
+    """Take as t_p the farthest embedding of P_t and as t_n the nearest of N_t: hard mining; see `Miner`."""
+    positives, negatives = pair_sets(ratio)
+    distances = _length(features[:, None] - features)
+    positive = distances.where(positives, -torch.inf).max(1)
+    negative = distances.where(negatives, torch.inf).min(1)
+    return Triplets(positive.indices, negative.indices, valid=positive.values.isfinite() & negative.values.isfinite())
+
+
+def ordinal_loss(features: Tensor, triplets: Triplets) -> Tensor:
+    """Return L_oe = mean_t log(1 + exp(-(D_t,tn - D_t,tp))) over the valid anchors, a scalar (Eq. 2).
+
+    D is the distance of embeddings. A member without any valid anchor adds 0.
+
+    Args:
+        features: Embeddings, ``B x M x e``.
+        triplets: The anchors' positives and negatives.
+    """
+    to_positive, to_negative = (_length(features - _take(features, t)) for t in triplets[:2])
+    loss = softplus(to_positive - to_negative) * triplets.valid
+    return (loss.sum(0) / triplets.valid.sum(0).clamp(min=1)).sum()
+
+
+def _length(x: Tensor) -> Tensor:
+    """Return the Euclidean length, ``...``, of ``... x e``; where it is 0, so is its gradient."""
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return length
+
+
+def _take(features: Tensor, index: Tensor) -> Tensor:
+    return features.gather(0, index[..., None].expand_as(features))
+
+
+@dataclass(frozen=True)
+class Objective:
+    """L_v = gamma L_regress + beta L_oe (Eq. 2, where beta is 1).
+
+    L_regress counts in units of the value function's ``cost_std``: the same weights suit any metric.
+
+    Attributes:
+        gamma: Weight of the regression term.
+        beta: Weight of the ordinal embedding term; 0 leaves it out.
+        miner: Chooses the triplets.
+    """
+
+    gamma: float = 10.0
+    beta: float = 0.1
+    miner: Miner = sampled_triplets
+
+    def __post_init__(self) -> None:
+        """Refuse weights below 0.
+
+        Raises:
+            ValueError: With the weight's value.
+        """
+        for name in ("gamma", "beta"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+
+    def __call__(
+        self, f: NeuralValueFunction, phi: Tensor, cost: Tensor, sigma: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return the loss of a batch, a scalar.
+
+        Args:
+            f: The value function.
+            phi: What each member is given, ``B x M x d``.
+            cost: Labels, ``B x M``.
+            sigma: Their standard deviations in units of the cost, ``B x M``.
+            generator: Source of the miner's draws.
+        """
+        features = f.features(phi)
+        loss = self.gamma * regression_loss(f.predict(features), cost, sigma) / f.cost_std
+        if self.beta:
+            triplets = self.miner(fisher_ratio(cost, sigma), features, generator)
+            loss = loss + self.beta * ordinal_loss(features, triplets)
+        return loss
+
+    def __repr__(self) -> str:
+        """Tell the miner by name: a function's own repr holds its address, which no other process has."""
+        miner = getattr(self.miner, "__qualname__", repr(self.miner))
+        return f"Objective(gamma={self.gamma}, beta={self.beta}, miner={miner})"
+
+
+def comparable_sigma(data: Observations, resolution: float) -> Tensor:
+    """Return sigma in units of the cost, ``n``, as Fisher's ratio needs it.
+
+    Where all labels are equally sure, sigma tells no unit; differences are then judged against the labels' spread.
+
+    Args:
+        data: The labelled points.
+        resolution: Sigma of equally sure labels, in standard deviations of the costs.
+    """
+    if data.sigma.min() < data.sigma.max():
+        return data.sigma
+    return torch.full_like(data.sigma, resolution * float(data.cost.std()))
+
+
+@torch.no_grad()
+def collapsed(f: NeuralValueFunction, phi: Tensor, cost: Tensor) -> Tensor:
+    """Return which members say nearly the same everywhere, ``M``, bool.
+
+    Their predictions spread at most 5% as wide as the labels, or their embeddings at most 0.1% of the embeddings' mean
+    length.
+
+    Args:
+        f: A fitted value function in evaluation mode.
+        phi: Points that it was fitted to, ``n x d``.
+        cost: Their labels, ``n``.
+    """
+    features = f.features(phi[:, None].expand(-1, f.members_count, -1))
+    flat = f.predict(features).std(0) <= 0.05 * cost.std()
+    spread, length = features.var(0).sum(-1).sqrt(), _length(features).mean(0)
+    return flat | (spread <= 1e-3 * length)
+
+
+def warn_of_collapse(f: NeuralValueFunction, phi: Tensor, cost: Tensor) -> None:
+    """Issue a `CollapseWarning` if any member of f has collapsed; arguments as in `collapsed`."""
+    if count := int(collapsed(f, phi, cost).sum()):
+        warnings.warn(
+            f"{count} of the value function's {f.members_count} members predict nearly the same cost everywhere: these"
+            " labels follow no pattern that it could learn, or the ordinal term outweighs the regression",
+            CollapseWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,62 @@
+"""Labelled points for fitting value functions: phi, its cost, and how sure the label is."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.tasks.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Observations:
+    """Labelled points of some trajectories, n in all.
+
+    Attributes:
+        phi: ``n x d``, float32.
+        cost: The labels, ``n``, float32.
+        sigma: Standard deviation of each label, ``n``, above 0; only ratios count where all are labels of one kind.
+        trajectory: Which trajectory a point lies on, counted from 0, ``n``.
+        round: The trajectory's round, ``n``.
+        progress: The point's step over T, in [0, 1], ``n``.
+        observed: Whether the metric was asked there, ``n``; elsewhere the label is interpolated.
+    """
+
+    phi: Tensor
+    cost: Tensor
+    sigma: Tensor
+    trajectory: Tensor
+    round: Tensor
+    progress: Tensor
+    observed: Tensor
+
+    @classmethod
+    def of(cls, trajectories: Iterable[Trajectory]) -> "Observations":
+        """Gather the observed points, trajectory by trajectory, each as sure as the others (sigma 1)."""
+        items = list(trajectories)
+        counts = torch.tensor([len(t.cost) for t in items])
+        points = int(counts.sum())
+        return cls(
+            phi=torch.cat([t.observed_phi for t in items]).float(),
+            cost=torch.cat([t.cost for t in items]).float(),
+            sigma=torch.ones(points),
+            trajectory=torch.arange(len(items)).repeat_interleave(counts),
+            round=torch.tensor([t.round for t in items]).repeat_interleave(counts),
+            progress=torch.cat([t.observed / (len(t.phi) - 1) for t in items]),
+            observed=torch.ones(points, dtype=torch.bool),
+        )
+
+    def where_used(self) -> Tensor:
+        """Mark the points where f is going to be used, ``n``: the second half of on-policy trajectories.
+
+        Before any on-policy round that is the second half of all trajectories.
+        """
+        late = self.progress >= 0.5
+        on_policy = self.round > 0
+        return late & on_policy if on_policy.any() else late
+
+
+Labeller = Callable[[Sequence[Trajectory]], Observations]
+
+"""Turns trajectories into labelled points: `Observations.of`, or an interpolation in time."""

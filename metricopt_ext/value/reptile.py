@@ -1,0 +1,259 @@
+"""Meta-trains value functions by first-order Reptile (paper, section 3.1; Algorithm 1, lines 1-8)."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from metricopt_ext.utils.seeding import generator
+from metricopt_ext.value.objective import Objective, comparable_sigma, hardest_triplets, warn_of_collapse
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.value_function import NeuralValueFunction
+
+Weights = list[Tensor]
+
+
+class InnerOptimizer(Protocol):
+    """Makes the optimizer of one inner loop: `AdamW`, `SGD`."""
+
+    def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        """Return an optimizer without any history."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay.
+
+    Attributes:
+        lr: Learning rate.
+        weight_decay: Decay per step, in units of ``lr``.
+    """
+
+    lr: float = 5e-3
+    weight_decay: float = 1.0
+
+    def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        """Return an optimizer with its moments at zero."""
+        return torch.optim.AdamW(parameters, self.lr, weight_decay=self.weight_decay, fused=True)
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Plain gradient descent (Algorithm 1, line 5).
+
+    Attributes:
+        alpha: Learning rate.
+    """
+
+    alpha: float = 0.005
+
+    def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        """Return the optimizer."""
+        return torch.optim.SGD(parameters, self.alpha)
+
+
+@dataclass(frozen=True)
+class ReptileLearner:
+    """Fits `NeuralValueFunction` by Reptile on meta-batches that mix tasks; a `fitting.Learner`.
+
+    A task is a trajectory, and every task so far may be drawn again. Batches of one trajectory each, as Algorithm 1 has
+    them, would let BatchNorm normalise away what differs between tasks. Over mixed batches Reptile amounts to a slow
+    average of the weights.
+
+    Attributes:
+        iterations: Meta-iterations, each with one meta-batch per member.
+        tasks: Tasks in a meta-batch; all that the member may see, if those are fewer.
+        points: Points drawn from each of them, without repetition while there are enough; None draws as many as the
+            longest task has.
+        inner: Optimizer of the inner loop, made afresh in every meta-iteration.
+        inner_steps: Its steps, all on the same meta-batch.
+        objective: What they minimise.
+        resolution: Sigma of labels that are all equally sure, in standard deviations of the costs.
+        standardise: Whether f predicts standardised costs inside; else gamma counts in raw costs.
+        adapted: Whether to return the weights w~ of the last inner loop (line 8) instead of the meta-weights w.
+    """
+
+    iterations: int = 120
+    tasks: int = 32
+    points: int | None = 4
+    inner: InnerOptimizer = AdamW()
+    inner_steps: int = 5
+    objective: Objective = field(default=Objective())
+    resolution: float = 0.1
+    standardise: bool = True
+    adapted: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values that a fit would choke on.
+
+        Raises:
+            ValueError: A value is out of range; the message prints it.
+        """
+        for name in ("iterations", "tasks", "inner_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not self.resolution > 0:
+            raise ValueError(f"resolution is {self.resolution}; it must be above 0")
+        if self.points is not None and (self.points < 1 or self.points * self.tasks < 2):
+            raise ValueError(
+                f"points is {self.points} and tasks is {self.tasks}; BatchNorm needs at least 2 points in a meta-batch"
+            )
+
+    @classmethod
+    def paper(cls) -> "ReptileLearner":
+        """Return Algorithm 1 as printed: a task per step, plain SGD, hard mining, raw costs, the last w~."""
+        return cls(
+            iterations=2000,
+            tasks=1,
+            points=None,
+            inner=SGD(alpha=0.005),
+            inner_steps=1,
+            objective=Objective(gamma=10.0, beta=1.0, miner=hardest_triplets),
+            standardise=False,
+            adapted=True,
+        )
+
+    def eta(self, iteration: int) -> float:
+        """Return the meta learning rate: 1 at iteration 0, falling linearly towards 0."""
+        return 1 - iteration / self.iterations
+
+    def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> NeuralValueFunction:
+        """Fit an ensemble; member m draws from the tasks outside fold m only.
+
+        Args:
+            data: The labelled points, n in all.
+            fold: The fold of each point, ``n``, the same along a trajectory.
+            folds: Number of folds and members.
+            seed: Seed of initial weights, meta-batches and triplets.
+
+        Returns:
+            f in evaluation mode, its BatchNorm statistics those of all points that a member may see.
+        """
+        rng = generator(seed, "reptile")
+        f = self._initialise(data, folds, rng)
+        seen = fold[:, None] != torch.arange(folds)
+        tasks = Tasks.of(data.trajectory, seen)
+        sigma = comparable_sigma(data, self.resolution)
+
+        def loss(batch: Tensor) -> Tensor:
+            return self.objective(f, data.phi[batch], data.cost[batch], sigma[batch], rng)
+
+        w = export_weights(f)
+        for iteration in range(self.iterations):
+            batch = tasks.draw(self.tasks, self.points, rng)
+            w_tilde = inner_loop(f, self.inner, self.inner_steps, partial(loss, batch))
+            w = interpolate(w, w_tilde, self.eta(iteration))
+            import_weights(f, w)
+        if self.adapted:
+            import_weights(f, w_tilde)
+
+        set_statistics(f, data.phi, seen)
+        warn_of_collapse(f, data.phi, data.cost)
+        return f
+
+    def _initialise(self, data: Observations, members: int, rng: torch.Generator) -> NeuralValueFunction:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(rng.initial_seed())
+            f = NeuralValueFunction(data.phi.shape[-1], members)
+        if self.standardise:
+            f.cost_mean.copy_(data.cost.mean())
+            f.cost_std.copy_(data.cost.std().clamp(min=1e-8))
+        return f
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks (trajectories) that the members draw their meta-batches from.
+
+    Attributes:
+        points: Indices of each task's points, ``tasks x longest``, padded with 0.
+        count: How many of them are its points, ``tasks``.
+        seen: Whether a member may see a task, ``M x tasks``, bool.
+    """
+
+    points: Tensor
+    count: Tensor
+    seen: Tensor
+
+    @classmethod
+    def of(cls, trajectory: Tensor, seen: Tensor) -> "Tasks":
+        """Group points by task.
+
+        Args:
+            trajectory: The task of each point, ``n``.
+            seen: Whether a member may see a point, ``n x M``, the same along a trajectory.
+        """
+        _, task, count = trajectory.unique(return_inverse=True, return_counts=True)
+        by_task = task.argsort(stable=True).split(count.tolist())
+        points = pad_sequence(list(by_task), batch_first=True)
+        return cls(points, count, seen[points[:, 0]].T)
+
+    def draw(self, tasks: int, points: int | None, rng: torch.Generator) -> Tensor:
+        """Draw a meta-batch per member: some of its tasks, then some points of each; see `ReptileLearner`.
+
+        Returns:
+            Indices of points, ``B x M``, where B is tasks times points.
+        """
+        available = int(self.seen.sum(1).min())
+        drawn = torch.multinomial(self.seen.float(), min(tasks, available), generator=rng)  # M x tasks
+        count, longest = self.count[drawn][..., None], self.points.shape[1]
+        keys = torch.rand(*drawn.shape, longest, generator=rng)
+        shuffled = keys.masked_fill(torch.arange(longest) >= count, 2.0).argsort(-1)  # padding comes last
+        wanted = torch.arange(points or longest) % count  # a short task starts again
+        return self.points[drawn].gather(-1, shuffled.gather(-1, wanted)).flatten(1).T
+
+
+def export_weights(f: NeuralValueFunction) -> Weights:
+    """Return a copy of f's parameters; BatchNorm's running statistics are not among them."""
+    return [parameter.detach().clone() for parameter in f.parameters()]
+
+
+@torch.no_grad()
+def import_weights(f: NeuralValueFunction, weights: Weights) -> None:
+    """Copy weights, as `export_weights` returned them, into f."""
+    for parameter, weight in zip(f.parameters(), weights, strict=True):
+        parameter.copy_(weight)
+
+
+def interpolate(old: Weights, new: Weights, eta: float) -> Weights:
+    """Return old + eta (new - old) (Algorithm 1, line 6)."""
+    return [torch.lerp(a, b, eta) for a, b in zip(old, new, strict=True)]
+
+
+def inner_loop(f: NeuralValueFunction, inner: InnerOptimizer, steps: int, loss: Callable[[], Tensor]) -> Weights:
+    """Descend a loss of f from its present weights by a fresh optimizer; return the weights reached (line 5)."""
+    optimizer = inner(f.parameters())
+    for _ in range(steps):
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return export_weights(f)
+
+
+@torch.no_grad()
+def set_statistics(f: NeuralValueFunction, phi: Tensor, seen: Tensor) -> None:
+    """Put f into evaluation mode, BatchNorm's statistics being the exact ones of its inputs over each member's points.
+
+    In evaluation mode a member then computes what training mode would over all of its points as one batch.
+
+    Args:
+        f: The value function.
+        phi: ``n x d``.
+        seen: Whether a point is a member's, ``n x M``, bool.
+    """
+    f.eval()
+    share = (seen / seen.sum(0))[..., None]
+    h = phi[:, None].expand(-1, f.members_count, -1)
+    for linear, norm in zip(f.linears, f.norms, strict=True):
+        h = linear(h)
+        mean = (share * h).sum(0)
+        variance = (share * (h - mean) ** 2).sum(0)
+        statistics = dict(norm.named_buffers())
+        statistics["running_mean"].copy_(mean.flatten())
+        statistics["running_var"].copy_(variance.flatten())
+        h = norm(h.flatten(1)).view_as(h).relu()

@@ -1,0 +1,244 @@
+"""Value functions f: phi -> metric (paper, section 3.1): differentiable, with their domain and held-out quality."""
+
+import math
+from abc import abstractmethod
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.errors import FileFormatError, ValueFunctionError
+from metricopt_ext.utils.files import read_tensors, write_tensors
+
+FILE_FORMAT = "metricopt_ext/value_function/1"
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well f predicts the metric on trajectories that it was not fitted to.
+
+    Attributes:
+        spearman: Rank correlation of predicted and true cost, in [-1, 1].
+        mae: Mean absolute error, in units of the cost.
+        constant_mae: The same of the best constant, the median of the very points.
+        points: Number of held-out points.
+        trajectories: Number of independent trajectories that they lie on.
+    """
+
+    spearman: float
+    mae: float
+    constant_mae: float
+    points: int
+    trajectories: int
+
+    @property
+    def spearman_lower(self) -> float:
+        """One-sided 95% lower confidence bound of the Spearman correlation.
+
+        By Fisher's z with one degree of freedom per trajectory: points of one trajectory resemble each other.
+        """
+        if self.trajectories <= 3:
+            return -1.0
+        z = math.atanh(min(max(self.spearman, -0.999999), 0.999999))
+        return math.tanh(z - 1.645 / math.sqrt(self.trajectories - 3))
+
+    @property
+    def trusted(self) -> bool:
+        """Whether f may steer a model: it ranks unseen points above chance and errs less than the best constant."""
+        return self.spearman_lower > 0 and self.mae < self.constant_mae
+
+    def __str__(self) -> str:
+        """Say whether f is to be trusted, and why, in one line."""
+        verdict = "to be trusted" if self.trusted else "NOT to be trusted and not followed"
+        return (
+            f"{verdict}; on held-out trajectories Spearman {self.spearman:.2f} (95% sure of {self.spearman_lower:.2f}),"
+            f" MAE {self.mae:.4f} (a constant's {self.constant_mae:.4f})"
+        )
+
+
+class ValueFunction(nn.Module):
+    """Base of all value functions; an ensemble of M members whose mean is f.
+
+    Subclasses say only how the members predict. Parameters are frozen and BatchNorm is in evaluation mode once fitted.
+
+    Args:
+        dim: Dimension d of phi.
+        members: Ensemble size M.
+
+    Attributes:
+        radius: Length that 95% of the fitted phi stay below; f is not to be believed much further out.
+        gradient_floor: Length of grad f, under which f counts as flat: 10% of the fitted points have a smaller one.
+        quality: Held-out quality, None until it was measured.
+    """
+
+    kind: ClassVar[str]
+    radius: Tensor
+    gradient_floor: Tensor
+
+    def __init__(self, dim: int, members: int = 1) -> None:
+        super().__init__()
+        self.dim = dim
+        self.members_count = members
+        self.quality: Quality | None = None
+        self.register_buffer("radius", torch.tensor(math.inf))
+        self.register_buffer("gradient_floor", torch.tensor(0.0))
+
+    @abstractmethod
+    def members(self, phi: Tensor) -> Tensor:
+        """Predict the cost by each member, ``... x M``, at phi, ``... x d``."""
+
+    def forward(self, phi: Tensor) -> Tensor:
+        """Predict the cost, ``...``, at phi, ``... x d``."""
+        if phi.shape[-1] != self.dim:
+            raise ValueFunctionError(
+                f"phi has dimension {phi.shape[-1]}, this value function was fitted for {self.dim}"
+            )
+        return self.members(phi.to(self.radius.dtype)).mean(-1)
+
+    def gradient(self, phi: Tensor) -> Tensor:
+        """Return grad f, ``... x d``, at phi, ``... x d``."""
+        with torch.enable_grad():
+            point = phi.detach().to(self.radius.dtype).requires_grad_(True)
+            (gradient,) = torch.autograd.grad(self(point).sum(), point)
+        return gradient.to(phi.dtype)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether held-out quality shows skill; an f of unknown quality is not trusted."""
+        return self.quality is not None and self.quality.trusted
+
+    @torch.no_grad()
+    def set_domain(self, phi: Tensor) -> None:
+        """Freeze f and derive ``radius`` and ``gradient_floor`` from the fitted points, ``n x d``."""
+        self.eval().requires_grad_(False)
+        self.radius.copy_(phi.norm(dim=-1).quantile(0.95))
+        self.gradient_floor.copy_(self.gradient(phi).norm(dim=-1).quantile(0.1))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the constructor's arguments, as JSON."""
+        return {"dim": self.dim, "members": self.members_count}
+
+    def save(self, path: str | Path) -> None:
+        """Write f, its domain and its quality to a safetensors file.
+
+        Raises:
+            ValueFunctionError: f is made of another one, which is to be saved instead.
+        """
+        if self.kind not in KINDS:
+            raise ValueFunctionError(f"a value function of kind {self.kind!r} can't be saved; save the one it wraps")
+        quality = None if self.quality is None else asdict(self.quality)
+        described = {"kind": self.kind, "settings": self.settings(), "quality": quality}
+        write_tensors(path, self.state_dict(), FILE_FORMAT, described)
+
+
+class NeuralValueFunction(ValueFunction):
+    """The paper's MLP d-64-32-32-16-1, BatchNorm and ReLU in every hidden layer, as an ensemble of M networks.
+
+    The networks are computed together: a member is a slice of each layer's weight, and BatchNorm knows it by its own
+    features. Costs are standardised inside.
+
+    Args:
+        dim: Dimension d of phi.
+        members: Ensemble size M; 1 is the paper's f.
+    """
+
+    kind = "neural"
+    WIDTHS = (64, 32, 32, 16)
+    cost_mean: Tensor
+    cost_std: Tensor
+
+    def __init__(self, dim: int, members: int = 1) -> None:
+        super().__init__(dim, members)
+        widths = (dim, *self.WIDTHS)
+        pairs = list(pairwise(widths))
+        self.linears = nn.ModuleList(MemberLinear(members, a, b) for a, b in pairs)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(members * b) for _, b in pairs)
+        self.head = MemberLinear(members, widths[-1], 1)
+        self.register_buffer("cost_mean", torch.tensor(0.0))
+        self.register_buffer("cost_std", torch.tensor(1.0))
+
+    def features(self, phi: Tensor) -> Tensor:
+        """Return each member's embedding g, ``B x M x 16``, of what each member is given, ``B x M x d``."""
+        h = phi
+        for linear, norm in zip(self.linears, self.norms, strict=True):
+            h = linear(h)
+            h = norm(h.flatten(1)).view_as(h).relu()
+        return h
+
+    def predict(self, features: Tensor) -> Tensor:
+        """Return the costs, ``B x M``, from the embeddings, ``B x M x 16``."""
+        return self.head(features).squeeze(-1) * self.cost_std + self.cost_mean  # type: ignore[no-any-return]
+
+    def members(self, phi: Tensor) -> Tensor:
+        """Predict the cost by each member, ``... x M``, at phi, ``... x d``."""
+        flat = phi.reshape(-1, 1, self.dim).expand(-1, self.members_count, -1)
+        return self.predict(self.features(flat)).view(*phi.shape[:-1], self.members_count)
+
+
+class MemberLinear(nn.Module):
+    """M independent linear layers: ``B x M x in`` to ``B x M x out``, initialised as ``nn.Linear`` is."""
+
+    def __init__(self, members: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        bound = inputs**-0.5
+        self.weight = nn.Parameter(torch.empty(members, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(members, outputs).uniform_(-bound, bound))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply member m's layer to the m-th slice."""
+        return torch.einsum("bmi,mio->bmo", x, self.weight) + self.bias
+
+
+class RidgeValueFunction(ValueFunction):
+    """A diagonal quadratic, ``f = c + sum_i b_i phi_i + q_i phi_i^2``, fitted by ridge regression; M of them.
+
+    Args:
+        dim: Dimension d of phi.
+        members: Ensemble size M.
+    """
+
+    kind = "ridge"
+    intercept: Tensor
+    coefficients: Tensor
+
+    def __init__(self, dim: int, members: int = 1) -> None:
+        super().__init__(dim, members)
+        self.register_buffer("intercept", torch.zeros(members))
+        self.register_buffer("coefficients", torch.zeros(2 * dim, members))
+
+    @staticmethod
+    def basis(phi: Tensor) -> Tensor:
+        """Return ``[phi, phi^2]``, ``... x 2d``."""
+        return torch.cat([phi, phi**2], dim=-1)
+
+    def members(self, phi: Tensor) -> Tensor:
+        """Predict the cost by each member, ``... x M``, at phi, ``... x d``."""
+        return self.basis(phi) @ self.coefficients + self.intercept
+
+
+KINDS: dict[str, type[ValueFunction]] = {f.kind: f for f in (NeuralValueFunction, RidgeValueFunction)}
+
+
+def load_value_function(path: str | Path, dim: int | None = None) -> ValueFunction:
+    """Read a value function that `ValueFunction.save` wrote.
+
+    Args:
+        path: The safetensors file.
+        dim: The dimension that phi has where f is to be used; checked if given.
+
+    Raises:
+        FileFormatError: The file is corrupt or holds something else.
+        ValueFunctionError: f was fitted for another dimension.
+    """
+    tensors, described = read_tensors(path, FILE_FORMAT)
+    if described["kind"] not in KINDS:
+        raise FileFormatError(f"{path}: unknown value function {described['kind']!r}, expected one of {sorted(KINDS)}")
+    f = KINDS[described["kind"]](**described["settings"])
+    if dim is not None and f.dim != dim:
+        raise ValueFunctionError(f"{path} was fitted for phi of dimension {f.dim}, the adapter's is {dim}")
+    f.load_state_dict(tensors)
+    f.quality = None if described["quality"] is None else Quality(**described["quality"])
+    return f.eval().requires_grad_(False)

@@ -1,0 +1,547 @@
+"""Loaders on small files made here, splitting, and shifts."""
+
+import gzip
+import io
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.ndimage
+import torch
+from PIL import Image
+from sklearn.datasets import load_iris
+from torch import Tensor
+
+from metricopt_ext.classification.data import (
+    Splits,
+    hold_out,
+    load_a9a,
+    load_cifar10,
+    load_csv,
+    load_libsvm,
+    load_sklearn,
+    split,
+    standardise,
+)
+from metricopt_ext.classification.shift import shift_class_ratio
+from metricopt_ext.data.images import load_image_folder
+from metricopt_ext.data.labelled import Split
+from metricopt_ext.data.shift import ImageShift, rotate
+from metricopt_ext.errors import DataError
+
+LIBSVM = "-1 1:0.5 3:2\n+1 2:1\n-1\n"
+
+
+def _image(value: int, size: tuple[int, int] = (4, 3)) -> bytes:
+    """A PNG, width x height, red in ``value`` and the column number in green."""
+    pixels = np.zeros((size[1], size[0], 3), dtype=np.uint8)
+    pixels[..., 0] = value
+    pixels[..., 1] = np.arange(size[0])
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+FILES = {"cat/2.png": _image(12), "cat/1.png": _image(11), "ant/7.PNG": _image(1), "cat/notes.txt": b"no image"}
+
+
+def _lay(root: Path, files: dict[str, bytes], kind: str) -> Path:
+    """Write the files into a folder or a zip at ``root``, ``nested`` below one more folder."""
+    if kind.startswith("nested"):
+        files = {f"images/{name}": data for name, data in files.items()} | {"__MACOSX/cat/._1.png": b"junk"}
+    if kind.endswith("zip"):
+        root = root.with_suffix(".zip")
+        with zipfile.ZipFile(root, "w") as archive:
+            for name, data in files.items():
+                archive.writestr(name, data)
+    else:
+        for name, data in files.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(data)
+    return root
+
+
+def test_libsvm(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(LIBSVM)
+    with gzip.open(tmp_path / "b.gz", "wt") as file:
+        file.write("+1 4:7\n")
+    data = load_libsvm([tmp_path / "a", tmp_path / "b.gz"])
+    assert data.x.tolist() == [[0.5, 0, 2, 0], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 7]]
+    assert data.x.dtype == torch.float32
+    assert data.y.tolist() == [0, 1, 0, 1]
+    assert data.class_names == ("-1", "1")
+    assert load_libsvm(tmp_path / "a", num_features=6).x.shape == (3, 6)
+
+
+@pytest.mark.parametrize("content", ["1 1:0.5\n1 2:oops\n", "", "1 a b\n", "1 1:nan\n"])
+def test_malformed_libsvm(tmp_path: Path, content: str) -> None:
+    (tmp_path / "bad").write_text(content)
+    with pytest.raises(DataError, match=r"bad|finite"):
+        load_libsvm(tmp_path / "bad")
+
+
+def test_truncated_gzip_and_too_many_features(tmp_path: Path) -> None:
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(LIBSVM.encode() * 99)[:40])
+    with pytest.raises(DataError, match=r"cut\.gz"):
+        load_libsvm(tmp_path / "cut.gz")
+    (tmp_path / "a").write_text(LIBSVM)
+    with pytest.raises(DataError, match="features"):
+        load_libsvm(tmp_path / "a", num_features=2)
+
+
+def test_a9a_takes_either_form(tmp_path: Path) -> None:
+    (tmp_path / "a9a").write_text("-1 3:1 14:1\n")
+    with pytest.raises(DataError, match=r"a9a\.t or .*a9a\.t\.gz not found; set data\.root=DIR"):
+        load_a9a(tmp_path)
+    (tmp_path / "a9a.t.gz").write_bytes(gzip.compress(b"+1 1:1\n"))
+    data = load_a9a(str(tmp_path))
+    assert data.x.shape == (2, 123)
+    assert data.x.nonzero().tolist() == [[0, 2], [0, 13], [1, 0]]
+    assert data.y.tolist() == [0, 1]
+
+
+CSV = "age, job,hours ,income\n30, clerk,40,>50K\n41,none,38.5, <=50K\n\n25, clerk, 1e1,<=50K\n"
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("\ufeff" + CSV, encoding="utf-8")
+    data = load_csv(path, "income")
+    assert data.x.tolist() == [[30, 1, 0, 40], [41, 0, 1, 38.5], [25, 1, 0, 10]]
+    assert data.y.tolist() == [1, 0, 0]
+    assert data.class_names == ("<=50K", ">50K")
+    assert load_csv(path, "income", drop=["job", "age"]).x.tolist() == [[40], [38.5], [10]]
+
+
+def test_csv_orders_numeric_classes_by_number(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("x;y\n1;10\n2;-1\n3;9\n4;2\n5;10\n")
+    data = load_csv(tmp_path / "t.csv", "y", delimiter=";")
+    assert data.class_names == ("-1", "2", "9", "10")
+    assert data.y.tolist() == [3, 0, 2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (CSV, {"target": "incme"}, "'incme', got 0; nearest is 'income'"),
+        (CSV, {"target": "income", "drop": ["jobs"]}, "nearest is 'job'"),
+        ("a,a,y\n1,2,3\n", {"target": "a"}, "one column 'a', got 2"),
+        ("a,y\n1,0\n,1\n", {"target": "y"}, "'a' .* got '' in row 3"),
+        ("a,y\n1,0\ninf,1\n", {"target": "y"}, "'a' .* got 'inf' in row 3"),
+        ("a,y\n1,0\n2,\n", {"target": "y"}, "'y' .* empty in row 3"),
+        ("a,y\n1,0\n2\n", {"target": "y"}, "row 3 must have 2 cells"),
+        ("y\n0\n1\n", {"target": "y"}, "feature column"),
+        ("a,y\n", {"target": "y"}, "at least one row"),
+        ("a,y\n\n\n", {"target": "y"}, "at least one row"),
+        ("a,y\np,0\nq,1\nr,1\n", {"target": "y", "max_categories": 2}, "text column 'a' .* got 3"),
+        ("a,y\n1,0.5\n1,1.5\n2,2.5\n", {"target": "y", "max_categories": 2}, "target 'y' .* got 3"),
+        ('a,y\n"1,0\n', {"target": "y"}, "as CSV"),
+    ],
+)
+def test_bad_csv_is_named(tmp_path: Path, content: str, options: dict[str, Any], message: str) -> None:
+    (tmp_path / "t.csv").write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_csv(tmp_path / "t.csv", **options)
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip", "nested folder", "nested zip"])
+def test_images(tmp_path: Path, kind: str) -> None:
+    data = load_image_folder(_lay(tmp_path / "set", FILES, kind))
+    assert data.x.dtype == torch.uint8
+    assert data.x.shape == (3, 3, 3, 4)
+    assert data.x[:, 0, 0, 0].tolist() == [1, 11, 12]
+    assert data.x[0, 1, 2].tolist() == [0, 1, 2, 3]
+    assert data.y.tolist() == [0, 1, 1]
+    assert data.class_names == ("ant", "cat")
+    assert load_image_folder(_lay(tmp_path / "set", FILES, kind), limit_per_class=1).x[:, 0, 0, 0].tolist() == [1, 11]
+
+
+def test_images_of_other_sizes_and_modes(tmp_path: Path) -> None:
+    grey = io.BytesIO()
+    Image.new("L", (8, 8), 77).save(grey, "JPEG")
+    root = _lay(tmp_path / "set", FILES | {"dog/1.jpg": grey.getvalue()}, "folder")
+    with pytest.raises(DataError, match=r"8 x 8 \(dog/1\.jpg\) and 3 x 4 \(ant/7\.PNG\); set image_size"):
+        load_image_folder(root)
+    data = load_image_folder(root, image_size=(5, 6))
+    assert data.x.shape == (4, 3, 5, 6)
+    assert set(data.x[3].flatten().tolist()) == {77}
+    assert load_image_folder(root, image_size=2).x.shape == (4, 3, 2, 2)
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_unreadable_image_is_named(tmp_path: Path, kind: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    whole = io.BytesIO()
+    Image.fromarray(noise).save(whole, "JPEG")
+    for name, content in {"cat/3.png": b"not a picture", "cat/3.jpg": whole.getvalue()[:-300]}.items():
+        root = _lay(tmp_path / name[-3:], FILES | {name: content}, kind)
+        with pytest.raises(DataError, match=f"cannot read {name}"):
+            load_image_folder(root, image_size=4)
+
+
+def test_damaged_zip(tmp_path: Path) -> None:
+    path = _lay(tmp_path / "set", FILES, "zip")
+    content = bytearray(path.read_bytes())
+    content[content.index(b"IDAT") + 6] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"cannot read cat/2\.png"):
+        load_image_folder(path)
+    path.write_bytes(b"not a zip")
+    with pytest.raises(DataError, match="folder or a zip"):
+        load_image_folder(path)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"readme.txt": b""}, "got none"),
+        ({"1.png": _image(1)}, r"<class>/<file>, got 1\.png"),
+        ({"a/1.png": _image(1), "a/b/2.png": _image(1)}, r"got a/b/2\.png"),
+        ({"x/a/1.png": _image(1), "y/a/2.png": _image(1)}, r"got x/a/1\.png"),
+    ],
+)
+def test_other_image_layouts_are_refused(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_image_folder(_lay(tmp_path / "set", files, "folder"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_cifar10_from_images(tmp_path: Path, kind: str) -> None:
+    _lay(tmp_path / "train", FILES, kind)
+    with pytest.raises(DataError, match=r"test or .*test\.zip not found"):
+        load_cifar10(tmp_path)
+    _lay(tmp_path / "test", {"cat/1.png": _image(9), "ant/1.png": _image(8)}, kind)
+    train, test = load_cifar10(tmp_path, limit_per_class=1)
+    assert train.x[:, 0, 0, 0].tolist() == [1, 11]
+    assert test.x[:, 0, 0, 0].tolist() == [8, 9]
+    _lay(tmp_path / "test", {"dog/1.png": _image(9)}, kind)
+    with pytest.raises(DataError, match=r"classes of train \('ant', 'cat'\)"):
+        load_cifar10(tmp_path)
+
+
+def test_cifar10_from_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cifar10 = pytest.importorskip("torchvision.datasets").CIFAR10
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    with pytest.raises(DataError, match="incomplete or corrupt"):
+        load_cifar10(tmp_path)
+    monkeypatch.setattr(cifar10, "train_list", [["data_batch_1", None]])
+    monkeypatch.setattr(cifar10, "test_list", [["test_batch", None]])
+    monkeypatch.setattr(cifar10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": None})
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 3072), dtype=np.uint8)
+    for name in ("data_batch_1", "test_batch"):
+        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [1, 0, 1]}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": ["airplane", "automobile"]}))
+    train, test = load_cifar10(tmp_path)
+    assert torch.equal(train.x, torch.from_numpy(pixels).view(3, 3, 32, 32))
+    assert test.y.tolist() == [1, 0, 1]
+    assert test.class_names == ("airplane", "automobile")
+    assert load_cifar10(tmp_path, limit_per_class=1)[0].y.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("load", [load_libsvm, load_image_folder, lambda path: load_csv(path, "y")])
+def test_a_missing_file_names_the_path_and_the_key(tmp_path: Path, load: Any) -> None:
+    with pytest.raises(DataError, match=r"nowhere not found; set data\.root=DIR"):
+        load(tmp_path / "nowhere")
+
+
+def test_limits_must_be_positive(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        load_image_folder(tmp_path, limit_per_class=0)
+
+
+def test_bundled_sets() -> None:
+    digits = load_sklearn("digits")
+    assert digits.x.shape == (1797, 1, 8, 8)
+    assert (float(digits.x.min()), float(digits.x.max())) == (0, 1)
+    iris = load_sklearn("iris")
+    assert iris.class_names == ("setosa", "versicolor", "virginica")
+    assert np.array_equal(iris.x.numpy(), load_iris().data.astype(np.float32))
+    assert [len(load_sklearn(name).class_names) for name in ("wine", "breast_cancer")] == [3, 2]
+    with pytest.raises(ValueError, match=r"digits.*'mnist'"):
+        load_sklearn("mnist")
+
+
+def _numbered(n: int = 200) -> tuple[Tensor, Tensor]:
+    return torch.arange(n, dtype=torch.float32).unsqueeze(1), (torch.arange(n) % 10 == 0).long()
+
+
+def test_split_partitions_in_the_proportions() -> None:
+    x, y = _numbered()
+    parts = split(x, y)
+    sizes = [len(part) for part in (parts.train, parts.validation, parts.test)]
+    assert sizes == [140, 20, 40]
+    assert [int(part.y.sum()) for part in (parts.train, parts.validation, parts.test)] == [14, 2, 4]
+    rows = torch.cat([parts.train.x, parts.validation.x, parts.test.x]).flatten()
+    assert torch.equal(rows.sort().values, x.flatten())
+    for part in (parts.train, parts.validation, parts.test):
+        assert torch.equal(part.y, y[part.x.flatten().long()])
+    assert (parts.num_classes, parts.class_names) == (2, ("0", "1"))
+
+
+def test_split_depends_on_the_seed_only() -> None:
+    x, y = _numbered()
+    first, again, other = split(x, y, seed=3), split(x, y, seed=3), split(x, y, seed=4)
+    assert torch.equal(first.test.x, again.test.x)
+    assert torch.equal(first.train.x, again.train.x)
+    assert not torch.equal(first.test.x, other.test.x)
+
+
+def test_split_without_strata_takes_single_examples() -> None:
+    x, y = torch.zeros(20, 2), torch.tensor([0] * 19 + [1])
+    with pytest.raises(DataError, match="cannot set aside 4 of 20 examples by class"):
+        split(x, y)
+    assert len(split(x, y, stratify=False).train) == 14
+
+
+@pytest.mark.parametrize("fractions", [(0.7, 0.3), (0.7, 0.3, 0.0), (0.7, 0.2, 0.2), (1.2, -0.3, 0.1)])
+def test_impossible_fractions(fractions: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="three numbers above 0 that sum to 1"):
+        split(*_numbered(), fractions)
+
+
+def test_sets_too_small_to_split() -> None:
+    with pytest.raises(DataError, match="0 of 3 examples"):
+        split(torch.zeros(3, 1), torch.tensor([0, 1, 1]), (0.9, 0.05, 0.05))
+    with pytest.raises(DataError, match="empty"):
+        split(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
+
+
+def test_hold_out_by_count_or_share() -> None:
+    x, y = _numbered()
+    rest, held = hold_out(Split(x, y), 50)
+    assert (len(rest), len(held)) == (150, 50)
+    assert torch.equal(hold_out(Split(x, y), 0.25)[1].x, held.x)
+    with pytest.raises(DataError, match="200 of 200"):
+        hold_out(Split(x, y), 200)
+
+
+def test_standardise_uses_train_only() -> None:
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(100, 3, generator=rng) * torch.tensor([1.0, 100.0, 0.0]) + torch.tensor([0.0, 1e4, 0.1])
+    raw = split(x, torch.arange(100) % 2)
+    scaled = standardise(raw)
+    expected = (raw.test.x - raw.train.x.mean(0)) / raw.train.x.std(0, correction=0)
+    assert torch.allclose(scaled.test.x[:, :2], expected[:, :2], atol=1e-3)
+    assert torch.allclose(scaled.train.x.mean(0), torch.zeros(3), atol=1e-5)
+    assert torch.allclose(scaled.train.x[:, :2].std(0, correction=0), torch.ones(2), atol=1e-5)
+    assert scaled.test.x[:, 2].abs().max() < 1e-6
+    images = split(torch.zeros(20, 3, 2, 2, dtype=torch.uint8), torch.arange(20) % 2)
+    with pytest.raises(DataError, match="uint8"):
+        standardise(images)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (torch.zeros(2, 1, dtype=torch.float64), torch.zeros(2, dtype=torch.int64), "float64"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int64), r"shape \(2,\)"),
+        (torch.zeros(2, 1), torch.zeros(3, dtype=torch.int64), "2 int64 labels"),
+        (torch.zeros(2, 1), torch.zeros(2), "float32"),
+        (torch.tensor([[1.0], [float("nan")]]), torch.zeros(2, dtype=torch.int64), "1 of 2 rows"),
+    ],
+)
+def test_split_checks_its_tensors(x: Tensor, y: Tensor, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Split(x, y)
+
+
+def test_splits_check_that_parts_fit() -> None:
+    two, other = Split(torch.zeros(2, 1), torch.tensor([0, 1])), Split(torch.zeros(2, 3), torch.tensor([0, 1]))
+    with pytest.raises(DataError, match="the test labels must be in"):
+        Splits(two, two, Split(torch.zeros(2, 1), torch.tensor([0, 2])), 2, ("a", "b"))
+    with pytest.raises(DataError, match="the validation inputs"):
+        Splits(two, other, two, 2, ("a", "b"))
+    with pytest.raises(DataError, match="the test part is empty"):
+        Splits(two, two, two.take(torch.tensor([False, False])), 2, ("a", "b"))
+    with pytest.raises(DataError, match="2 class names, got 1"):
+        Splits(two, two, two, 2, ("a",))
+    with pytest.raises(DataError, match="at least two classes, got 1"):
+        Splits(two, two, two, 1, ("a",))
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.rand(40, 3, 10, 8, generator=torch.Generator().manual_seed(0))
+
+
+SHIFT = ImageShift(contrast=0.6, brightness=0.1, noise_std=0.05, rotation_degrees=20, seed=1)
+
+
+def test_no_shift_is_the_identity(images: Tensor) -> None:
+    assert torch.equal(ImageShift()(images), images)
+
+
+def test_shift_depends_on_the_seed_only(images: Tensor) -> None:
+    before = images.clone()
+    once = SHIFT(images)
+    torch.manual_seed(5)
+    assert torch.equal(SHIFT(images), once)
+    assert torch.equal(SHIFT(images, seed=1), once)
+    assert not torch.equal(SHIFT(images, seed=2), once)
+    assert torch.equal(images, before)
+
+
+def test_shift_does_not_depend_on_the_batch(images: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = SHIFT(images)
+    assert torch.allclose(SHIFT(images[:7]), once[:7], atol=1e-6)
+    monkeypatch.setattr("metricopt_ext.shift._CHUNK", 3)
+    assert torch.allclose(SHIFT(images), once, atol=1e-6)
+    same = SHIFT(images[:1].expand(2, -1, -1, -1))
+    assert not torch.allclose(same[0], same[1], atol=1e-2)  # each image its own draw
+
+
+def test_contrast_and_brightness(images: Tensor) -> None:
+    x = images * 0.2 + 0.4
+    out = ImageShift(contrast=0.5, brightness=0.1)(x)
+    assert torch.allclose(out.mean((2, 3)), x.mean((2, 3)) + 0.1, atol=1e-6)
+    assert torch.allclose(out.std((2, 3)), 0.5 * x.std((2, 3)), atol=1e-6)
+    assert ImageShift(brightness=1)(x).min() == 1
+
+
+def test_noise_has_its_scale() -> None:
+    out = ImageShift(noise_std=0.1)(torch.full((100, 1, 20, 20), 0.5)) - 0.5
+    assert float(out.std()) == pytest.approx(0.1, rel=0.02)
+    assert float(out.mean()) == pytest.approx(0, abs=0.003)
+
+
+def test_rotation_angles_are_uniform_within_the_limit() -> None:
+    bar = torch.zeros(500, 1, 33, 33)
+    bar[:, :, 16, 17:] = 1  # points right from the centre
+    out = ImageShift(rotation_degrees=60)(bar)[:, 0]
+    rows, columns = torch.meshgrid(torch.arange(33.0) - 16, torch.arange(33.0) - 16, indexing="ij")
+    angles = torch.rad2deg(torch.atan2(-(out * rows).sum((1, 2)), (out * columns).sum((1, 2))))
+    assert float(angles.abs().max()) < 62
+    assert float(angles.std()) == pytest.approx(60 / 3**0.5, rel=0.1)
+    assert float(angles.mean()) == pytest.approx(0, abs=5)
+
+
+def test_rotation_by_right_angles_is_exact(images: Tensor) -> None:
+    square = images[:, :, :8, :8]
+    for turns in range(1, 4):
+        turned = rotate(square, torch.full((40,), 90.0 * turns))
+        assert torch.allclose(turned, square.rot90(turns, (2, 3)), atol=1e-5)
+
+
+@pytest.mark.parametrize("degrees", [-35.0, 10.0, 120.0])
+def test_rotation_agrees_with_scipy(images: Tensor, degrees: float) -> None:
+    turned = rotate(images[:3], torch.full((3,), degrees))
+    expected = scipy.ndimage.rotate(
+        images[:3].numpy(), degrees, axes=(2, 3), reshape=False, order=1, mode="grid-constant"
+    )
+    assert np.allclose(turned.numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("contrast", 0.0),
+        ("contrast", 1.1),
+        ("brightness", -2.0),
+        ("noise_std", -0.1),
+        ("noise_std", float("inf")),
+        ("rotation_degrees", 181.0),
+        ("rotation_degrees", float("nan")),
+        ("seed", -1),
+    ],
+)
+def test_impossible_shifts_are_named(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be .*, got {value}"):
+        ImageShift(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(2, 3, 4), r"shape \(2, 3, 4\)"),
+        (torch.zeros(2, 3, 4, 4, dtype=torch.uint8), "uint8"),
+        (torch.full((2, 3, 4, 4), 255.0), "255"),
+        (torch.full((2, 3, 4, 4), float("nan")), "nan"),
+    ],
+)
+def test_shift_checks_its_images(x: Tensor, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        SHIFT(x)
+
+
+def _labels(counts: list[int]) -> Split:
+    """Shuffled labels, so many of each class; each input names its row and its label."""
+    y = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    y = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(len(y)))]
+    return Split(torch.stack([torch.arange(len(y)), y], 1).float(), y)
+
+
+def _splits(validation: list[int], test: list[int]) -> Splits:
+    names = tuple("abc"[: len(test)])
+    return Splits(_labels([9] * len(test)), _labels(validation), _labels(test), len(test), names)
+
+
+@pytest.mark.parametrize(
+    ("counts", "ratio", "kept"),
+    [
+        ([180, 20], [0.5, 0.5], [20, 20]),  # class 1 is scarce and stays whole
+        ([180, 20], [0.9, 0.1], [180, 20]),  # as it is
+        ([180, 20], [0.95, 0.05], [180, 9]),  # class 0 stays whole: 180 / 0.95 * 0.05 = 9.47
+        ([184, 20], [0.95, 0.05], [184, 10]),  # 9.68
+        ([10, 20, 30], [0.5, 0.25, 0.25], [10, 5, 5]),
+        ([30, 10, 20], [0.2, 0.4, 0.4], [5, 10, 10]),
+        ([7, 7, 7], [0.1, 0.2, 0.7], [1, 2, 7]),
+    ],
+)
+def test_a_class_ratio_is_met_by_dropping_as_few_as_possible(
+    counts: list[int], ratio: list[float], kept: list[int]
+) -> None:
+    splits = _splits(counts, [2 * count for count in counts])
+    shifted = shift_class_ratio(splits, ratio)
+    assert shifted.validation.y.bincount().tolist() == kept
+    assert shifted.train is splits.train
+    for before, after in ((splits.validation, shifted.validation), (splits.test, shifted.test)):
+        rows = after.x[:, 0].long()
+        assert (rows.diff() > 0).all()  # none twice, in their order
+        assert torch.equal(before.x[rows], after.x)
+        assert torch.equal(before.y[rows], after.y)
+        of_class = after.y.bincount()
+        missed = (of_class - len(after) * torch.tensor(ratio, dtype=torch.float64)).abs()
+        assert missed.max() < 1
+        assert (of_class == before.y.bincount()).any()  # nothing could be added to this class
+
+
+def test_the_choice_for_a_class_ratio_is_random_by_seed() -> None:
+    splits = _splits([90, 10], [90, 10])
+    first, again, other = (shift_class_ratio(splits, [0.5, 0.5], seed) for seed in (1, 1, 2))
+    assert torch.equal(first.validation.x, again.validation.x)
+    assert torch.equal(first.test.x, again.test.x)
+    assert not torch.equal(first.validation.x, other.validation.x)
+    assert not torch.equal(first.validation.x, first.test.x)
+    of_class_0 = splits.test.x[splits.test.y == 0, 0]
+    often = torch.zeros(100)
+    for seed in range(450):
+        often[shift_class_ratio(splits, [0.5, 0.5], seed).test.x[:, 0].long()] += 1
+    assert (often[splits.test.y == 1] == 450).all()
+    assert 25 < often[of_class_0.long()].min() < 50 < often[of_class_0.long()].max() < 80  # each 50 times, std 6.7
+
+
+@pytest.mark.parametrize(
+    ("ratio", "message"),
+    [
+        ([], r"one share for each of 2 classes, got \[\]"),
+        ([0.2, 0.3, 0.5], r"one share for each of 2 classes, got \[0\.2, 0\.3, 0\.5\]"),
+        ([0.5, 0.6], r"shares above 0 that sum to 1, got \[0\.5, 0\.6\]"),
+        ([1.0, 0.0], "shares above 0"),
+        ([1.5, -0.5], "shares above 0"),
+        ([0.5, float("nan")], "shares above 0"),
+    ],
+)
+def test_impossible_class_ratios(ratio: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shift_class_ratio(_splits([5, 5], [5, 5]), ratio)
+
+
+def test_parts_too_small_for_a_class_ratio_are_named() -> None:
+    with pytest.raises(DataError, match=r"the test part is too small .* of \[9, 9\] examples .* keep \[9, 0\]"):
+        shift_class_ratio(_splits([30, 30], [9, 9]), [0.95, 0.05])
+    with pytest.raises(DataError, match=r"the validation part is too small .* of \[9, 0\] examples .* keep \[0, 0\]"):
+        shift_class_ratio(_splits([9, 0], [9, 9]), [0.5, 0.5])

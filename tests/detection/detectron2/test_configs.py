@@ -1,0 +1,290 @@
+"""The config files build what they say, by YAML and by LazyConfig, and the tool runs them."""
+
+import importlib.util
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
+
+from detectron2.config import LazyConfig, instantiate
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.engine import SimpleTrainer, hooks
+from detectron2.modeling import build_model
+from detectron2.solver import LRMultiplier
+from detectron2.utils.logger import setup_logger
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+import metricopt_ext as mo
+from metricopt_ext.detection.detectron2.config import read_config, settings_of
+from metricopt_ext.detection.detectron2.datasets import ENTRY
+from metricopt_ext.detection.detectron2.placements import film_layers
+from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.detection.scenes import SceneShift, write_scenes
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.voc import write_voc
+from metricopt_ext.tasks.trajectory import TrajectoryStore
+
+pytestmark = pytest.mark.detectron2
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = ROOT / "configs" / "detection" / "detectron2"
+FILES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
+
+
+def test_there_are_configs() -> None:
+    assert len(FILES) == 6
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_config_is_sound(name: str) -> None:
+    cfg = read_config(CONFIGS / name, ["MODEL.DEVICE", "cpu"])
+    settings = settings_of(cfg)
+    parts = {match["name"]: match for match in map(ENTRY.fullmatch, settings.data) if match is not None}
+    assert len(parts) == len(settings.data)
+    assert set(cfg.DATASETS.TRAIN) < set(parts)
+    assert settings.validation in parts
+    assert settings.validation not in cfg.DATASETS.TRAIN
+    assert cfg.DATASETS.TEST == ()  # nothing asks it by the way
+    trained_on = [parts[name].group("folder", "split", "first", "last") for name in cfg.DATASETS.TRAIN]
+    folder, split, first, last = parts[settings.validation].group("folder", "split", "first", "last")
+    for other in trained_on:
+        assert other[:2] != (folder, split) or (other[2:] == (None, first) and last is None)
+    if settings.classes:
+        assert len(settings.classes) == cfg.MODEL.ROI_HEADS.NUM_CLASSES
+    model = build_model(cfg)
+    assert mo.attach_film(model, film_layers(model, settings.layers), dim=settings.dim).dim == settings.dim
+
+
+@pytest.fixture
+def folder(squares: Callable[..., DetectionSet], tmp_path: Path) -> Path:
+    """A VOC folder of squares with the splits train and val."""
+    for seed, split in enumerate(("train", "val")):
+        data = squares(4, seed=seed)
+        examples = [Example(image.load(), image) for image in data.images]
+        write_voc(tmp_path / "squares", examples, data.classes, split)
+    return tmp_path / "squares"
+
+
+def test_lazy_config_runs(tmp_path: Path) -> None:
+    cfg = LazyConfig.load(str(CONFIGS / "lazy_scenes.py"))
+    cfg = LazyConfig.apply_overrides(
+        cfg,
+        [
+            *(f"data.root.folder={tmp_path / 'scenes'}", "data.root.images=[4,3,1]", "train.max_iter=3"),
+            *("train.device=cpu", f"train.output_dir={tmp_path / 'out'}", "dataloader.train.total_batch_size=2"),
+            *("hooks.evals=2", f"hooks.store.folder={tmp_path / 'kept'}"),
+        ],
+    )
+    torch.manual_seed(0)
+    model = instantiate(cfg.model)
+    cfg.optimizer.params.model = cfg.hooks.model = model
+    optimizer = instantiate(cfg.optimizer)
+    assert isinstance(optimizer, torch.optim.SGD)
+    trainer = SimpleTrainer(model, instantiate(cfg.dataloader.train), optimizer)
+    rate = LRMultiplier(optimizer, instantiate(cfg.lr_multiplier), cfg.train.max_iter)  # as Detectron2's tool does
+    trainer.register_hooks([*instantiate(cfg.hooks), hooks.LRScheduler(scheduler=rate)])
+    trainer.train(0, cfg.train.max_iter)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    (trajectory,) = TrajectoryStore(tmp_path / "kept")
+    assert trajectory.phi.shape == (4, 32)
+    assert torch.equal(trajectory.phi[-1], model.metricopt.phi)
+    assert trajectory.phi[-1].norm() > 0
+    assert (tmp_path / "out" / "model_best.pth").exists()
+
+
+# --- The tool ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Call tools/train_detector.py as the command line does, each time as in a process of its own."""
+    spec = importlib.util.spec_from_file_location("train_detector", ROOT / "tools" / "train_detector.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    before = set(DatasetCatalog.list())
+
+    def forget() -> None:
+        for name in set(DatasetCatalog.list()) - before:
+            DatasetCatalog.remove(name)
+            MetadataCatalog.remove(name)
+        for name in ("detectron2", "fvcore"):
+            logging.getLogger(name).handlers.clear()
+        setup_logger.cache_clear()
+
+    def call(*arguments: Any) -> None:
+        forget()
+        monkeypatch.setattr(sys, "argv", ["train_detector.py", *map(str, arguments)])
+        module.run()
+
+    call.module = module  # type: ignore[attr-defined]
+    yield call
+    forget()
+
+
+def test_tool_trains_and_finetunes(
+    tool: Callable[..., Any], tiny_config: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = tiny_config("fpn", "BN", "SOLVER.MAX_ITER", 60, "SOLVER.BASE_LR", 0.01, "SOLVER.WARMUP_ITERS", 5)
+    cfg.SOLVER.CLIP_GRADIENTS.ENABLED, cfg.SOLVER.CLIP_GRADIENTS.CLIP_TYPE = True, "norm"
+    cfg.METRICOPT.DATA = ["train=squares:train", "val=squares:val"]
+    cfg.METRICOPT.DATA_ROOT = str(tmp_path)
+    cfg.METRICOPT.VALIDATION = "val"
+    cfg.METRICOPT.EVALS = 3
+    cfg.METRICOPT.STEPS = 2
+    cfg.METRICOPT.ROUNDS = 2
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST, cfg.SEED = ("train",), (), 1
+    cfg.MODEL.DEVICE = "cuda"  # --num-gpus 0 says otherwise
+    file, out, f = tmp_path / "all.yaml", tmp_path / "out", tmp_path / "f.safetensors"
+    file.write_text(cfg.dump())
+    always = ("--config-file", file, "--num-gpus", 0)
+
+    tool(*always, "OUTPUT_DIR", out)
+    weights = ("MODEL.WEIGHTS", out / "model_final.pth")
+    tool(*always, "--meta-train", f, *weights, "OUTPUT_DIR", tmp_path / "meta")
+    shown = capsys.readouterr().out
+    assert "value function (" in shown
+    assert "24/24 queries" in shown
+    assert len(list((tmp_path / "meta" / "trajectories").glob("round-*"))) == 8
+
+    def score(*options: Any) -> str:
+        capsys.readouterr()
+        tool(*always, *options, "DATASETS.TEST", "('val',)")
+        lines = [line for line in capsys.readouterr().out.splitlines() if "copypaste: " in line and "," not in line]
+        assert len(lines) == 3  # Task: bbox, AP50 and its value: it is asked once
+        return lines[-1].rsplit(" ", 1)[-1]
+
+    tuned = score(
+        *weights, "METRICOPT.ENABLED", True, "METRICOPT.VALUE_FUNCTION", f, "OUTPUT_DIR", tmp_path / "tuned",
+        "METRICOPT.LR", 1.0,
+    )  # fmt: skip
+
+    assert (tmp_path / "tuned" / "model_0000001.pth").exists()  # Detectron2's own period is 5000 steps
+    merged = torch.load(tmp_path / "tuned" / "model_merged.pth", weights_only=True)["model"]
+    assert merged.keys() == torch.load(out / "model_final.pth", weights_only=True)["model"].keys()
+    judged = ("--eval-only", "OUTPUT_DIR", tmp_path / "judged", "MODEL.WEIGHTS")
+    as_adapter = score(*judged, tmp_path / "tuned" / "model_best.pth", "METRICOPT.ENABLED", True)
+    assert 0 < float(as_adapter) < 100
+    assert as_adapter == tuned == score(*judged, tmp_path / "tuned" / "model_merged.pth")
+    with pytest.raises(SystemExit, match=r"model_best\.pth holds a phi"):
+        score(*judged, tmp_path / "tuned" / "model_best.pth")
+    with pytest.raises(SystemExit, match=r"^1$"):
+        score(*judged, out / "model_final.pth", "TEST.EXPECTED_RESULTS", "[['bbox', 'AP50', 101.0, 0.1]]")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["METRICOPT.DATA", "['train:squares']"], "error: METRICOPT.DATA: 'train:squares' is not NAME=FOLDER:SPLIT"),
+        (
+            ["MODEL.ROI_HEADS.NUM_CLASSES", 3],
+            "error: MODEL.ROI_HEADS.NUM_CLASSES is 3; train has 2 classes: green, red",
+        ),
+        (["METRICOPT.ENABLED", True], "error: METRICOPT.ENABLED needs MODEL.WEIGHTS, the trained detector"),
+        (["--eval-only", "MODEL.WEIGHTS", __file__], "error: --eval-only needs DATASETS.TEST"),
+        (["--eval-only", "DATASETS.TEST", "('train',)"], "error: --eval-only needs MODEL.WEIGHTS"),
+        (["--eval-only", "DATASETS.TEST", "('train',)", "MODEL.WEIGHTS", __file__], ".py can't be loaded"),
+        (["DATASETS.TEST", "('elsewhere',)"], "error: Detectron2's catalog has no dataset 'elsewhere'"),
+        (["TEST.AUG.ENABLED", True], "error: TEST.AUG.ENABLED: AP50 is asked without"),
+        (["METRICOPT.SCENES_SHIFT", "(1, 2)"], "METRICOPT.SCENES_SHIFT is (1, 2); it must be three numbers"),
+        (["METRICOPT.SCENES", "digits", "METRICOPT.SCENES_SHIFT", "(0, 0, 1)"], "contrast must be in (0, 1]"),
+        (["METRICOPT.SIZE", 3], "Non-existent key: METRICOPT.SIZE"),
+        (["--meta-train", "f.safetensors"], "meta-training needs the trained detector: MODEL.WEIGHTS is ''"),
+        (["MODEL.WEIGHTS", "m.pth"], "error: MODEL.WEIGHTS=m.pth: there is no such file"),
+        (["--meta-train", "f.safetensors", "MODEL.WEIGHTS", __file__], "meta-training needs METRICOPT.VALIDATION"),
+    ],
+)
+def test_tool_s_errors(
+    options: list[Any], message: str, tool: Callable[..., Any], tiny_config: Any, folder: Path, tmp_path: Path
+) -> None:
+    cfg = tiny_config()
+    cfg.METRICOPT.DATA = ["train=squares:train"]
+    cfg.METRICOPT.DATA_ROOT = str(tmp_path)
+    cfg.DATASETS.TRAIN = ("train",)
+    (tmp_path / "all.yaml").write_text(cfg.dump())
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        tool("--config-file", tmp_path / "all.yaml", "--num-gpus", 0, *options)
+
+
+def test_tool_writes_the_scenes(tool: Callable[..., Any], tiny_config: Any, tmp_path: Path) -> None:
+    cfg = tiny_config("fpn", "BN", "MODEL.ROI_HEADS.NUM_CLASSES", 10, "SOLVER.MAX_ITER", 1)
+    cfg.METRICOPT.DATA, cfg.METRICOPT.DATA_ROOT = ["train=scenes:train"], str(tmp_path / "data")
+    cfg.METRICOPT.SCENES, cfg.METRICOPT.SCENES_IMAGES, cfg.METRICOPT.SCENES_SEED = "scenes", (3, 2, 1), 4
+    cfg.METRICOPT.SCENES_SHIFT, cfg.METRICOPT.CLASSES = (0.3, 0.03, 0.8), tuple("0123456789")
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("train",), ()
+    (tmp_path / "all.yaml").write_text(cfg.dump())
+    tool("--config-file", tmp_path / "all.yaml", "--num-gpus", 0)
+    shift = SceneShift(contrast=0.3, noise_std=0.03, scale=0.8)
+    expected = write_scenes(tmp_path / "expected", images=(3, 2, 1), seed=4, shift=shift)
+    written = tmp_path / "data" / "scenes"
+    files = {path.relative_to(expected) for path in expected.rglob("*") if path.is_file()}
+    assert files == {path.relative_to(written) for path in written.rglob("*") if path.is_file()}
+    assert all((written / file).read_bytes() == (expected / file).read_bytes() for file in files)
+
+
+def test_tool_without_a_gpu(tool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        SystemExit, match=r"MODEL\.DEVICE is cuda, but no GPU was found; --num-gpus 0 computes on the CPU"
+    ):
+        tool("--config-file", CONFIGS / "scenes.yaml")
+
+
+def test_tool_does_not_write_over_the_detector(
+    tool: Callable[..., Any], tiny_config: Any, folder: Path, tmp_path: Path
+) -> None:
+    cfg = tiny_config("fpn", "BN", "METRICOPT.ENABLED", True)
+    cfg.METRICOPT.DATA, cfg.METRICOPT.DATA_ROOT, cfg.DATASETS.TRAIN = ["train=squares:train"], str(tmp_path), ("train",)
+    (tmp_path / "all.yaml").write_text(cfg.dump())
+    Path(cfg.OUTPUT_DIR).mkdir()
+    for name, message in (
+        ("model_final.pth", "model_final.pth, which would be written over; give another"),
+        ("detector.pth", "detector.pth can't be loaded"),  # of no kind that a run writes: the next error is its own
+    ):
+        file = Path(cfg.OUTPUT_DIR) / name
+        file.touch()
+        with pytest.raises(SystemExit, match=message):
+            tool("--config-file", tmp_path / "all.yaml", "--num-gpus", 0, "MODEL.WEIGHTS", file, "DATASETS.TEST", "()")
+
+
+def test_an_error_of_another_process(
+    tool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tiny_config: Any, tmp_path: Path
+) -> None:
+    """It ends in one line if a user can mend it; a program's fault keeps its traceback."""
+    tiny_config()
+
+    def ends_with(error: str) -> None:
+        traceback = (
+            "-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n  File ...\n"
+        )
+
+        def launch(*arguments: Any, **options: Any) -> None:
+            raise ProcessRaisedException(f"\n{traceback}OSError: first\n\n{traceback}{error}\n", 1, 2)
+
+        monkeypatch.setattr(tool.module, "launch", launch)  # type: ignore[attr-defined]
+        tool("--config-file", tmp_path / "tiny.yaml", "--num-gpus", 0)
+
+    with pytest.raises(SystemExit, match=r"^error: a\.jpg can't be used: it is cut$"):
+        ends_with("metricopt_ext.errors.DataError: a.jpg can't be used:\n  it is cut")
+    with pytest.raises(ProcessRaisedException, match="KeyError: 'width'"):
+        ends_with("KeyError: 'width'")
+
+
+def test_tool_without_detectron2(tmp_path: Path) -> None:
+    (tmp_path / "detectron2.py").write_text("raise ModuleNotFoundError(\"No module\", name='detectron2')\n")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, ROOT / "tools" / "train_detector.py"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: detectron2 is not installed; get Detectron2 by pip install")

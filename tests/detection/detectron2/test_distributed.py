@@ -1,0 +1,120 @@
+"""Two processes finetune one phi, and both know what the metric said."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import distributed
+
+pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
+
+from detectron2.data import build_detection_train_loader
+from detectron2.engine import SimpleTrainer, defaults
+from detectron2.modeling import build_model
+from detectron2.utils import comm
+from detectron2.utils.env import seed_all_rng
+
+from metricopt_ext.detection.detectron2 import trainer as trainer_module
+from metricopt_ext.detection.detectron2.build import (
+    finetuning_hooks,
+    main_process_folder,
+    phi_of,
+    phi_optimizer,
+    with_film,
+)
+from metricopt_ext.detection.detectron2.datasets import register
+from metricopt_ext.detection.detectron2.evaluator import validation_metric
+from metricopt_ext.detection.detectron2.meta_train import meta_train
+from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.value.value_function import Quality, RidgeValueFunction, load_value_function
+
+pytestmark = pytest.mark.detectron2
+
+
+@pytest.fixture(autouse=True)
+def _pair_in_catalog(catalog: Any, squares: Callable[..., DetectionSet]) -> None:
+    for seed, name in enumerate(("pair_train", "pair_val")):
+        register(name, squares(5, seed=seed))
+
+
+def join(rank: int, folder: Path) -> None:
+    """Become one of two processes of Detectron2."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", world_size=2, rank=rank)
+    comm.create_local_process_group(2)
+    seed_all_rng(rank)  # as Detectron2 does: the global streams differ
+
+
+def finetune(rank: int, cfg: Any, folder: Path) -> None:
+    join(rank, folder)
+    model = with_film(build_model(cfg), dim=4, start_std=0.1)
+    start = model.metricopt.phi.detach().clone()
+    optimizer = phi_optimizer(phi_of(model), value_function=str(folder / "f.safetensors"), lr=0.01, steps=3)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    trainer = SimpleTrainer(wrapped, build_detection_train_loader(cfg), optimizer)
+    metric, store = validation_metric(cfg, "pair_val"), TrajectoryStore(main_process_folder(str(folder / "kept")))
+    trainer.register_hooks(finetuning_hooks(wrapped, metric, store, steps=3, evals=3, output_dir=folder / "out"))
+    trainer.train(0, 3)
+    (trajectory,) = store
+    torch.save(
+        {
+            "start": start,
+            "phi": model.metricopt.phi.detach(),
+            "recorded": trajectory.phi,
+            "loss": trajectory.loss,
+            "cost": trajectory.cost,
+            "sampled": torch.rand(3),
+        },
+        folder / f"rank{rank}.pth",
+    )
+    distributed.destroy_process_group()
+
+
+def test_two_processes_end_with_one_phi(tiny_config: Any, tmp_path: Path) -> None:
+    f = RidgeValueFunction(4)
+    f.coefficients.copy_(torch.linspace(-1, 1, 8)[:, None])
+    f.set_domain(torch.randn(50, 4, generator=torch.Generator().manual_seed(0)))
+    f.quality = Quality(0.9, 0.01, 0.1, 50, 10)
+    f.save(tmp_path / "f.safetensors")
+    cfg = tiny_config("fpn", "BN", "DATASETS.TRAIN", ("pair_train",), "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0)
+    mp.start_processes(finetune, (cfg, tmp_path), nprocs=2, start_method="fork")
+    first, second = (torch.load(tmp_path / f"rank{rank}.pth", weights_only=True) for rank in (0, 1))
+    sampled = first.pop("sampled"), second.pop("sampled")
+    assert not torch.equal(*sampled)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["start"], first["phi"])
+    assert torch.equal(first["recorded"][0], first["start"])
+    assert len(TrajectoryStore(tmp_path / "kept")) == 1
+
+
+def learn(rank: int, cfg: Any, folder: Path) -> None:
+    join(rank, folder)
+    # Detectron2 names a GPU when it wraps the model; the metric reacts to phi though the detector is untrained.
+    defaults.create_ddp_model = lambda model, **options: torch.nn.parallel.DistributedDataParallel(
+        model, broadcast_buffers=False
+    )
+    trainer_module.validation_metric = lambda *args, **options: Metric(
+        lambda model: float(model.metricopt.phi.sum().sigmoid()), maximize=True
+    )
+    fit = meta_train(cfg, folder / "f.safetensors")
+    torch.save({"fitted": fit is not None}, folder / f"rank{rank}.pth")
+    distributed.destroy_process_group()
+
+
+def test_two_processes_learn_one_f(tiny_config: Any, tmp_path: Path) -> None:
+    cfg = tiny_config(
+        *("fpn", "BN", "DATASETS.TRAIN", ("pair_train",), "METRICOPT.VALIDATION", "pair_val", "METRICOPT.ROUNDS", 2),
+        *("METRICOPT.STEPS", 2, "METRICOPT.EVALS", 2, "SOLVER.CHECKPOINT_PERIOD", 100),
+    )
+    cfg.MODEL.WEIGHTS = str(tmp_path / "detector.pth")
+    torch.save({"model": build_model(cfg).state_dict()}, cfg.MODEL.WEIGHTS)
+    mp.start_processes(learn, (cfg, tmp_path), nprocs=2, start_method="fork")
+    fitted = [torch.load(tmp_path / f"rank{rank}.pth", weights_only=True)["fitted"] for rank in (0, 1)]
+    assert fitted == [True, False]
+    assert len(list((Path(cfg.OUTPUT_DIR) / "trajectories").glob("round-*"))) == 8
+    assert load_value_function(tmp_path / "f.safetensors", 4).quality.trajectories > 0

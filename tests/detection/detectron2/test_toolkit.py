@@ -1,0 +1,202 @@
+"""Detectron2's detectors give losses, detections and proposals in the terms of the detection tools."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
+
+from detectron2.engine import DefaultPredictor
+from detectron2.modeling import build_model
+
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.detection.detectron2.config import read_config
+from metricopt_ext.detection.detectron2.placements import PLACEMENTS, film_layers
+from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
+from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+
+pytestmark = pytest.mark.detectron2
+
+each_kind = pytest.mark.parametrize("kind", ["fpn", "c4"])
+
+
+def examples(data: DetectionSet) -> list[Example]:
+    return [Example(image.load(), image) for image in data.images]
+
+
+def trained(toolkit: Detectron2Toolkit, batch: list[Example], steps: int) -> Any:
+    model = toolkit.build(2, seed=1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    torch.manual_seed(0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        toolkit.loss(model, batch).backward()
+        optimizer.step()
+    return model
+
+
+@each_kind
+@pytest.mark.parametrize("norm", ["BN", "FrozenBN"])
+def test_build_and_loss(kind: str, norm: str, tiny_config: Any, squares: Any) -> None:
+    toolkit = Detectron2Toolkit(tiny_config(kind, norm))
+    before = torch.random.get_rng_state()
+    model, same, other = toolkit.build(3, seed=1), toolkit.build(3, seed=1), toolkit.build(3, seed=2)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(model.backbone.state_dict()[next(iter(model.backbone.state_dict()))],
+                           other.backbone.state_dict()[next(iter(other.backbone.state_dict()))])  # fmt: skip
+    assert model.roi_heads.num_classes == 3
+
+    if norm == "FrozenBN":  # the identity, under which random weights explode
+        for name, tensor in model.state_dict().items():
+            if name.endswith("norm.weight"):
+                tensor.fill_(0.2)
+    adapter = attach_film(model, film_layers(model, ["backbone"]), dim=4)
+    model.eval()
+    batch = examples(squares(2))
+    torch.manual_seed(3)
+    loss = toolkit.loss(model, batch)
+    assert loss.dim() == 0
+    assert not any(module.training for module in model.modules())
+    (gradient,) = torch.autograd.grad(loss, adapter.phi)
+    assert gradient.isfinite().all()
+    assert gradient.norm() > 0
+    torch.manual_seed(3)
+    assert torch.equal(toolkit.loss(model, batch), loss)  # what it samples is torch's global stream
+
+
+def test_gradient_in_a_finetuning_task(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
+    toolkit = Detectron2Toolkit(tiny_config())
+    model, batch = toolkit.build(2, seed=1), examples(squares(2))
+    adapter = attach_film(model, film_layers(model, ["fpn", "roi_head"]), dim=4)
+
+    def loss(model: Any, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return toolkit.loss(model, batch)
+
+    metric = Metric(lambda model: 0.5, maximize=True)
+    task = FinetuneTask(adapter, loss=loss, batches=lambda seed, index, step: index, metric=metric, population=1)
+    phi = 0.1 * torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    losses, gradients = task.loss_and_gradient(phi, 0, [7, 8], 0)
+    for row, seed in enumerate((7, 8)):
+        adapter.set_phi(phi[row])
+        expected = loss(model, seed)
+        assert torch.equal(losses[row], expected)
+        torch.testing.assert_close(gradients[row], torch.autograd.grad(expected, adapter.phi)[0])
+
+
+def test_loss_sees_the_boxes(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
+    toolkit = Detectron2Toolkit(tiny_config("fpn", "BN", "INPUT.MIN_SIZE_TEST", 96, "INPUT.MAX_SIZE_TEST", 200))
+    (example,) = examples(squares(1, width=80, height=64))
+    inputs, targets = toolkit._input(example), toolkit._targets(example)
+    assert inputs["image"].shape == (3, 96, 120)
+    assert (inputs["height"], inputs["width"]) == (64, 80)
+    assert targets.image_size == (96, 120)
+    torch.testing.assert_close(targets.gt_boxes.tensor, example.truth.boxes * 1.5)
+    assert torch.equal(targets.gt_classes, example.truth.labels)
+
+    crowd = replace(example.truth, crowd=torch.tensor([True]))
+    assert len(toolkit._targets(Example(example.image, crowd))) == 0
+    assert toolkit.loss(toolkit.build(2, 0), [Example(example.image, crowd)]).isfinite()
+
+
+@each_kind
+def test_detections_are_those_of_detectron2_s_own_predictor(
+    kind: str, tiny_config: Any, squares: Any, tmp_path: Any
+) -> None:
+    cfg = tiny_config(kind, "BN", "INPUT.MIN_SIZE_TEST", 96, "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0)
+    toolkit = Detectron2Toolkit(cfg)
+    batch = examples(squares(2, width=80))
+    model = toolkit.build(2, seed=0)
+    torch.save({"model": model.state_dict()}, tmp_path / "model.pth")
+    cfg.MODEL.WEIGHTS = str(tmp_path / "model.pth")
+    predictor = DefaultPredictor(cfg)
+    model.train()
+    for example, found in zip(batch, toolkit.detect(model, batch), strict=True):
+        bgr = np.ascontiguousarray(example.image.permute(1, 2, 0).numpy()[:, :, ::-1])
+        expected = predictor(bgr)["instances"]
+        assert len(found) == len(expected) > 0
+        torch.testing.assert_close(found.boxes, expected.pred_boxes.tensor, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-5)
+    assert model.training
+
+
+def test_a_trained_detector_finds_and_proposes_the_squares(
+    tiny_config: Any, squares: Callable[..., DetectionSet]
+) -> None:
+    toolkit = Detectron2Toolkit(tiny_config("fpn", "BN", "INPUT.FORMAT", "RGB", "INPUT.MIN_SIZE_TEST", 96))
+    batch = examples(squares(2))
+    model = trained(toolkit, batch, steps=40)
+    for example, found, proposed in zip(
+        batch, toolkit.detect(model, batch), toolkit.propose(model, batch), strict=True
+    ):
+        assert best_iou(proposed, example.truth.boxes) > 0.5
+        assert best_iou(found.boxes[:3], example.truth.boxes) > 0.5
+        assert found.scores.diff().le(0).all()
+
+
+def best_iou(found: Tensor, truth: Tensor) -> float:
+    """Return the least over the true boxes of the best overlap with a found box."""
+    low, high = torch.maximum(found[:, None, :2], truth[:, :2]), torch.minimum(found[:, None, 2:], truth[:, 2:])
+    common = (high - low).clamp(min=0).prod(-1)
+
+    def area(boxes: Tensor) -> Tensor:
+        return (boxes[..., 2:] - boxes[..., :2]).prod(-1)
+
+    overlap = common / (area(found)[:, None] + area(truth) - common)
+    return float(overlap.max(0).values.min())
+
+
+@each_kind
+def test_placements(kind: str, tiny_config: Any) -> None:
+    # The real depth, for the names of its layers.
+    cfg = tiny_config(kind, "FrozenBN", "MODEL.RESNETS.DEPTH", 50, "MODEL.RESNETS.RES2_OUT_CHANNELS", 256)
+    model = build_model(cfg)
+    counts = {}
+    for name in PLACEMENTS:
+        if (kind, name) == ("c4", "fpn"):
+            with pytest.raises(ConfigError, match=r"layers='fpn'.* match no layer"):
+                film_layers(model, [name])
+            continue
+        adapter = attach_film(model, film_layers(model, [name]), dim=2)
+        counts[name] = len(adapter.layers)
+        adapter.remove()
+    # A ResNet-50 has 3, 4, 6, 3 blocks of three norms, and a fourth one in the first block of each stage.
+    if kind == "fpn":
+        assert counts == {
+            "backbone": 52, "early": 11, "last_stage": 10, "fpn": 4, "roi_head": 2, "predictor": 2, "all": 61,
+        }  # fmt: skip
+    else:
+        assert counts == {"backbone": 42, "early": 11, "last_stage": 19, "roi_head": 10, "predictor": 2, "all": 55}
+
+
+def test_an_fpn_with_norms_has_film_at_these(tiny_config: Any) -> None:
+    model = build_model(tiny_config("fpn", "BN", "MODEL.FPN.NORM", "GN", "MODEL.FPN.OUT_CHANNELS", 32))
+    assert film_layers(model, ["fpn"]) == ["backbone.fpn_output?.norm"]
+    assert len(attach_film(model, film_layers(model, ["all"]), dim=2).layers) > 20
+
+
+def test_patterns_are_taken_as_they_are(tiny_config: Any) -> None:
+    model = build_model(tiny_config())
+    assert film_layers(model, ["fpn", "backbone.fpn_lateral2"]) == ["backbone.fpn_output?", "backbone.fpn_lateral2"]
+
+
+def test_unknown_keys_are_refused(tmp_path: Any) -> None:
+    (tmp_path / "wrong.yaml").write_text("VERSION: 2\nMETRICOPT: {DIMENSION: 3}\n")
+    with pytest.raises(ConfigError, match="DIMENSION"):
+        read_config(tmp_path / "wrong.yaml")
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        read_config(tmp_path / "nowhere.yaml")
+    for content in ("VERSION: 2\nMETRICOPT: {DIM: [}\n", "VERSION: !!python/object:os.system 2\n"):
+        (tmp_path / "wrong.yaml").write_text(content)
+        with pytest.raises(ConfigError, match=r"wrong\.yaml: "):
+            read_config(tmp_path / "wrong.yaml")

@@ -1,0 +1,460 @@
+"""Detectron2's trainers finetune phi: MetricOpt under their optimizer, trajectories and the best model by hooks."""
+
+import inspect
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
+
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import get_cfg
+from detectron2.data import build_detection_train_loader
+from detectron2.engine import DefaultTrainer, SimpleTrainer, hooks
+from detectron2.modeling import build_model
+from detectron2.utils.env import seed_all_rng
+
+import metricopt_ext as mo
+from metricopt_ext.detection.ap_loss import ap_loss
+from metricopt_ext.detection.detectron2 import trainer as trainer_module
+from metricopt_ext.detection.detectron2.config import Settings, add_metricopt_config, settings_of
+from metricopt_ext.detection.detectron2.datasets import register
+from metricopt_ext.detection.detectron2.evaluator import validation_metric
+from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, TrajectoryRecorder
+from metricopt_ext.detection.detectron2.meta_train import meta_train
+from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, open_store
+from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.errors import ConfigError, DataError, FileFormatError
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.search.optimizer import MetricOptStep
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.recording import Recording
+from metricopt_ext.tasks.rollout import observation_steps
+from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.value.fitting import fit_value_function
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.value_function import Quality, RidgeValueFunction, load_value_function
+
+pytestmark = pytest.mark.detectron2
+
+ROOT = Path(__file__).resolve().parents[3]
+FINETUNING = [
+    *("METRICOPT.ENABLED", True, "METRICOPT.START_STD", 0.1, "METRICOPT.LR", 0.01),
+    *("METRICOPT.VALIDATION", "squares_val", "METRICOPT.EVALS", 3, "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0),
+    *("DATASETS.TRAIN", ("squares_train",), "DATASETS.TEST", ("squares_test",), "SOLVER.CHECKPOINT_PERIOD", 3),
+]
+
+
+@pytest.fixture(autouse=True)
+def _squares_in_catalog(catalog: Any, squares: Callable[..., DetectionSet]) -> None:
+    for seed, name in enumerate(("squares_train", "squares_val", "squares_test")):
+        register(name, squares(4, seed=seed))
+
+
+def save_f(path: Path, dim: int = 4) -> RidgeValueFunction:
+    f = RidgeValueFunction(dim)
+    f.coefficients.copy_(torch.linspace(-1, 1, 2 * dim)[:, None])
+    f.set_domain(torch.randn(50, dim, generator=torch.Generator().manual_seed(0)))
+    f.quality = Quality(0.9, 0.01, 0.1, 50, 10)
+    f.save(path)
+    return f
+
+
+class KilledError(Exception):
+    """What a test stops a run with."""
+
+
+class Kill(hooks.HookBase):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def after_step(self) -> None:
+        if self.trainer.iter + 1 == self.at:
+            raise KilledError
+
+
+def trained(cfg: Any, *, resume: bool = False, kill_at: int | None = None) -> MetricOptTrainer:
+    """Train as a process of its own would, in which global streams are in any state."""
+    seed_all_rng(17 if resume else 4)
+    made = MetricOptTrainer(cfg)
+    made.resume_or_load(resume)
+    if kill_at is None:
+        made.train()
+        return made
+    made.register_hooks([Kill(kill_at)])
+    with pytest.raises(KilledError):
+        made.train()
+    return made
+
+
+def phi_of(made: Any) -> Tensor:
+    return made.model.metricopt.phi.detach().clone()
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_resumed_run_is_the_run(followed: bool, tiny_config: Any, tmp_path: Path) -> None:
+    options = [*FINETUNING, "METRICOPT.INDEX", 5, "SOLVER.CHECKPOINT_PERIOD", 2]
+    if followed:
+        save_f(tmp_path / "f.safetensors")
+        options += ["METRICOPT.VALUE_FUNCTION", str(tmp_path / "f.safetensors")]
+    outcomes = []
+    for name in ("straight", "resumed"):
+        folder, kept = tmp_path / name, tmp_path / f"{name}-trajectories"
+        cfg = tiny_config("fpn", "BN", *options, "OUTPUT_DIR", str(folder), "METRICOPT.TRAJECTORIES", str(kept))
+        if name == "resumed":
+            trained(cfg, kill_at=5)
+            assert [file.name for file in folder.glob("model_0*")] == ["model_0000003.pth"]  # after the fourth
+        made = trained(cfg, resume=name == "resumed")
+        (trajectory,) = open_store(cfg, str(kept))
+        best = torch.load(folder / "model_best.pth", weights_only=True)["model"]["metricopt.phi"]
+        outcomes.append((phi_of(made), trajectory, best))
+    (phi, straight, best), (again, resumed, best_again) = outcomes
+    assert torch.equal(phi, again)
+    for field in ("phi", "loss", "observed", "cost"):
+        assert torch.equal(getattr(straight, field), getattr(resumed, field))
+    assert torch.equal(best, best_again)
+    assert torch.equal(straight.phi[-1], phi)
+    assert len(straight.phi.unique(dim=0)) == 7
+    assert torch.equal(straight.observed, observation_steps(6, 3, 0, 5))
+    assert torch.equal(best, straight.observed_phi[straight.cost.argmin()])
+    start = 0.1 * torch.randn(4, generator=mo.seeding.generator(0, "start", 5))
+    assert torch.equal(straight.phi[0], start)
+
+
+def test_a_run_does_not_go_on_from_another_kind_of_run(tiny_config: Any, tmp_path: Path) -> None:
+    options = [*FINETUNING, "SOLVER.MAX_ITER", 2, "METRICOPT.STEPS", 2, "DATASETS.TEST", ()]
+    ordinary = tiny_config("fpn", "BN", *options, "METRICOPT.ENABLED", False)
+    trained(ordinary)
+    with pytest.raises(DataError, match=r"model_final\.pth is no checkpoint of such a run .* use another OUTPUT_DIR"):
+        trained(tiny_config("fpn", "BN", *options), resume=True)
+    elsewhere = ["OUTPUT_DIR", str(tmp_path / "phi")]
+    trained(tiny_config("fpn", "BN", *options, *elsewhere))
+    with pytest.raises(DataError, match=r"model_final\.pth is no checkpoint of such a run"):
+        trained(tiny_config("fpn", "BN", *options, *elsewhere, "METRICOPT.ENABLED", False), resume=True)
+
+
+def test_a_run_goes_on_from_its_own_checkpoints_alone(tiny_config: Any, tmp_path: Path) -> None:
+    options = [*FINETUNING, "METRICOPT.STEPS", 2, "METRICOPT.EVALS", 2, "DATASETS.TEST", ()]
+    weights = [str(tmp_path / f"{name}.pth") for name in ("one", "other")]
+    for path in weights:
+        torch.save({"model": build_model(tiny_config()).state_dict()}, path)
+    one, other = (tiny_config("fpn", "BN", *options, "MODEL.WEIGHTS", path) for path in weights)
+    trained(one)
+    trained(one, resume=True)
+    for change, key in (
+        (["MODEL.WEIGHTS", weights[1]], r"MODEL\.WEIGHTS was 'one\.pth \(\w{16}\)', now 'other\.pth \("),
+        (["METRICOPT.LR", 5.0], r"METRICOPT\.LR was 0\.01, now 5\.0"),
+        (["METRICOPT.METRIC_STEP", 0.3], r"METRICOPT\.METRIC_STEP was 0\.15, now 0\.3"),
+        (["SOLVER.IMS_PER_BATCH", 1], r"SOLVER\.IMS_PER_BATCH was 2, now 1"),
+    ):
+        with pytest.raises(FileFormatError, match=f"holds another run: {key}"):
+            trained(tiny_config("fpn", "BN", *options, "MODEL.WEIGHTS", weights[0], *change), resume=True)
+    moved = one.clone()
+    moved.MODEL.WEIGHTS = str(tmp_path / "there" / "one.pth")
+    Path(moved.MODEL.WEIGHTS).parent.mkdir()
+    Path(weights[0]).rename(moved.MODEL.WEIGHTS)
+    trained(moved, resume=True)
+
+    # A new run in the same folder, killed before its first checkpoint, does not go on with the old one's.
+    MetricOptTrainer(other).resume_or_load(resume=False)
+    made = MetricOptTrainer(other)
+    made.resume_or_load(resume=True)
+    assert made.start_iter == 0
+    theirs = torch.load(weights[1])["model"]["backbone.fpn_output2.weight"]
+    assert torch.equal(made.model.backbone.fpn_output2.weight, theirs)
+
+
+def test_a_run_starts_where_it_is_told_to(tiny_config: Any, tmp_path: Path) -> None:
+    """A phi in the weights, left by an earlier finetuning, would take the place of the start."""
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.STEPS", 2, "METRICOPT.EVALS", 2)
+    trained(cfg)
+    cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR) / "model_final.pth"), str(tmp_path / "again")
+    with pytest.raises(DataError, match=r"model_final\.pth holds a phi"):
+        trained(cfg)
+
+
+def test_finetuning_moves_nothing_but_phi(tiny_config: Any, tmp_path: Path) -> None:
+    save_f(tmp_path / "f.safetensors")
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.VALUE_FUNCTION", str(tmp_path / "f.safetensors"))
+    cfg.TEST.PRECISE_BN.ENABLED, cfg.SOLVER.REFERENCE_WORLD_SIZE = True, 2  # neither statistics nor steps follow these
+    model = build_model(cfg)
+    torch.save({"model": model.state_dict()}, tmp_path / "pretrained.pth")
+    cfg.MODEL.WEIGHTS = str(tmp_path / "pretrained.pth")
+    made = trained(cfg)
+    assert isinstance(made.optimizer, mo.MetricOpt)
+    assert made.optimizer.state[made.model.metricopt.phi]["step"] == 6
+    bare = mo.Adapter(made.model).base_state_dict()
+    assert all(torch.equal(value, bare[name]) for name, value in model.state_dict().items())
+    assert made._last_eval_results["bbox"].keys() == {"AP50", "AP50-red", "AP50-green"}
+
+    other = MetricOptTrainer.build_model(cfg)
+    DetectionCheckpointer(other).load(str(Path(cfg.OUTPUT_DIR) / "model_final.pth"))
+    assert torch.equal(other.metricopt.phi, phi_of(made))
+
+
+def test_each_trajectory_has_batches_of_its_own(tiny_config: Any) -> None:
+    def order(index: int) -> list[str]:
+        cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.INDEX", index)
+        batches = iter(MetricOptTrainer.build_train_loader(cfg))
+        return [image["image_id"] for _ in range(8) for image in next(batches)]
+
+    assert order(0) == order(0) != order(1)
+
+
+def test_the_ap_loss_is_trained_with(tiny_config: Any, tmp_path: Path) -> None:
+    """The first step of a finetuning goes down the AP loss that the detector has where training starts."""
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.CLASSIFICATION_LOSS", "ap", "METRICOPT.STEPS", 2,
+                      "METRICOPT.LAYERS", ("roi_head",))  # fmt: skip
+    torch.save({"model": build_model(cfg).state_dict()}, tmp_path / "detector.pth")
+    cfg.MODEL.WEIGHTS, cfg.METRICOPT.VALIDATION = str(tmp_path / "detector.pth"), ""
+    losses, logits, labels = {}, [], []
+    made = MetricOptTrainer(cfg)
+    made.resume_or_load(resume=False)
+    heads = made.model.roi_heads
+    sample = heads.label_and_sample_proposals
+
+    def remember(*args: Any) -> Any:
+        sampled = sample(*args)
+        labels.append(torch.cat([each.gt_classes for each in sampled]))
+        return sampled
+
+    heads.label_and_sample_proposals = remember
+    heads.box_predictor.register_forward_hook(lambda module, args, output: logits.append(output[0].detach()))
+    made.register_hooks([hooks.CallbackHook(after_step=lambda t: losses.update({t.iter: dict(t.storage.latest())}))])
+    made.train()
+    labelled = torch.where(labels[0] == 2, -1, labels[0])
+    expected = ap_loss(logits[0].log_softmax(1)[:, :2], labelled)
+    assert losses[0]["loss_cls"][0] == pytest.approx(float(expected), abs=1e-6)
+    assert made.model.metricopt.phi.grad.norm() > 0
+
+
+def test_ordinary_training(tiny_config: Any) -> None:
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.ENABLED", False, "SOLVER.MAX_ITER", 2)
+    made = trained(cfg)
+    assert not hasattr(made.model, "metricopt")
+    assert any(parameter.requires_grad for parameter in made.model.parameters())
+    stock = DefaultTrainer.build_optimizer(cfg, made.model)
+    assert len(made.optimizer.param_groups) == len(stock.param_groups)
+    assert "AP50" in made._last_eval_results["bbox"]
+
+
+def test_hooks_in_a_simple_trainer(tiny_config: Any, tmp_path: Path) -> None:
+    cfg = tiny_config("fpn", "BN", *FINETUNING)
+    torch.manual_seed(0)
+    model = build_model(cfg)
+    adapter = mo.attach_film(model, "backbone.fpn_output?", dim=4)
+    modes: list[bool] = []
+
+    def judge(model: Any) -> float:
+        modes.append(model.training)
+        torch.rand(3)
+        return float(torch.sigmoid(model.metricopt.phi.sum()))
+
+    def run(*more: Any) -> Tensor:
+        adapter.set_phi(torch.zeros(4))
+        seed_all_rng(3)
+        simple = SimpleTrainer(model, build_detection_train_loader(cfg), torch.optim.SGD(adapter.parameters(), lr=0.01))
+        simple.register_hooks(list(more))
+        simple.train(0, 5)
+        return adapter.phi.detach().clone()
+
+    store = TrajectoryStore()
+    recording = Recording(adapter, Metric(judge, maximize=False), store, steps=4, evals=3, seed=1)
+    path = tmp_path / "best.pth"
+    recorded = run(TrajectoryRecorder(recording), BestCheckpoint(recording, path))
+    assert torch.equal(recorded, run())  # the metric's queries disturb nothing
+    assert modes == [False] * 3
+    (trajectory,) = store
+    torch.testing.assert_close(trajectory.cost, torch.sigmoid(trajectory.observed_phi.sum(1)).double())
+    best = torch.load(path, weights_only=True)["model"]["metricopt.phi"]
+    assert torch.equal(best, trajectory.observed_phi[trajectory.cost.argmin()])
+    assert len(trajectory.loss) == 4
+    with pytest.raises(FileFormatError, match="trajectory 0 of round 0 is stored already"):
+        run(TrajectoryRecorder(Recording(adapter, Metric(judge, maximize=False), store, steps=4, evals=3)))
+    simple = SimpleTrainer(model, [], None, gather_metric_period=5)
+    hook = TrajectoryRecorder(Recording(adapter, Metric(judge, maximize=False), TrajectoryStore(), steps=4, evals=3))
+    simple.register_hooks([hook])
+    simple.run_step = lambda: None
+    with pytest.raises(ConfigError, match="gather_metric_period=1"):
+        simple.train(0, 5)
+
+
+# --- Meta-training -------------------------------------------------------------------------------------------
+
+META = ("METRICOPT.ROUNDS", 2, "METRICOPT.STEPS", 3, "SOLVER.CHECKPOINT_PERIOD", 100, "METRICOPT.START_STD", 0.0)
+
+
+@pytest.fixture
+def to_meta_train(tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Make the config of a meta-training, of one detector; its metric is a function of phi, as it finds nothing yet."""
+
+    def metric(cfg: Any, name: str, **options: Any) -> Metric:
+        assert name == "squares_val"
+        return Metric(lambda model: float(model.metricopt.phi.sum().sigmoid()), maximize=True)
+
+    monkeypatch.setattr(trainer_module, "validation_metric", metric)
+
+    def make(*options: Any) -> Any:
+        cfg = tiny_config("fpn", "BN", *FINETUNING, *META, *options)
+        cfg.MODEL.WEIGHTS = str(tmp_path / "detector.pth")
+        if not Path(cfg.MODEL.WEIGHTS).exists():
+            torch.save({"model": build_model(cfg).state_dict()}, cfg.MODEL.WEIGHTS)
+        return cfg
+
+    return make
+
+
+def test_meta_training_follows_what_it_learned(to_meta_train: Callable[..., Any], tmp_path: Path) -> None:
+    cfg = to_meta_train()
+    fit = meta_train(cfg, tmp_path / "f.safetensors")
+    assert fit is not None
+    folder = Path(cfg.OUTPUT_DIR) / "trajectories"
+    store = TrajectoryStore(folder, json.loads((folder / "identity.json").read_text()))
+    assert [(t.round, t.index, len(t.cost)) for t in store] == [(i // 4, i, 3) for i in range(8)]
+    assert len({tuple(t.phi[0].tolist()) for t in store}) == 8
+    assert not (Path(cfg.OUTPUT_DIR) / "meta_train").exists()
+    again = fit_value_function(Observations.of(store), folds=4, seed=0).f
+    phi = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(load_value_function(tmp_path / "f.safetensors", 4)(phi), again(phi))
+
+    # Round 1's first step, by hand, from the f of round 0: it has no skill and is followed all the same.
+    early = fit_value_function(Observations.of([t for t in store if t.round == 0]), folds=2, seed=0).f
+    weight, metric_step = Recipe().explored_settings(0, [4])[0].tolist()
+    first = store.get(1, 4)
+    assert first is not None
+    loss_step = MetricOptStep(early, 0.01, 0.0, 1.0, 3, even_untrusted=True)
+    rule = replace(loss_step, metric_step=metric_step, loss_weight=weight)
+    gradient = gradient_of(cfg, first.phi[0], index=4)
+    torch.testing.assert_close(rule(first.phi[0], gradient[None], 0), first.phi[1], rtol=1e-4, atol=1e-5)
+    assert (first.phi[1] - (first.phi[0] - 0.01 * gradient)).norm() > 1e-3
+
+
+def gradient_of(cfg: Any, phi: Tensor, index: int) -> Tensor:
+    """Compute the loss gradient at phi that the first step of a run sees."""
+    cfg = cfg.clone()
+    cfg.METRICOPT.update(ENABLED=True, INDEX=index, START_STD=0.2, TRAJECTORIES="", VALIDATION="")
+    cfg.DATASETS.TEST, cfg.METRICOPT.STEPS = (), 2
+    made = MetricOptTrainer(cfg)
+    made.resume_or_load(resume=False)
+    seen: list[Tensor] = []
+    parameter = made.model.metricopt.phi
+    parameter.register_hook(lambda gradient: seen.append(gradient.clone()))
+    assert torch.equal(parameter.detach(), phi)
+    made.train()
+    return seen[0]
+
+
+def test_killed_meta_training_goes_on(
+    to_meta_train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = to_meta_train()
+    meta_train(cfg, tmp_path / "f.safetensors")
+    folder = Path(cfg.OUTPUT_DIR) / "trajectories"
+    files = sorted(folder.glob("round-*"))
+    contents = {file.name: load_file(file) for file in files}
+    for file in files[5:]:
+        file.unlink()
+    runs: list[int] = []
+    train = MetricOptTrainer.train
+
+    def counted(self: Any) -> Any:
+        runs.append(settings_of(self.cfg).index)
+        return train(self)
+
+    monkeypatch.setattr(MetricOptTrainer, "train", counted)
+    with pytest.raises(FileFormatError, match=r"holds trajectories already: add --resume"):
+        meta_train(cfg, tmp_path / "again.safetensors")
+    meta_train(cfg, tmp_path / "again.safetensors", resume=True)
+    assert runs == [5, 6, 7]
+    detector = torch.load(cfg.MODEL.WEIGHTS)
+    detector["model"]["backbone.fpn_output2.bias"] += 1
+    torch.save(detector, cfg.MODEL.WEIGHTS)
+    with pytest.raises(FileFormatError, match=r"MODEL\.WEIGHTS was 'detector\.pth \(\w{16}\)', now 'detector\.pth \("):
+        meta_train(cfg, tmp_path / "again.safetensors", resume=True)
+    assert runs == [5, 6, 7]
+    contents["f"] = load_file(tmp_path / "f.safetensors")
+    again = {file.name: load_file(file) for file in folder.glob("round-*")}
+    again["f"] = load_file(tmp_path / "again.safetensors")
+    assert again.keys() == contents.keys()
+    for name, tensors in contents.items():
+        assert all(torch.equal(tensor, again[name][key]) for key, tensor in tensors.items()), name
+    for key, value in (("LR", 0.02), ("TASKS", 5), ("TRUST", 1.0)):
+        with pytest.raises(FileFormatError, match=rf"METRICOPT\.{key} was"):
+            meta_train(to_meta_train(f"METRICOPT.{key}", value), tmp_path / "f.safetensors", resume=True)
+
+
+@pytest.mark.parametrize("round", [0, 1])
+def test_an_f_without_skill_is_followed_only_to_correct_it(
+    round: int, tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    f = save_f(tmp_path / "f.safetensors")
+    f.quality = Quality(0.1, -0.5, 0.1, 50, 10)
+    f.save(tmp_path / "f.safetensors")
+    warnings: list[str] = []
+    monkeypatch.setattr(logging.getLogger("detectron2"), "warning", lambda text, *args: warnings.append(text % args))
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.VALUE_FUNCTION", str(tmp_path / "f.safetensors"))
+    cfg.METRICOPT.ROUND = round
+    model = MetricOptTrainer.build_model(cfg)
+    phi, start = model.metricopt.phi, model.metricopt.phi.detach().clone()
+    phi.grad = torch.arange(4.0)
+    MetricOptTrainer.build_optimizer(cfg, model).step()
+    as_by_the_loss = torch.allclose(phi, start - 0.01 * torch.arange(4.0))
+    assert as_by_the_loss is (round == 0)
+    assert any("phi follows the loss alone" in text for text in warnings) is (round == 0)
+
+
+def test_recorded_costs_are_the_metric_s(tiny_config: Any, tmp_path: Path) -> None:
+    cfg = tiny_config(
+        "fpn", "BN", *FINETUNING, "METRICOPT.TRAJECTORIES", str(tmp_path / "kept"), "METRICOPT.STEPS", 2,
+        "METRICOPT.VALIDATION_IMAGES", 2,
+    )  # fmt: skip
+    made = trained(cfg)
+    adapter = mo.Adapter(made.model)
+    (trajectory,) = open_store(cfg, str(tmp_path / "kept"))
+    metric = validation_metric(cfg, "squares_val", images=2)
+    for phi, cost in zip(trajectory.observed_phi, trajectory.cost, strict=True):
+        adapter.set_phi(phi)
+        assert metric.cost(made.model, "test") == cost
+
+
+# --- The config ----------------------------------------------------------------------------------------------
+
+
+def test_each_key_is_read_and_described() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "detection" / "detectron2").glob("*.py"))
+    sources += (ROOT / "tools" / "train_detector.py").read_text()
+    documented = inspect.getdoc(Settings)
+    for field in fields(Settings):
+        assert f"settings.{field.name}" in sources, field.name
+        assert f"    {field.name}: " in documented, field.name
+    cfg = get_cfg()
+    add_metricopt_config(cfg)
+    assert {name.lower() for name in cfg.METRICOPT} == {field.name for field in fields(Settings)}
+    assert settings_of(cfg) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["METRICOPT.SEED", -1], r"METRICOPT\.SEED is -1; it must be at least 0"),
+        (["METRICOPT.TASKS", 3], r"METRICOPT\.TASKS is 3; it must be at least 4"),
+        (["METRICOPT.DIM", 0], r"METRICOPT\.DIM is 0; it must be at least 1"),
+        (["METRICOPT.TRUST", 0.0], r"METRICOPT\.TRUST is 0.0; it must be above 0"),
+        (["METRICOPT.EVALS", 8], r"METRICOPT\.EVALS is 8; it must be from 2 to METRICOPT\.STEPS \+ 1 = 7"),
+        (["METRICOPT.CLASSIFICATION_LOSS", "focal"], r"CLASSIFICATION_LOSS is 'focal'; it must be one of .*'ap'"),
+        (["METRICOPT.DEFINITION", "best"], r"METRICOPT\.DEFINITION is 'best'; it must be one of .*'coco'"),
+        (["METRICOPT.TRAJECTORIES", "kept"], r"needs METRICOPT\.VALIDATION"),
+        (["METRICOPT.ENABLED", True, "METRICOPT.LAYERS", ("backbone", "necks")], "'necks'"),
+    ],
+)
+def test_impossible_settings(options: list[Any], message: str, tiny_config: Any) -> None:
+    with pytest.raises(mo.errors.MetricOptError, match=message):
+        MetricOptTrainer.build_model(tiny_config("fpn", "BN", *options))

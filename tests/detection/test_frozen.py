@@ -1,0 +1,187 @@
+"""Features in memory: detections, proposals and phi's gradient are those of the detector without them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("torchvision")
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.detection.frozen import FrozenFeatures
+from metricopt_ext.detection.records import Annotated, Detections
+from metricopt_ext.detection.task import detection_loss
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit
+from metricopt_ext.errors import AdapterError
+
+CLASSES = 3
+TOOLKIT = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=32)
+
+
+def example(boxes: int, height: int = 64, width: int = 64, seed: int = 0) -> Example:
+    rng = torch.Generator().manual_seed(seed)
+    corners = torch.rand(boxes, 2, generator=rng) * 20
+    truth = Annotated(
+        image_id=seed,
+        path=Path("none"),
+        width=width,
+        height=height,
+        boxes=torch.cat([corners, corners + 8 + 8 * torch.rand(boxes, 2, generator=rng)], dim=1),
+        labels=torch.randint(CLASSES, (boxes,), generator=rng),
+        difficult=torch.zeros(boxes, dtype=torch.bool),
+        crowd=torch.zeros(boxes, dtype=torch.bool),
+    )
+    return Example(torch.randint(256, (3, height, width), generator=rng, dtype=torch.uint8), truth)
+
+
+SAME_SIZE = [example(2, seed=1), example(3, seed=2), example(0, seed=3)]
+ALONE = [[example(2, seed=1)], [example(3, height=36, width=50, seed=2)], [example(1, 120, 90, seed=4)]]
+
+
+def adapted(name: str = "small_fpn", layers: Sequence[str] = PLACEMENTS["roi_head"]) -> tuple[Any, Adapter]:
+    toolkit = replace(TOOLKIT, name=name)
+    model: Any = toolkit.build(CLASSES, seed=0).double()
+    # Other numbers in training than in detection, as the 800-pixel detectors have.
+    model.rpn._post_nms_top_n = {"training": 40, "testing": 20}
+    adapter = attach_film(model, layers, dim=4)
+    adapter.set_phi(torch.tensor([0.3, -0.2, 0.1, 0.2], dtype=torch.float64))
+    return toolkit, adapter
+
+
+def assert_same(ours: Detections, other: Detections) -> None:
+    assert len(ours) > 0
+    assert torch.equal(ours.labels, other.labels)
+    torch.testing.assert_close(ours.boxes, other.boxes, rtol=0, atol=1e-9)
+    torch.testing.assert_close(ours.scores, other.scores, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("batch", [SAME_SIZE, *ALONE], ids=["one size", "square", "scaled up", "scaled down"])
+@pytest.mark.parametrize("name", ["small_fpn", "fasterrcnn_resnet50_fpn_v2"])
+def test_detections_and_proposals_are_those_without_memory(name: str, batch: list[Example]) -> None:
+    toolkit, adapter = adapted(name)
+    frozen = FrozenFeatures(toolkit, adapter)
+    for _ in range(2):
+        for ours, other in zip(frozen.detect(adapter.model, batch), toolkit.detect(adapter.model, batch), strict=True):
+            assert_same(ours, other)
+        adapter.set_phi(-adapter.phi.detach())
+    for mine, theirs in zip(frozen.propose(adapter.model, batch), toolkit.propose(adapter.model, batch), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
+
+
+def gradient(loss: Any, adapter: Adapter, batch: list[Example]) -> tuple[Tensor, Tensor]:
+    phi = adapter.phi.detach().clone().requires_grad_(True)
+    with adapter.using(phi) as model:
+        value = loss(model, batch)
+    return value.detach(), torch.autograd.grad(value, phi)[0]
+
+
+@pytest.mark.parametrize("batch", [SAME_SIZE, *ALONE], ids=["one size", "square", "scaled up", "scaled down"])
+def test_the_gradient_is_that_without_memory(batch: list[Example]) -> None:
+    toolkit, adapter = adapted()
+    heads: Any = adapter.model.roi_heads
+    # Samples all proposals, whatever was drawn before for the proposals' loss.
+    heads.fg_bg_sampler.batch_size_per_image = 10_000
+    heads.fg_bg_sampler.positive_fraction = 0.5
+    frozen = FrozenFeatures(toolkit, adapter)
+    value, ours = gradient(frozen.loss, adapter, batch)
+    whole, theirs = gradient(toolkit.loss, adapter, batch)
+    assert (theirs != 0).all()
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    assert value < whole  # without the proposals' losses
+
+
+def test_a_loss_can_be_replayed_from_the_first_time_on() -> None:
+    toolkit, adapter = adapted()
+    loss = detection_loss(FrozenFeatures(toolkit, adapter))
+    heads: Any = adapter.model.roi_heads
+    heads.fg_bg_sampler.batch_size_per_image = 8  # fewer than there are proposals
+    first, second = gradient(loss, adapter, SAME_SIZE), gradient(loss, adapter, SAME_SIZE)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
+def test_an_image_is_computed_once_for_the_loss_and_once_for_detection() -> None:
+    toolkit, adapter = adapted()
+    model: Any = adapter.model
+    passes: list[int] = []
+    model.backbone.register_forward_hook(lambda *_: passes.append(1))
+    frozen = FrozenFeatures(toolkit, adapter)
+    before = [module.training for module in model.modules()]
+    for _ in range(2):
+        frozen.loss(model, SAME_SIZE)
+        frozen.detect(model, SAME_SIZE[:2])
+        frozen.propose(model, SAME_SIZE)
+    assert len(passes) == 2 * len(SAME_SIZE)
+    assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("images", [0, 2])
+def test_what_does_not_fit_is_computed_each_time_to_the_same_numbers(images: int) -> None:
+    toolkit, adapter = adapted()
+    model: Any = adapter.model
+    model.roi_heads.fg_bg_sampler.batch_size_per_image = 8  # fewer than there are proposals
+    passes: list[int] = []
+    model.backbone.register_forward_hook(lambda *_: passes.append(1))
+    # An image has 20 proposals, of 16 channels and 4 coordinates in double precision, and twice as many for the loss.
+    gib = 2 * (images + 0.5) * 20 * (16 * 49 + 4) * 8 / 2**30  # half of it is for detection
+    for_loss = images // 2
+    whole, bounded = FrozenFeatures(toolkit, adapter), FrozenFeatures(toolkit, adapter, gib)
+
+    def numbers(frozen: FrozenFeatures) -> list[Tensor]:
+        found, proposed = frozen.detect(model, SAME_SIZE), frozen.propose(model, SAME_SIZE)
+        slope = gradient(detection_loss(frozen), adapter, SAME_SIZE)
+        return [*(each.boxes for each in found), *(each.scores for each in found), *proposed, *slope]
+
+    expected = numbers(whole)
+    passes.clear()
+    said = rf"{images} images for detection fill their half of adapter\.keep_gib={gib};"
+    with pytest.warns(UserWarning, match=said) as warned:
+        first, second = (numbers(bounded) for _ in range(2))
+    assert len(warned) == 1
+    assert all(map(torch.equal, first, expected))
+    assert all(map(torch.equal, second, expected))
+    assert len(passes) == images + 4 * (3 - images) + for_loss + 2 * (3 - for_loss)
+
+
+def test_the_loss_leaves_room_for_detection() -> None:
+    """Meta-training computes the losses of many images before it detects in the few that it asks the metric about."""
+    toolkit, adapter = adapted()
+    passes: list[int] = []
+    adapter.model.backbone.register_forward_hook(lambda *_: passes.append(1))
+    frozen = FrozenFeatures(toolkit, adapter, 2 * 3.5 * 20 * (16 * 49 + 4) * 8 / 2**30)
+    adapter.model.rpn._post_nms_top_n = {"training": 40, "testing": 20}
+    many = [example(2, seed=seed) for seed in range(8)]
+    with pytest.warns(UserWarning, match="images for loss fill their half"):
+        gradient(detection_loss(frozen), adapter, many)
+    for _ in range(2):
+        frozen.detect(adapter.model, SAME_SIZE)
+    assert len(passes) == 8 + 3
+
+
+@pytest.mark.parametrize("placement", ["backbone", "fpn", "rpn"])
+def test_an_adapter_elsewhere_is_refused(placement: str) -> None:
+    toolkit, adapter = adapted(layers=[*PLACEMENTS["roi_head"], *PLACEMENTS[placement]])
+    first = next(layer for layer in adapter.layers if not layer.startswith("roi_heads."))
+    with pytest.raises(AdapterError, match=f"the adapter modulates '{first}'"):
+        FrozenFeatures(toolkit, adapter)
+
+
+def test_another_model_is_run_whole() -> None:
+    toolkit, adapter = adapted()
+    frozen = FrozenFeatures(toolkit, adapter)
+    frozen.detect(adapter.model, SAME_SIZE)
+    other: nn.Module = frozen.build(CLASSES, seed=1)
+    for ours, theirs in zip(frozen.propose(other, SAME_SIZE), toolkit.propose(other, SAME_SIZE), strict=True):
+        assert torch.equal(ours, theirs)
+    for found, expected in zip(frozen.detect(other, SAME_SIZE), toolkit.detect(other, SAME_SIZE), strict=True):
+        assert torch.equal(found.boxes, expected.boxes)
+    torch.manual_seed(0)
+    loss = frozen.loss(other, SAME_SIZE)
+    torch.manual_seed(0)
+    assert torch.equal(loss, toolkit.loss(other, SAME_SIZE))

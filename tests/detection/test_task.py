@@ -1,0 +1,250 @@
+"""Examples in memory, their batches, a detector in a finetuning task, and its training from scratch."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+pytest.importorskip("torchvision")
+
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.detection import train as train_module
+from metricopt_ext.detection.records import Annotated, DetectionSet
+from metricopt_ext.detection.task import ExampleBatches, detection_loss, load_examples
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit
+from metricopt_ext.detection.train import train_detector
+from metricopt_ext.errors import ConfigError, DataError, FileFormatError
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+
+TOOLKIT = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=64)
+
+
+def annotated(path: Path, width: int, height: int, boxes: list[list[float]]) -> Annotated:
+    no = torch.zeros(len(boxes), dtype=torch.bool)
+    labels = torch.arange(len(boxes)) % 2
+    return Annotated(path.stem, path, width, height, torch.tensor(boxes).view(-1, 4), labels, no, no)
+
+
+def squares(n: int) -> list[Example]:
+    """One bright square on dark noise in each image, red for class 0 and green for class 1."""
+    rng = torch.Generator().manual_seed(0)
+    made = []
+    for i in range(n):
+        left, top, side = (int(torch.randint(low, 32, (), generator=rng)) for low in (0, 0, 20))
+        image = torch.randint(60, (3, 64, 64), generator=rng, dtype=torch.uint8)
+        image[i % 2, top : top + side, left : left + side] = 250
+        truth = annotated(Path("none"), 64, 64, [[left, top, left + side, top + side]])
+        truth.labels[:] = i % 2
+        made.append(Example(image, truth))
+    return made
+
+
+def test_larger_images_are_scaled_down_with_their_boxes(tmp_path: Path) -> None:
+    Image.new("RGB", (80, 40), (10, 20, 30)).save(tmp_path / "wide.png")
+    Image.new("RGB", (16, 32), (10, 20, 30)).save(tmp_path / "tall.png")
+    wide = annotated(tmp_path / "wide.png", 80, 40, [[20.0, 10.0, 60.0, 40.0]])
+    tall = annotated(tmp_path / "tall.png", 16, 32, [])
+    first, second = load_examples(DetectionSet(("a", "b"), [wide, tall]), size=40)
+    assert first.image.shape == (3, 20, 40)
+    assert first.image.dtype == torch.uint8
+    assert first.image[:, 10, 20].tolist() == [10, 20, 30]
+    assert (first.truth.width, first.truth.height) == (40, 20)
+    assert first.truth.boxes.tolist() == [[10.0, 5.0, 30.0, 20.0]]
+    assert second.image.shape == (3, 32, 16)
+    assert second.truth is tall
+    assert load_examples(DetectionSet(("a", "b"), [wide]))[0].image.shape == (3, 40, 80)
+
+
+def test_a_size_below_1_and_a_missing_image_are_refused(tmp_path: Path) -> None:
+    missing = DetectionSet(("a",), [annotated(tmp_path / "missing.png", 8, 8, [])])
+    with pytest.raises(ConfigError, match="size=0"):
+        load_examples(missing, size=0)
+    with pytest.raises(DataError, match=r"missing\.png"):
+        load_examples(missing)
+
+
+def test_batches_hold_examples_and_can_be_replayed() -> None:
+    examples = squares(20)
+    batches = ExampleBatches(examples, batch_size=6)
+    batch = batches(1, 2, 3)
+    assert len(batch) == 6
+    assert all(any(item is example for example in examples) for item in batch)
+    assert [id(item) for item in batch] == [id(item) for item in batches(1, 2, 3)]
+    assert [id(item) for item in batch] != [id(item) for item in batches(1, 2, 4)]
+    with pytest.raises(DataError, match="no examples"):
+        ExampleBatches([], 2)
+
+
+def test_a_step_of_a_finetuning_task_can_be_replayed_and_leaves_the_model_alone() -> None:
+    model = TOOLKIT.build(2, seed=0)
+    adapter = attach_film(model, PLACEMENTS["fpn"], dim=3)
+    task = FinetuneTask(
+        adapter,
+        loss=detection_loss(TOOLKIT),
+        batches=ExampleBatches(squares(8), 4),
+        metric=Metric(lambda: 0.0, maximize=True),
+        population=1,
+    )
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    stream = torch.random.get_rng_state()
+    phi = torch.tensor([[0.1, 0.2, -0.1], [0.0, 0.0, 0.0]])
+    loss, gradient = task.loss_and_gradient(phi, seed=0, indices=[0, 1], step=2)
+    assert torch.equal(torch.random.get_rng_state(), stream)
+    torch.rand(7)
+    again = task.loss_and_gradient(phi, seed=0, indices=[0, 1], step=2)
+    assert torch.equal(loss, again[0])
+    assert torch.equal(gradient, again[1])
+    assert (gradient != 0).all()
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_the_phi_gradient_is_the_slope_of_the_loss() -> None:
+    adapter = attach_film(TOOLKIT.build(2, seed=0).double(), PLACEMENTS["roi_head"], dim=3)
+    loss, batch = detection_loss(TOOLKIT), squares(4)
+    phi = torch.tensor([0.1, 0.2, -0.1], dtype=torch.float64, requires_grad=True)
+
+    def at(point: Tensor) -> Tensor:
+        with adapter.using(point) as model:
+            return loss(model, batch)
+
+    (gradient,) = torch.autograd.grad(at(phi), phi)
+    steps = 1e-6 * torch.eye(3, dtype=torch.float64)
+    slopes = torch.stack([(at(phi.detach() + step) - at(phi.detach() - step)) / 2e-6 for step in steps])
+    torch.testing.assert_close(gradient, slopes, rtol=1e-4, atol=1e-6)
+
+
+def train(steps: int) -> tuple[nn.Module, list[float]]:
+    model = TOOLKIT.build(2, seed=0)
+    losses = train_detector(TOOLKIT, model, ExampleBatches(squares(64), 8), steps=steps, lr=0.1, warmup=5)
+    return model, losses
+
+
+@pytest.mark.slow
+def test_training_finds_the_squares() -> None:
+    model, losses = train(steps=100)
+    assert len(losses) == 100
+    assert losses[-1] < losses[0] / 2
+    examples = squares(10)
+    found = zip(examples, TOOLKIT.detect(model, examples), strict=True)
+    right = [
+        int(best.labels[0]) == int(example.truth.labels[0]) and iou(best.boxes[0], example.truth.boxes[0]) > 0.5
+        for example, best in found
+    ]
+    assert sum(right) >= 8
+
+
+def iou(first: Tensor, second: Tensor) -> float:
+    width, height = (torch.minimum(first[2:], second[2:]) - torch.maximum(first[:2], second[:2])).clamp(min=0).tolist()
+    areas = [float((box[2] - box[0]) * (box[3] - box[1])) for box in (first, second)]
+    return width * height / (sum(areas) - width * height)
+
+
+def test_training_can_be_replayed() -> None:
+    first, losses = train(steps=3)
+    torch.rand(5)
+    second, again = train(steps=3)
+    assert losses == again
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    )
+
+
+def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, settings = ExampleBatches(squares(8), 2), {"steps": 20, "lr": 0.05, "warmup": 3}
+    checkpoint, taken = tmp_path / "training.safetensors", 0
+    loss = TorchvisionToolkit.loss
+
+    def killed(self: TorchvisionToolkit, model: nn.Module, batch: Sequence[Example]) -> Tensor:
+        nonlocal taken
+        taken += 1
+        if taken == 8:
+            raise KeyboardInterrupt
+        return loss(self, model, batch)
+
+    straight = TOOLKIT.build(2, seed=0)
+    losses = train_detector(TOOLKIT, straight, batches, **settings)
+    monkeypatch.setattr(TorchvisionToolkit, "loss", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_detector(TOOLKIT, TOOLKIT.build(2, seed=0), batches, checkpoint=checkpoint, **settings)
+    taken = 100
+    torch.rand(5)
+    resumed = TOOLKIT.build(2, seed=1)
+    assert train_detector(TOOLKIT, resumed, batches, checkpoint=checkpoint, **settings) == losses
+    assert taken == 100 + 14  # it was killed in step 8 of 20, and every second is kept
+    for name, value in straight.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name])
+    with pytest.raises(
+        FileFormatError, match=r"training\.safetensors is another training's: lr was 0\.05, now 0\.1; delete"
+    ):
+        train_detector(TOOLKIT, resumed, batches, checkpoint=checkpoint, **{**settings, "lr": 0.1})
+    with pytest.raises(FileFormatError, match=r"training\.safetensors is of another detector; delete it to train anew"):
+        train_detector(TOOLKIT, TOOLKIT.build(3, seed=1), batches, checkpoint=checkpoint, **settings)
+
+
+def test_checkpoints_are_a_tenth_of_the_steps_apart_or_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(train_module, "write_tensors", lambda path, tensors, *_: kept.append(len(tensors["losses"])))
+    monkeypatch.setattr(train_module, "CHECKPOINT_STEPS", 10)
+    toolkit, file = Slope(1.0), tmp_path / "training.safetensors"
+    for steps, expected in ((3, [1, 2, 3]), (45, list(range(4, 45, 4))), (130, list(range(10, 131, 10)))):
+        kept.clear()
+        train_detector(toolkit, toolkit.build(1, 0), lambda *_: [], steps=steps, lr=0.1, checkpoint=file)
+        assert kept == expected
+
+
+class Slope:
+    """A toolkit whose loss has slope 1, and another at the third step; NaN for a loss that fails there."""
+
+    def __init__(self, slope: float) -> None:
+        self.steps, self.slope = 0, slope
+
+    def build(self, classes: int, seed: int) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def loss(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
+        self.steps += 1
+        weight: Any = model.weight
+        if self.steps == 3:
+            if math.isnan(self.slope):
+                raise FloatingPointError("the detector's loss_classifier is nan")
+            return weight.sum() * self.slope
+        return weight.sum()
+
+    def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Any]:
+        return []
+
+    propose = detect
+
+
+@pytest.mark.parametrize(
+    ("slope", "message"), [(float("nan"), "step 2: the detector's loss_classifier"), (float("inf"), "step 2: the grad")]
+)
+def test_a_loss_or_gradient_that_is_not_finite_is_said_with_its_step(slope: float, message: str) -> None:
+    toolkit = Slope(slope)
+    with pytest.raises(FloatingPointError, match=message):
+        train_detector(toolkit, toolkit.build(1, 0), ExampleBatches(squares(2), 1), steps=4, lr=0.1)
+
+
+def test_the_rate_rises_and_then_falls_to_0_and_long_gradients_are_clipped() -> None:
+    toolkit = Slope(50.0)
+    model: Any = toolkit.build(1, 0)
+    model.bias.requires_grad_(False)
+    seen: list[float] = []
+
+    def batches(seed: int, task: int, step: int) -> list[Example]:
+        seen.append(model.weight.item())
+        return []
+
+    train_detector(toolkit, model, batches, steps=6, lr=0.1, warmup=4, momentum=0.0, weight_decay=0.0, clip=2.0)
+    rates = [0.1 * min(1, (t + 1) / 4) * (1 + math.cos(math.pi * t / 6)) / 2 for t in range(5)]
+    assert max(rates) == rates[2]
+    moved = [before - after for before, after in itertools.pairwise(seen)]
+    assert moved == pytest.approx([rate * (2 if t == 2 else 1) for t, rate in enumerate(rates)], abs=1e-6)

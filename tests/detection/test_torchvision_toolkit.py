@@ -1,0 +1,305 @@
+"""Torchvision's detectors behind the toolkit: what they compute is what torchvision computes, also after a merge."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("torchvision")
+
+from torchvision.models import get_model
+from torchvision.models.detection import FasterRCNN, fasterrcnn_resnet50_fpn
+from torchvision.models.detection._utils import overwrite_eps
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+from torchvision.ops import FrozenBatchNorm2d
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.detection.records import Annotated
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.torchvision_models import STANDARD
+from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit, images_of, targets_of
+from metricopt_ext.errors import ConfigError, DataError
+
+CLASSES = 3
+SMALL = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=32)
+
+
+def example(boxes: int, height: int = 64, width: int = 64, seed: int = 0) -> Example:
+    rng = torch.Generator().manual_seed(seed)
+    corners = torch.rand(boxes, 2, generator=rng) * 30
+    truth = Annotated(
+        image_id=seed,
+        path=Path("none"),
+        width=width,
+        height=height,
+        boxes=torch.cat([corners, corners + 10 + 8 * torch.rand(boxes, 2, generator=rng)], dim=1),
+        labels=torch.randint(CLASSES, (boxes,), generator=rng),
+        difficult=torch.zeros(boxes, dtype=torch.bool),
+        crowd=torch.zeros(boxes, dtype=torch.bool),
+    )
+    return Example(torch.randint(256, (3, height, width), generator=rng, dtype=torch.uint8), truth)
+
+
+BATCH = [example(2, seed=1), example(3, height=48, width=56, seed=2), example(0, seed=3)]
+
+
+def lived_in(model: nn.Module) -> nn.Module:
+    """Give the norms values that they are not born with."""
+    rng = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        if hasattr(module, "running_var"):
+            for name, low in (("weight", 0.7), ("bias", -0.3), ("running_mean", -0.3), ("running_var", 0.7)):
+                tensor = getattr(module, name).detach()
+                tensor.copy_(low + 0.6 * torch.rand(tensor.shape, generator=rng))
+    return model
+
+
+def modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def seeded_loss(model: nn.Module, batch: list[Example], toolkit: TorchvisionToolkit = SMALL) -> Tensor:
+    torch.manual_seed(5)
+    return toolkit.loss(model, batch)
+
+
+@pytest.mark.parametrize("name", ["small_fpn", "resnet18_fpn"])
+def test_the_loss_is_that_of_torchvision(name: str) -> None:
+    toolkit = replace(SMALL, name=name)
+    model = lived_in(toolkit.build(CLASSES, seed=0)).eval()
+    before = modes(model)
+    loss = seeded_loss(model, BATCH, toolkit)
+    assert modes(model) == before
+    torch.manual_seed(5)
+    theirs: dict[str, Tensor] = model.train()(images_of(model, BATCH), targets_of(model, BATCH))
+    assert len(theirs) == 4
+    torch.testing.assert_close(loss, sum(theirs.values()))
+    assert loss.requires_grad
+
+
+def test_detections_are_those_of_torchvision_with_labels_from_0() -> None:
+    model = lived_in(SMALL.build(CLASSES, seed=0))
+    before = modes(model)
+    found = SMALL.detect(model, BATCH)
+    assert modes(model) == before
+    with torch.no_grad():
+        theirs = model.eval()(images_of(model, BATCH))
+    for ours, other in zip(found, theirs, strict=True):
+        assert len(ours) > 0
+        assert set(ours.labels.tolist()) <= set(range(CLASSES))
+        assert torch.equal(ours.labels + 1, other["labels"])
+        assert torch.equal(ours.boxes, other["boxes"])
+        assert torch.equal(ours.scores, other["scores"])
+
+
+def test_proposals_are_those_that_the_box_head_gets_in_pixels_of_the_image() -> None:
+    model: Any = lived_in(SMALL.build(CLASSES, seed=0))
+    seen: list[list[Tensor]] = []
+    model.roi_heads.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+    SMALL.detect(model, BATCH)
+    for ours, scaled, item in zip(SMALL.propose(model, BATCH), seen[0], BATCH, strict=True):
+        height, width = item.image.shape[1:]
+        factor = 64 / max(height, width)
+        torch.testing.assert_close(ours * factor, scaled, rtol=0.02, atol=0.02)  # scaled sizes are rounded
+        assert len(ours) > 0
+        assert (ours >= 0).all()
+        assert (ours <= torch.tensor([width, height, width, height])).all()
+
+
+def test_fewer_proposals_are_some_of_all_and_the_best_is_among_them() -> None:
+    few = replace(SMALL, proposals=5)
+    model = few.build(CLASSES, seed=0)
+    for some, every in zip(few.propose(model, BATCH), SMALL.propose(SMALL.build(CLASSES, seed=0), BATCH), strict=True):
+        assert len(some) == 5 < len(every)
+        torch.testing.assert_close(some[0], every[0])
+        assert torch.cdist(some, every, compute_mode="donot_use_mm_for_euclid_dist").min(dim=1).values.max() < 1e-3
+    assert all(len(found.scores) <= 5 * CLASSES for found in few.detect(model, BATCH))
+
+
+def test_images_without_boxes_have_a_loss_and_a_gradient() -> None:
+    model = SMALL.build(CLASSES, seed=0)
+    loss = seeded_loss(model, [example(0), example(0, seed=4)])
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert gradients
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("flag", ["difficult", "crowd"])
+def test_difficult_and_crowd_boxes_are_left_out_of_the_loss(flag: str) -> None:
+    model = SMALL.build(CLASSES, seed=0).eval()
+    full = example(3)
+    flagged = Example(full.image, replace(full.truth, **{flag: torch.tensor([False, True, False])}))
+    kept = torch.tensor([0, 2])
+    without = replace(full.truth, boxes=full.truth.boxes[kept], labels=full.truth.labels[kept])
+    without = replace(without, difficult=without.difficult[kept], crowd=without.crowd[kept])
+    attach_film(model, PLACEMENTS["roi_head"], dim=2)  # which keeps the norms from updating
+    loss = seeded_loss(model, [flagged])
+    assert torch.equal(loss, seeded_loss(model, [Example(full.image, without)]))
+    assert not torch.equal(loss, seeded_loss(model, [full]))
+
+
+def test_a_loss_that_is_not_finite_is_named() -> None:
+    model: Any = SMALL.build(CLASSES, seed=0)
+    model.roi_heads.box_predictor.cls_score.bias.data[0] = torch.nan
+    with pytest.raises(FloatingPointError, match="loss_classifier is nan; lower the lr"):
+        SMALL.loss(model, BATCH)
+
+
+def test_weights_depend_on_the_seed_and_on_nothing_else() -> None:
+    first = SMALL.build(CLASSES, seed=1).state_dict()
+    torch.rand(3)
+    again, other = SMALL.build(CLASSES, seed=1).state_dict(), SMALL.build(CLASSES, seed=2).state_dict()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "yolo"}, "no detector is named 'yolo'"),
+        ({"min_size": 200}, "min_size=200 must be above 0 and at most max_size=128"),
+        ({"score_threshold": 1.5}, "score_threshold=1.5"),
+        ({"proposals": -1}, "proposals=-1"),
+        ({"head": 0}, "width=64 and head=0 must be at least 1"),
+        ({"classification_loss": "focal"}, "classification_loss='focal' must be"),
+        ({"weights": "coco.pth"}, "no weights for small_fpn"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TorchvisionToolkit(**settings)
+
+
+def test_a_detector_without_classes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one class, not 0"):
+        SMALL.build(0, seed=0)
+
+
+def published(path: Path) -> FasterRCNN:
+    """Write weights as torchvision publishes them for COCO, and return the detector that torchvision makes of them."""
+    torch.manual_seed(0)
+    backbone = resnet_fpn_backbone(backbone_name="resnet50", weights=None, norm_layer=FrozenBatchNorm2d)
+    detector = lived_in(FasterRCNN(backbone, 91, min_size=64, max_size=64))
+    overwrite_eps(detector, 0.0)
+    for module in detector.modules():
+        if isinstance(module, FrozenBatchNorm2d):
+            module.running_var[:3] = torch.tensor([1e-4, 1e-6, 1e-12])  # where 1e-5 more or less matters
+            module.weight[:3] *= module.running_var[:3].sqrt()
+    torch.save(detector.state_dict(), path)
+    return detector
+
+
+def test_published_weights_are_taken_but_for_the_predictor(tmp_path: Path) -> None:
+    theirs = published(tmp_path / "coco.pth").double().eval()
+    toolkit = TorchvisionToolkit("fasterrcnn_resnet50_fpn", weights=str(tmp_path / "coco.pth"))
+    model: Any = toolkit.build(CLASSES, seed=0).double().eval()
+    images = torch.stack(images_of(model, [BATCH[0], BATCH[2]]))
+    with torch.no_grad():
+        computed = model.backbone(images)
+        for name, features in theirs.backbone(images).items():
+            assert (computed[name] - features).abs().max() < 1e-4 * features.abs().max()
+    own, state = dict(model.named_parameters()), theirs.state_dict()
+    kept = [name for name in own if "box_predictor" not in name]
+    assert len(kept) > 70
+    assert all(torch.equal(own[name], state[name]) for name in kept)
+    assert own["roi_heads.box_predictor.cls_score.weight"].shape[0] == CLASSES + 1
+    with pytest.raises(DataError, match=r"coco\.pth"):
+        replace(toolkit, name="fasterrcnn_resnet50_fpn_v2").build(CLASSES, seed=0)
+
+
+def test_what_torchvision_trained_on_from_published_weights_detects_the_same(tmp_path: Path) -> None:
+    theirs: Any = published(tmp_path / "mine.pth").double().eval()
+    toolkit = TorchvisionToolkit(
+        "fasterrcnn_resnet50_fpn", min_size=64, max_size=64, weights=str(tmp_path / "mine.pth"), strict_weights=True
+    )
+    model: Any = toolkit.build(90, seed=0).double()
+    model.rpn._post_nms_top_n = theirs.rpn._post_nms_top_n = {"testing": 20}
+    (found,), (expected,) = (toolkit.detect(each, BATCH[:1]) for each in (model, theirs))
+    assert len(found) > 0
+    assert torch.equal(found.labels, expected.labels)
+    torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=1e-5)  # the weights are of single precision
+    with pytest.raises(DataError, match=r"mine\.pth holds no weights for FasterRCNN: .*size mismatch"):
+        toolkit.build(CLASSES, seed=0)
+
+
+@pytest.mark.parametrize("placement", ["roi_head", "backbone"])
+def test_a_detector_from_published_weights_is_exported_for_torchvision(placement: str, tmp_path: Path) -> None:
+    published(tmp_path / "coco.pth")
+    sizes = {"min_size": 64, "max_size": 64}
+    toolkit = TorchvisionToolkit("fasterrcnn_resnet50_fpn", weights=str(tmp_path / "coco.pth"), **sizes)
+    model: Any = toolkit.build(CLASSES, seed=0).double()  # a rounding can change which of two boxes is found
+    options = {"num_classes": CLASSES + 1, **sizes}
+    stock: Any = fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None, **options).double()
+    adapter = attach_film(model, toolkit.film_layers(model, [placement]), dim=4)
+    adapter.set_phi(torch.tensor([0.03, -0.02, 0.01, 0.02], dtype=torch.float64))
+    toolkit.export(model, tmp_path / "tuned.pth")
+    stock.load_state_dict(torch.load(tmp_path / "tuned.pth", weights_only=True), strict=True)
+    model.rpn._post_nms_top_n = stock.rpn._post_nms_top_n = {"testing": 20}
+    ours, theirs = toolkit.detect(model, BATCH[:1])[0], toolkit.detect(stock, BATCH[:1])[0]
+    assert len(ours) > 0
+    assert torch.equal(ours.labels, theirs.labels)
+    torch.testing.assert_close(ours.scores, theirs.scores, rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours.boxes, theirs.boxes, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        *(("small_fpn", placement) for placement in PLACEMENTS),
+        ("fasterrcnn_resnet50_fpn", "backbone"),
+        ("fasterrcnn_resnet50_fpn_v2", "fpn"),
+        ("fasterrcnn_resnet50_fpn_v2", "roi_head"),
+    ],
+)
+def test_a_merged_detector_is_an_ordinary_one(name: str, placement: str) -> None:
+    toolkit = replace(SMALL, name=name)
+    model: Any = lived_in(toolkit.build(CLASSES, seed=0)).double()
+    stock: Any = toolkit.build(CLASSES, seed=1).double()
+    if name in STANDARD:
+        options = {"num_classes": CLASSES + 1, "min_size": 64, "max_size": 64}
+        stock = get_model(name, weights=None, weights_backbone=None, **options).double()
+    model.rpn._post_nms_top_n = stock.rpn._post_nms_top_n = {"testing": 20}  # a thousand take seconds
+    before = toolkit.detect(model, BATCH[:1])[0]
+    adapter = attach_film(model, toolkit.film_layers(model, [placement]), dim=4)
+    check_merge(toolkit, adapter, stock, before.scores)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("small_fpn", ["backbone.body.layer1.1"]),
+        ("resnet18_fpn", ["backbone.body.bn1", *(f"backbone.body.layer1.{i}.bn{j}" for i in (0, 1) for j in (1, 2))]),
+    ],
+)
+def test_the_early_layers_are_the_first_norms(name: str, layers: list[str]) -> None:
+    toolkit = replace(SMALL, name=name)
+    model = toolkit.build(CLASSES, seed=0)
+    assert list(attach_film(model, toolkit.film_layers(model, ["early"]), dim=2).layers) == layers
+
+
+def test_phi_is_merged_into_frozen_norms(tmp_path: Path) -> None:
+    toolkit = replace(SMALL, name="fasterrcnn_resnet50_fpn")
+    made = toolkit.build(CLASSES, seed=0).state_dict()
+    torch.save({k: v for k, v in made.items() if not k.endswith("num_batches_tracked")}, tmp_path / "weights.pth")
+    toolkit = replace(toolkit, weights=str(tmp_path / "weights.pth"))
+    model, stock = lived_in(toolkit.build(CLASSES, seed=0)).double(), toolkit.build(CLASSES, seed=1).double()
+    before = toolkit.detect(model, BATCH[:1])[0]
+    adapter = attach_film(model, "backbone.body.layer4.*", dim=4)
+    check_merge(toolkit, adapter, stock, before.scores)
+
+
+def check_merge(toolkit: TorchvisionToolkit, adapter: Adapter, stock: nn.Module, scores: Tensor) -> None:
+    adapter.set_phi(torch.tensor([0.3, -0.2, 0.1, 0.2], dtype=torch.float64))
+    adapted = toolkit.detect(adapter.model, BATCH[:1])[0]
+    assert len(adapted) > 0
+    assert not (len(adapted) == len(scores) and torch.equal(adapted.scores, scores))
+    stock.load_state_dict(adapter.merge().state_dict())
+    merged = toolkit.detect(stock, BATCH[:1])[0]
+    assert len(merged) == len(adapted)
+    torch.testing.assert_close(merged.scores, adapted.scores, rtol=0, atol=1e-9)
+    torch.testing.assert_close(merged.boxes, adapted.boxes, rtol=0, atol=1e-6)

@@ -1,0 +1,245 @@
+"""What is stated about a run: numbers against numpy and scipy, words against the intervals they name."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from PIL import Image
+
+from metricopt_ext.evidence.plots import COLOURS, plot_finetuning, plot_methods, plot_value_function
+from metricopt_ext.evidence.record import Outcome, SeedRecord
+from metricopt_ext.evidence.report import TITLES, Report, paired_interval, spread, versions, write_events
+from metricopt_ext.value.value_function import Quality
+
+GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40)
+POOR = Quality(spearman=0.1, mae=0.2, constant_mae=0.1, points=100, trajectories=40)
+BASE = {name: 0.5 + 0.05 * i for i, name in enumerate(TITLES)}
+
+
+def report(tests: dict[str, list[float]] | None = None, *, seeds: int = 3, maximize: bool = True) -> Report:
+    """Make a report; ``tests`` gives methods' test metrics by seed, in place of a trend with some noise."""
+    rng, records = np.random.default_rng(0), []
+    noise = rng.normal(size=(seeds, len(TITLES), 2)) / 100
+    for row in range(seeds):
+        outcomes = {}
+        for column, (name, value) in enumerate(BASE.items()):
+            validation, test = (value + noise[row, column]).tolist()
+            if tests and name in tests:
+                test = tests[name][row]
+            outcomes[name] = Outcome(validation, test, 10 * column, column, seconds=float(row + column))
+        records.append(
+            SeedRecord(
+                seed=row + 4,
+                outcomes=outcomes,
+                quality=GOOD if row else POOR,
+                candidates={"neural": POOR, "ridge": GOOD if row else POOR},
+                trivial={"constant": POOR, "full_quadratic": GOOD},
+                kept="metricopt" if row else "start",
+                setting=(0.3, 0.15),
+                split_half=0.75,
+                chance=0.01,
+                curves={name: (0.5 + noise[row, :3, 0]).tolist() for name in ("loss_finetune", "metricopt")},
+                true=noise[row, :, 0].tolist(),
+                predicted=noise[row, :, 1].tolist(),
+            )
+        )
+    return Report("classification/toy", "accuracy", maximize, records, {"queries": 600})
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def test_report_json(tmp_path: Path) -> None:
+    made = report()
+    assert made.write(tmp_path) == [tmp_path / "report.json", tmp_path / "report.md"]
+    content = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)
+    assert content["task"] == "classification/toy"
+    assert content["metric"] == {"name": "accuracy", "maximize": True}
+    assert content["seeds"] == [4, 5, 6]
+    assert list(content["methods"]) == list(TITLES)
+    for column, (name, method) in enumerate(content["methods"].items()):
+        assert set(method) == {"validation", "test", "queries_total", "queries_per_start", "seconds"}
+        assert method["validation"] == [record.outcomes[name].validation for record in made.records]
+        assert method["test"] == [record.outcomes[name].test for record in made.records]
+        assert (method["queries_total"], method["queries_per_start"]) == (10 * column, column)
+        assert method["seconds"] == pytest.approx(1 + column)
+    f = content["value_function"]
+    assert f["heldout_spearman"] == pytest.approx((0.1 + 0.9 + 0.9) / 3)
+    assert f["heldout_mae"] == pytest.approx((0.2 + 0.01 + 0.01) / 3)
+    assert f["constant_mae"] == pytest.approx(0.1)
+    assert f["trusted"] == [False, True, True]
+    assert [quality["spearman"] for quality in f["per_seed"]] == [0.1, 0.9, 0.9]
+    assert [set(kinds) for kinds in f["candidates"]] == [{"neural", "ridge"}] * 3
+    assert content["kept"] == ["start", "metricopt", "metricopt"]
+    assert content["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert content["config"] == {"queries": 600}
+
+
+def test_versions_name_what_the_numbers_depend_on() -> None:
+    assert {"python", "metricopt-ext", "torch", "numpy", "scipy"} <= set(versions())
+    assert versions()["numpy"] == np.__version__
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+def test_a_gain_is_positive_where_metricopt_is_better(maximize: bool) -> None:
+    tests = {"pretrained": [0.5, 0.6, 0.7], "metricopt": [0.6, 0.8, 0.9]}
+    mean, low, high = report(tests, maximize=maximize).gain("pretrained")
+    sign = 1 if maximize else -1
+    assert mean == pytest.approx(sign * 0.5 / 3)
+    assert (low > 0, high < 0) == (maximize, not maximize)
+    made = report(tests, maximize=maximize)
+    ours, theirs = (np.array(made.values(name, "validation")) for name in ("metricopt", "pretrained"))
+    assert made.gain("pretrained", "validation")[0] == pytest.approx(sign * float((ours - theirs).mean()))
+
+
+@pytest.mark.parametrize("level", [0.95, 0.8])
+@pytest.mark.parametrize("n", [2, 5, 10])
+def test_intervals_are_those_of_the_paired_t_test(n: int, level: float) -> None:
+    differences = np.random.default_rng(n).normal(0.3, 1, n)
+    expected = scipy.stats.ttest_1samp(differences, 0).confidence_interval(level)
+    mean, low, high = paired_interval(differences, level)
+    assert mean == pytest.approx(differences.mean())
+    assert (low, high) == pytest.approx((expected.low, expected.high))
+
+
+def test_one_seed_gives_no_interval() -> None:
+    mean, low, high = paired_interval([0.25])
+    assert mean == 0.25
+    assert math.isnan(low)
+    assert math.isnan(high)
+    single = report({"pretrained": [0.5], "metricopt": [0.75]}, seeds=1)
+    assert "MetricOpt against pretrained: +0.2500 on test (one seed, no interval)" in single.findings()
+    assert "over 1 seed;" in single.markdown()
+    assert "interval [" not in single.markdown()
+    assert "±" not in single.markdown()
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([0.1, 0.12, 0.11], "a gain"),
+        ([-0.1, -0.12, -0.11], "a loss"),
+        ([0.1, -0.1, 0.05], "no gain shown"),
+        ([0.2, 0.1, -0.02], "no gain shown"),
+        ([0.0, 0.0, 0.0], "no gain shown"),
+    ],
+)
+def test_words_follow_the_interval(differences: list[float], verdict: str, maximize: bool) -> None:
+    sign = 1 if maximize else -1
+    tests = {"pretrained": [0.5] * 3, "metricopt": [0.5 + sign * difference for difference in differences]}
+    made = report(tests, maximize=maximize)
+    (line,) = (line for line in made.findings() if "against pretrained:" in line)
+    mean, half = statistics.mean(differences), 4.302652729911275 * statistics.stdev(differences) / math.sqrt(3)
+    assert line.endswith(f": {verdict}")
+    assert f"95% interval [{mean - half:+.4f}, {mean + half:+.4f}]" in line.replace("-0.0000", "+0.0000")
+    assert f"- {line}" in made.markdown()
+
+
+def test_findings_tell_whether_f_was_trusted() -> None:
+    last = report().findings()[-1]
+    expected = "Spearman 0.63, MAE 0.0733 against 0.1000 of a constant (best trivial predictor, full quadratic: "
+    assert f"{expected}{GOOD.spearman:.2f}); trusted in 2 of 3 seeds" in last
+    halves = report().findings()[-2]
+    assert "over random phi: 0.75" in halves
+    assert "Gains on validation below 0.0100" in halves
+    assert "in 1 of 3 seeds nothing was left" in halves
+    assert last.endswith("End points kept by the guard: metricopt 2, start 1")
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+def test_the_markdown_table_has_a_row_per_method(maximize: bool, tmp_path: Path) -> None:
+    made = report(maximize=maximize)
+    made.write(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert text == made.markdown()
+    assert text.startswith(f"# classification/toy: accuracy ({'higher' if maximize else 'lower'} is better)\n")
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    header, rule, *rows = table[: len(TITLES) + 2]
+    assert header[:4] == ["method", "validation", "test", "queries"]
+    assert len(rule) == len(header) == 6
+    assert [row[0] for row in rows] == list(TITLES.values())
+    for name, row in zip(TITLES, rows, strict=True):
+        for part, cell in (("validation", row[1]), ("test", row[2])):
+            values = made.values(name, part)
+            assert cell == f"{statistics.mean(values):.4f} ±{statistics.stdev(values):.4f}"
+        assert row[3] == str(10 * list(TITLES).index(name))
+        assert row[4] == str(list(TITLES).index(name))
+
+
+def test_methods_that_did_not_run_are_left_out() -> None:
+    made = report()
+    for record in made.records:
+        del record.outcomes["batchnorm_validation"]
+    assert made.methods == [name for name in TITLES if name != "batchnorm_validation"]
+    assert "BatchNorm" not in made.markdown()
+
+
+def test_spread() -> None:
+    assert spread([0.25]) == "0.2500"
+    assert spread([0.0, 1.0]) == "0.5000 ±0.7071"
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_the_table_fits_into_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, scale: float
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    made = report({name: [scale * value * f for f in (1, 1.2, 1.4)] for name, value in BASE.items()})
+    made.print()
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert "classification/toy: accuracy (higher is better), 3 seeds" in shown
+    for name, title in TITLES.items():
+        (line,) = (line for line in shown.splitlines() if line.startswith(f"{title} ") and "±" in line)
+        assert len(line) <= 80
+        assert line.count("±") == 2
+        assert spread(made.values(name, "test")) in line
+        assert spread(made.values(name, "validation")) in line
+        assert line.split()[-2:] == [str(10 * list(TITLES).index(name)), str(list(TITLES).index(name))]
+    for finding in made.findings():
+        assert finding in shown
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize("draw", [plot_methods, plot_finetuning, plot_value_function])
+def test_plots_are_pictures(tmp_path: Path, draw: Any, seeds: int) -> None:
+    path = tmp_path / "plot.png"
+    assert draw(report(seeds=seeds), path) == path
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with Image.open(path) as image:
+        assert min(image.size) > 200
+        pixels = np.asarray(image.convert("RGB"))
+    ours = np.array([int(COLOURS["metricopt"][i : i + 2], 16) for i in (1, 3, 5)])
+    if draw is not plot_value_function:
+        assert (np.abs(pixels - ours).sum(-1) == 0).sum() > 50  # MetricOpt's colour is there
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 10
+
+
+def test_every_method_has_a_title_and_a_colour() -> None:
+    assert set(TITLES) == set(COLOURS)
+
+
+def test_events_hold_each_curve_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    made = report(seeds=2)
+    for _ in range(2):  # a resumed run writes them again
+        write_events(made, tmp_path)
+    for record in made.records:
+        for name, curve in record.curves.items():
+            folder = tmp_path / f"seed-{record.seed}" / name
+            assert len(list(folder.iterdir())) == 1
+            events = EventAccumulator(str(folder))
+            events.Reload()
+            scalars = events.Scalars("validation/accuracy")
+            assert [scalar.step for scalar in scalars] == [0, 1, 2]
+            assert [scalar.value for scalar in scalars] == pytest.approx(curve, abs=1e-6)

@@ -1,0 +1,125 @@
+"""Algorithm 1 as printed, against its formulas and on a toy problem with a known answer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.methods.paper import SGD, Adam, Algorithm1
+from metricopt_ext.search.guided_es import es_direction
+from metricopt_ext.utils.seeding import generator
+from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.reptile import ReptileLearner
+from metricopt_ext.value.value_function import NeuralValueFunction, RidgeValueFunction
+
+
+def known_f(task: Any) -> RidgeValueFunction:
+    """|phi - goal|^2 itself, as a value function."""
+    f = RidgeValueFunction(task.dim)
+    f.coefficients[:, 0] = torch.cat([-2 * task.goal, torch.ones(task.dim)]).float()
+    f.intercept.fill_(float((task.goal**2).sum()))
+    f.set_domain(torch.randn(20, task.dim))
+    return f
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.9)])
+def test_adam_is_torchs_for_every_member_of_a_population(betas: tuple[float, float]) -> None:
+    torch.manual_seed(0)
+    gradients = torch.randn(7, 3, 4, dtype=torch.float64)
+    rule, phi = Adam(0.05, betas), torch.zeros(3, 4, dtype=torch.float64)
+    reference = [torch.zeros(4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    optimizers = [torch.optim.Adam([p], 0.05, betas) for p in reference]
+    for gradient in gradients:
+        phi = phi - rule.update(gradient)
+        for p, optimizer, g in zip(reference, optimizers, gradient, strict=True):
+            p.grad = g
+            optimizer.step()
+    assert torch.allclose(phi, torch.stack([p.detach() for p in reference]), atol=1e-12)
+    assert torch.equal(SGD(0.3).update(gradients[0]), 0.3 * gradients[0])
+
+
+def test_meta_test_is_lines_9_to_16(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dim=5, dtype=torch.float32)
+    f, settings = known_f(task), Algorithm1(steps=6, evals=2, lr=0.1, metric_rate=0.05)
+    points = settings.meta_test(task, f, torch.zeros(5), seed=3, index=2)
+
+    rng = generator(3, "perturbation", 2)
+    phi, past = torch.zeros(1, 5), []
+    for step in range(6):
+        assert torch.allclose(points[step], phi[0], atol=1e-6)
+        _, gradient = task.loss_and_gradient(phi, 3, [2], step)
+        past = [*past, 0.1 * gradient][-3:]
+        u = es_direction(f, phi, torch.stack(past, 1), generator=rng, count=3, variance=0.01)
+        phi = phi - 0.05 * u
+    assert torch.allclose(points[6], phi[0], atol=1e-6)
+    assert task.asked == 0
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_known_f_leads_to_the_metrics_optimum_not_the_losss(quadratic: Callable[..., Any], optimizer: Any) -> None:
+    task = quadratic(dim=4, dtype=torch.float32)
+    settings = Algorithm1(steps=300, evals=2, lr=0.05, metric_rate=0.2, optimizer=optimizer)
+    end = settings.meta_test(task, known_f(task), torch.zeros(4))[-1]
+    assert task.true_cost(end) < 0.02
+    assert task.true_cost(task.centre) > 1
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_learns_f_from_loss_only_trajectories_and_lowers_the_metric_with_it(
+    quadratic: Callable[..., Any], optimizer: Any
+) -> None:
+    task = quadratic(dim=3, dtype=torch.float32)
+    settings = Algorithm1(
+        steps=20, evals=5, lr=0.05, metric_rate=0.05, start_std=1.5, optimizer=optimizer, learner=RidgeLearner()
+    )
+    f = settings.meta_train(task, tasks=30)
+    assert task.asked == 30 * 5
+    start = torch.zeros(3)
+    end = settings.meta_test(task, f, start)[-1]
+    assert task.true_cost(end) < 0.7 * task.true_cost(start)
+
+
+@pytest.mark.parametrize("learner", [ReptileLearner.paper(), NeuralLearner.offline()], ids=["reptile", "offline"])
+def test_online_and_offline_meta_training_lower_a_metric_that_the_loss_does_not_know(
+    quadratic: Callable[..., Any], learner: Any
+) -> None:
+    """The two schemes of Fig. 3b, on the same trajectories of a toy problem whose optimum is known."""
+    task = quadratic(dim=3, dtype=torch.float32)
+    settings = Algorithm1(steps=20, evals=6, lr=0.05, metric_rate=0.05, start_std=1.5, learner=learner)
+    f = settings.meta_train(task, tasks=60)
+    assert task.asked == 60 * 6
+    ends = [settings.meta_test(task, f, start, index=i)[-1] for i, start in enumerate(task.starts(0.5, 9, range(8)))]
+    starts = task.starts(0.5, 9, range(8))
+    before, after = (sum(map(task.true_cost, points)) for points in (starts, ends))
+    assert after < 0.8 * before
+
+
+def test_the_papers_learner_is_the_default_and_gives_the_papers_network(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dim=3, dtype=torch.float32)
+    settings = Algorithm1(steps=10, evals=4, lr=0.05)
+    f = settings.meta_train(task, tasks=6)
+    assert isinstance(f, NeuralValueFunction)
+    assert f.members_count == 1
+    assert not f.training
+    assert f(torch.randn(7, 3)).shape == (7,)
+    paper = ReptileLearner.paper()
+    assert (paper.eta(0), paper.objective.gamma, paper.objective.beta) == (1, 10, 1)
+    assert paper.inner.alpha == 0.005  # type: ignore[attr-defined]
+
+
+def test_trajectories_of_meta_training_follow_the_loss_alone(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dim=3, noise=0.0)
+    policy = Algorithm1(lr=0.1).loss_only()
+    phi: Tensor = torch.randn(2, 3, dtype=torch.float64)
+    _, gradient = task.loss_and_gradient(phi, 0, [0, 1], 0)
+    assert torch.allclose(policy(phi, gradient[:, None], 0), phi - 0.1 * task.curvature * (phi - task.centre))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "value"), [("optimizer", "lbfgs"), ("steps", 0), ("count", 0), ("lr", 0.0), ("variance", -1.0)]
+)
+def test_impossible_settings_are_printed(wrong: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{wrong} is {value!r}"):
+        Algorithm1(**{wrong: value})

@@ -1,0 +1,794 @@
+"""The whole job under one budget, on tasks whose loss and metric are known in closed form."""
+
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.attach import attach_input_bias, load_adapter
+from metricopt_ext.errors import BudgetError, FileFormatError, MetricError, ValueFunctionError
+from metricopt_ext.methods.pipeline import meta_train, optimize_metric
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.result import MetricOptResult
+from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
+from metricopt_ext.search.direct import CMAES, GuidedES, Search
+from metricopt_ext.search.optimizer import LossStep
+from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.rollout import rollout
+from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.value_function import ValueFunction, load_value_function
+
+# Two rounds of six tasks with three observations, six queries to choose and three for the guard; two more are planned
+# for, which only metrics need that tell halves.
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
+COLLECTED, CHOOSING, SPENT, QUERIES = 36, 6, 45, 47
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **arguments: Any) -> MetricOptResult:
+    return optimize_metric(task, queries=queries, strategy=recipe, **{"watcher": Watcher(), **arguments})
+
+
+def assert_same(a: MetricOptResult, b: MetricOptResult) -> None:
+    for name in ("metric", "before", "after", "loss_finetune", "chosen", "setting", "queries", "queries_per_start"):
+        assert getattr(a, name) == getattr(b, name), name
+    assert str(a) == str(b)
+    assert a.fit.f.quality == b.fit.f.quality
+    assert a.fit.candidates == b.fit.candidates
+    for x, y in ((a.ends, b.ends), (a.fit.f.state_dict(), b.fit.f.state_dict()), (vars(a.fit), vars(b.fit))):
+        assert x.keys() == y.keys()
+        assert all(torch.equal(x[key], y[key]) for key in x if isinstance(x[key], Tensor))
+
+
+# --- What it achieves ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("learner", [RidgeLearner(), NeuralLearner(iterations=60)])
+def test_the_metric_gets_better_than_the_loss_can_make_it(
+    quadratic: Callable[..., Any], learner: Any, maximize: bool
+) -> None:
+    task = quadratic()
+    if maximize:
+        task.metric = Metric(lambda model: -task._distance(model), maximize=True, bounds=None, name="closeness")
+    sign = -1 if maximize else 1
+    times = torch.linspace(0, 20, 400, dtype=torch.float64)[:, None]
+    flow = task.centre * (1 - torch.exp(-task.curvature * times))  # the loss's gradient flow from phi = 0
+    best_by_loss = min(map(task.true_cost, flow))
+    result = go(task, recipe=replace(RECIPE, learners=(learner,)))
+    assert result.chosen == "metricopt"
+    assert sign * result.before == pytest.approx(float((task.goal**2).sum()), rel=1e-12)
+    assert sign * result.after == task.true_cost(task.adapter.phi.detach())
+    assert sign * result.loss_finetune == task.true_cost(result.ends["loss_finetune"])
+    assert sign * result.after < 0.5 * sign * result.loss_finetune
+    assert sign * result.after < 0.5 * best_by_loss
+    assert torch.equal(task.adapter.phi, result.ends["metricopt"])
+    assert "to be trusted" in str(result)
+    assert "kept MetricOpt" in str(result)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("goal", [-1.0, -0.2, 0.0, 0.3])
+def test_it_never_ends_worse_than_it_began(quadratic: Callable[..., Any], goal: float, seed: int) -> None:
+    task = quadratic(noise=2.0)
+    task.goal = goal * task.centre  # behind the start as the loss sees it, at the start, or on the way
+    result = go(task, seed=seed)
+    reached = {name: task.true_cost(phi) for name, phi in result.ends.items()}
+    assert result.before == reached["start"] == task.true_cost(torch.zeros(4, dtype=torch.float64))
+    assert result.after == min(reached.values()) == reached[result.chosen] <= result.before
+    assert torch.equal(task.adapter.phi, result.ends[result.chosen])
+
+
+@pytest.mark.parametrize("strategy", [RECIPE, CMAES()], ids=["recipe", "search"])
+def test_a_phi_that_the_model_held_before_counts_for_nothing(quadratic: Callable[..., Any], strategy: Any) -> None:
+    plain, tuned = quadratic(), quadratic()
+    tuned.adapter.set_phi(tuned.goal)
+    for task in (plain, tuned):
+        optimize_metric(task, queries=QUERIES, strategy=strategy, watcher=Watcher())
+    assert torch.equal(tuned.adapter.phi, plain.adapter.phi)
+
+
+def test_the_guard_keeps_a_start_that_nothing_beats(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task = quadratic()
+    task.goal = torch.zeros_like(task.goal)
+    result = go(task, output_dir=tmp_path)
+    assert (result.chosen, result.before, result.after) == ("start", 0.0, 0.0)
+    assert result.loss_finetune > 0.1
+    assert not task.adapter.phi.any()
+    assert not load_adapter(nn.Linear(2, 3).double(), tmp_path / "adapter.safetensors").phi.any()
+    assert "kept the model as it was" in str(result)
+
+
+def test_an_f_without_skill_is_not_followed(quadratic: Callable[..., Any]) -> None:
+    task, rng, asked = quadratic(), torch.Generator().manual_seed(5), []
+
+    def noise(model: nn.Module) -> float:
+        asked.append(float(torch.rand((), generator=rng)))
+        return asked[-1]
+
+    task.metric = Metric(noise, maximize=True, name="noise")
+    said: list[str] = []
+    watcher = Watcher()
+    watcher.say = said.append  # type: ignore[method-assign]
+    result = go(task, watcher=watcher)
+    assert not result.fit.f.trusted
+    assert torch.equal(result.ends["metricopt"], result.ends["loss_finetune"])
+    assert torch.equal(result.ends["metricopt"], finetune(task, LossStep(0.1), 10, 0)[-1])
+    assert result.chosen in ("start", "loss_finetune")
+    assert result.after == pytest.approx(max(asked[-2:]))
+    assert result.queries == {"collect": COLLECTED, "guard": 2}  # nothing to choose, two equal ends
+    assert len(asked) == COLLECTED + 2
+    assert "NOT to be trusted" in str(result)
+    assert len(said) == 1
+    assert "NOT to be trusted" in said[0]
+
+
+def test_a_metric_that_does_not_react_to_phi_is_named(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    task.metric = Metric(lambda: 0.25, maximize=False, name="constant")
+    with pytest.raises(ValueFunctionError, match="does not react to phi"):
+        go(task)
+
+
+# --- What it costs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("queries", "tasks"), [(47, 6), (52, 6), (53, 7), (59, 8)])
+def test_every_query_is_booked_and_none_is_beyond_the_budget(
+    quadratic: Callable[..., Any], queries: int, tasks: int
+) -> None:
+    task = quadratic()
+    result = go(task, queries=queries)
+    assert result.queries == {"collect": 2 * tasks * 3, "choose": 6, "guard": 3} == task.metric.ledger.spent_on
+    assert task.asked == sum(result.queries.values()) == 6 * tasks + 9 <= queries
+    assert result.queries_per_start == 3
+
+
+def test_a_single_setting_needs_no_choice(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    result = go(task, recipe=replace(RECIPE, settings=((0.1, 0.2),)))
+    assert result.setting == (0.1, 0.2)
+    assert result.queries == {"collect": 42, "guard": 3}
+    assert task.asked == 45
+
+
+def test_small_rounds_make_do_with_fewer_parts(quadratic: Callable[..., Any]) -> None:
+    recipe = replace(RECIPE, folds=4)
+    assert [recipe.folds_for(n) for n in (3, 4, 6, 8, 99)] == [2, 2, 3, 4, 4]
+    seen: list[int] = []
+
+    def learner(data: Any, fold: Tensor, folds: int, seed: int) -> Any:
+        seen.append(folds)
+        return RidgeLearner()(data, fold, folds, seed)
+
+    meta_train(quadratic(), tasks=4, recipe=replace(recipe, learners=(learner,)))
+    assert seen == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "recipe", [RECIPE, replace(RECIPE, rounds=1, evals=4, trials=0), replace(RECIPE, settings=((0.3, 0.1),), folds=3)]
+)
+def test_too_small_a_budget_says_what_would_do(quadratic: Callable[..., Any], recipe: Recipe) -> None:
+    task = quadratic()
+    with pytest.raises(BudgetError, match="20 queries are too few") as caught:
+        go(task, queries=20, recipe=recipe)
+    assert task.asked == 0
+    enough = int(re.search(r"give at least (\d+)", str(caught.value)).group(1))
+    with pytest.raises(BudgetError, match=f"at least {enough}"):
+        go(task, queries=enough - 1, recipe=recipe)
+    go(task, queries=enough, recipe=recipe)
+    assert 0 < task.asked <= enough
+
+
+def test_the_metrics_own_budget_is_checked_before_anything_is_asked_or_written(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    task = quadratic(budget=50)
+    task.metric.ledger.spend("elsewhere", 6)
+    with pytest.raises(BudgetError, match=r"47 queries asked for, 44 are left in the metric's own budget"):
+        go(task, output_dir=tmp_path / "run")
+    assert task.asked == 0
+    assert not (tmp_path / "run").exists()
+    task.metric.ledger = Ledger(47)
+    assert go(task, output_dir=tmp_path / "run").chosen == "metricopt"
+
+
+def test_the_watcher_learns_of_every_query_and_stage(
+    quadratic: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages, spent, seen = [], [], []
+
+    class Recorder(Watcher):
+        def stage(self, description: str) -> None:
+            stages.append(description)
+
+        def query(self, count: int, last: str) -> None:
+            spent.append(count)
+            seen.append(last)
+
+        def done(self) -> None:
+            stages.append("done")
+
+    result = go(quadratic(), watcher=Recorder())
+    assert spent == list(range(1, SPENT + 1))
+    assert seen[-3] == f"distance {result.before:.4f}"
+    assert stages[0] == "round 1/2, loss only"
+    assert re.fullmatch(r"round 2/2, f at -?[01]\.\d\d", stages[1])
+    assert stages[2:] == ["choose settings", "finetune", "guard", "done"]
+    go(quadratic(), watcher=None)
+    assert "distance" in (shown := capsys.readouterr().out)
+    assert "45/47" in shown
+
+
+# --- The steps of the algorithm --------------------------------------------------------------------------------
+
+
+def test_finetuning_is_gradient_descent_on_fresh_batches_and_asks_nothing(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    phi = torch.zeros(4, dtype=torch.float64)
+    path = [phi]
+    for step in range(5):
+        phi = phi - 0.2 * task.curvature * (phi - task.centre - task.batch(3, FRESH, step))
+        path.append(phi)
+    torch.testing.assert_close(finetune(task, LossStep(0.2), 5, seed=3), torch.stack(path))
+    assert torch.equal(finetune(task, LossStep(0.2), 5, seed=3, start=path[2])[0], path[2])
+    assert task.asked == 0
+
+
+def test_the_first_round_follows_the_loss_and_later_ones_f(quadratic: Callable[..., Any]) -> None:
+    task, store = quadratic(), TrajectoryStore()
+    fit = meta_train(task, tasks=6, recipe=RECIPE, seed=2, store=store)
+    assert task.asked == store.queries == 36
+    assert [(t.round, t.index) for t in store] == [(i // 6, i) for i in range(12)]
+    off_loss = []
+    for trajectory in store:
+        assert trajectory.cost.tolist() == [task.true_cost(phi) for phi in trajectory.observed_phi]
+        for step, (phi, after) in enumerate(pairwise(trajectory.phi)):
+            gradient = task.curvature * (phi - task.centre - task.batch(2, trajectory.index, step))
+            off_loss.append((trajectory.round, float((after - (phi - 0.1 * gradient)).norm())))
+    assert max(distance for round, distance in off_loss if round == 0) < 1e-12
+    assert min(distance for round, distance in off_loss if round == 1) > 1e-3
+    again = meta_train(task, tasks=6, recipe=RECIPE, seed=2, store=store)
+    assert task.asked == 36
+    assert torch.equal(again.f.coefficients, fit.f.coefficients)
+
+
+def test_an_f_without_skill_is_followed_in_collection_to_be_corrected(quadratic: Callable[..., Any]) -> None:
+    task, store, rng = quadratic(), TrajectoryStore(), torch.Generator().manual_seed(5)
+    task.metric = Metric(lambda: float(torch.rand((), generator=rng)), maximize=True, name="noise")
+    assert not meta_train(task, tasks=6, recipe=RECIPE, seed=2, store=store).f.trusted
+    off_loss = []
+    for trajectory in store:
+        phi = trajectory.phi[0]
+        gradient = task.curvature * (phi - task.centre - task.batch(2, trajectory.index, 0))
+        off_loss.append(float((trajectory.phi[1] - (phi - 0.1 * gradient)).norm()))
+    assert max(off_loss[:6]) < 1e-12
+    assert min(off_loss[6:]) > 1e-3
+
+
+def test_choice_and_finetuning_meet_batches_that_collection_did_not(quadratic: Callable[..., Any]) -> None:
+    task, met = quadratic(), []
+
+    def batches(seed: int, index: int, step: int) -> Tensor:
+        met.append(index)
+        return task.batch(seed, index, step)
+
+    task.batches = batches
+    go(task)
+    collected, fresh = set(met[: 12 * 10]), set(met[12 * 10 :])
+    assert collected == set(range(12))
+    assert fresh == {FRESH, FRESH + 1, FRESH + 2}  # the end points, and the random start and phi = 0 of the choice
+    assert not collected & fresh
+
+
+@pytest.mark.parametrize("trials", [0, 1, 4])
+def test_the_setting_with_the_least_mean_metric_is_chosen(quadratic: Callable[..., Any], trials: int) -> None:
+    settings = ((0.0, 0.01), (0.3, 0.15), (0.5, 0.3), (1.0, 0.05))
+    recipe = replace(RECIPE, trials=trials, settings=settings)
+    task = quadratic()
+    result = go(task, queries=COLLECTED + recipe.choice_queries + 3, recipe=recipe)
+    assert result.queries["choose"] == 4 * (1 + trials)
+    indices = list(range(FRESH + 1, FRESH + 1 + trials))
+    starts = [task.origin(), *(task.starts(recipe.start_std, 0, [index])[0] for index in indices)]
+    means = {}
+    for setting in settings:
+        policy = metric_policy(result.fit.f, recipe, setting)
+        ends = [
+            rollout(task, start[None], policy, steps=10, seed=0, indices=[index])[0][0, -1]
+            for start, index in zip(starts, [FRESH + 1 + trials, *indices], strict=True)
+        ]
+        means[setting] = sum(map(task.true_cost, ends)) / len(ends)
+    assert result.setting == min(means, key=lambda setting: means[setting])
+    assert sorted(means.values())[1] > 1.01 * min(means.values())
+
+
+def test_the_seed_decides_everything(quadratic: Callable[..., Any]) -> None:
+    first, same, other = (go(quadratic(), seed=seed) for seed in (0, 0, 1))
+    assert_same(first, same)
+    assert first.after != other.after
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("steps", 1, "steps is 1; it must be at least 2"),
+        ("evals", 1, "evals is 1; it must be at least 2"),
+        ("rounds", 0, "rounds is 0; it must be at least 1"),
+        ("folds", 1, "folds is 1; it must be at least 2"),
+        ("trials", -1, "trials is -1; it must be at least 0"),
+        ("lr", 0.0, "lr is 0.0; it must be above 0"),
+        ("lr", math.nan, "lr is nan"),
+        ("start_std", -0.5, "start_std is -0.5"),
+        ("explored_step", 0.0, "explored_step is 0.0"),
+        ("evals", 12, "evals is 12; a task of 10 steps has 11 points"),
+        ("settings", (), "settings is empty"),
+    ],
+)
+def test_a_recipe_out_of_range_is_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(RECIPE, **{name: value})
+
+
+# --- Interrupted runs ------------------------------------------------------------------------------------------
+
+BOTH = replace(RECIPE, learners=(RidgeLearner(), NeuralLearner(iterations=60)))
+
+
+def content(path: Path) -> Any:
+    """Return what a file holds; the bytes of equal safetensors files may differ."""
+    if path.suffix != ".safetensors":
+        return path.read_bytes() if path.is_file() else None
+    with safe_open(path, framework="pt") as file:
+        return file.metadata(), {key: file.get_tensor(key).tolist() for key in file.keys()}  # noqa: SIM118
+
+
+def kept_of(asked: int) -> int:
+    """How many of the queries asked before the interruption a resumed run need not ask again."""
+    return asked if asked >= COLLECTED else asked // 3 * 3  # of collection whole tasks, then every answer
+
+
+@pytest.mark.parametrize("after", [0, 4, 18, 26, 38, 43])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    quadratic: Callable[..., Any], tmp_path: Path, after: int
+) -> None:
+    whole = quadratic(population=4)
+    expected = go(whole, recipe=BOTH, output_dir=tmp_path / "whole")
+    broken = quadratic(population=4)
+    broken.fail_after = after
+    with pytest.raises(MetricError, match="the evaluation server is down"):
+        go(broken, recipe=BOTH, output_dir=tmp_path / "broken")
+    assert broken.asked == after + 1
+    assert not (tmp_path / "broken" / "adapter.safetensors").exists()
+
+    resumed = quadratic(population=4)
+    result = go(resumed, recipe=BOTH, output_dir=tmp_path / "broken", resume=True)
+    assert resumed.asked == SPENT - kept_of(after)
+    assert_same(result, expected)
+    assert torch.equal(resumed.adapter.phi, whole.adapter.phi)
+    assert resumed.metric.ledger.spent_on == whole.metric.ledger.spent_on == result.queries
+
+    names = {path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*")}
+    assert names == {path.relative_to(tmp_path / "broken") for path in (tmp_path / "broken").rglob("*")}
+    for name in names:
+        assert content(tmp_path / "whole" / name) == content(tmp_path / "broken" / name), name
+
+
+def test_the_same_task_resumes_under_its_own_budget(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    expected = go(quadratic())
+    task = quadratic(budget=QUERIES)
+    task.fail_after = 20
+    with pytest.raises(MetricError):
+        go(task, output_dir=tmp_path)
+    task.fail_after = None
+    assert_same(go(task, output_dir=tmp_path, resume=True), expected)
+
+
+def test_a_finished_run_is_told_again_without_a_query(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    expected = go(quadratic(), output_dir=tmp_path)
+    task = quadratic()
+    assert_same(go(task, output_dir=tmp_path, resume=True), expected)
+    assert task.asked == 0
+    assert torch.equal(task.adapter.phi, expected.ends["metricopt"])
+    assert task.metric.ledger.spent == SPENT
+
+
+def test_a_resumed_run_without_a_trusted_f_books_the_same_queries(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    def noisy() -> Any:
+        task, rng = quadratic(), torch.Generator().manual_seed(5)
+        task.metric = Metric(lambda: float(torch.rand((), generator=rng)), maximize=True, name="noise")
+        return task
+
+    expected = go(noisy(), output_dir=tmp_path)
+    assert_same(go(noisy(), output_dir=tmp_path, resume=True), expected)
+
+
+def test_an_earlier_run_is_not_written_over(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    go(quadratic(), output_dir=tmp_path)
+    task = quadratic()
+    with pytest.raises(FileFormatError, match="holds an earlier run; resume it, or use another output folder"):
+        go(task, output_dir=tmp_path)
+    for path in sorted((tmp_path / "trajectories").iterdir()):
+        path.unlink()
+    (tmp_path / "trajectories").rmdir()
+    with pytest.raises(FileFormatError, match="holds an earlier run"):  # or its last answers would be taken for ours
+        go(task, output_dir=tmp_path)
+    assert task.asked == 0
+
+
+def other_adapter(task: Any) -> None:
+    task.adapter.remove()
+    task.adapter = attach_input_bias(task.adapter.model, dim=4, seed=1)
+
+
+def other_metric(**change: Any) -> Callable[[Any], None]:
+    def changed(task: Any) -> None:
+        settings = {"maximize": False, "bounds": (0.0, 50.0), "name": "distance", **change}
+        task.metric = Metric(task._distance, **settings)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "arguments"),
+    [
+        *(
+            (name, None, {"recipe": replace(RECIPE, **{name: value})})
+            for name, value in [
+                ("steps", 11),
+                ("lr", 0.2),
+                ("evals", 2),
+                ("rounds", 1),
+                ("start_std", 0.3),
+                ("explored_step", 0.1),
+                ("settings", ((0.0, 0.1), (0.3, 0.1), (0.3, 0.2))),
+                ("trials", 0),
+                ("folds", 3),
+                ("learners", (RidgeLearner(groups=4),)),
+            ]
+        ),
+        ("seed", None, {"seed": 1}),
+        ("tasks", None, {"queries": 53}),
+        ("population", lambda task: setattr(task, "population", 5), {}),
+        ("metric", other_metric(name="length"), {}),
+        ("metric", other_metric(maximize=True), {}),
+        ("metric", other_metric(bounds=(0.0, 60.0)), {}),
+        ("adapter", other_adapter, {}),
+        ("weights", lambda task: nn.init.ones_(task.adapter.model.bias), {}),
+    ],
+)
+def test_a_run_is_not_resumed_under_other_settings(
+    quadratic: Callable[..., Any], tmp_path: Path, key: str, change: Any, arguments: dict[str, Any]
+) -> None:
+    first = quadratic()
+    other_metric()(first)
+    first.fail_after = 20
+    with pytest.raises(MetricError):
+        go(first, output_dir=tmp_path)
+    task = quadratic()
+    other_metric()(task)
+    if change:
+        change(task)
+    with pytest.raises(FileFormatError, match=rf"holds another run: {key} was .*, now ") as caught:
+        go(task, output_dir=tmp_path, resume=True, **arguments)
+    assert str(tmp_path) in str(caught.value)
+    assert task.asked == 0
+
+
+@pytest.mark.parametrize(("first", "second"), [(RECIPE, CMAES()), (CMAES(), RECIPE)], ids=["search", "recipe"])
+def test_a_strategy_is_not_given_the_answers_of_another(
+    quadratic: Callable[..., Any], tmp_path: Path, first: Any, second: Any
+) -> None:
+    optimize_metric(quadratic(), queries=QUERIES, strategy=first, output_dir=tmp_path, watcher=Watcher())
+    task = quadratic()
+    arguments = {"queries": QUERIES, "output_dir": tmp_path, "resume": True, "watcher": Watcher()}
+    with pytest.raises(FileFormatError, match="holds another run"):
+        optimize_metric(task, strategy=second, **arguments)
+    assert task.asked == 0
+
+
+def test_answers_do_not_outlive_the_trajectories_of_other_settings(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    go(quadratic(), output_dir=tmp_path)
+    shutil.rmtree(tmp_path / "trajectories")
+    with pytest.raises(FileFormatError, match=r"lr was 0\.1, now 0\.02"):
+        go(quadratic(), recipe=replace(RECIPE, lr=0.02), output_dir=tmp_path, resume=True)
+
+
+def test_a_function_of_the_users_own_resumes_in_another_process(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    def with_functions() -> Recipe:
+        """Make them anew, at other addresses, as another process would."""
+
+        def labels(trajectories: Any) -> Observations:
+            return Observations.of(trajectories)
+
+        def learner(data: Any, fold: Tensor, folds: int, seed: int) -> Any:
+            return RidgeLearner()(data, fold, folds, seed)
+
+        return replace(RECIPE, labels=labels, learners=(learner,))
+
+    first, second = with_functions(), with_functions()
+    expected, task = go(quadratic(), recipe=first, output_dir=tmp_path), quadratic()
+    assert_same(go(task, recipe=second, output_dir=tmp_path, resume=True), expected)
+    assert task.asked == 0
+
+
+def test_queries_that_change_nothing_may_be_added(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    expected, first, task = go(quadratic()), quadratic(), quadratic()
+    first.fail_after = 20
+    with pytest.raises(MetricError):
+        go(first, output_dir=tmp_path)
+    assert_same(go(task, output_dir=tmp_path, resume=True, queries=QUERIES + 5), expected)
+
+
+def test_damaged_files_are_named(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    go(quadratic(), output_dir=tmp_path)
+    damaged = tmp_path / "trajectories" / "round-0-task-00002.safetensors"
+    whole, before = damaged.read_bytes(), content(damaged)
+    for rubbish in (whole[: len(whole) // 2], b""):
+        damaged.write_bytes(rubbish)
+        with pytest.raises(FileFormatError, match=re.escape(str(damaged))):
+            go(quadratic(), output_dir=tmp_path, resume=True)
+    damaged.unlink()
+    task = quadratic()
+    go(task, output_dir=tmp_path, resume=True)
+    assert task.asked == 3  # that task alone
+    assert content(damaged) == before
+    for rubbish in ("{", "[]", "3"):
+        (tmp_path / "answers.json").write_text(rubbish)
+        with pytest.raises(FileFormatError, match=re.escape(str(tmp_path / "answers.json"))):
+            go(quadratic(), output_dir=tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("at", "where"),
+    [
+        (4, r"round 0, task 1, step \d+; 1 finished trajectories are kept"),
+        (23, r"round 1, task 7, step \d+; 7 finished trajectories are kept"),
+        (39, r"choosing settings, trial 3"),
+        (43, r"end guard, loss_finetune"),
+    ],
+)
+@pytest.mark.parametrize(("bad", "what"), [(math.nan, "returned nan"), (51.0, r"51\.0, outside its bounds")])
+def test_a_metric_gone_wrong_is_reported_with_its_place_and_the_mended_run_finishes(
+    quadratic: Callable[..., Any], tmp_path: Path, bad: float, what: str, at: int, where: str
+) -> None:
+    def bounded(wrong: float | None) -> Any:
+        task = quadratic()
+
+        def metric(model: nn.Module) -> float:
+            value = task._distance(model)
+            return wrong if wrong is not None and task.asked > at else value
+
+        task.metric = Metric(metric, maximize=False, bounds=(0.0, 50.0), name="distance")
+        return task
+
+    expected = go(bounded(None))
+    with pytest.raises(MetricError, match=what) as caught:
+        go(bounded(bad), output_dir=tmp_path)
+    assert re.search(where, str(caught.value))
+    task = bounded(None)
+    assert_same(go(task, output_dir=tmp_path, resume=True), expected)
+    assert task.asked == SPENT - kept_of(at)
+
+
+# --- What is left behind ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("learner", [RidgeLearner(), NeuralLearner(iterations=60)])
+def test_files(quadratic: Callable[..., Any], tmp_path: Path, learner: Any) -> None:
+    task = quadratic(dtype=torch.float32)
+    result = go(task, recipe=replace(RECIPE, learners=(learner,)), output_dir=tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {
+        "trajectories",
+        "identity.json",
+        "answers.json",
+        "value_function.safetensors",
+        "adapter.safetensors",
+    }
+    assert len(list((tmp_path / "trajectories").glob("*.safetensors"))) == 12
+
+    f = load_value_function(tmp_path / "value_function.safetensors", dim=4)
+    phi = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(f(phi), result.fit.f(phi))
+    assert torch.equal(f.gradient(phi), result.fit.f.gradient(phi))
+    assert f.quality == result.fit.f.quality
+    assert f.trusted
+
+    model = nn.Linear(2, 3)
+    model.load_state_dict(task.adapter.base_state_dict())
+    x = torch.randn(5, 2, generator=torch.Generator().manual_seed(1))
+    untuned = model(x)
+    adapter = load_adapter(model, tmp_path / "adapter.safetensors")
+    assert torch.equal(adapter.phi, task.adapter.phi)
+    assert torch.equal(model(x), task.adapter.model(x))
+    assert not torch.allclose(model(x), untuned)
+
+
+def test_nothing_is_kept_without_a_folder(
+    quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert go(quadratic()).chosen == "metricopt"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shared_ledger_is_charged_for_every_finished_run(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(budget=2 * QUERIES + 1)
+    first = go(task)
+    assert task.metric.ledger.spent_on == first.queries
+    go(task, seed=1)
+    assert task.metric.ledger.spent == 2 * sum(first.queries.values())
+    with pytest.raises(BudgetError, match="in the metric's own budget"):
+        go(task, seed=2)
+
+
+@pytest.mark.parametrize("strategy", [RECIPE, CMAES()], ids=["recipe", "search"])
+def test_a_failed_run_is_charged_unless_its_work_is_kept(
+    quadratic: Callable[..., Any], tmp_path: Path, strategy: Any
+) -> None:
+    for folder, charged in ((None, 31), (tmp_path, 0)):
+        task = quadratic(budget=100)
+        task.fail_after = 30
+        with pytest.raises(MetricError, match="server is down"):
+            optimize_metric(task, queries=QUERIES, strategy=strategy, output_dir=folder, watcher=Watcher())
+        assert task.asked == 31
+        assert task.metric.ledger.spent == charged
+
+
+# --- Other strategies --------------------------------------------------------------------------------------------
+
+SEARCHES = [CMAES(sigma0=0.3), GuidedES(lr=0.1)]
+each_search = pytest.mark.parametrize("search", SEARCHES, ids=lambda search: type(search).__name__)
+
+
+@each_search
+def test_direct_search_is_a_strategy_on_the_same_ledger(quadratic: Callable[..., Any], search: Search) -> None:
+    task, alone = quadratic(), quadratic()
+    result = optimize_metric(task, queries=100, strategy=search, seed=3, watcher=Watcher())
+    found = search(alone, alone.origin(), 100, seed=3)
+    assert torch.equal(task.adapter.phi, found.phi)
+    assert result.after == result.best == found.cost == task.true_cost(task.adapter.phi.detach()) < result.before
+    assert (result.chosen, result.queries_per_start) == ("search", 100)
+    assert result.queries == task.metric.ledger.spent_on == {"search": 100}
+    assert task.asked == 100
+    assert "kept the best point found\nqueries: 100 (search 100); 100 for each further start" in str(result)
+
+
+@each_search
+@pytest.mark.parametrize("after", [0, 1, 30, 99])
+def test_a_resumed_search_asks_nothing_twice(
+    quadratic: Callable[..., Any], tmp_path: Path, search: Search, after: int
+) -> None:
+    expected = optimize_metric(quadratic(), queries=100, strategy=search, watcher=Watcher())
+    broken, resumed = quadratic(), quadratic()
+    broken.fail_after = after
+    with pytest.raises(MetricError, match="server is down"):
+        optimize_metric(broken, queries=100, strategy=search, output_dir=tmp_path, watcher=Watcher())
+    with pytest.raises(FileFormatError, match="holds an earlier run"):
+        optimize_metric(resumed, queries=100, strategy=search, output_dir=tmp_path, watcher=Watcher())
+    for change in ({"queries": 90}, {"seed": 1}):
+        with pytest.raises(FileFormatError, match=f"{next(iter(change))} was"):
+            optimize_metric(
+                resumed,
+                **{"queries": 100, "strategy": search, "output_dir": tmp_path, "watcher": Watcher()} | change,
+                resume=True,
+            )
+    result = optimize_metric(resumed, queries=100, strategy=search, output_dir=tmp_path, resume=True, watcher=Watcher())
+    assert str(result) == str(expected)
+    assert torch.equal(result.ends["search"], expected.ends["search"])
+    assert resumed.asked == 100 - after
+    assert resumed.metric.ledger.spent_on == {"search": 100}
+    assert torch.equal(
+        load_adapter(nn.Linear(2, 3).double(), tmp_path / "adapter.safetensors").phi, result.ends["search"]
+    )
+
+
+@each_search
+def test_too_small_a_budget_for_a_search_is_refused(quadratic: Callable[..., Any], search: Search) -> None:
+    task = quadratic()
+    least = search.least_queries(4)
+    with pytest.raises(BudgetError, match=f"{least - 1} queries are too few: .* needs at least {least}"):
+        optimize_metric(task, queries=least - 1, strategy=search, watcher=Watcher())
+    assert task.asked == 0
+
+
+def test_metricopt_followed_by_a_search(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    refined = replace(RECIPE, refine=CMAES(sigma0=0.1), refine_queries=40)
+    task, plain, broken = quadratic(), quadratic(), quadratic()
+    before = go(plain)
+    result = go(task, queries=QUERIES + 40, recipe=refined)
+    assert result.queries == task.metric.ledger.spent_on == before.queries | {"search": 40}
+    assert task.asked == SPENT + 40
+    assert result.queries_per_start == 43
+    assert result.chosen == "refined"
+    assert result.after < 0.8 * before.after
+    found = refined.refine(plain, before.ends["metricopt"], 40, seed=0)  # type: ignore[misc]
+    assert torch.equal(result.ends["refined"], found.phi)
+
+    broken.fail_after = SPENT + 10
+    with pytest.raises(MetricError):
+        go(broken, queries=QUERIES + 40, recipe=refined, output_dir=tmp_path)
+    broken.fail_after = None
+    assert_same(go(broken, queries=QUERIES + 40, recipe=refined, output_dir=tmp_path, resume=True), result)
+    assert broken.asked == SPENT + 40 + 1  # the one that failed
+
+
+def test_a_search_to_refine_with_needs_its_queries(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    with pytest.raises(BudgetError, match=r"refine_queries is 5; .* needs at least 10"):
+        go(task, queries=100, recipe=replace(RECIPE, refine=CMAES(), refine_queries=5))
+    with pytest.raises(ValueError, match="refine is None and refine_queries is 9; give both, or neither"):
+        replace(RECIPE, refine_queries=9)
+    assert task.asked == 0
+
+
+# --- Gains beyond chance -----------------------------------------------------------------------------------------
+
+
+def halved(task: Any, apart: float) -> Any:
+    """Let the metric tell halves that differ by up to ``apart``, whose mean is the metric."""
+
+    def metric(model: Any) -> Any:
+        value = task._distance(model)
+        luck = apart * math.sin(float(model.metricopt.phi.sum()))
+        return value, (value + luck, value - luck)
+
+    task.metric = Metric(metric, maximize=False, bounds=None, name="distance")
+    return task
+
+
+@pytest.mark.parametrize("strategy", [RECIPE, CMAES(sigma0=0.3)], ids=["recipe", "search"])
+def test_a_gain_that_may_be_chance_leaves_the_model_as_it_was(quadratic: Callable[..., Any], strategy: Any) -> None:
+    sure, unsure = halved(quadratic(), 0.01), halved(quadratic(), 10.0)
+    kept = optimize_metric(sure, queries=QUERIES, strategy=strategy, watcher=Watcher())
+    left = optimize_metric(unsure, queries=QUERIES, strategy=strategy, watcher=Watcher())
+    assert kept.best == kept.after == left.best < left.after == left.before == kept.before
+    assert (left.chosen, unsure.adapter.phi.any()) == ("start", False)
+    assert 0 < kept.chance < 0.02
+    assert left.chance + left.optimism > left.before - left.best
+    assert f"up to {left.chance + left.optimism:.4f} of a gain are chance and optimism" in str(left)
+    assert "are chance" not in str(kept)
+
+
+def test_all_value_functions_are_where_phi_is(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[Any] = []
+    to = ValueFunction.to
+    monkeypatch.setattr(ValueFunction, "to", lambda f, device: (moved.append((f, device)), to(f, device))[1])
+    task = halved(quadratic(), 0.1)
+    fit = meta_train(task, tasks=6, recipe=RECIPE)
+    assert len(fit.half_fits) == 2
+    for f in (fit.f, *fit.half_fits):
+        assert any(f is other and device == task.origin().device for other, device in moved)
+
+
+def test_halves_come_back_from_files(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    expected = go(halved(quadratic(), 0.1), output_dir=tmp_path)
+    task = halved(quadratic(), 0.1)
+    assert_same(go(task, output_dir=tmp_path, resume=True), expected)
+    assert task.asked == 0
+    assert expected.split_half > 0.9
+    assert "the metric's halves correlate at 0.9" in str(expected)
+    assert math.isnan(go(quadratic()).split_half)

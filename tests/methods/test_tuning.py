@@ -1,0 +1,144 @@
+"""One start under a known value function: guard, adaptation, refinement, and what each costs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from metricopt_ext.methods.pipeline import meta_train
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.tuning import FRESH, choose, finetune, metric_policy, tune_start
+from metricopt_ext.search.direct import CMAES
+from metricopt_ext.tasks.metric import Answer, Metric
+from metricopt_ext.value.fitting import Fit
+from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.value_function import load_value_function
+
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=0, learners=(NeuralLearner(iterations=200),))
+
+
+def learned(task: Any, recipe: Recipe = RECIPE, seed: int = 0) -> Fit:
+    return meta_train(task, tasks=10, recipe=recipe, seed=seed)
+
+
+@pytest.mark.parametrize("start", [None, torch.full((4,), 0.2)])
+def test_ends_are_those_of_the_step_rules(quadratic: Callable[..., Any], start: torch.Tensor | None) -> None:
+    task = quadratic(dtype=torch.float32)
+    fit = learned(task)
+    assert fit.f.trusted
+    spent = task.metric.ledger.spent
+    tuned = tune_start(task, fit, recipe=RECIPE, setting=(0.2, 0.3), start=start, index=FRESH + 5, seed=2)
+    expected = finetune(task, metric_policy(fit.f, RECIPE, (0.2, 0.3)), 10, 2, start, FRESH + 5)
+    assert torch.equal(tuned.ends["start"], expected[0])
+    assert torch.equal(tuned.ends["metricopt"], expected[-1])
+    assert {name: answer.cost for name, answer in tuned.answers.items()} == {
+        name: task.true_cost(phi) for name, phi in tuned.ends.items()
+    }
+    assert tuned.chosen == tuned.best == "metricopt"
+    assert task.metric.ledger.spent - spent == task.metric.ledger.spent_on["guard"] == 3
+    assert not task.adapter.phi.any()  # as it was
+
+
+def test_a_value_function_from_a_file_is_followed(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task = quadratic(dtype=torch.float32)
+    fit = learned(task)
+    fit.f.save(tmp_path / "f.safetensors")
+    tuned = tune_start(task, Fit(load_value_function(tmp_path / "f.safetensors")), recipe=RECIPE)
+    assert torch.equal(tuned.ends["metricopt"], tune_start(task, fit, recipe=RECIPE).ends["metricopt"])
+    assert (tuned.chosen, tuned.chance, tuned.optimism) == ("metricopt", 0, 0)
+
+
+def test_an_f_without_skill_is_not_followed_nor_adapted(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dtype=torch.float32)
+    fit = learned(task)
+    fit.f.quality = None
+    tuned = tune_start(task, fit, recipe=replace(RECIPE, adapt_queries=3))
+    assert torch.equal(tuned.ends["metricopt"], tuned.ends["loss_finetune"])
+    assert "adapted" not in tuned.ends
+    assert task.metric.ledger.spent_on["guard"] == 2
+
+
+@pytest.mark.parametrize("learner", [NeuralLearner(iterations=200), RidgeLearner()])
+@pytest.mark.parametrize("factor", [0.3, -0.5])
+def test_adaptation_counts_its_queries_and_mends_an_f_of_another_goal(
+    quadratic: Callable[..., Any], learner: Any, factor: float
+) -> None:
+    for seed in range(3):
+        task = quadratic(dtype=torch.float32)
+        recipe = replace(RECIPE, adapt_queries=4, learners=(learner,))
+        fit = learned(task, recipe, seed)
+        task.goal = factor * task.goal
+        tuned = tune_start(task, fit, recipe=recipe, seed=seed)
+        assert task.metric.ledger.spent_on["adapt"] == 4
+        assert task.metric.ledger.spent_on["guard"] == 4
+        assert recipe.start_queries == 10
+        assert tuned.answers["adapted"].cost == task.true_cost(tuned.ends["adapted"])
+        assert tuned.answers["adapted"].cost < 0.9 * tuned.answers["metricopt"].cost
+
+
+def test_refinement_goes_on_from_the_best_end(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dtype=torch.float32)
+    recipe = replace(RECIPE, refine=CMAES(), refine_queries=30)
+    fit = learned(task)
+    tuned = tune_start(task, fit, recipe=recipe, seed=1)
+    found = CMAES()(task, tuned.ends["metricopt"], 30, seed=1)
+    assert torch.equal(tuned.ends["refined"], found.phi)
+    assert tuned.answers["refined"].cost == found.cost < tuned.answers["metricopt"].cost
+    assert tuned.chosen == "refined"
+    assert recipe.start_queries == 35
+
+
+@pytest.mark.parametrize(
+    ("costs", "chance", "optimism", "chosen"),
+    [
+        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.0, 0.0, "metricopt"),
+        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.19, 0.0, "metricopt"),
+        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.21, 0.0, "start"),
+        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.15, 0.06, "start"),
+        ({"start": 0.5, "loss_finetune": 0.4, "metricopt": 0.3}, 0.05, 0.11, "loss_finetune"),
+        ({"start": 0.5, "loss_finetune": 0.6, "refined": 0.3}, 0.05, 0.16, "start"),
+        ({"start": 0.5, "loss_finetune": 0.2, "metricopt": 0.3}, 0.1, 0.0, "loss_finetune"),
+        ({"start": 0.3, "loss_finetune": 0.4, "metricopt": 0.3}, 0.0, 0.0, "start"),
+    ],
+)
+def test_the_start_is_kept_unless_something_gains_more_than_chance_and_optimism(
+    costs: dict[str, float], chance: float, optimism: float, chosen: str
+) -> None:
+    assert choose({name: Answer(cost) for name, cost in costs.items()}, chance, optimism) == chosen
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any], trusted: bool) -> None:
+    """Each half has a goal of its own: what f gains on one is partly lost on the other, its own f trusted or not."""
+    task = quadratic(dtype=torch.float32)
+    goals = [task.goal + 0.4, task.goal - 0.4]
+
+    def metric(model: Any) -> Any:
+        halves = tuple(float(((model.metricopt.phi - goal) ** 2).sum()) for goal in goals)
+        return sum(halves) / 2, halves
+
+    task.metric = Metric(metric, maximize=False, bounds=None, name="distance")
+    fit = learned(task)
+    before = task.metric.ledger.spent
+    ends = [finetune(task, metric_policy(f, RECIPE, (0.2, 0.3)), 10, 0)[-1] for f in fit.half_fits]
+    if not trusted:
+        for f in fit.half_fits:
+            f.quality = None
+    tuned = tune_start(task, fit, recipe=RECIPE, setting=(0.2, 0.3))
+    assert task.metric.ledger.spent - before == 5 == RECIPE.start_queries
+    a, b = (torch.stack([((end - goal) ** 2).sum() for goal in goals]) for end in ends)
+    assert tuned.optimism == pytest.approx(float((a[1] - a[0]) + (b[0] - b[1])) / 4, rel=1e-5)
+    assert tuned.optimism > 0.05
+    assert torch.equal(tuned.ends["metricopt"], finetune(task, metric_policy(fit.f, RECIPE, (0.2, 0.3)), 10, 0)[-1])
+
+
+def test_a_half_that_never_differs_is_not_cross_checked(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dtype=torch.float32)
+    distance = task._distance
+    task.metric = Metric(lambda model: (distance(model), (distance(model), 1.0)), maximize=False, bounds=None)
+    fit = learned(task)
+    assert fit.half_fits == ()
+    assert tune_start(task, fit, recipe=RECIPE).optimism == 0

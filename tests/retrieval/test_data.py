@@ -1,0 +1,257 @@
+"""Loaders of image sets for retrieval, parts that share no class, and batches and halves by class."""
+
+import io
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from metricopt_ext.data.labelled import Labelled, Split
+from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval.build import class_halves
+from metricopt_ext.retrieval.data import (
+    Splits,
+    hold_out_classes,
+    load_digits,
+    load_omniglot,
+    load_stanford_online_products,
+    split_classes,
+)
+from metricopt_ext.retrieval.recall import nearest
+from metricopt_ext.tasks.batches import ClassBatches
+
+
+def labelled(counts: list[int], side: int = 2, prefix: str = "") -> Labelled:
+    """Images that hold their own number; class i has ``counts[i]`` of them."""
+    y = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    x = torch.arange(len(y), dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 1, side, side)
+    return Labelled(x, y, tuple(f"{prefix}{i}" for i in range(len(counts))))
+
+
+def png(pixels: np.ndarray, mode: str = "L") -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(file, "PNG")
+    return file.getvalue()
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+# --- Parts without a common class ------------------------------------------------------------------------------
+
+
+def test_parts_share_no_class_and_hold_everything() -> None:
+    whole = labelled([3, 1, 4, 2, 5, 2, 3, 3])
+    splits = split_classes(whole, [0.5, 0.25, 0.25], seed=3)
+    parts = [splits.train, splits.validation, splits.test]
+    classes = [set(part.y.tolist()) for part in parts]
+    assert [len(found) for found in classes] == [4, 2, 2]
+    assert set.union(*classes) == set(range(8))
+    assert sorted(int(x[0, 0, 0]) for part in parts for x in part.x) == list(range(len(whole)))
+    for part in parts:
+        assert torch.equal(whole.y[part.x[:, 0, 0, 0].long()], part.y)
+    again, other = (split_classes(whole, [0.5, 0.25, 0.25], seed=seed) for seed in (3, 4))
+    assert torch.equal(again.train.x, splits.train.x)
+    assert {*other.train.y.tolist()} != classes[0] or {*other.test.y.tolist()} != classes[2]
+
+
+def test_the_last_classes_may_be_the_test_part() -> None:
+    for seed in range(3):
+        splits = split_classes(labelled([2] * 9), [0.45, 0.22, 0.33], seed, last_test=True)
+        assert splits.test.y.unique().tolist() == [6, 7, 8]
+        assert len(splits.validation.y.unique()) == 2
+
+
+def test_validation_classes_are_held_out_of_a_given_train_part() -> None:
+    train, test = labelled([2] * 10, prefix="a"), labelled([3] * 4, prefix="b")
+    splits = hold_out_classes(train, test, 0.3, seed=1)
+    assert len(splits.validation.y.unique()) == 3
+    assert len(splits.train) + len(splits.validation) == len(train)
+    assert [splits.class_names[label] for label in splits.test.y.unique().tolist()] == ["b0", "b1", "b2", "b3"]
+    with pytest.raises(DataError, match="class 'a0' is in the train and in the test part"):
+        hold_out_classes(train, labelled([2, 2], prefix="a"), 0.3)
+    with pytest.raises(ValueError, match=r"validation_share must be in \(0, 1\), got 1"):
+        hold_out_classes(train, test, 1.0)
+    with pytest.raises(DataError, match="the validation part must hold at least two classes, got 1"):
+        hold_out_classes(train, test, 0.1)
+
+
+def test_impossible_parts_are_refused() -> None:
+    with pytest.raises(DataError, match=r"5 classes divided by \(0.5, 0.25, 0.25\) give 3, 1 and 1"):
+        split_classes(labelled([2] * 5), [0.5, 0.25, 0.25])
+    with pytest.raises(ValueError, match=r"fractions must be three numbers .* got \(0.5, 0.6\)"):
+        split_classes(labelled([2] * 5), [0.5, 0.6])
+    x, names = torch.zeros(4, 1, 2, 2), tuple("abcdef")
+    a, b, c = (Split(x, torch.tensor([i, i, i + 1, i + 1])) for i in (0, 2, 4))
+    with pytest.raises(DataError, match="the test part must hold at least two classes, got 1"):
+        Splits(a, b, Split(x, torch.full((4,), 5)), names)
+    with pytest.raises(DataError, match="class 'b' is in train and in validation"):
+        Splits(a, Split(x, torch.tensor([1, 1, 2, 2])), c, names)
+    with pytest.raises(DataError, match=r"the test labels must be in 0\.\.4, got 5"):
+        Splits(a, b, c, names[:5])
+    with pytest.raises(DataError, match="the validation part must hold images of one shape"):
+        Splits(a, Split(torch.zeros(4, 1, 3, 3), b.y), c, names)
+    with pytest.raises(DataError, match="y must hold 4 int64 labels, one per row of x"):
+        Split(x, torch.tensor([0, 0, 1]))
+
+
+# --- Loaders ---------------------------------------------------------------------------------------------------
+
+
+def drawing(stroke: int) -> bytes:
+    """A 1-bit image of 105 x 105, white with a black row band."""
+    pixels = np.full((105, 105), 255, dtype=np.uint8)
+    pixels[stroke * 20 : stroke * 20 + 15] = 0
+    return png(pixels, "1")
+
+
+OMNIGLOT = {
+    f"{alphabet}/character{c:02d}/{c:04d}_{i:02d}.png": drawing(c + 2 * (alphabet == "Latin"))
+    for alphabet in ("Greek", "Latin")
+    for c in (1, 2)
+    for i in (1, 2, 3)
+}
+
+
+@pytest.mark.parametrize("kind", ["alphabets", "below a folder", "zip", "folder of a zip"])
+def test_omniglot(tmp_path: Path, kind: str) -> None:
+    root = write(tmp_path / "set", {"README.md": b"about"})
+    if kind == "alphabets":
+        write(root, OMNIGLOT)
+    elif kind == "below a folder":
+        write(root / "images_background", OMNIGLOT)
+    else:
+        with zipfile.ZipFile(root / "omniglot_small.zip", "w") as archive:
+            for name, content in OMNIGLOT.items():
+                archive.writestr(name, content)
+    data = load_omniglot(root / "omniglot_small.zip" if kind == "zip" else root)
+    assert data.x.shape == (12, 1, 28, 28)
+    assert data.class_names == ("Greek/character01", "Greek/character02", "Latin/character01", "Latin/character02")
+    assert data.y.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert int(data.x[0, 0, 0, 0]) == 0  # paper
+    assert int(data.x[0, 0, 7, 5]) == 255  # ink
+    assert load_omniglot(root / "omniglot_small.zip" if kind == "zip" else root, None).x.shape[2:] == (105, 105)
+
+
+def test_omniglot_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere not found; set data\.root=DIR"):
+        load_omniglot(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="the folders of the alphabets or one zip file of them, got 0 zip files"):
+        load_omniglot(tmp_path)
+    write(tmp_path, {"cat/1.png": drawing(1)})
+    with pytest.raises(DataError, match=r"must hold its images as <group>/<class>/<file>, got cat/1\.png"):
+        load_omniglot(tmp_path)
+    with pytest.raises(DataError, match=r"cannot read Greek/character02/0002_02\.png as an image"):
+        load_omniglot(write(tmp_path / "a", OMNIGLOT | {"Greek/character02/0002_02.png": b"no picture"}))
+
+
+def products(folder: Path) -> Path:
+    """Write lists and images as Stanford Online Products has them: three classes each, two images of each."""
+    files = {}
+    for part, first in (("train", 1), ("test", 4)):
+        lines = ["image_id class_id super_class_id path"]
+        for label in range(first, first + 3):
+            for i in (0, 1):
+                name = f"chair_final/{label}_{i}.JPG"
+                files[name] = png(np.full((9, 7, 3), 20 * label, dtype=np.uint8), "RGB")
+                lines.append(f"{len(lines)} {label} 1 {name}")
+        files[f"Ebay_{part}.txt"] = "\n".join(lines).encode()
+    return write(folder, files)
+
+
+def test_stanford_online_products(tmp_path: Path) -> None:
+    train, test = load_stanford_online_products(products(tmp_path), 8)
+    assert train.x.shape == test.x.shape == (6, 3, 8, 8)
+    assert train.class_names == ("1", "2", "3")
+    assert test.class_names == ("4", "5", "6")
+    assert test.y.tolist() == [0, 0, 1, 1, 2, 2]
+    assert test.x[:, 0, 0, 0].tolist() == [80, 80, 100, 100, 120, 120]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"Ebay_test.txt": b""}, r"cannot read .*Ebay_test\.txt"),
+        ({"Ebay_test.txt": b"class path\n1 a"}, r"must list image_id class_id super_class_id path, got 'class path'"),
+        ({"Ebay_test.txt": b"image_id class_id super_class_id path\n1 x 1 a"}, r"line 2 must be image_id .*'x'"),
+        (
+            {"Ebay_test.txt": b"image_id class_id super_class_id path\n1 1 1 gone.JPG"},
+            r"cannot read gone\.JPG as an image",
+        ),
+        ({"chair_final/5_0.JPG": b"no picture"}, r"cannot read chair_final/5_0\.JPG as an image"),
+    ],
+)
+def test_products_that_cannot_be_read(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_stanford_online_products(write(products(tmp_path), files), 8)
+
+
+def test_products_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"Ebay_train\.txt not found; set data\.root=DIR"):
+        load_stanford_online_products(tmp_path)
+
+
+def test_digits() -> None:
+    data = load_digits()
+    assert data.x.shape == (1797, 1, 8, 8)
+    assert (float(data.x.min()), float(data.x.max())) == (0, 1)
+    assert data.class_names == tuple("0123456789")
+
+
+# --- Batches, halves, neighbours -------------------------------------------------------------------------------
+
+
+def test_batches_of_classes() -> None:
+    whole = labelled([6, 1, 3, 8, 2, 5])
+    batches = ClassBatches(whole.x, whole.y, classes=3, samples=4)
+    drawn: set[int] = set()
+    for step in range(40):
+        x, y = batches(7, 2, step)
+        assert x.shape == (12, 1, 2, 2)
+        assert torch.equal(whole.y[x[:, 0, 0, 0].long()], y)
+        classes, counts = y.unique(return_counts=True)
+        assert counts.tolist() == [4, 4, 4]
+        drawn |= {*classes.tolist()}
+        for label in classes.tolist():
+            distinct = len(x[y == label, 0, 0, 0].unique())
+            assert distinct == min(4, int((whole.y == label).sum()))
+    assert drawn == {0, 2, 3, 4, 5}  # never the class of a single example
+    assert all(torch.equal(a, b) for a, b in zip(batches(7, 2, 5), batches(7, 2, 5), strict=True))
+    for other in ((8, 2, 5), (7, 3, 5), (7, 2, 6)):
+        assert not torch.equal(batches(*other)[0], batches(7, 2, 5)[0])
+
+
+def test_batches_that_cannot_be() -> None:
+    whole = labelled([2, 1, 1])
+    with pytest.raises(DataError, match="a batch needs 2 classes of at least two examples, there are 1"):
+        ClassBatches(whole.x, whole.y, 2, 2)
+    with pytest.raises(ValueError, match="2 classes x 1 samples holds no pairs"):
+        ClassBatches(whole.x, whole.y, 2, 1)
+    with pytest.raises(DataError, match="3 inputs for 4 labels"):
+        ClassBatches(whole.x[:3], whole.y, 2, 2)
+
+
+def test_halves_are_of_classes() -> None:
+    y = torch.arange(7).repeat_interleave(3)[torch.randperm(21, generator=torch.Generator().manual_seed(0))]
+    a, b = class_halves(y, seed=2)
+    assert sorted([*a.tolist(), *b.tolist()]) == list(range(21))
+    assert not {*y[a].tolist()} & {*y[b].tolist()}
+    assert {len(y[a].unique()), len(y[b].unique())} == {3, 4}
+    assert any(not torch.equal(class_halves(y, seed)[0], a) for seed in range(3, 6))
+    assert class_halves(torch.tensor([0, 0, 1, 1, 2, 2]), seed=0) == ()
+    assert class_halves(torch.tensor([0, 0, 1, 1, 2, 2, 3]), seed=0) == ()  # one half would have no two pairs
+
+
+@pytest.mark.parametrize("distance", ["l2", "ip"])
+def test_neighbours_against_a_naive_search(distance: str) -> None:
+    x = np.random.default_rng(0).standard_normal((40, 5)).astype(np.float32)
+    far = -x @ x.T if distance == "ip" else ((x[:, None] - x) ** 2).sum(2)
+    np.fill_diagonal(far, np.inf)
+    assert np.array_equal(nearest(x, 6, distance=distance), far.argsort(1)[:, :6])

@@ -1,0 +1,518 @@
+"""Real trainers, testers and hooks of pytorch-metric-learning finetune phi inside a trunk."""
+
+import copy
+import doctest
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("faiss")
+pytest.importorskip("pytorch_metric_learning")
+
+from pytorch_metric_learning import losses, miners, samplers, testers, trainers
+from pytorch_metric_learning.utils.logging_presets import HookContainer
+
+import metricopt_ext as mo
+from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
+from metricopt_ext.retrieval import task as retrieval_task
+from metricopt_ext.retrieval.accuracy import RecallCalculator
+from metricopt_ext.retrieval.hooks import TrajectoryRecorder
+from metricopt_ext.retrieval.losses import RecallLoss, SmoothAPLoss
+from metricopt_ext.retrieval.recall import recall_metric
+from metricopt_ext.retrieval.task import embedding_loss
+from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.rollout import observation_steps
+from metricopt_ext.value.fitting import fit_value_function
+from metricopt_ext.value.learners import RidgeLearner
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.value_function import Quality, RidgeValueFunction, load_value_function
+
+CPU = torch.device("cpu")
+D, CLASSES, BATCH = 6, 5, 15
+ITERATIONS = 4  # of an epoch
+
+each_loss = pytest.mark.parametrize(
+    ("loss_fn", "miner"),
+    [
+        (losses.FastAPLoss(), None),
+        (losses.TripletMarginLoss(), None),
+        (losses.TripletMarginLoss(margin=0.3), miners.TripletMarginMiner(margin=0.2, type_of_triplets="semihard")),
+        (losses.MarginLoss(), miners.MultiSimilarityMiner()),
+        (losses.MarginLoss(), miners.DistanceWeightedMiner()),  # which draws at random
+        (SmoothAPLoss(0.1), None),
+        (RecallLoss(), None),
+    ],
+    ids=["fastap", "triplet", "mined triplet", "margin", "random margin", "smooth-ap", "recall"],
+)
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def images(seed: int = 0) -> tuple[Tensor, Tensor]:
+    y = torch.arange(ITERATIONS * BATCH) % CLASSES
+    return rand(CLASSES, 2, 5, 5, seed=9)[y] + rand(len(y), 2, 5, 5, seed=seed), y
+
+
+def dataset(seed: int = 0) -> list[tuple[Tensor, int]]:
+    x, y = images(seed)
+    return list(zip(x, y.tolist(), strict=True))
+
+
+def make_trunk() -> nn.Module:
+    torch.manual_seed(0)
+    trunk = nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(54, 8)
+    )
+    trunk(images()[0])  # moves the running statistics
+    return trunk
+
+
+def make_embedder() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+def make_f() -> RidgeValueFunction:
+    f = RidgeValueFunction(D, 2)
+    f.coefficients.copy_(rand(2 * D, 2, seed=5))
+    f.radius.fill_(1.0)
+    f.gradient_floor.fill_(0.1)
+    f.quality = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40)
+    return f.eval()
+
+
+def tensors_of(*modules: nn.Module) -> dict[str, Tensor]:
+    """Everything but phi that a model holds, copied."""
+    states = ((f"{i}.{key}", value) for i, module in enumerate(modules) for key, value in module.state_dict().items())
+    return {key: value.clone() for key, value in states if not key.endswith("metricopt.phi")}
+
+
+def assert_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def make_trainer(
+    trunk: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    kind: Any = trainers.MetricLossOnly,
+    loss_fn: nn.Module | None = None,
+    miner: nn.Module | None = None,
+    **options: Any,
+) -> Any:
+    """Batches come in one fixed order, so that a resumed run meets those that it would have met."""
+    x, _ = images()
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(3)).tolist()
+    options = {
+        "models": {"trunk": trunk},
+        "loss_funcs": {"metric_loss": loss_fn or losses.TripletMarginLoss()},
+    } | options
+    return kind(
+        optimizers={"trunk_optimizer": optimizer},
+        batch_size=BATCH,
+        mining_funcs={} if miner is None else {"tuple_miner": miner},
+        dataset=dataset(),
+        sampler=order,
+        data_device=CPU,
+        dataloader_num_workers=0,
+        **options,
+    )
+
+
+def test_stock_example_with_two_changed_lines(tmp_path: Path, records: Any) -> None:
+    trunk, embedder = make_trunk(), make_embedder()
+    train_dataset, val_dataset = dataset(), dataset(seed=1)
+    make_f().save(tmp_path / "f.safetensors")
+    before, embedder_before = tensors_of(trunk), tensors_of(embedder)
+    x, _ = images(seed=1)
+    with torch.no_grad():
+        embedded_before = embedder.eval()(trunk.eval()(x))
+
+    # From here on it is the library's own example of MetricLossOnly (with this test's data and devices), but for:
+    # 1. was: torch.optim.Adam(trunk.parameters(), lr=0.00001, weight_decay=0.0001)
+    trunk_optimizer = mo.MetricOpt(
+        mo.attach_film(trunk, dim=D).parameters(), load_value_function(tmp_path / "f.safetensors")
+    )
+    embedder_optimizer = torch.optim.Adam(embedder.parameters(), lr=0.0001, weight_decay=0.0001)
+    loss = losses.TripletMarginLoss(margin=0.1)
+    miner = miners.MultiSimilarityMiner(epsilon=0.1)
+    sampler = samplers.MPerClassSampler([y for _, y in train_dataset], m=3, length_before_new_iter=len(train_dataset))
+    models = {"trunk": trunk, "embedder": embedder}
+    optimizers = {"trunk_optimizer": trunk_optimizer, "embedder_optimizer": embedder_optimizer}
+    loss_funcs = {"metric_loss": loss}
+    mining_funcs = {"tuple_miner": miner}
+    dataset_dict = {"val": val_dataset}
+    hooks = HookContainer(records, primary_metric="recall_at_1")
+    tester = testers.GlobalEmbeddingSpaceTester(
+        end_of_testing_hook=hooks.end_of_testing_hook,
+        dataloader_num_workers=0,
+        accuracy_calculator=RecallCalculator(ks=(1, 2)),
+        data_device=CPU,
+    )
+    end_of_epoch_hook = hooks.end_of_epoch_hook(tester, dataset_dict, str(tmp_path), test_interval=1, patience=1)
+    trainer = trainers.MetricLossOnly(
+        models,
+        optimizers,
+        BATCH,
+        loss_funcs,
+        train_dataset,
+        mining_funcs=mining_funcs,
+        sampler=sampler,
+        freeze_these=("embedder",),  # 2. was not there: theta is the trunk and the embedder
+        dataloader_num_workers=0,
+        data_device=CPU,
+        end_of_iteration_hook=hooks.end_of_iteration_hook,
+        end_of_epoch_hook=end_of_epoch_hook,
+    )
+    trainer.train(num_epochs=2)
+
+    adapter = mo.Adapter(trunk)
+    assert adapter.phi.norm() > 0.1
+    assert (tmp_path / "trunk_2.pth").is_file()
+    assert "recall_at_1_level0" in tester.all_accuracies["val"]
+    assert_same(embedder_before, tensors_of(embedder))
+    with torch.no_grad():
+        tuned = embedder.eval()(trunk.eval()(x))
+        assert not torch.allclose(tuned, embedded_before, atol=1e-3)
+        torch.save(adapter.merge().state_dict(), tmp_path / "tuned.pth")
+        plain = make_trunk()
+        plain.load_state_dict(torch.load(tmp_path / "tuned.pth"))  # nothing of ours is left in it
+        torch.testing.assert_close(embedder(plain.eval()(x)), tuned, rtol=1e-4, atol=1e-5)
+    bare = make_trunk()
+    mo.attach_film(bare, dim=D)
+    bare.load_state_dict(torch.load(tmp_path / "trunk_2.pth"))
+    assert_same(before, tensors_of(mo.Adapter(bare).remove()))
+
+
+@each_loss
+def test_metric_loss_only(loss_fn: Any, miner: Any) -> None:
+    trunk = make_trunk()
+    adapter = mo.attach_film(trunk, dim=D)
+    before = tensors_of(trunk)
+    optimizer = mo.MetricOpt(adapter.parameters(), make_f(), lr=0.1)
+    make_trainer(trunk, optimizer, loss_fn=loss_fn, miner=miner).train(num_epochs=1)
+    assert trunk.training
+    assert_same(before, tensors_of(trunk))
+    assert optimizer.state[adapter.phi]["step"] == ITERATIONS
+    history = optimizer.state[adapter.phi]["history"]
+    assert history.shape == (3, D)
+    assert (history.norm(dim=1) > 0).all()
+    assert adapter.phi.norm() > 0.1
+
+
+def test_train_with_classifier_and_miner() -> None:
+    trunk, embedder = make_trunk(), make_embedder()
+    classifier = nn.Linear(4, CLASSES)
+    adapter = mo.attach_film(trunk, dim=D)
+    before = tensors_of(trunk, embedder, classifier)
+    make_trainer(
+        trunk,
+        mo.MetricOpt(adapter.parameters(), make_f(), lr=0.1),
+        trainers.TrainWithClassifier,
+        miner=miners.MultiSimilarityMiner(),
+        models={"trunk": trunk, "embedder": embedder, "classifier": classifier},
+        loss_funcs={"metric_loss": losses.TripletMarginLoss(), "classifier_loss": nn.CrossEntropyLoss()},
+        freeze_these=("embedder", "classifier"),
+    ).train(num_epochs=2)
+    assert_same(before, tensors_of(trunk, embedder, classifier))
+    assert adapter.phi.norm() > 0.1
+
+
+def test_the_trunk_trains_as_it_evaluates() -> None:
+    """The library calls .train(); the metric sees what the loss saw."""
+    trunk, (x, _) = make_trunk(), images()
+    plain = copy.deepcopy(trunk).eval()
+    adapter = mo.attach_film(trunk, dim=D)
+    seen: list[Tensor] = []
+
+    class Spy(losses.TripletMarginLoss):
+        def compute_loss(self, embeddings: Tensor, *others: Any) -> Any:
+            seen.append(embeddings.detach().clone())
+            return super().compute_loss(embeddings, *others)
+
+    trainer = make_trainer(trunk, torch.optim.SGD(adapter.parameters(), lr=0.0), loss_fn=Spy())
+    trainer.train(num_epochs=2)
+    assert trunk[1].training
+    with torch.no_grad():
+        expected = plain(x[trainer.sampler])
+    torch.testing.assert_close(torch.cat(seen), expected.repeat(2, 1))
+
+
+def test_resume_through_hook_container(tmp_path: Path, records: Any) -> None:
+    """Phi, MetricOpt's history and what was recorded come back, and the run goes on as if never stopped."""
+
+    def run(folder: Path, epochs: list[int]) -> tuple[Tensor, dict[str, Any], mo.Trajectory]:
+        for done, last in zip([0, *epochs], epochs, strict=False):
+            trunk = make_trunk()
+            adapter = mo.attach_film(trunk, dim=D)
+            optimizer = mo.MetricOpt(adapter.parameters(), make_f(), lr=0.1, steps=3 * ITERATIONS)
+            hooks = HookContainer(records, primary_metric="recall_at_1")
+            tester = testers.GlobalEmbeddingSpaceTester(
+                accuracy_calculator=RecallCalculator(ks=(1,)), dataloader_num_workers=0, data_device=CPU
+            )
+            tester.end_of_testing_hook = hooks.end_of_testing_hook
+            metric = recall_metric([images(seed=1)], ledger=Ledger(5))
+            recorder = TrajectoryRecorder(
+                adapter, metric, mo.TrajectoryStore(), steps=10, evals=5, then=hooks.end_of_iteration_hook
+            )
+            trainer = make_trainer(
+                trunk,
+                optimizer,
+                end_of_iteration_hook=recorder,
+                end_of_epoch_hook=hooks.end_of_epoch_hook(tester, {"val": dataset(seed=1)}, str(folder)),
+            )
+            trainer.recorders = {"recorder": recorder}
+            hooks.saveable_trainer_objects.append("recorders")
+            first = hooks.load_latest_saved_models(trainer, str(folder), device=CPU)
+            assert first == done + 1
+            assert len(recorder.losses) == done * ITERATIONS
+            trainer.train(first, last)
+        assert recorder.trajectory is not None
+        return adapter.phi.detach().clone(), optimizer.state_dict(), recorder.trajectory
+
+    phi, state, trajectory = run(tmp_path / "whole", [3])
+    resumed_phi, resumed_state, resumed_trajectory = run(tmp_path / "resumed", [1, 2, 3])
+    assert phi.norm() > 0.1
+    assert torch.equal(phi, resumed_phi)
+    assert state["state"][0]["step"] == resumed_state["state"][0]["step"] == 3 * ITERATIONS
+    assert torch.equal(state["state"][0]["history"], resumed_state["state"][0]["history"])
+    for name in ("phi", "loss", "observed", "cost"):
+        assert torch.equal(getattr(trajectory, name), getattr(resumed_trajectory, name))
+
+
+@each_loss
+def test_population_equals_one_by_one(loss_fn: Any, miner: Any) -> None:
+    trunk, embedder, (x, y) = make_trunk(), make_embedder().train(), images()
+    shapes: list[Any] = []
+
+    class Spy(nn.Module):
+        def forward(self, embeddings: Tensor, labels: Tensor, mined: Any) -> Tensor:
+            shapes.append((embeddings.shape, labels.shape))
+            value: Tensor = loss_fn(embeddings, labels, mined)
+            return value
+
+    adapter = mo.attach_film(trunk.double(), dim=D)
+    task = mo.FinetuneTask(
+        adapter,
+        loss=embedding_loss(Spy(), miner, embedder=embedder.double()),
+        batches=mo.TensorBatches(x.double(), y, BATCH, balanced=True),
+        metric=Metric(lambda: 0.0, maximize=True),
+        population=4,
+    )
+    phi, indices = 0.3 * rand(6, D, seed=2).double(), [4, 2, 0, 9, 7, 1]
+    stream = torch.get_rng_state()
+    loss, gradient = task.loss_and_gradient(phi, 0, indices, step=3)
+    assert torch.equal(stream, torch.get_rng_state())
+    assert shapes == [((BATCH, 4), (BATCH,))] * 6
+    assert embedder.training
+    assert loss.unique().numel() == 6
+
+    for row, index in enumerate(indices):
+        images_of_task, labels = task.batches(0, index, 3)
+        adapter.set_phi(phi[row])
+        torch.manual_seed(0)  # what the loss and the miner draw from, at every step
+        embeddings = embedder.eval()(trunk(images_of_task))
+        expected = loss_fn(embeddings, labels, None if miner is None else miner(embeddings, labels))
+        (slope,) = torch.autograd.grad(expected, adapter.phi)
+        torch.testing.assert_close(loss[row], expected.detach(), rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(gradient[row], slope, rtol=1e-7, atol=1e-9)
+        assert slope.norm() > 1e-6
+
+
+def test_loss_without_memory_only() -> None:
+    memory = losses.CrossBatchMemory(losses.ContrastiveLoss(), embedding_size=4)
+    for loss_fn in (memory, losses.MultipleLosses([losses.ContrastiveLoss(), memory])):
+        with pytest.raises(ValueError, match="remembers embeddings of earlier batches"):
+            embedding_loss(loss_fn)
+
+
+def test_learns_and_follows_a_value_function() -> None:
+    trunk, (x, y) = make_trunk(), images()
+    adapter = mo.attach_film(trunk, dim=D)
+    task = mo.FinetuneTask(
+        adapter,
+        loss=embedding_loss(RecallLoss()),
+        batches=mo.TensorBatches(x, y, BATCH, balanced=True),
+        metric=recall_metric([images(seed=1)], ks=(1, 2)),
+    )
+    recipe = mo.Recipe(steps=5, evals=3, rounds=2, folds=2, learners=(RidgeLearner(),))
+    fit = mo.meta_train(task, tasks=4, recipe=recipe)
+    assert task.metric.ledger.spent == 2 * 4 * 3
+    make_trainer(trunk, mo.MetricOpt(adapter.parameters(), fit.f)).train(num_epochs=1)
+    assert adapter.phi.norm() > 0
+
+
+def sgd_run(recorder_of: Callable[[mo.Adapter], Any], lr: float = 0.5) -> tuple[Tensor, Any]:
+    """Train with randomly shuffled batches; returns the last phi and the trainer."""
+    trunk, embedder = make_trunk(), make_embedder()
+    adapter = mo.attach_film(trunk, dim=D)
+    adapter.set_phi(0.2 * rand(D, seed=4))
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD(adapter.parameters(), lr=lr)
+    recorder = recorder_of(adapter)
+    models = {"trunk": trunk, "embedder": embedder}
+    trainer = make_trainer(trunk, optimizer, models=models, end_of_iteration_hook=recorder)
+    trainer.sampler = None
+    trainer.freeze_these = ("embedder",)
+    trainer.train(num_epochs=2)
+    return adapter.phi.detach().clone(), trainer
+
+
+def shuffling_metric(seen: list[tuple[Tensor, bool]], **options: Any) -> Metric:
+    """Judges phi, and draws from torch's global stream as a shuffling data loader does."""
+
+    def judge(model: Any) -> float:
+        torch.rand(5)
+        seen.append((model.metricopt.phi.detach().clone(), model.training))
+        return float(torch.sigmoid(model.metricopt.phi.sum()))
+
+    return Metric(judge, maximize=True, **options)
+
+
+def test_recorder_records_exact_steps() -> None:
+    seen: list[tuple[Tensor, bool]] = []
+    store, after = mo.TrajectoryStore(), []
+    steps, evals = 6, 4
+
+    def recorder_of(adapter: mo.Adapter) -> TrajectoryRecorder:
+        metric = shuffling_metric(seen)
+        return TrajectoryRecorder(adapter, metric, store, steps=steps, evals=evals, seed=3, index=8, then=after.append)
+
+    path: list[Tensor] = []
+    loss: list[Tensor] = []
+
+    def naive(trainer: Any) -> None:
+        path.append(trainer.models["trunk"].metricopt.phi.detach().clone())
+        loss.append(trainer.losses["total_loss"].detach().clone())
+
+    plain, _ = sgd_run(lambda adapter: naive)
+    recorded, trainer = sgd_run(recorder_of)
+    assert torch.equal(plain, recorded)  # the metric's queries disturb nothing
+    assert trainer.models["trunk"].training
+    assert after == [trainer] * 2 * ITERATIONS
+
+    trajectory = store.get(0, 8)
+    assert trajectory is not None
+    expected = torch.stack([0.2 * rand(D, seed=4), *path[:steps]])
+    assert torch.equal(trajectory.phi, expected)
+    assert torch.equal(trajectory.loss, torch.stack(loss[:steps]))
+    assert torch.equal(trajectory.observed, observation_steps(steps, evals, 3, 8))
+    assert [training for _, training in seen] == [False] * evals
+    assert torch.equal(torch.stack([phi for phi, _ in seen]), trajectory.observed_phi)
+    costs = 1 - torch.sigmoid(trajectory.observed_phi.sum(dim=1))
+    torch.testing.assert_close(trajectory.cost, costs.double())
+    assert trajectory.halves is None
+
+
+def test_recorded_losses_are_the_losses_at_their_points() -> None:
+    store = mo.TrajectoryStore()
+    trunk, (x, y) = make_trunk(), images()
+    adapter = mo.attach_film(trunk, dim=D)
+    recorder = TrajectoryRecorder(adapter, shuffling_metric([]), store, steps=ITERATIONS, evals=2)
+    trainer = make_trainer(trunk, torch.optim.SGD(adapter.parameters(), lr=1.0), end_of_iteration_hook=recorder)
+    trainer.train()
+    (trajectory,) = store
+    for step, batch in enumerate(torch.tensor(trainer.sampler).split(BATCH)):
+        adapter.set_phi(trajectory.phi[step])
+        expected = losses.TripletMarginLoss()(trunk(x[batch]), y[batch]).detach()
+        torch.testing.assert_close(trajectory.loss[step], expected)
+
+
+def test_embedders_are_judged_in_evaluation_mode() -> None:
+    modes: list[tuple[bool, bool]] = []
+    trunk, embedder = make_trunk(), make_embedder()
+    adapter = mo.attach_film(trunk, dim=D)
+
+    def judge(model: nn.Module) -> float:
+        modes.append((model.training, embedder.training))
+        return 0.5
+
+    recorder = TrajectoryRecorder(adapter, Metric(judge, maximize=True), mo.TrajectoryStore(), steps=2, evals=3)
+    optimizer = torch.optim.SGD(adapter.parameters(), lr=1.0)
+    trainer = make_trainer(
+        trunk, optimizer, models={"trunk": trunk, "embedder": embedder}, end_of_iteration_hook=recorder
+    )
+    trainer.train()
+    assert modes == [(False, False)] * 3
+    assert embedder.training
+
+
+def test_recorded_trajectories_fit_a_value_function(tmp_path: Path) -> None:
+    for start in range(2):  # the second time, everything is there
+        store = mo.TrajectoryStore(tmp_path)
+        metric = shuffling_metric([], ledger=Ledger(6 * 3))
+        for index in range(6):
+            trunk = make_trunk()
+            adapter = mo.attach_film(trunk, dim=D)
+            adapter.set_phi(0.2 * rand(D, seed=index))
+            recorder = TrajectoryRecorder(adapter, metric, store, steps=ITERATIONS, evals=3, index=index)
+            optimizer = torch.optim.SGD(adapter.parameters(), lr=1.0)
+            make_trainer(trunk, optimizer, end_of_iteration_hook=recorder).train()
+            assert recorder.trajectory is not None
+        assert metric.ledger.spent_on == ({} if start else {"collect": 18})
+    fit = fit_value_function(Observations.of(store), (RidgeLearner(),), folds=3, seed=0)
+    assert fit.f.dim == D
+
+
+def test_recorder_keeps_halves() -> None:
+    def judge(model: Any) -> Any:
+        value = float(torch.sigmoid(model.metricopt.phi.sum()))
+        return value, (value / 2, value / 3)
+
+    def recorder_of(adapter: mo.Adapter) -> TrajectoryRecorder:
+        return TrajectoryRecorder(adapter, Metric(judge, maximize=False), store, steps=5, evals=3)
+
+    store, other = mo.TrajectoryStore(), mo.TrajectoryStore()
+    _, trainer = sgd_run(recorder_of)
+    (trajectory,) = store
+    torch.testing.assert_close(trajectory.halves, trajectory.cost[:, None] / torch.tensor([[2.0, 3.0]]))
+    recorder, adapter = trainer.end_of_iteration_hook, mo.Adapter(trainer.models["trunk"])
+    again = TrajectoryRecorder(adapter, Metric(judge, maximize=False), other, steps=5, evals=3)
+    again.load_state_dict(recorder.state_dict())
+    (copied,) = other
+    assert all(
+        torch.equal(getattr(copied, name), getattr(trajectory, name)) for name in ("phi", "loss", "cost", "halves")
+    )
+
+
+def test_recorder_refuses() -> None:
+    trunk = make_trunk()
+    adapter = mo.attach_film(trunk, dim=D)
+    with pytest.raises(ValueError, match="evals is 9; it must be from 2"):
+        TrajectoryRecorder(adapter, shuffling_metric([]), mo.TrajectoryStore(), steps=5, evals=9)
+
+    recorder = TrajectoryRecorder(adapter, shuffling_metric([]), mo.TrajectoryStore(), steps=8, evals=4, seed=1)
+    other = TrajectoryRecorder(adapter, shuffling_metric([]), mo.TrajectoryStore(), steps=8, evals=4, seed=2)
+    with pytest.raises(FileFormatError, match="make the recorder with its steps, evals, seed and index"):
+        other.load_state_dict(recorder.state_dict())
+
+    def failing(model: Any) -> float:
+        if model.metricopt.phi.norm() > 0:
+            raise OSError("the evaluation server is down")
+        return 0.5
+
+    recorder = TrajectoryRecorder(
+        adapter, Metric(failing, maximize=True), mo.TrajectoryStore(), steps=2, evals=3, round=1, index=7
+    )
+    trainer = make_trainer(trunk, torch.optim.SGD(adapter.parameters(), lr=1.0), end_of_iteration_hook=recorder)
+    with pytest.raises(MetricError, match=r"server is down \(round 1, task 7, step 1\)"):
+        trainer.train()
+    assert adapter.phi.norm() > 0  # the trained phi is back in the model
+
+    metric = shuffling_metric([], ledger=Ledger(1))
+    recorder = TrajectoryRecorder(adapter, metric, mo.TrajectoryStore(), steps=2, evals=3)
+    trainer.end_of_iteration_hook = recorder
+    with pytest.raises(BudgetError, match="0 left of a budget of 1"):
+        trainer.train()
+
+
+def test_examples() -> None:
+    failed, attempted = doctest.testmod(retrieval_task)
+    assert attempted > 0
+    assert failed == 0

@@ -1,0 +1,546 @@
+"""Recall@k against naive numpy, raw FAISS and pytorch-metric-learning, and what it refuses."""
+
+import copy
+import doctest
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("faiss")
+pytest.importorskip("pytorch_metric_learning")
+
+import faiss
+from pytorch_metric_learning import losses, testers, trainers
+from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
+from pytorch_metric_learning.utils.inference import FaissKNN
+from pytorch_metric_learning.utils.logging_presets import HookContainer
+
+from metricopt_ext.errors import DataError, MetricError
+from metricopt_ext.retrieval import accuracy, recall
+from metricopt_ext.retrieval.accuracy import RecallCalculator
+from metricopt_ext.retrieval.recall import Recall, recall_at_k, recall_metric
+from metricopt_ext.tasks.metric import Ledger
+
+BIG = 2**24
+
+
+def clusters(n: int, d: int = 8, classes: int = 20, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Overlapping clusters ``n x d``: neighbours are partly right."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(classes, size=n)
+    centres = rng.standard_normal((classes, d)) * 0.8
+    return (centres[labels] + rng.standard_normal((n, d))).astype(np.float32), labels
+
+
+def naive(
+    x: np.ndarray, y: np.ndarray, ks: Any, gallery: Any = None, distance: str = "l2", own: Any = None, tied: str = ""
+) -> dict[int, float]:
+    """The definition, one query after the other, in float64; among ties the rightly labelled come "first" or "last"."""
+    items, item_labels = (x, y) if gallery is None else gallery
+    own = range(len(x)) if gallery is None else own
+    firsts = []
+    for i, (query, label) in enumerate(zip(x.astype(np.float64), y, strict=True)):
+        far = -(items @ query) if distance == "ip" else ((items - query) ** 2).sum(axis=1)
+        others = [j for j in range(len(items)) if own is None or j != own[i]]
+        right = {"": False, "first": item_labels != label, "last": item_labels == label}[tied]
+        others.sort(key=lambda j, far=far, right=right: (far[j], right[j] if tied else 0))
+        ranks = [place for place, j in enumerate(others) if item_labels[j] == label]
+        if ranks:
+            firsts.append(ranks[0])
+    return {k: float(np.mean([first < k for first in firsts])) for k in ks}
+
+
+def raw_faiss(x: np.ndarray, y: np.ndarray, ks: Any, distance: str = "l2") -> dict[int, float]:
+    """One search of a flat index for all queries, each with its own row taken out in a Python loop."""
+    index = (faiss.IndexFlatL2 if distance == "l2" else faiss.IndexFlatIP)(x.shape[1])
+    index.add(x)
+    k = min(max(ks), len(x) - 1)
+    sizes = np.bincount(y)
+    hits = []
+    for i, row in enumerate(index.search(x, k + 1)[1]):
+        if sizes[y[i]] > 1:
+            hits.append(y[row[row != i][:k]] == y[i])
+    return {wanted: float(np.mean([row[:wanted].any() for row in hits])) for wanted in ks}
+
+
+@pytest.mark.parametrize("distance", ["l2", "ip"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_equals_the_definition(distance: Any, separate: bool) -> None:
+    x, y = clusters(500)
+    gallery = (x[300:], y[300:]) if separate else None
+    x, y = x[:300], y[:300]
+    ks = (1, 2, 4, 16, 64)
+    result = recall_at_k(x, y, ks, gallery=gallery, distance=distance)
+    expected = naive(x, y, ks, gallery, distance)
+    assert result.at == pytest.approx(expected, abs=1e-12)
+    assert 0.1 < expected[1] < expected[4] < 0.9999
+    assert result == Recall(result.at, queries=300, without_match=0, gallery=200 if separate else 300)
+    assert result.mean == pytest.approx(np.mean(list(expected.values())))
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "distance"),
+    [(4100, 64, "l2"), (6110, 64, "l2"), (6110, 64, "ip"), (8300, 16, "l2"), (3000, 2, "ip")],
+)
+def test_chunks_give_the_recalls_of_one_raw_search(n: int, d: int, distance: Any) -> None:
+    x, y = clusters(n, d, classes=n // 5)
+    ks = (1, 10, 100, 1000)
+    assert recall_at_k(x, y, ks, distance=distance).at == raw_faiss(x, y, ks, distance)
+
+
+def test_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = clusters(700, 32)
+    whole = recall_at_k(x, y, (1, 5, 50))
+    for neighbours in (1, 100 * 51, 333 * 51):  # 20, 100 and 333 queries at a time
+        monkeypatch.setattr(recall, "NEIGHBOURS", neighbours)
+        assert recall_at_k(x, y, (1, 5, 50)) == whole
+
+
+@pytest.mark.parametrize("total", [1, 19, 20, 99, 100, 101, 119, 120, 150, 219, 220, 1000])
+def test_chunks_cover_everything_once(total: int) -> None:
+    chunks = recall._chunks(total, 100, 20)
+    assert [i for part in chunks for i in range(part.start, part.stop)] == list(range(total))
+    assert len(chunks) == 1 or min(part.stop - part.start for part in chunks) >= 20
+
+
+@pytest.mark.parametrize(("k", "d"), [(1, 512), (1000, 512), (1000, 16), (1000, 1), (60_000, 512), (10**9, 8)])
+def test_chunk_sizes_bound_the_neighbours(k: int, d: int) -> None:
+    size, fewest = recall._chunk_sizes(k, d)
+    assert size * (k + 1) <= 2**24 or size == 20
+    if k <= 1000 and d >= 16:
+        assert size % 4096 == 0  # FAISS' own blocks
+        assert fewest * d >= 128_000
+        assert size >= fewest
+
+
+def test_memory_does_not_grow_with_the_neighbours_of_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall, "NEIGHBOURS", 2**17)
+    x, y = clusters(4000, 32, classes=100)
+    recall_at_k(x, y, (1,))
+    tracemalloc.start()
+    recall_at_k(x, y, (1, 1000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**17 * 40 < 4000 * 1001 * 12 / 8  # an eighth of indices and distances for all
+
+
+def test_ties_are_within_what_their_order_allows() -> None:
+    rng = np.random.default_rng(3)
+    x = rng.integers(3, size=(300, 3)).astype(np.float32)  # 27 points, each some 11 times
+    y = rng.integers(6, size=300)
+    for distance in ("l2", "ip"):
+        ks = (1, 3, 10, 50, 200)
+        worst, best = (naive(x, y, ks, distance=distance, tied=tied) for tied in ("last", "first"))
+        assert worst[3] < best[3]
+        for k in ks:
+            found = recall_at_k(x, y, (k,), distance=distance).at[k]
+            assert worst[k] <= found <= best[k]
+            assert found == raw_faiss(x, y, (k,), distance)[k]
+
+
+def test_own_row_is_removed_by_its_index() -> None:
+    # Two duplicates of unlike label: whoever drops the first neighbour finds one of the two itself.
+    x = np.array([[0.0], [0.0], [5.0], [9.0]], np.float32)
+    y = np.array([0, 1, 0, 1])
+    assert recall_at_k(x, y, (1, 2)).at == {1: 0.0, 2: 0.5}  # 5.0 finds one 0.0 of either label in two, 9.0 finds 5.0
+    assert recall_at_k(x[:, [0, 0]] + 1, y, (3,)).at == {3: 1.0}
+
+
+def test_more_duplicates_than_neighbours() -> None:
+    # 50 copies of one point, each of a class whose other member is far away: no query may find itself.
+    x = np.zeros((100, 4), np.float32)
+    x[50:] = np.eye(4)[0] * 100 + np.arange(50)[:, None] * 10
+    y = np.concatenate([np.arange(50), np.arange(50)])
+    for k in (1, 5, 20):
+        found = recall_at_k(x, y, (k,), gallery=(x, y), gallery_starts_with_queries=True, query_subset=100)
+        assert found.at[k] == raw_faiss(x, y, (k,))[k]
+        only_copies = recall_at_k(x[:50], y[:50], (k,), gallery=(x, y), gallery_starts_with_queries=True)
+        assert only_copies.at == {k: 0.0}
+
+
+def test_without_own_takes_the_last_where_own_is_missing() -> None:
+    neighbours = np.array([[7, 0, 5], [1, 9, 8], [4, 3, 6]])
+    assert recall._without_own(neighbours, np.array([0, 1, 2])).tolist() == [[7, 5], [9, 8], [4, 3]]
+
+
+def test_single_members_are_left_out_and_stay_in_the_gallery() -> None:
+    x = np.array([[0.0], [1.0], [1.4], [10.0], [10.1]], np.float32)
+    y = np.array([0, 7, 0, 1, 1])  # 7 has a single member, which stands between the two of class 0
+    result = recall_at_k(x, y, (1, 2))
+    assert result == Recall({1: 0.5, 2: 1.0}, queries=4, without_match=1, gallery=5)
+    # A separate gallery: its lone item of class 7 is a match, its lack of class 1 leaves two queries out.
+    gallery = (np.array([[0.9], [0.2]], np.float32), np.array([7, 0]))
+    assert recall_at_k(x, y, (1,), gallery=gallery) == Recall({1: 2 / 3}, queries=3, without_match=2, gallery=2)
+
+
+def test_k_beyond_the_gallery_is_everything() -> None:
+    x, y = clusters(30, classes=3)
+    assert recall_at_k(x, y, (1, 29, 30, 1000)).at == pytest.approx({**naive(x, y, (1, 29)), 30: 1.0, 1000: 1.0})
+    assert recall_at_k(x[:5], y[:5], (500,), gallery=(x, y)).at == {500: 1.0}
+
+
+def test_labels_above_2_to_24_are_told_apart() -> None:
+    x = np.array([[0.0], [1.0], [10.0], [11.0]], np.float32)
+    y = np.array([BIG, BIG + 1, BIG, BIG + 1])  # equal as float32: then every neighbour would be right
+    assert np.unique(y.astype(np.float32)).size == 1
+    for labels in (y, torch.from_numpy(y), y.astype(np.int32), y - 2 * BIG, y + 2**61):
+        assert recall_at_k(x, labels, (1, 2)).at[1] == 0.0
+    assert RecallCalculator(ks=(1,)).get_accuracy(x, y) == {"recall_at_1": 0.0}
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        torch.from_numpy,
+        lambda x: torch.from_numpy(x).requires_grad_(),
+        lambda x: torch.from_numpy(x).double().t().contiguous().t(),
+        lambda x: torch.from_numpy(x).bfloat16(),
+        lambda x: torch.from_numpy(x).half(),
+        lambda x: x.astype(np.float64),
+        lambda x: x.astype(np.int16),
+        np.asfortranarray,
+        lambda x: np.repeat(x, 2, axis=1)[:, ::2],
+        lambda x: x.tolist(),
+    ],
+)
+def test_kinds_of_embeddings(convert: Any) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(-50, 50, size=(200, 6)).astype(np.float32), rng.integers(10, size=200)  # exact in every type
+    given = convert(x)
+    kept = copy.deepcopy(given) if not isinstance(given, torch.Tensor) else given.detach().clone()
+    assert recall_at_k(given, torch.from_numpy(y), (1, 5)).at == recall_at_k(x, y, (1, 5)).at
+    same = torch.equal if isinstance(given, torch.Tensor) else np.array_equal
+    assert same(kept, given)
+
+
+def test_contiguous_float32_is_not_copied() -> None:
+    x, y = clusters(50)
+    assert recall._check_items(x, y, "")[0] is x
+    assert np.shares_memory(recall._check_items(torch.from_numpy(x), y, "")[0], x)
+
+
+def test_subset_is_exact_for_its_queries_and_fixed() -> None:
+    x, y = clusters(400)
+    y[:30] = np.arange(1000, 1030)  # single members, not to be drawn
+    full = recall_at_k(x, y, (1, 5))
+    assert (full.queries, full.without_match) == (370, 30)
+
+    searched: list[np.ndarray] = []
+    original = recall._searcher
+
+    def spy(*arguments: Any) -> Any:
+        search = original(*arguments)
+        return lambda queries: searched.append(queries) or search(queries)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recall, "_searcher", spy)
+        part = recall_at_k(x, y, (1, 5), query_subset=100, seed=4)
+    (queries,) = searched
+    rows = [int(np.flatnonzero((x == query).all(axis=1))[0]) for query in queries]
+    assert len(set(rows)) == 100
+    assert min(rows) >= 30
+    assert part.at == pytest.approx(naive(x[rows], y[rows], (1, 5), (x, y), own=rows), abs=1e-12)
+    assert (part.queries, part.without_match, part.gallery) == (100, 30, 400)
+
+    assert recall_at_k(x, y, (1, 5), query_subset=100, seed=4) == part
+    assert recall_at_k(x, y, (1, 5), query_subset=100, seed=5).at != part.at
+    assert recall_at_k(x, y, (1, 5), query_subset=370).at == full.at
+    assert recall_at_k(x, y, (1, 5), query_subset=10**6) == full
+    mean = np.mean([recall_at_k(x, y, (1,), query_subset=100, seed=seed).at[1] for seed in range(50)])
+    assert mean == pytest.approx(full.at[1], abs=0.02)
+
+
+def test_gallery_that_starts_with_the_queries() -> None:
+    x, y = clusters(250)
+    queries = x[:100], y[:100]
+    result = recall_at_k(*queries, (1, 5, 20), gallery=(x, y), gallery_starts_with_queries=True)
+    assert result.at == pytest.approx(naive(*queries, (1, 5, 20), (x, y), own=range(100)), abs=1e-12)
+    assert recall_at_k(*queries, (1,), gallery=(x, y)).at == {1: 1.0}  # unsaid, each finds itself
+    same = recall_at_k(x, y, (1, 5), gallery=(x.copy(), y.copy()), gallery_starts_with_queries=True)
+    assert same == recall_at_k(x, y, (1, 5))
+
+
+X, Y = clusters(20, 3, classes=4)
+NAN, INF, HUGE = X.copy(), X.astype(np.float64), X.copy()
+NAN[[4, 7], 1] = np.nan
+INF[5, 0] = 1e300
+HUGE[5, 0] = 3e19
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((X, Y[:7]), {}, "embeddings and labels must be equally many, got 20 and 7"),
+        ((X[:0], Y[:0]), {}, r"embeddings must be n x d with n and d at least 1, got shape \(0, 3\)"),
+        ((X[:, :0], Y), {}, r"got shape \(20, 0\)"),
+        ((X[:, 0], Y), {}, r"got shape \(20,\)"),
+        ((X, Y.astype(np.float32)), {}, r"labels must be n integers, got float32 of shape \(20,\); floats can't"),
+        ((X, torch.from_numpy(Y).float()), {}, "labels must be n integers, got float32"),
+        ((X, Y[:, None]), {}, r"labels must be n integers, got int64 of shape \(20, 1\)"),
+        ((X, np.array(list("abcdefghijklmnopqrst"))), {}, "labels must be n integers, got <U1"),
+        ((X.astype(np.complex64), Y), {}, "embeddings must be real numbers, got complex64"),
+        ((torch.from_numpy(X).to(torch.complex64), Y), {}, "embeddings must be real numbers, got complex64"),
+        ((X.astype(object), Y), {}, "embeddings must be real numbers, got object"),
+        ((NAN, Y), {}, "NaN or infinity in 2 of 20 rows, first in row 4"),
+        ((torch.from_numpy(NAN), Y), {}, "NaN or infinity in 2 of 20 rows, first in row 4"),
+        ((INF, Y), {}, "must be finite in float32, got NaN or infinity in 1 of 20 rows, first in row 5"),
+        ((HUGE, Y), {}, "squared lengths below 8e37, got inf: their distances overflow"),
+        ((X, Y * 0 + 7), {}, "at least two classes, got only class 7"),
+        ((X, np.arange(20)), {}, "none of the 20 queries shares its label"),
+        ((X, Y), {"gallery": (X, Y + 100)}, "none of the 20 queries shares its label"),
+        ((X, Y), {"gallery": (X, Y[:5])}, "gallery embeddings and labels must be equally many, got 20 and 5"),
+        ((X, Y), {"gallery": (NAN, Y)}, "gallery embeddings must be finite"),
+        ((X, Y), {"gallery": (X[:, :2], Y)}, "embeddings of one dimension, got 3 and 2"),
+        ((X, Y), {"gallery": (torch.from_numpy(X).to("meta"), Y)}, "must be on one device, got cpu and meta"),
+        ((X, Y), {"gallery": (X, None)}, "gallery labels must be n integers, got object"),
+        ((X, Y), {"gallery": (X[:9], Y[:9]), "gallery_starts_with_queries": True}, "first 20 of the gallery's 9 items"),
+        ((X, Y), {"gallery": (X[::-1], Y[::-1]), "gallery_starts_with_queries": True}, "they differ"),
+        ((X, Y), {"gallery": (X, Y[::-1]), "gallery_starts_with_queries": True}, "they differ"),
+        ((X, Y), {"ks": (1, 0)}, r"at least 1, got \[1, 0\]"),
+        ((X, Y), {"ks": ()}, r"at least 1, got \[\]"),
+        ((X, Y), {"ks": (1.5,)}, r"whole numbers, got \(1.5,\)"),
+        ((X, Y), {"ks": 5}, "whole numbers, got 5"),
+        ((X, Y), {"distance": "cosine"}, "distance must be 'l2' or 'ip', got 'cosine'"),
+        ((X, Y), {"seed": -1}, "seed must be at least 0, got -1"),
+        ((X, Y), {"query_subset": 0}, "query_subset must be at least 1, or None for all queries, got 0"),
+    ],
+)
+def test_refuses_what_it_can_not_use(arguments: Any, options: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        recall_at_k(*arguments, **{"ks": (1,), **options})
+
+
+def test_largest_lengths_that_do_not_overflow() -> None:
+    x, y = clusters(100)
+    scale = np.float32(8e18 / np.linalg.norm(x, axis=1).max())
+    for distance in ("l2", "ip"):
+        assert recall_at_k(x * scale, y, (1, 5), distance=distance).at == naive(x, y, (1, 5), distance=distance)
+
+
+def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = clusters(4500, 64)
+    recall_at_k(x, y, (1,), progress="my gallery")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "my gallery" in err
+    assert "4500/4500" in err
+    recall_at_k(x, y, (1,))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_searches_on_a_gpu_where_faiss_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAISS' GPU classes are played by those of the CPU: only how they are called is tested."""
+    asked: list[str] = []
+
+    def index(kind: Any) -> Any:
+        return lambda resources, d: asked.append(resources) or kind(d)
+
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
+    monkeypatch.setattr(faiss, "StandardGpuResources", lambda: "resources", raising=False)
+    monkeypatch.setattr(faiss, "GpuIndexFlatL2", index(faiss.IndexFlatL2), raising=False)
+    monkeypatch.setattr(faiss, "GpuIndexFlatIP", index(faiss.IndexFlatIP), raising=False)
+    x, y = clusters(3000, 64)
+    for distance in ("l2", "ip"):
+        assert recall_at_k(x, y, (1, 10), distance=distance).at == raw_faiss(x, y, (1, 10), distance)
+    assert asked == ["resources"] * 2
+    recall_at_k(x, y, (2500,))
+    assert len(asked) == 2  # too many neighbours for a GPU
+
+
+class Moved(nn.Module):
+    """Embeds by a matrix: the model whose Recall@k is asked for."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        super().__init__()
+        self.layer = nn.Linear(x.shape[1], 5)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.layer(x))
+
+
+def in_batches(x: np.ndarray, y: np.ndarray, size: int = 64) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(torch.from_numpy(x).split(size), torch.from_numpy(y).split(size), strict=True))
+
+
+def test_metric_is_the_mean_recall_of_the_model() -> None:
+    x, y = clusters(300)
+    model = Moved(x).train()
+    embedded = model.layer(torch.from_numpy(x)).detach().numpy()
+    ledger = Ledger(2)
+    metric = recall_metric(in_batches(x, y), (1, 2, 4), ledger=ledger)
+    cost = metric.cost(model, "test")
+    assert metric.name == "mean Recall@1,2,4"
+    assert metric.maximize
+    assert cost == pytest.approx(1 - np.mean(list(naive(embedded, y, (1, 2, 4)).values())))
+    assert metric.cost(model, "again") == cost
+    assert ledger.spent == 2
+    assert model.training
+    assert recall_metric([], (5,)).name == "Recall@5"
+
+
+def test_metric_with_gallery_subset_and_own_embedding() -> None:
+    x, y = clusters(400)
+    model = Moved(x)
+
+    def embed(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.normalize(model.layer(inputs), dim=1)
+
+    metric = recall_metric(
+        in_batches(x[:150], y[:150]),
+        (2,),
+        gallery=in_batches(x[150:], y[150:]),
+        embed=embed,
+        distance="ip",
+        query_subset=50,
+        seed=3,
+    )
+    z = embed(model, torch.from_numpy(x)).detach()
+    expected = recall_at_k(z[:150], y[:150], (2,), gallery=(z[150:], y[150:]), distance="ip", query_subset=50, seed=3)
+    assert metric.to_value(metric.cost(model, "test")) == pytest.approx(expected.at[2])
+    assert expected.queries == 50
+
+
+def test_metric_refuses() -> None:
+    x, y = clusters(40)
+    with pytest.raises(DataError, match="at least 1, got"):
+        recall_metric(in_batches(x, y), (0,))
+    batches = iter(in_batches(x, y))
+    metric = recall_metric(batches, (1,))
+    metric.cost(nn.Identity(), "once")
+    with pytest.raises(MetricError, match=r"'Recall@1' raised DataError: there are no batches .* iterable again"):
+        metric.cost(nn.Identity(), "twice")
+    x[3] = np.nan
+    with pytest.raises(MetricError, match="NaN or infinity in 1 of 40 rows, first in row 3"):
+        recall_metric(in_batches(x, y), (1,)).cost(nn.Identity(), "test")
+
+
+def test_calculator_agrees_with_the_function_and_with_its_base() -> None:
+    x, y = clusters(300)
+    y[:5] = np.arange(500, 505)  # single members
+    calculator = RecallCalculator(ks=(1, 10, 100, 1000), device=torch.device("cpu"))
+    names = ["recall_at_1", "recall_at_10", "recall_at_100", "recall_at_1000"]
+    assert sorted(calculator.get_curr_metrics()) == names
+    values = calculator.get_accuracy(torch.from_numpy(x), torch.from_numpy(y))
+    assert sorted(values) == names
+    expected = recall_at_k(x, y, (1, 10, 100, 1000)).at
+    assert values == {f"recall_at_{k}": value for k, value in expected.items()}
+
+    own = ("precision_at_1", "mean_average_precision_at_r")
+    base = AccuracyCalculator(include=own, k=100, device=torch.device("cpu"))
+    for gallery in ((), (x, y, True), (x[100:], y[100:], False)):
+        queries = (x[:100], y[:100]) if gallery else (x, y)
+        theirs = base.get_accuracy(*queries, *gallery)
+        both = RecallCalculator(("recall_at_1", *own), ks=(1, 2), k=100, device=torch.device("cpu"))
+        found = both.get_accuracy(*queries, *gallery)
+        assert found["recall_at_1"] == pytest.approx(theirs["precision_at_1"])
+        assert {name: found[name] for name in own} == theirs
+        assert sorted(both.get_curr_metrics()) == sorted(found) == sorted(("recall_at_1", *own))
+
+
+def test_calculator_passes_its_options_on() -> None:
+    x, y = clusters(300)
+    calculator = RecallCalculator(
+        ("recall_at_3", "precision_at_1"), ks=(1, 3), distance="ip", query_subset=90, seed=2, k=5
+    )
+    values = calculator.get_accuracy(x, y)
+    assert values["recall_at_3"] == recall_at_k(x, y, (3,), distance="ip", query_subset=90, seed=2).at[3]
+    inner = AccuracyCalculator(("precision_at_1",), k=5, knn_func=FaissKNN(index_init_fn=faiss.IndexFlatIP))
+    assert values["precision_at_1"] == inner.get_accuracy(x, y)["precision_at_1"]
+    assert list(RecallCalculator(ks=(1, 3)).get_accuracy(x, y, include=("recall_at_3",))) == ["recall_at_3"]
+    assert list(RecallCalculator(exclude=("recall_at_3",), ks=(1, 3)).get_accuracy(x, y)) == ["recall_at_1"]
+    assert list(RecallCalculator(("precision_at_1",), ks=(1,), k=5).get_accuracy(x, y)) == ["precision_at_1"]
+
+
+def test_calculator_refuses() -> None:
+    with pytest.raises(DataError, match=r"at least 1, got \[0\]"):
+        RecallCalculator(ks=(0,))
+    with pytest.raises(ValueError, match="recall_at_7"):
+        RecallCalculator(("recall_at_5",), ks=(7,))
+    with pytest.raises(DataError, match="NaN or infinity in 2 of 20 rows"):
+        RecallCalculator().get_accuracy(NAN, Y)
+    with pytest.raises(DataError, match="the queries with their labels"):
+        RecallCalculator().get_accuracy(X, Y, X[::-1], Y[::-1], True)
+
+
+def test_primary_metric_of_testers_and_hooks(tmp_path: Path, records: Any) -> None:
+    x, y = clusters(120, classes=6)
+    y += BIG  # neighbouring labels are the same float32
+    data = list(zip(torch.from_numpy(x), y.tolist(), strict=True))
+    trunk = nn.Linear(8, 4)
+    hooks = HookContainer(records, primary_metric="recall_at_10", validation_split_name="val", log_freq=10**9)
+    calculator = RecallCalculator(ks=(1, 10), device=torch.device("cpu"))
+    tester = testers.GlobalEmbeddingSpaceTester(
+        end_of_testing_hook=hooks.end_of_testing_hook,
+        accuracy_calculator=calculator,
+        dataloader_num_workers=0,
+        data_device=torch.device("cpu"),
+    )
+    seen: list[dict[str, Any]] = []
+    evaluate = hooks.end_of_epoch_hook(tester, {"val": data}, str(tmp_path))
+
+    def end_of_epoch(trainer: Any) -> Any:
+        go_on = evaluate(trainer)
+        embeddings = nn.functional.normalize(trunk(torch.from_numpy(x)))
+        expected = recall_at_k(embeddings, y, (1, 10)).at
+        assert tester.all_accuracies["val"]["recall_at_1_level0"] == expected[1]
+        assert hooks.get_curr_primary_metric(tester, "val") == expected[10]
+        seen.append(expected)
+        return go_on
+
+    trainers.MetricLossOnly(
+        models={"trunk": trunk},
+        optimizers={"trunk_optimizer": torch.optim.SGD(trunk.parameters(), lr=0.3)},
+        batch_size=60,
+        loss_funcs={"metric_loss": losses.ContrastiveLoss()},
+        dataset=data,
+        data_device=torch.device("cpu"),
+        dataloader_num_workers=0,
+        end_of_epoch_hook=end_of_epoch,
+    ).train(num_epochs=3)
+    best = max(range(3), key=lambda epoch: seen[epoch][10])
+    assert hooks.get_best_epoch_and_accuracy(tester, "val") == (best + 1, seen[best][10])
+    assert (tmp_path / f"trunk_best{best + 1}.pth").is_file()
+
+    # A gallery of several splits: the tester puts the queries first.
+    other = list(zip(torch.from_numpy(x + 1), y.tolist(), strict=True))
+    tester.end_of_testing_hook = None
+    splits = [("val", ["other", "val"])]
+    found = tester.test({"val": data, "other": other}, 1, trunk, splits_to_eval=splits)["val"]["recall_at_1_level0"]
+    both = torch.from_numpy(np.concatenate([x, x + 1]))
+    embeddings = nn.functional.normalize(trunk(both)).detach().numpy()
+    items = (embeddings, np.concatenate([y, y]))
+    expected = recall_at_k(embeddings[:120], y, (1,), gallery=items, gallery_starts_with_queries=True).at
+    assert found == pytest.approx(expected[1], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("missing", "module", "message"),
+    [
+        ("faiss", "recall", "Recall@k needs FAISS: pip install 'metricopt-ext[retrieval]'"),
+        *[
+            ("pytorch_metric_learning", module, "pytorch-metric-learning: pip install 'metricopt-ext[retrieval]'")
+            for module in ("accuracy", "losses", "task")
+        ],
+    ],
+)
+def test_says_what_to_install(missing: str, module: str, message: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; import metricopt_ext.retrieval.{module}"
+    root = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("module", [recall, accuracy])
+def test_examples(module: Any) -> None:
+    failed, attempted = doctest.testmod(module)
+    assert attempted > 0
+    assert failed == 0

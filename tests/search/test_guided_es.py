@@ -1,0 +1,219 @@
+"""Guided ES: the analytic direction against the dense matrix product, the sampled one against a naive loop."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.search.guided_es import (
+    analytic_direction,
+    apply_covariance,
+    es_direction,
+    orthonormal_basis,
+    perturbations,
+)
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def dense_covariance(history: np.ndarray) -> np.ndarray:
+    """Sigma of Eq. 3, with U from a QR factorisation of the (independent) gradients."""
+    k, d = history.shape
+    if k == 0:
+        return np.eye(d) / d
+    basis = np.linalg.qr(history.T)[0]
+    return np.eye(d) / (2 * d) + basis @ basis.T / (2 * k)
+
+
+def covariance(history: Tensor) -> Tensor:
+    """Sigma, column by column."""
+    basis, rank = orthonormal_basis(history)
+    d = history.shape[-1]
+    return torch.stack([apply_covariance(basis, rank, e) for e in torch.eye(d, dtype=history.dtype)], -1)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
+@pytest.mark.parametrize(("k", "d"), [(1, 1), (1, 6), (3, 6), (6, 6), (3, 40), (0, 6)])
+def test_direction_is_the_dense_product(shape: tuple[int, ...], k: int, d: int) -> None:
+    history, gradient = rand(*shape, k, d), rand(*shape, d, seed=1)
+    direction = analytic_direction(gradient, history)
+    assert direction.shape == gradient.shape
+    for index in np.ndindex(*shape):
+        expected = 2 * dense_covariance(history[index].numpy()) @ gradient[index].numpy()
+        np.testing.assert_allclose(direction[index], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("k", "d"), [(1, 6), (3, 6), (5, 6), (6, 6)])
+def test_spectrum_of_sigma(k: int, d: int) -> None:
+    sigma = covariance(rand(k, d))
+    expected = [1 / (2 * d)] * (d - k) + [1 / (2 * d) + 1 / (2 * k)] * k
+    np.testing.assert_allclose(np.linalg.eigvalsh(sigma), expected, rtol=1e-12)
+    assert float(sigma.trace()) == pytest.approx(1, abs=1e-12)
+
+
+def test_without_gradients_sigma_is_isotropic() -> None:
+    for history in (rand(0, 5), torch.zeros(3, 5).double()):
+        np.testing.assert_allclose(covariance(history), np.eye(5) / 5, rtol=1e-14)
+
+
+g, h = rand(2, 5, seed=3)
+zero = torch.zeros(5).double()
+
+# gradients, and gradients that span the same space independently
+DEPENDENT: dict[str, tuple[list[Tensor], list[Tensor]]] = {
+    "twice": ([g, g], [g]),
+    "scaled": ([g, -1e-6 * g, 1e9 * g], [g]),
+    "zero": ([g, zero, h], [g, h]),
+    "zero first": ([zero, g], [g]),
+    "sum": ([g, h, g + h], [g, h]),
+    "nearly, by rounding": ([g, h, 0.1 * g + 0.7 * h, (g - h) / 3], [g, h]),
+    "more than dimensions": (list(rand(9, 5, seed=4)), list(torch.eye(5).double())),
+    "more than dimensions, of rank 2": ([g, h, g - h, g + h, 2 * g, 3 * h, g], [g, h]),
+    "small": ([g, 1e-12 * h], [g, h]),
+    "tiny": ([g, 1e-150 * h], [g, h]),
+    "all tiny": ([1e-150 * g, 1e-140 * h], [g, h]),
+}
+
+
+@pytest.mark.parametrize(("gradients", "independent"), DEPENDENT.values(), ids=DEPENDENT)
+def test_no_direction_is_invented_or_lost(gradients: list[Tensor], independent: list[Tensor]) -> None:
+    history, span = torch.stack(gradients), torch.stack(independent).numpy()
+    basis, rank = orthonormal_basis(history)
+    assert basis.shape == (5, len(gradients))
+    assert int(rank) == len(span)
+    np.testing.assert_allclose(basis @ basis.mT, np.linalg.pinv(span) @ span, atol=1e-9)
+    lengths = basis.norm(dim=0).sort().values
+    np.testing.assert_allclose(lengths, [0.0] * (len(gradients) - len(span)) + [1.0] * len(span), atol=1e-12)
+
+    sigma = covariance(history)
+    assert float(sigma.trace()) == pytest.approx(1, abs=1e-12)
+    np.testing.assert_allclose(sigma, dense_covariance(span), atol=1e-9)
+
+
+def test_rows_of_a_batch_have_their_own_rank() -> None:
+    history = torch.stack([torch.stack([g, h]), torch.stack([g, g]), torch.stack([zero, zero])])
+    gradient = rand(3, 5, seed=6)
+    direction = analytic_direction(gradient, history)
+    for row, span in enumerate([[g, h], [g], []]):
+        sigma = dense_covariance(torch.stack(span).numpy() if span else np.zeros((0, 5)))
+        np.testing.assert_allclose(direction[row], 2 * sigma @ gradient[row].numpy(), atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-15])
+def test_single_precision(scale: float) -> None:
+    history = rand(3, 100)
+    history[2] = history[0] + history[1]
+    single = (scale * history).float()
+    basis, rank = orthonormal_basis(single)
+    assert int(rank) == 2
+    span = history[:2].numpy()
+    np.testing.assert_allclose(basis @ basis.mT, np.linalg.pinv(span) @ span, atol=1e-5)
+    assert analytic_direction(single[0], single).dtype == torch.float32
+
+
+def test_direction_is_the_expected_search_step() -> None:
+    """Eq. 4 by brute force: for linear f the mean of eps (f(phi+eps) - f(phi-eps)) / s^2, eps ~ N(0, s^2 Sigma)."""
+    history, gradient = rand(2, 4), rand(4, seed=1)
+    rng = np.random.default_rng(0)
+    eps = rng.multivariate_normal(np.zeros(4), dense_covariance(history.numpy()), size=400_000)
+    estimate = (eps * (2 * eps @ gradient.numpy())[:, None]).mean(0)
+    np.testing.assert_allclose(analytic_direction(gradient, history), estimate, atol=0.015)
+
+
+# --- The sampled estimate ------------------------------------------------------------------------------------
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def wavy(phi: Tensor) -> Tensor:
+    return phi.sin().sum(-1)
+
+
+@pytest.mark.parametrize(
+    "history",
+    [rand(2, 6), torch.stack([g, 2 * g, h]), rand(9, 5, seed=4), torch.zeros(3, 5).double(), rand(0, 5)],
+    ids=["independent", "dependent", "more than dimensions", "zero", "none"],
+)
+def test_perturbations_have_the_search_covariance(history: Tensor) -> None:
+    scale, draws = 0.3, 400_000
+    delta = perturbations(*orthonormal_basis(history), draws, scale, rng())
+    assert delta.shape == (draws, history.shape[-1])
+    np.testing.assert_allclose(delta.mean(0), 0, atol=5 * scale / draws**0.5)
+    sampled, sigma = torch.cov(delta.mT) / scale**2, covariance(history)
+    np.testing.assert_allclose(sampled, sigma, atol=0.004)
+    assert float(sampled.trace()) == pytest.approx(1, abs=0.005)
+    np.testing.assert_allclose(np.linalg.eigvalsh(sampled), np.linalg.eigvalsh(sigma), rtol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
+@pytest.mark.parametrize(("k", "count", "variance"), [(0, 3, 0.01), (1, 1, 0.01), (3, 4, 0.5)])
+def test_estimate_is_the_naive_loop(shape: tuple[int, ...], k: int, count: int, variance: float) -> None:
+    def f(phi: Tensor) -> Tensor:
+        asked.append(phi.shape)
+        return phi.cos().prod(-1) + phi[..., 0] ** 3
+
+    asked: list[torch.Size] = []
+    phi, history = rand(*shape, 6), rand(*shape, k, 6, seed=1)
+    u = es_direction(f, phi, history, generator=rng(5), count=count, variance=variance)
+    assert u.shape == phi.shape
+    assert asked == [(*shape, 2 * count, 6)]
+    delta = perturbations(*orthonormal_basis(history), count, variance**0.5, rng(5))
+    for index in np.ndindex(*shape):
+        expected = torch.zeros(6).double()
+        for i in range(count):
+            d = delta[index][i]
+            expected += d * (f(phi[index] + d) - f(phi[index] - d)) / (variance * count)
+        torch.testing.assert_close(u[index], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_expected_estimate_is_the_analytic_direction() -> None:
+    phi, history, gradient = rand(5), rand(2, 5, seed=1), rand(5, seed=2)
+    u = es_direction(lambda p: p @ gradient + 7, phi, history, generator=rng(), count=1_000_000, variance=0.04)
+    expected = analytic_direction(gradient, history)
+    assert float((u - expected).norm() / expected.norm()) < 0.01
+
+
+def test_rows_draw_independently() -> None:
+    phi, history = torch.zeros(2, 6).double(), rand(3, 6).expand(2, 3, 6)
+    first, second = es_direction(lambda p: p.sum(-1), phi, history, generator=rng())
+    assert not torch.allclose(first, second)
+
+
+def test_black_box_without_gradient() -> None:
+    """Counts in integers, double costs of single-precision points: all that a metric may be."""
+
+    def stairs(phi: Tensor) -> Tensor:
+        assert not phi.requires_grad
+        return torch.tensor([int(10 * p.sum()) for p in phi], dtype=torch.float64)
+
+    phi, history = rand(6).float().requires_grad_(True), rand(3, 6, seed=1).float()
+    u = es_direction(stairs, phi, history, generator=rng(), count=500, variance=1.0)
+    assert u.dtype == torch.float32
+    assert not u.requires_grad
+    expected = analytic_direction(torch.full((6,), 10.0), history)
+    assert float(torch.cosine_similarity(u, expected, dim=0)) > 0.95
+
+
+def test_draws_come_from_the_generator_alone() -> None:
+    phi, history = rand(6), rand(3, 6, seed=1)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = es_direction(wavy, phi, history, generator=rng(3))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert torch.equal(es_direction(wavy, phi, history, generator=rng(3)), first)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("count", 0), ("variance", 0.0), ("variance", -1.0)])
+def test_impossible_sampling_is_refused(setting: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{setting} is {value}"):
+        es_direction(lambda p: p.sum(-1), rand(4), rand(2, 4), generator=rng(), **{setting: value})  # type: ignore[arg-type]
+
+
+def test_impossible_scale_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"scale is 0"):
+        perturbations(*orthonormal_basis(rand(2, 4)), 3, 0, rng())

@@ -1,0 +1,497 @@
+"""MetricOpt and its step rule, against the naive formula and torch's own optimizers."""
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, clip_to_radius
+from metricopt_ext.tasks.rollout import rollout
+from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction
+
+GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40)
+POOR = replace(GOOD, spearman=0.1)
+D = 6
+
+
+def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def make_f(
+    radius: float = 2.0,
+    floor: float = 0.1,
+    quality: Quality | None = GOOD,
+    dim: int = D,
+    dtype: torch.dtype = torch.float64,
+) -> RidgeValueFunction:
+    """Make f = c + sum_i b_i phi_i + q_i phi_i^2 as the mean of two members."""
+    f = RidgeValueFunction(dim, 2).to(dtype)
+    f.coefficients.copy_(rand(2 * dim, 2, seed=5))
+    f.radius.fill_(radius)
+    f.gradient_floor.fill_(floor)
+    f.quality = quality
+    return f.eval()
+
+
+def slope(f: RidgeValueFunction, phi: np.ndarray) -> np.ndarray:
+    coefficients = f.coefficients.double().mean(1).numpy()
+    b, q = coefficients[: len(phi)], coefficients[len(phi) :]
+    return b + 2 * q * phi
+
+
+def naive_step(
+    f: RidgeValueFunction,
+    phi: np.ndarray,
+    gradients: list[np.ndarray],
+    step: int,
+    *,
+    lr: float = 0.1,
+    metric_step: float = 0.15,
+    loss_weight: float = 0.3,
+    steps: int | None = None,
+    trust: float = 1.2,
+    history: int = 3,
+) -> np.ndarray:
+    """Eq. 1 as the paper and the docstrings have it, for one phi and independent gradients."""
+    d, past = len(phi), np.stack(gradients[-history:])
+    basis = np.linalg.qr(past.T)[0]
+    sigma = np.eye(d) / (2 * d) + basis @ basis.T / (2 * len(past))
+    grad_f, radius, floor = slope(f, phi), float(f.radius), float(f.gradient_floor)
+    u = 2 * sigma @ grad_f
+    length = metric_step * radius * min(1.0, np.linalg.norm(grad_f) / floor if floor else 1.0)
+    length *= 1.0 if steps is None else max(0.0, 1 - step / steps)
+    moved = phi - loss_weight * lr * gradients[-1] - length * u / np.linalg.norm(u)
+    norm = np.linalg.norm(moved)
+    return moved * min(1.0, trust * radius / norm)
+
+
+def loss_gradient(phi: np.ndarray, step: int) -> np.ndarray:
+    """Gradient of 1/2 |phi - c_t|^2, with another centre at every step."""
+    return phi - rand(len(phi), seed=100 + step).numpy()
+
+
+def train(optimizer: torch.optim.Optimizer, phi: Tensor, steps: int, start: int = 0, scheduler: Any = None) -> None:
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        centre = rand(phi.numel(), seed=100 + step).to(phi.dtype)
+        ((phi - centre) ** 2).sum().div(2).backward()
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+
+
+def parameter(seed: int = 2, dtype: torch.dtype = torch.float64) -> nn.Parameter:
+    return nn.Parameter(0.3 * rand(D, seed=seed, dtype=dtype))
+
+
+# --- The step ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"lr": 0.0},
+        {"lr": 0.7, "loss_weight": 1.0},
+        {"loss_weight": 0.0},
+        {"metric_step": 0.0},
+        {"metric_step": 1.0},
+        {"steps": 8},
+        {"steps": 3},
+        {"trust": 0.2},
+        {"history": 1},
+        {"history": 5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("radius", "floor"), [(2.0, 0.1), (0.5, 100.0), (2.0, 0.0)])
+def test_steps_are_the_naive_formula(settings: dict[str, Any], radius: float, floor: float) -> None:
+    f, phi = make_f(radius, floor), parameter()
+    optimizer = MetricOpt([phi], f, **settings)
+    expected, gradients = phi.detach().numpy().copy(), []
+    for step in range(6):
+        gradients.append(loss_gradient(expected, step))
+        expected = naive_step(f, expected, gradients, step, **settings)
+        train(optimizer, phi, 1, start=step)
+        np.testing.assert_allclose(phi.detach(), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_defaults_are_the_same_everywhere() -> None:
+    f = make_f()
+    optimizer, rule = MetricOpt([parameter()], f), MetricOptStep(f, lr=0.1)
+    group = optimizer.param_groups[0]
+    for name in ("lr", "metric_step", "loss_weight", "steps", "trust"):
+        assert group[name] == getattr(rule, name)
+    assert group["history"] == 3
+
+
+def test_single_precision_and_mixed() -> None:
+    gradient = loss_gradient(parameter().detach().numpy(), 0)
+    expected = naive_step(make_f(), parameter().detach().numpy(), [gradient], 0)
+    for f_dtype in (torch.float32, torch.float64):
+        for dtype in (torch.float32, torch.float64):
+            phi = nn.Parameter(parameter().detach().to(dtype))
+            train(MetricOpt([phi], make_f(dtype=f_dtype)), phi, 1)
+            assert phi.dtype == dtype
+            np.testing.assert_allclose(phi.detach(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("quality", [None, POOR, replace(GOOD, trajectories=3), replace(GOOD, mae=0.2)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_untrusted_f_is_not_followed(quality: Quality | None, dtype: torch.dtype) -> None:
+    phi, other = parameter(dtype=dtype), parameter(dtype=dtype)
+    tiny = torch.finfo(dtype).eps
+    optimizer = MetricOpt([phi], make_f(radius=0.01, quality=quality, dtype=dtype), lr=0.2)
+    reference = torch.optim.SGD([other], lr=0.2)
+    for step in range(10):
+        train(optimizer, phi, 1, start=step)
+        train(reference, other, 1, start=step)
+        torch.testing.assert_close(phi, other, rtol=8 * tiny, atol=8 * tiny)
+
+
+def test_an_untrusted_f_is_followed_on_demand() -> None:
+    phi, history = rand(4, D), rand(4, 2, D, seed=2)
+    steps = [
+        MetricOptStep(make_f(quality=quality), 0.1, even_untrusted=even)(phi, history, 0)
+        for quality, even in [(GOOD, False), (GOOD, True), (None, True), (None, False)]
+    ]
+    assert torch.equal(steps[0], steps[1])
+    assert torch.equal(steps[0], steps[2])
+    assert torch.equal(steps[3], LossStep(0.1)(phi, history, 0))
+    assert not torch.allclose(steps[0], steps[3])
+
+
+def test_loss_step() -> None:
+    phi, history = rand(4, D), rand(4, 3, D, seed=2)
+    expected = phi.numpy() - 0.3 * history.numpy()[:, 2]
+    np.testing.assert_allclose(LossStep(0.3)(phi, history, 0), expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize(("trust", "radius"), [(1.2, 0.3), (0.5, 1.0)])
+def test_trust_radius_holds(trust: float, radius: float) -> None:
+    phi = nn.Parameter(5 * rand(D))
+    optimizer = MetricOpt([phi], make_f(radius=radius), lr=0.5, trust=trust)
+    for step in range(10):
+        train(optimizer, phi, 1, start=step)
+        assert phi.norm() <= trust * radius * (1 + 1e-12)
+    assert phi.norm() > 0.5 * trust * radius
+
+
+def test_clipping_keeps_the_direction() -> None:
+    phi = torch.stack([rand(D), 1e-3 * rand(D), torch.zeros(D).double(), 1e6 * rand(D, seed=2)])
+    clipped = clip_to_radius(phi, torch.tensor(0.5))
+    assert torch.equal(clipped[1:3], phi[1:3])
+    for row in (0, 3):
+        torch.testing.assert_close(clipped[row], 0.5 * phi[row] / phi[row].norm())
+
+
+@pytest.mark.parametrize(("steps", "factors"), [(4, [1, 0.75, 0.5, 0.25, 0, 0, 0]), (None, [1] * 7)])
+def test_metric_step_decays(steps: int | None, factors: list[float]) -> None:
+    f, phi = make_f(radius=2.0, floor=0.0), parameter()
+    optimizer = MetricOpt([phi], f, metric_step=0.1, loss_weight=0.0, steps=steps, trust=100.0)
+    for step, factor in enumerate(factors):
+        before = phi.detach().clone()
+        train(optimizer, phi, 1, start=step)
+        assert float((phi - before).norm().detach()) == pytest.approx(0.1 * 2.0 * factor, abs=1e-12)
+
+
+@pytest.mark.parametrize(("floor", "share"), [(0.0, 1.0), (0.5, 1.0), (2.0, 0.5), (1e6, 1e-6)])
+def test_flat_f_shortens_the_metric_step(floor: float, share: float) -> None:
+    f = make_f(radius=3.0, floor=floor)
+    f.coefficients.zero_()
+    f.coefficients[2] = 1.0  # grad f = e_2
+    rule = MetricOptStep(f, lr=0.0, metric_step=0.1)
+    phi, history = 0.1 * rand(2, D), rand(2, 3, D, seed=2)
+    moved = rule(phi, history, 0) - phi
+    np.testing.assert_allclose(moved.norm(dim=1), [0.3 * share] * 2, rtol=1e-9)
+    assert (moved[:, 2] < 0).all()
+
+
+@pytest.mark.parametrize("floor", [0.0, 1.0])
+def test_constant_f_takes_the_loss_step_only(floor: float) -> None:
+    f = make_f(radius=50.0, floor=floor)
+    f.coefficients.zero_()
+    phi, history = rand(3, D), rand(3, 2, D, seed=2)
+    moved = MetricOptStep(f, lr=0.1, loss_weight=0.5)(phi, history, 0)
+    torch.testing.assert_close(moved, phi - 0.05 * history[:, -1], rtol=1e-12, atol=1e-12)
+
+
+def test_without_loss_gradients_the_direction_is_grad_f() -> None:
+    f, phi = make_f(radius=50.0, floor=0.0), rand(D)
+    moved = MetricOptStep(f, lr=0.1, metric_step=0.2)(phi, torch.zeros(3, D).double(), 0)
+    grad_f = torch.from_numpy(slope(f, phi.numpy()))
+    torch.testing.assert_close(moved, phi - 0.2 * 50 * grad_f / grad_f.norm(), rtol=1e-12, atol=1e-12)
+
+
+def test_rows_of_a_population_have_their_own_settings() -> None:
+    f, n = make_f(), 5
+    phi, history = 0.5 * rand(n, D), rand(n, 3, D, seed=2)
+    lr, metric_step, loss_weight = (torch.rand(n, dtype=torch.float64) + 0.1 for _ in range(3))
+    together = MetricOptStep(f, lr, metric_step, loss_weight, steps=10)(phi, history, 4)
+    for row in range(n):
+        settings = {
+            "lr": float(lr[row]),
+            "metric_step": float(metric_step[row]),
+            "loss_weight": float(loss_weight[row]),
+        }
+        alone = MetricOptStep(f, steps=10, **settings)(phi[row], history[row], 4)
+        torch.testing.assert_close(together[row], alone, rtol=1e-12, atol=1e-12)
+        expected = naive_step(f, phi[row].numpy(), list(history[row].numpy()), 4, steps=10, **settings)
+        np.testing.assert_allclose(alone, expected, rtol=1e-10, atol=1e-12)
+    untrusted = MetricOptStep(make_f(quality=None), lr, metric_step, loss_weight)(phi, history, 4)
+    torch.testing.assert_close(untrusted, phi - lr[:, None] * history[:, -1], rtol=1e-14, atol=1e-14)
+
+
+def test_optimizer_and_population_rule_agree(quadratic: Callable[..., Any]) -> None:
+    task, f = quadratic(D), make_f()
+    start = task.starts(0.3, 0, [7])
+    points, _ = rollout(task, start, MetricOptStep(f, 0.1, steps=12), steps=12, seed=3, indices=[7])
+    task.adapter.set_phi(start[0])
+    optimizer = MetricOpt(task.adapter.parameters(), f, lr=0.1, steps=12)
+    for step in range(12):
+        optimizer.zero_grad()
+        task.loss(task.adapter.model, task.batches(3, 7, step)).backward()
+        optimizer.step()
+        torch.testing.assert_close(task.adapter.phi.detach(), points[0, step + 1], rtol=1e-12, atol=1e-12)
+
+
+def test_the_metric_improves_where_loss_and_metric_disagree(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(D, noise=0.1)
+    f = make_f(radius=float(1.5 * task.goal.norm()))
+    f.coefficients.copy_(torch.cat([-2 * task.goal, torch.ones(D)])[:, None].expand(-1, 2))  # |phi - goal|^2
+    policies = {"loss": LossStep(0.1), "metric": MetricOptStep(f, 0.1, steps=60)}
+    costs = {}
+    for name, policy in policies.items():
+        points, _ = rollout(task, task.origin()[None], policy, steps=60, seed=0, indices=[0])
+        costs[name] = task.cost(points[0, -1], "test")
+    assert costs["metric"] < 0.2 * costs["loss"]
+    assert costs["metric"] < 0.5 * task.true_cost(task.origin())
+
+
+# --- The optimizer's contract --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "rates"),
+    [
+        (lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.1), [0.2, 0.2, 0.02, 0.02, 0.002, 0.002]),
+        (
+            lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 6),
+            [0.1 * (1 + np.cos(np.pi * t / 6)) for t in range(6)],
+        ),
+    ],
+    ids=["StepLR", "CosineAnnealingLR"],
+)
+def test_schedulers_scale_the_loss_step(make: Any, rates: list[float]) -> None:
+    f, phi = make_f(), parameter()
+    optimizer = MetricOpt([phi], f, lr=0.2, steps=6)
+    scheduler = make(optimizer)
+    expected, gradients = phi.detach().numpy().copy(), []
+    for step, rate in enumerate(rates):
+        gradients.append(loss_gradient(expected, step))
+        expected = naive_step(f, expected, gradients, step, lr=rate, steps=6)
+        train(optimizer, phi, 1, start=step, scheduler=scheduler)
+        np.testing.assert_allclose(phi.detach(), expected, rtol=1e-9, atol=1e-12)
+
+    finals = []
+    for scheduled in (False, True):  # without a loss step there is nothing to scale
+        phi = parameter()
+        optimizer = MetricOpt([phi], f, lr=0.2, loss_weight=0.0)
+        train(optimizer, phi, 6, scheduler=make(optimizer) if scheduled else None)
+        finals.append(phi.detach())
+    assert torch.equal(*finals)
+
+
+def test_grad_scaler_skips_and_otherwise_changes_nothing() -> None:
+    scaled, plain = parameter(dtype=torch.float32), parameter(dtype=torch.float32)
+    f = make_f(dtype=torch.float32)
+    optimizer, reference = (MetricOpt([p], f, lr=0.2, steps=10) for p in (scaled, plain))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for step in range(8):
+        centre = rand(D, seed=100 + step, dtype=torch.float32)
+        overflow = step in (0, 3)
+        before = scaled.detach().clone(), optimizer.state_dict()["state"]
+        past = before[1][0]["history"].clone() if before[1] else None
+        optimizer.zero_grad()
+        scaler.scale(((scaled - centre) ** 2).sum() / 2).backward()
+        if overflow:
+            scaled.grad[1] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        if overflow:
+            state = optimizer.state_dict()["state"]
+            assert torch.equal(scaled, before[0])
+            assert bool(state) == (past is not None)
+            if past is not None:
+                assert torch.equal(state[0]["history"], past)
+                assert state[0]["step"] == step - 1
+        else:
+            train(reference, plain, 1, start=step)
+            assert torch.equal(scaled, plain)
+    assert scaler.get_scale() == 2.0**6
+
+
+def test_closure_equals_the_manual_step() -> None:
+    one, two = parameter(), parameter()
+    f = make_f()
+    optimizers = [MetricOpt([p], f, steps=5) for p in (one, two)]
+    for step in range(5):
+        centre = rand(D, seed=100 + step)
+        expected = float(((one - centre) ** 2).sum().detach() / 2)
+
+        def closure(centre: Tensor = centre) -> Tensor:
+            assert torch.is_grad_enabled()
+            optimizers[0].zero_grad()
+            loss = ((one - centre) ** 2).sum() / 2
+            loss.backward()
+            return loss
+
+        with torch.no_grad():
+            loss = optimizers[0].step(closure)
+        assert loss.item() == pytest.approx(expected)
+        train(optimizers[1], two, 1, start=step)
+        assert torch.equal(one, two)
+    two.grad = torch.ones(D).double()
+    assert optimizers[1].step() is None
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_state_dict_continues_bit_for_bit(after: int, dtype: torch.dtype) -> None:
+    f = make_f(dtype=dtype)
+    phi = parameter(dtype=dtype)
+    settings: dict[str, Any] = {"lr": 0.2, "metric_step": 0.3, "steps": 10, "trust": 2.0, "history": 4}
+    optimizer = MetricOpt([phi], f, **settings)
+    train(optimizer, phi, after)
+    buffer = io.BytesIO()
+    torch.save({"phi": phi.detach(), "optimizer": optimizer.state_dict()}, buffer)
+    train(optimizer, phi, 5, start=after)
+
+    buffer.seek(0)
+    saved = torch.load(buffer)
+    resumed = nn.Parameter(saved["phi"])
+    other = MetricOpt([resumed], f, lr=9.0, history=1)
+    other.load_state_dict(saved["optimizer"])
+    assert all(other.param_groups[0][name] == value for name, value in settings.items())
+    if after:
+        (state,) = other.state.values()
+        assert state["step"] == after
+        assert state["history"].shape == (min(after, 4), D)
+        assert state["history"].dtype == dtype
+    train(other, resumed, 5, start=after)
+    assert torch.equal(phi, resumed)
+
+
+def test_several_parameters_are_one_vector() -> None:
+    f, whole = make_f(), parameter()
+    values = whole.detach().clone()
+    # The first is a transposed view of its memory: what counts is the order of its elements.
+    parts = [nn.Parameter(part) for part in (values[[0, 2, 1, 3]].view(2, 2).T, values[4], values[5:])]
+    optimizers = [MetricOpt([whole], f, steps=6), MetricOpt(iter(parts), f, steps=6)]
+    for step in range(6):
+        whole.grad = rand(D, seed=100 + step)
+        parts[0].grad, parts[1].grad, parts[2].grad = whole.grad[:4].view(2, 2), whole.grad[4], whole.grad[5:]
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(torch.cat([p.detach().reshape(-1) for p in parts]), whole)
+    assert [tuple(p.shape) for p in parts] == [(2, 2), (), (1,)]
+
+
+def test_parameters_without_gradients() -> None:
+    f = make_f()
+    a, b = nn.Parameter(0.3 * rand(4)), nn.Parameter(0.3 * rand(2, seed=3))
+    optimizer = MetricOpt([a, b], f)
+    before = torch.cat([a, b]).detach().numpy()
+    optimizer.step()
+    np.testing.assert_array_equal(torch.cat([a, b]).detach(), before)
+    assert not optimizer.state
+
+    gradient = np.concatenate([np.zeros(4), rand(2, seed=4).numpy()])
+    b.grad = torch.from_numpy(gradient[4:])
+    optimizer.step()
+    np.testing.assert_allclose(torch.cat([a, b]).detach(), naive_step(f, before, [gradient], 0), rtol=1e-10)
+    assert a.grad is None
+    np.testing.assert_array_equal(b.grad, gradient[4:])
+
+
+@pytest.mark.parametrize("kind", ["ridge", "neural"])
+def test_f_is_left_alone(kind: str) -> None:
+    f: Any = make_f(dtype=torch.float32) if kind == "ridge" else NeuralValueFunction(D, 2)
+    if kind == "neural":
+        f.set_domain(rand(50, D, dtype=torch.float32))
+        f.quality = GOOD
+    before = {key: value.clone() for key, value in f.state_dict().items()}
+    phi = parameter(dtype=torch.float32)
+    train(MetricOpt([phi], f), phi, 3)
+    assert all(torch.equal(before[key], value) for key, value in f.state_dict().items())
+    assert all(p.grad is None for p in f.parameters())
+    assert phi.grad_fn is None
+    assert phi.requires_grad
+
+
+def test_autocast_training_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+    adapter = attach_film(model, dim=D)
+    optimizer = MetricOpt(adapter.parameters(), make_f(dtype=torch.float32))
+    x, y = rand(10, 4, dtype=torch.float32), torch.arange(10) % 3
+    for _ in range(3):
+        before = adapter.phi.detach().clone()
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+            assert output.dtype == torch.bfloat16
+            loss = nn.functional.cross_entropy(output, y)
+        loss.backward()
+        optimizer.step()
+        assert adapter.phi.dtype == adapter.phi.grad.dtype == torch.float32
+        assert adapter.phi.isfinite().all()
+        assert not torch.equal(adapter.phi, before)
+    assert all(p.grad is None for p in model.parameters() if p is not adapter.phi)
+
+
+# --- Refusals ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -0.1}, "lr is -0.1; it must be at least 0"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"metric_step": -1.0}, "metric_step is -1.0"),
+        ({"loss_weight": -0.5}, "loss_weight is -0.5"),
+        ({"trust": 0.0}, "trust is 0.0; it must be above 0"),
+        ({"trust": -2.0}, "trust is -2.0"),
+        ({"history": 0}, "history is 0; it must be at least 1"),
+        ({"steps": 0}, "steps is 0; it must be at least 1, or None"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MetricOpt([parameter()], make_f(), **settings)
+
+
+def test_parameter_groups() -> None:
+    a, b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="2 parameter groups given; f sees one vector"):
+        MetricOpt([{"params": [a]}, {"params": [b]}], make_f())
+    optimizer = MetricOpt([{"params": [a, b], "lr": 0.7}], make_f())
+    assert optimizer.param_groups[0]["lr"] == 0.7
+    with pytest.raises(ValueError, match="2 parameter groups given"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("dim", [D - 1, D + 1])
+def test_f_of_another_dimension(dim: int) -> None:
+    with pytest.raises(ValueFunctionError, match=f"hold 6 numbers, f was fitted for phi of dimension {dim}"):
+        MetricOpt([parameter()], make_f(dim=dim))

@@ -1,0 +1,280 @@
+"""The black-box metric: cost mapping, counted queries, and the state it must leave alone."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.tasks.metric import Ledger, Metric
+
+
+def constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+@pytest.mark.parametrize(
+    ("maximize", "bounds", "value", "cost"),
+    [
+        (True, (0.0, 1.0), 0.75, 0.25),
+        (False, (0.0, 1.0), 0.75, 0.75),
+        (True, (-1.0, 3.0), 0.0, 0.75),
+        (False, (-1.0, 3.0), 0.0, 0.25),
+        (True, (0.0, 1.0), 1.0, 0.0),
+        (True, (0.0, 1.0), 0.0, 1.0),
+        (False, (10.0, 20.0), 20.0, 1.0),
+        (True, None, 37.5, -37.5),
+        (False, None, 37.5, 37.5),
+        (False, None, -2.0, -2.0),
+    ],
+)
+def test_cost(maximize: bool, bounds: tuple[float, float] | None, value: float, cost: float) -> None:
+    metric = Metric(constant(value), maximize=maximize, bounds=bounds)
+    assert metric.cost(nn.Identity(), "test") == pytest.approx(cost, abs=1e-15)
+    assert metric.to_cost(value) == pytest.approx(cost, abs=1e-15)
+    assert metric.to_value(cost) == pytest.approx(value, abs=1e-15)
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+@pytest.mark.parametrize("bounds", [None, (0.0, 1.0), (-3.0, 7.0)])
+def test_lower_cost_is_better(maximize: bool, bounds: tuple[float, float] | None) -> None:
+    metric = Metric(constant(0), maximize=maximize, bounds=bounds)
+    values = [0.0, 0.25, 1.0]
+    costs = [metric.to_cost(value) for value in values]
+    assert costs == sorted(costs, reverse=maximize)
+    assert len(set(costs)) == 3
+    assert [metric.to_value(cost) for cost in costs] == pytest.approx(values, abs=1e-15)
+
+
+def test_default_bounds_are_the_unit_interval() -> None:
+    assert Metric(constant(0.75), maximize=True).cost(nn.Identity(), "test") == 0.25
+    with pytest.raises(MetricError):
+        Metric(constant(1.5), maximize=True).cost(nn.Identity(), "test")
+
+
+def bound_method() -> Any:
+    class Judge:
+        def judge(self, model: Any) -> float:
+            return 1.0 if isinstance(model, nn.Identity) else 0.0
+
+    return Judge().judge
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda model: float(isinstance(model, nn.Identity)),
+        lambda model, scale=1.0: scale * isinstance(model, nn.Identity),
+        lambda *args: float(len(args) == 1 and isinstance(args[0], nn.Identity)),
+        functools.partial(lambda scale, model: scale * isinstance(model, nn.Identity), 1.0),
+        bound_method(),
+    ],
+)
+def test_function_of_the_model(function: Callable[..., Any]) -> None:
+    assert Metric(function, maximize=False).cost(nn.Identity(), "test") == 1.0
+
+
+@pytest.mark.parametrize("function", [lambda: 1.0, lambda scale=1.0: scale, functools.partial(lambda a: a, 1.0)])
+def test_function_of_nothing(function: Callable[..., Any]) -> None:
+    assert Metric(function, maximize=False).cost(nn.Identity(), "test") == 1.0
+
+
+@pytest.mark.parametrize("function", [lambda a, b: 0.0, lambda a, b, c=1: 0.0])
+def test_two_required_arguments(function: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"needs \['a', 'b'\]; bind the rest"):
+        Metric(function, maximize=True)
+
+
+@pytest.mark.parametrize(
+    "value", [0.5, 1, 0, True, np.float32(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor([[0.5]])]
+)
+def test_anything_that_is_a_number(value: Any) -> None:
+    cost = Metric(constant(value), maximize=False).cost(nn.Identity(), "test")
+    assert type(cost) is float
+    assert cost == float(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.nan, "'judge' returned nan"),
+        (math.inf, "'judge' returned inf"),
+        (-math.inf, "'judge' returned -inf"),
+        (1.01, r"'judge' returned 1\.01, outside its bounds \(0\.0, 1\.0\)"),
+        (-0.01, r"'judge' returned -0\.01, outside"),
+        (None, "'judge' returned None; it must be a number, or .number, .half, half"),
+        ("high", "'judge' returned 'high'; it must be a number"),
+        ([0.5], r"'judge' returned \[0\.5\]; it must be a number"),
+        (torch.ones(2), r"'judge' returned tensor\(\[1\., 1\.\]\); it must be a number"),
+        ([0.5, [0.5, 0.5]], "it must be a number, or .number, .half, half"),
+    ],
+)
+def test_bad_answers_are_errors_and_count(value: Any, message: str) -> None:
+    metric = Metric(constant(value), maximize=True, name="judge")
+    with pytest.raises(MetricError, match=message):
+        metric.cost(nn.Identity(), "test")
+    assert metric.ledger.spent == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_not_finite_without_bounds(value: float) -> None:
+    with pytest.raises(MetricError, match="finite"):
+        Metric(constant(value), maximize=True, bounds=None).cost(nn.Identity(), "test")
+
+
+def test_a_raising_metric_counts_and_keeps_its_cause() -> None:
+    def broken() -> float:
+        raise ZeroDivisionError("no positives")
+
+    metric = Metric(broken, maximize=True)
+    with pytest.raises(MetricError, match="'broken' raised ZeroDivisionError: no positives") as raised:
+        metric.cost(nn.Identity(), "test")
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert metric.ledger.spent == 1
+
+
+def test_keyboard_interrupt_passes() -> None:
+    def interrupted() -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Metric(interrupted, maximize=True).cost(nn.Identity(), "test")
+
+
+@pytest.mark.parametrize("bounds", [(0.0, math.inf), (-math.inf, 0.0)])
+def test_infinite_bounds(bounds: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="both must be finite, or give bounds=None"):
+        Metric(constant(0), maximize=True, bounds=bounds)
+
+
+@pytest.mark.parametrize("bounds", [(1.0, 0.0), (1.0, 1.0), (math.nan, 1.0)])
+def test_bad_bounds(bounds: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="the lower must be below the upper"):
+        Metric(constant(0), maximize=True, bounds=bounds)
+
+
+def test_names() -> None:
+    def recall() -> float:
+        return 0.0
+
+    assert Metric(recall, maximize=True).name == "recall"
+    assert Metric(lambda: 0.0, maximize=True).name == "lambda"
+    assert Metric(functools.partial(recall), maximize=True).name == "metric"
+    assert Metric(recall, maximize=True, name="mine").name == "mine"
+
+
+# --- Queries -------------------------------------------------------------------------------------------------
+
+
+def test_queries_are_counted_by_purpose() -> None:
+    metric = Metric(constant(0.5), maximize=True)
+    for purpose in ("collect", "guard", "collect"):
+        metric.cost(nn.Identity(), purpose)
+    assert metric.ledger.spent_on == {"collect": 2, "guard": 1}
+    assert metric.ledger.spent == 3
+    assert metric.ledger.left == math.inf
+
+
+def test_the_budget_is_refused_before_asking() -> None:
+    calls: list[int] = []
+    ledger = Ledger(3)
+    metrics = [Metric(lambda: calls.append(1) or 0.5, maximize=True, ledger=ledger) for _ in range(2)]
+    for i in range(3):
+        metrics[i % 2].cost(nn.Identity(), "collect")
+    assert (ledger.left, len(calls)) == (0, 3)
+    for metric in metrics:
+        with pytest.raises(BudgetError, match=r"\(guard\), 0 left of a budget of 3; spent so far: {'collect': 3}"):
+            metric.cost(nn.Identity(), "guard")
+    assert (ledger.spent, len(calls)) == (3, 3)
+
+
+@pytest.mark.parametrize(("asked", "fits"), [(0, True), (4, True), (5, False)])
+def test_several_queries_at_once(asked: int, fits: bool) -> None:
+    ledger = Ledger(6)
+    ledger.spend("early", 2)
+    if fits:
+        ledger.spend("late", asked)
+        assert ledger.left == 4 - asked
+    else:
+        with pytest.raises(BudgetError, match=f"{asked} metric queries"):
+            ledger.spend("late", asked)
+        assert ledger.spent_on == {"early": 2}
+
+
+def test_with_new_ledger_judges_alike_and_counts_apart() -> None:
+    metric = Metric(constant(1.0), maximize=True, bounds=(0.0, 4.0), name="judge", ledger=Ledger(1))
+    metric.cost(nn.Identity(), "test")
+    other = metric.with_new_ledger()
+    assert [other.cost(nn.Identity(), "test") for _ in range(2)] == [0.75, 0.75]
+    assert (other.name, other.ledger.spent, metric.ledger.spent) == ("judge", 2, 1)
+
+
+# --- The model's state ---------------------------------------------------------------------------------------
+
+
+def mixed_modes() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()), nn.ReLU())
+    model.train()
+    model[1][0].eval()
+    model[2].eval()
+    return model
+
+
+@pytest.mark.parametrize("failing", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_evaluation_mode_without_gradients(grad: bool, failing: bool) -> None:
+    model = mixed_modes()
+    before = [module.training for module in model.modules()]
+    assert len(set(before)) == 2
+    seen: list[tuple[bool, bool]] = []
+
+    def judge(model: nn.Module) -> float:
+        seen.append((any(module.training for module in model.modules()), torch.is_grad_enabled()))
+        return 1 / (not failing)
+
+    metric = Metric(judge, maximize=True)
+    with torch.set_grad_enabled(grad):
+        if failing:
+            with pytest.raises(MetricError):
+                metric.cost(model, "test")
+        else:
+            metric.cost(model, "test")
+        assert torch.is_grad_enabled() == grad
+    assert seen == [(False, False)]
+    assert [module.training for module in model.modules()] == before
+
+
+# --- Halves ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("maximize", "cost", "halves"), [(True, 0.25, (0.5, 0.0)), (False, 0.75, (0.5, 1.0))])
+def test_halves_are_turned_into_costs_for_one_query(maximize: bool, cost: float, halves: tuple[float, float]) -> None:
+    metric = Metric(lambda model: (0.75, (0.5, torch.tensor(1.0))), maximize=maximize)
+    assert metric.ask(nn.Identity(), "x") == (cost, halves)
+    assert metric.cost(nn.Identity(), "x") == cost
+    assert metric.ledger.spent == 2
+    for alone in (0.75, (0.75, None)):
+        assert Metric(lambda model, alone=alone: alone, maximize=maximize).ask(nn.Identity(), "x") == (cost, None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((0.5, (0.5,)), "number, or .number, .half, half"),
+        ((0.5, (0.5, 0.5, 0.5)), "number, or .number, .half, half"),
+        ((0.5, (0.5, 0.5), 1), "number, or .number, .half, half"),
+        ((0.5, 0.5), "number, or .number, .half, half"),
+        ((0.5, 0.4, 0.6), "number, or .number, .half, half"),
+        ((0.5, (0.5, math.nan)), "returned nan on a half of its data; it must be a finite number"),
+        ((0.5, (0.5, 1.5)), r"returned 1\.5 on a half of its data, outside its bounds"),
+        ((), "number, or .number, .half, half"),
+    ],
+)
+def test_wrong_halves_are_refused(answer: Any, message: str) -> None:
+    with pytest.raises(MetricError, match=message):
+        Metric(lambda model: answer, maximize=True).ask(nn.Identity(), "x")

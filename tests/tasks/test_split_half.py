@@ -1,0 +1,106 @@
+"""Halves of a metric against metrics whose chance part is known."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import spearmanr
+
+from metricopt_ext.tasks.metric import Answer
+from metricopt_ext.tasks.split_half import (
+    chance_of_gain,
+    halves_where_used,
+    optimism_of_gain,
+    seen_on_half,
+    split_half_correlation,
+)
+from metricopt_ext.tasks.trajectory import Trajectory
+
+
+def trajectory(round: int, observed: list[int], halves: list[list[float]] | None, steps: int = 10) -> Trajectory:
+    told = None if halves is None else torch.tensor(halves, dtype=torch.float64)
+    points, cost = torch.zeros(steps + 1, 2), torch.zeros(len(observed), dtype=torch.float64)
+    return Trajectory(round, 0, points, torch.zeros(steps), torch.tensor(observed), cost, told)
+
+
+def test_correlation_is_that_of_the_starts() -> None:
+    rng = np.random.default_rng(0)
+    halves = rng.normal(size=(30, 1)) + 0.5 * rng.normal(size=(30, 2))
+    trajectories = [trajectory(i % 3, [0, 10], [list(pair), [9.0, -9.0]]) for i, pair in enumerate(halves)]
+    assert split_half_correlation(trajectories) == pytest.approx(spearmanr(*halves.T).statistic)
+
+
+@pytest.mark.parametrize("halves", [None, [[0.5, 0.5], [1.0, 2.0]]], ids=["not told", "constant"])
+def test_correlation_of_what_never_differs_is_unknown(halves: list[list[float]] | None) -> None:
+    assert math.isnan(split_half_correlation([trajectory(0, [0, 10], halves)] * 5))
+    assert math.isnan(split_half_correlation([trajectory(0, [0, 10], [[1.0, 2.0], [3.0, 4.0]])] * 2))
+
+
+def test_chance_is_the_standard_error_of_an_accuracys_gain() -> None:
+    """Models that differ from the start on independent examples: the textbook standard error, from halves alone."""
+    rng = np.random.default_rng(1)
+    n, models, changed = 400, 4000, 0.2
+    start = np.zeros(n)
+    wrong = (rng.random((models, n)) < changed) * rng.choice([-1.0, 1.0], size=(models, n))  # gains cancel on average
+    halves = torch.tensor(np.stack([wrong[:, :200].mean(1), wrong[:, 200:].mean(1)], 1))
+    estimated = chance_of_gain(Answer(start.mean(), (0.0, 0.0)), halves)
+    assert estimated == pytest.approx(math.sqrt(changed / n), rel=0.05)
+
+
+def test_chance_does_not_count_what_both_halves_gain() -> None:
+    elsewhere = torch.tensor([[0.1, 0.3], [0.2, 0.4]], dtype=torch.float64)
+    assert chance_of_gain(Answer(0.6, (0.5, 0.7)), elsewhere) == pytest.approx(0, abs=1e-15)
+    assert chance_of_gain(Answer(0.6, (0.6, 0.6)), elsewhere) == pytest.approx(0.1)
+
+
+def test_chance_is_unknown_without_halves() -> None:
+    told = torch.ones(3, 2, dtype=torch.float64)
+    assert chance_of_gain(Answer(0.6), told) == 0
+    assert chance_of_gain(Answer(0.6, (0.5, 0.7)), None) == 0
+    assert chance_of_gain(Answer(0.6, (0.5, 0.7)), told[:0]) == 0
+
+
+def test_halves_are_those_of_late_points_on_policy() -> None:
+    early = trajectory(0, [0, 4, 5, 10], [[1, 1], [2, 2], [3, 3], [4, 4]])
+    late = trajectory(2, [0, 4, 6, 10], [[5, 5], [6, 6], [7, 7], [8, 8]])
+
+    def first(trajectories: list[Trajectory]) -> list[float]:
+        halves = halves_where_used(trajectories)
+        assert halves is not None
+        return halves[:, 0].tolist()
+
+    assert first([early]) == [3, 4]
+    assert first([early, late]) == [7, 8]
+    assert halves_where_used([late, trajectory(1, [0, 10], None)]) is None
+
+
+def test_optimism_is_that_of_least_squares() -> None:
+    """The mean is the least-squares fit of a constant: its squared error is optimistic by 2 var / n, as is known."""
+    rng = np.random.default_rng(2)
+    n, found, true = 40, [], []
+    for _ in range(4000):
+        y = rng.normal(size=n)
+        halves = y[::2], y[1::2]
+
+        def answer(c: float, halves: tuple[np.ndarray, ...] = halves) -> Answer:
+            costs = [float(((half - c) ** 2).mean()) for half in halves]
+            return Answer(sum(costs) / 2, (costs[0], costs[1]))
+
+        found.append(optimism_of_gain([answer(half.mean()) for half in halves]))  # never below 0 here, so not cut
+        true.append((1 + y.mean() ** 2) - ((y - y.mean()) ** 2).mean())  # on new data, less on its own
+    assert np.mean(found) == pytest.approx(2 / n, rel=0.05)
+    assert np.mean(true) == pytest.approx(2 / n, rel=0.2)
+
+
+def test_optimism_is_never_below_0_and_0_where_unknown() -> None:
+    assert optimism_of_gain([Answer(0.5, (0.4, 0.6)), Answer(0.5, (0.7, 0.4))]) == pytest.approx((0.2 + 0.3) / 4)
+    assert optimism_of_gain([Answer(0.5, (0.6, 0.4)), Answer(0.5, (0.4, 0.6))]) == 0
+    assert optimism_of_gain([]) == 0
+    assert optimism_of_gain([Answer(0.5, (0.1, 0.9)), Answer(0.5)]) == 0  # the second half may just be harder
+
+
+def test_a_half_is_judged_by_itself() -> None:
+    items = [trajectory(0, [0, 10], [[1, 2], [3, 4]]), trajectory(1, [0, 10], None)]
+    assert [t.cost.tolist() for t in seen_on_half(items, 0)] == [[1, 3]]
+    assert [t.cost.tolist() for t in seen_on_half(items, 1)] == [[2, 4]]

@@ -1,0 +1,509 @@
+"""Finetuning tasks: populations, gradients and batches against hand-written references."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias
+from metricopt_ext.errors import AdapterError, DataError, MetricError
+from metricopt_ext.tasks.batches import DatasetBatches, IndexSampler, TensorBatches
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask, FoldedBatchNorm, OutputLoss
+from metricopt_ext.utils.seeding import generator
+
+
+def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def classes(n: int, count: int = 3) -> Tensor:
+    return torch.arange(n) % count
+
+
+def mlp() -> tuple[Adapter, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    return attach_input_bias(model, dim=5), rand(30, 4)
+
+
+def cnn() -> tuple[Adapter, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Softplus(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(4 * 9, 3)
+    ).double()
+    model(rand(8, 2, 5, 5, seed=9))  # moves the running statistics
+    return attach_film(model, dim=5), rand(30, 2, 5, 5)
+
+
+def attention() -> tuple[Adapter, Tensor]:
+    torch.manual_seed(0)
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+            self.norm = nn.LayerNorm(4)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(x + self.attention(x, x, x, need_weights=False)[0]).mean(1))
+
+    return attach_film(Attention().double(), dim=5), rand(30, 3, 4)
+
+
+def make_task(make: Callable[[], tuple[Adapter, Tensor]], population: int = 32, train: bool = True) -> FinetuneTask:
+    adapter, x = make()
+    adapter.model.train(train)
+    return FinetuneTask(
+        adapter,
+        loss=cross_entropy,
+        batches=TensorBatches(x, classes(len(x)), batch_size=6),
+        metric=Metric(lambda: 0.0, maximize=True),
+        population=population,
+    )
+
+
+# torch has no batching rule for its fast attention, and says so.
+slow_attention = pytest.param(attention, marks=pytest.mark.filterwarnings("ignore:There is a performance drop"))
+each_model = pytest.mark.parametrize("make", [mlp, cnn, slow_attention])
+
+
+@each_model
+@pytest.mark.parametrize("train", [True, False])
+def test_population_equals_one_by_one(make: Callable[[], tuple[Adapter, Tensor]], train: bool) -> None:
+    task, single = make_task(make, train=train), make_task(make, population=1, train=train)
+    phi, indices = rand(5, 5, seed=2), [7, 3, 11, 0, 5]
+    before = {key: value.clone() for key, value in task.adapter.model.state_dict().items()}
+    loss, gradient = task.loss_and_gradient(phi, 0, indices, step=4)
+    assert loss.shape == (5,)
+    assert gradient.shape == (5, 5)
+    assert not loss.requires_grad
+    for row, index in enumerate(indices):
+        for other in (task, single):
+            one_loss, one_gradient = other.loss_and_gradient(phi[row : row + 1], 0, [index], step=4)
+            torch.testing.assert_close(loss[row : row + 1], one_loss, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(gradient[row : row + 1], one_gradient, rtol=1e-10, atol=1e-10)
+    assert all(torch.equal(before[key], value) for key, value in task.adapter.model.state_dict().items())
+    assert task.adapter.phi.grad is None
+    assert all(parameter.grad is None for parameter in task.adapter.model.parameters())
+
+
+@each_model
+@pytest.mark.parametrize("population", [1, 2, 3, 7, 100])
+def test_chunks_equal_the_whole(make: Callable[[], tuple[Adapter, Tensor]], population: int) -> None:
+    phi, indices = rand(7, 5, seed=2), range(10, 17)
+    whole = make_task(make, population=7).loss_and_gradient(phi, 1, indices, step=2)
+    parts = make_task(make, population=population).loss_and_gradient(phi, 1, indices, step=2)
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+
+
+def mlp_by_hand(task: FinetuneTask, phi: Tensor, x: Tensor) -> Tensor:
+    first, second = task.adapter.model[0], task.adapter.model[2]
+    C = task.adapter.modulations()[0][1].C
+    return torch.tanh(x @ first.weight.T + first.bias + C @ phi) @ second.weight.T + second.bias
+
+
+def cnn_by_hand(task: FinetuneTask, phi: Tensor, x: Tensor) -> Tensor:
+    conv, norm, _, _, _, head = list(task.adapter.model)[:6]
+    film = task.adapter.modulations()[0][1]
+    h = F.conv2d(x, conv.weight, conv.bias)
+    h = (h - norm.running_mean[:, None, None]) / (norm.running_var[:, None, None] + norm.eps).sqrt()
+    h = h * norm.weight[:, None, None] + norm.bias[:, None, None]
+    h = h * (1 + film.A @ phi)[:, None, None] + (film.B @ phi)[:, None, None]
+    return F.softplus(h).flatten(1) @ head.weight.T + head.bias
+
+
+@pytest.mark.parametrize(("make", "by_hand"), [(mlp, mlp_by_hand), (cnn, cnn_by_hand)])
+@pytest.mark.parametrize("population", [1, 4])
+def test_loss_and_gradient_by_hand(make: Any, by_hand: Any, population: int) -> None:
+    task = make_task(make, population=population)
+    phi, indices = rand(4, 5, seed=2), [3, 9, 4, 1]
+    loss, gradient = task.loss_and_gradient(phi, 5, indices, step=8)
+    for row, index in enumerate(indices):
+        x, y = task.batches(5, index, 8)
+        point = phi[row].clone().requires_grad_(True)
+
+        def reference(point: Tensor, x: Tensor = x, y: Tensor = y) -> Tensor:
+            logits = by_hand(task, point, x)
+            return (logits.logsumexp(1) - logits[torch.arange(len(y)), y]).mean()
+
+        expected = reference(point)
+        expected.backward()
+        torch.testing.assert_close(loss[row], expected.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(gradient[row], point.grad, rtol=1e-10, atol=1e-10)
+        with torch.no_grad():
+            step = 1e-6 * torch.eye(5).double()
+            slopes = [(reference(phi[row] + e) - reference(phi[row] - e)) / 2e-6 for e in step]
+        torch.testing.assert_close(gradient[row], torch.stack(slopes), rtol=1e-6, atol=1e-8)
+
+
+def test_phi_given_may_need_gradients_already() -> None:
+    task = make_task(mlp)
+    phi = rand(2, 5).requires_grad_(True)
+    _, gradient = task.loss_and_gradient(phi, 0, [0, 1], 0)
+    assert phi.grad is None
+    assert gradient.abs().min() > 0
+
+
+@pytest.mark.parametrize("population", [1, 8])
+def test_batches_of_dicts(population: int) -> None:
+    adapter, _ = mlp()
+    plain = make_task(mlp, population)
+
+    def batches(seed: int, task: int, step: int) -> dict[str, Any]:
+        inputs, labels = plain.batches(seed, task, step)
+        return {"inputs": [inputs], "labels": labels}
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        return F.cross_entropy(model(batch["inputs"][0]), batch["labels"])
+
+    task = FinetuneTask(adapter, loss=loss, batches=batches, metric=plain.metric, population=population)
+    phi = rand(3, 5)
+    torch.testing.assert_close(
+        task.loss_and_gradient(phi, 0, [4, 5, 6], 1), plain.loss_and_gradient(phi, 0, [4, 5, 6], 1), rtol=0, atol=0
+    )
+
+
+def test_population_one_allows_control_flow() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        value = cross_entropy(model, batch)
+        return value if value.item() > 0 else -value
+
+    task, plain = make_task(mlp, population=1), make_task(mlp)
+    task.loss = loss
+    results = [each.loss_and_gradient(rand(3, 5), 0, range(3), 0) for each in (task, plain)]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+# --- Starts --------------------------------------------------------------------------------------------------
+
+
+def test_starts() -> None:
+    task = make_task(mlp)
+    starts = task.starts(0.2, 3, range(4000))
+    assert starts.shape == (4000, 5)
+    assert starts.dtype == torch.float64
+    assert starts.std().item() == pytest.approx(0.2, rel=0.03)
+    assert starts.mean().abs() < 0.01
+    assert torch.equal(task.starts(0.2, 3, [17, 2]), starts[[17, 2]])
+    assert not torch.allclose(task.starts(0.2, 4, [17, 2]), starts[[17, 2]])
+    assert torch.equal(task.origin(), torch.zeros(5).double())
+    assert task.dim == 5
+
+
+def test_streams_depend_on_every_argument_and_nothing_else() -> None:
+    keys = [(0, "a", 0, 0), (1, "a", 0, 0), (0, "b", 0, 0), (0, "a", 1, 0), (0, "a", 0, 1), (0, "a", 2**40, 0)]
+    draws = [torch.randn(4, generator=generator(*key)) for key in keys]
+    assert len({tuple(draw.tolist()) for draw in draws}) == len(keys)
+    torch.manual_seed(5)
+    assert all(
+        torch.equal(torch.randn(4, generator=generator(*key)), draw) for key, draw in zip(keys, draws, strict=True)
+    )
+
+
+# --- Batches -------------------------------------------------------------------------------------------------
+
+
+class Augmented:
+    """A data set whose examples are drawn anew at each access."""
+
+    def __init__(self, labels: Tensor) -> None:
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return index + torch.rand(2), int(self.labels[index])
+
+
+LABELS = torch.tensor([0] * 40 + [1] * 7 + [2] * 3)
+
+
+def tensor_batches(batch_size: int, balanced: bool) -> TensorBatches:
+    return TensorBatches(torch.arange(50.0)[:, None], LABELS, batch_size, balanced=balanced)
+
+
+def dataset_batches(batch_size: int, balanced: bool) -> DatasetBatches:
+    return DatasetBatches(Augmented(LABELS), batch_size, labels=LABELS if balanced else None)
+
+
+each_batches = pytest.mark.parametrize("make", [tensor_batches, dataset_batches])
+
+
+@each_batches
+@pytest.mark.parametrize("balanced", [True, False])
+def test_batches_are_replayable(make: Any, balanced: bool) -> None:
+    batches = make(12, balanced)
+    x, y = batches(3, 5, 7)
+    assert x.shape[0] == y.shape[0] == 12
+    assert torch.equal(LABELS[x[:, 0].long()], y)
+    for other in [(4, 5, 7), (3, 6, 7), (3, 5, 8), (3, 7, 5)]:
+        assert not torch.equal(batches(*other)[0], x)
+    torch.rand(3)
+    for replayed in (batches(3, 5, 7), make(12, balanced)(3, 5, 7)):
+        assert torch.equal(replayed[0], x)
+        assert torch.equal(replayed[1], y)
+
+
+@each_batches
+@pytest.mark.parametrize(("batch_size", "share"), [(3, 1), (12, 4), (14, 4), (150, 50)])
+def test_balanced_batches(make: Any, batch_size: int, share: int) -> None:
+    batches = make(batch_size, balanced=True)
+    for step in range(5):
+        _, y = batches(0, 1, step)
+        assert y.bincount().tolist() == [share] * 3
+
+
+def test_examples_are_drawn_evenly_within_a_class() -> None:
+    sample = IndexSampler(50, 30, LABELS)
+    counts = torch.cat([sample(0, task, 0) for task in range(1000)]).bincount(minlength=50)
+    for label, size in ((0, 40), (1, 7), (2, 3)):
+        mine = counts[label == LABELS]
+        assert mine.sum() == 10_000
+        assert (mine - 10_000 / size).abs().max() < 5 * (10_000 / size) ** 0.5
+
+
+def test_augmentation_differs_between_examples_and_batches() -> None:
+    batches = dataset_batches(50, balanced=False)
+    noise = torch.cat([batches(0, 0, step)[0].frac().flatten() for step in range(3)])
+    assert len(noise.unique()) > 290
+
+
+@each_batches
+def test_the_global_stream_is_untouched(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reseeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded.append)
+    state = torch.get_rng_state()
+    make(12, True)(0, 0, 0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert reseeded == []  # a GPU's global stream neither
+
+
+def test_the_global_stream_is_restored_after_an_error() -> None:
+    class Broken(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            torch.rand(1)
+            raise OSError("unreadable")
+
+    state = torch.get_rng_state()
+    with pytest.raises(OSError, match="unreadable"):
+        DatasetBatches(Broken(LABELS), 4)(0, 0, 0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_own_collate() -> None:
+    batches = DatasetBatches(Augmented(LABELS), 4, collate=len)
+    assert batches(0, 0, 0) == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TensorBatches(torch.zeros(3), torch.zeros(4), 2), "3 inputs for 4 targets"),
+        (lambda: DatasetBatches([], 2), "no examples"),
+        (lambda: DatasetBatches([1, 2], 2, labels=torch.zeros(3)), "3 labels for 2 examples"),
+        (lambda: tensor_batches(2, balanced=True), "batch_size is 2, too small .* of 3 classes"),
+        (lambda: tensor_batches(0, balanced=False), "batch_size is 0"),
+    ],
+)
+def test_bad_data(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make()
+
+
+# --- The metric ----------------------------------------------------------------------------------------------
+
+
+def judged(read: Callable[[nn.Module], float]) -> FinetuneTask:
+    adapter, x = mlp()
+    return FinetuneTask(
+        adapter,
+        loss=cross_entropy,
+        batches=TensorBatches(x, classes(30), 6),
+        metric=Metric(read, maximize=False, bounds=None),
+    )
+
+
+X = rand(9, 4, seed=8)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: model(X).sum().item(),
+        lambda model: float(model.state_dict()["metricopt.phi"] @ torch.arange(5.0).double()),
+        lambda model: sum(p.sum().item() for p in model.parameters()),
+    ],
+    ids=["output", "state dict", "parameters"],
+)
+def test_cost_judges_the_phi_given(read: Callable[[nn.Module], float]) -> None:
+    task = judged(read)
+    own, points = rand(5, seed=3), rand(4, 5, seed=4)
+    expected = []
+    for point in points:
+        task.adapter.set_phi(point)
+        expected.append(read(task.adapter.model))
+    task.adapter.set_phi(own)
+    assert len(set(expected)) == 4
+
+    assert [task.cost(point, "one") for point in points] == expected
+    costs = task.costs_at(points, "many")
+    assert costs.dtype == torch.float64
+    assert costs.tolist() == expected
+    assert torch.equal(task.adapter.phi, own)
+    assert task.metric.ledger.spent_on == {"one": 4, "many": 4}
+
+
+def test_phi_is_restored_after_a_failure() -> None:
+    seen: list[Tensor] = []
+
+    def broken(model: Any) -> float:
+        seen.append(model.metricopt.phi.clone())
+        if len(seen) == 2:
+            raise OSError("no space left")
+        return 0.0
+
+    task = judged(broken)
+    own, points = rand(5, seed=3), rand(3, 5, seed=4)
+    task.adapter.set_phi(own)
+    length = f"{points[1].norm():.3g}"
+    with pytest.raises(MetricError, match=rf"no space left \(round 3; point 1 of 3, \|phi\| = {length}\)"):
+        task.costs_at(points, "test", "round 3; ")
+    assert torch.equal(torch.stack(seen), points[:2])
+    assert torch.equal(task.adapter.phi, own)
+    assert task.adapter.phi.requires_grad
+
+
+def test_judged_phi_of_another_dimension() -> None:
+    task = judged(lambda model: 0.0)
+    with pytest.raises(AdapterError, match=r"\(4,\)"):
+        task.cost(torch.zeros(4), "test")
+    assert task.metric.ledger.spent == 0
+
+
+# --- Refusals ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("population", [0, -1])
+def test_population_below_one(population: int) -> None:
+    with pytest.raises(ValueError, match=f"population is {population}"):
+        make_task(mlp, population=population)
+
+
+def test_a_data_loader_is_no_batches() -> None:
+    adapter, x = mlp()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, classes(30)), 6)
+    with pytest.raises(TypeError, match=r"batches is a DataLoader.*DatasetBatches\(dataset, batch_size\)"):
+        FinetuneTask(adapter, loss=cross_entropy, batches=loader, metric=Metric(lambda: 0.0, maximize=True))
+
+
+@pytest.mark.parametrize("population", [1, 4])
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"), r"returned \(6,\)"),
+        (lambda model, batch: model(batch[0]).sum(0, keepdim=True), r"returned \(1, 3\)"),
+        (lambda model, batch: 0.5, "returned float"),
+    ],
+)
+def test_loss_must_be_a_scalar(loss: Any, message: str, population: int) -> None:
+    task = make_task(mlp, population=population)
+    task.loss = loss
+    with pytest.raises(AdapterError, match=message):
+        task.loss_and_gradient(rand(2, 5), 0, [0, 1], 0)
+    assert task.adapter.context.override is None
+
+
+@pytest.mark.parametrize(("bad", "slope"), [(-1.0, np.nan), (0.0, np.inf)])
+@pytest.mark.parametrize("population", [1, 2, 4])
+def test_gradient_that_is_not_finite(bad: float, slope: float, population: int) -> None:
+    task = make_task(mlp, population=population)
+    task.loss = lambda model, batch: model.metricopt.value().sqrt().sum()
+    phi = torch.ones(4, 5).double()
+    _, gradient = task.loss_and_gradient(phi, 0, range(10, 14), 6)
+    assert torch.equal(gradient, phi / 2)
+    phi[2, 1] = bad
+    np.testing.assert_equal(torch.autograd.functional.jacobian(torch.sqrt, phi[2, 1]).item(), slope)
+    with pytest.raises(FloatingPointError, match="task 12 is not finite at step 6; lower the lr"):
+        task.loss_and_gradient(phi, 0, range(10, 14), 6)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False), nn.BatchNorm2d(3, eps=0.1)])
+@pytest.mark.parametrize("training", [False, True])
+def test_folded_batchnorm_is_batchnorm(norm: Any, training: bool) -> None:
+    norm = copy.deepcopy(norm).double()
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    if norm.affine:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    norm.train(training)
+    for shape in [(5, 3), (5, 3, 4)] if isinstance(norm, nn.BatchNorm1d) else [(5, 3, 4, 2)]:
+        x = torch.randn(shape, dtype=torch.float64)
+        expected = copy.deepcopy(norm)(x)
+        with FoldedBatchNorm():
+            torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_folded_batchnorm_keeps_the_dtype_of_its_input(dtype: torch.dtype) -> None:
+    norm, x = nn.BatchNorm2d(3).eval(), torch.randn(2, 3, 4, 4).to(dtype)
+    expected = norm(x)
+    with FoldedBatchNorm():
+        folded = norm(x)
+    assert folded.dtype == expected.dtype == dtype
+    torch.testing.assert_close(folded, expected)
+
+
+def test_folded_batchnorm_leaves_norms_without_running_statistics_alone() -> None:
+    norm, x = nn.BatchNorm1d(3, track_running_stats=False).eval(), torch.randn(6, 3)
+    with FoldedBatchNorm():
+        assert torch.equal(norm(x), nn.functional.batch_norm(x, None, None, norm.weight, norm.bias, training=True))
+
+
+def hardest_half(outputs: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A loss with control flow that depends on the data, which vmap can't take."""
+    losses = F.cross_entropy(outputs["logits"], batch[1], reduction="none")
+    hard = losses[losses > losses.median()]
+    return hard.mean() if hard.sum().item() > 1 else losses.sum()
+
+
+@each_model
+def test_losses_of_outputs(make: Callable[[], tuple[Adapter, Tensor]]) -> None:
+    calls = []
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        calls.append(batch[0].shape)
+        return {"logits": model(batch[0])}
+
+    task, single = make_task(make, population=4), make_task(make, population=1)
+    task.loss = OutputLoss(forward, hardest_half)
+    single.loss = lambda model, batch: hardest_half({"logits": model(batch[0])}, batch)
+    task = task.judged_by(task.metric)
+    phi, indices = rand(9, 5, seed=2), range(9)
+    loss, gradient = task.loss_and_gradient(phi, 0, indices, step=4)
+    assert len(calls) == 3  # of 4, 4 and 1 tasks
+    expected = single.loss_and_gradient(phi, 0, indices, step=4)
+    torch.testing.assert_close((loss, gradient), expected, rtol=1e-10, atol=1e-10)
+    assert loss.unique().numel() == 9
+
+
+def test_losses_of_outputs_must_be_scalars() -> None:
+    for population in (1, 2):
+        task = make_task(mlp, population=population)
+        task.loss = OutputLoss(lambda model, batch: model(batch[0]), lambda outputs, batch: outputs.sum(dim=0))
+        with pytest.raises(AdapterError, match=r"returned \(3,\); it must return a scalar tensor"):
+            task.loss_and_gradient(rand(2, 5), 0, [0, 1], step=0)

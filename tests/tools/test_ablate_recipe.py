@@ -1,0 +1,97 @@
+"""The ablation tool on a few variants of a tiny run."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.utils.config import load_config
+
+ROOT = Path(__file__).parents[2]
+DIGITS = ROOT / "configs" / "classification" / "digits.yaml"
+TINY = [
+    *("recipe.steps=6", "recipe.evals=3", "recipe.rounds=2", "recipe.folds=2", "recipe.trials=0", "queries=60"),
+    *("model.epochs=1", "adapter.dim=4", "population=8", "device=cpu", "recipe.learners=[ridge]", "workers=1"),
+]
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load("ablate_recipe")
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave only a few quick variants, one of each way to run them."""
+    keep = {"FITS": ["ridge alone", "labels: linear"], "STEPS": ["ES, 3 pairs", "no trust radius"], "RUNS": ["K = 2"]}
+    for table, names in keep.items():
+        monkeypatch.setattr(tool, table, {name: getattr(tool, table)[name] for name in names})
+
+
+def test_every_variant_is_a_change_that_can_be_run() -> None:
+    recipe = load_config(tool.ClassificationConfig, DIGITS, []).recipe.build()
+    for name, change in tool.FITS.items():
+        assert tool.replace(recipe, **change) != recipe, name
+    for name, overrides in tool.RUNS.items():
+        load_config(tool.ClassificationConfig, DIGITS, overrides).check()
+        assert overrides, name
+    names = [*tool.FITS, *tool.STEPS, *tool.RUNS]
+    assert len(set(names)) == len(names)
+
+
+def test_a_table_of_paired_differences(few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = [str(DIGITS), *TINY]
+    content = tool.ablate([task], tmp_path, range(3, 5), workers=1)
+    (of_task,) = content["tasks"].values()
+    variants = of_task["variants"]
+    assert list(variants) == ["default", "ridge alone", "labels: linear", "ES, 3 pairs", "no trust radius", "K = 2"]
+    for a, b in zip(variants["ridge alone"], variants["default"], strict=True):
+        assert a["spearman"] == b["spearman"]  # the tiny run has no other
+    assert variants["labels: linear"] != variants["default"]
+    assert [row["queries"] for row in variants["K = 2"]] != [row["queries"] for row in variants["default"]]
+    assert all(row["spearman"] is None for row in variants["ES, 3 pairs"])
+    ranks, gains = tool.compared(content, "shifted digits accuracy", "K = 2")
+    assert gains == [a["test"] - b["test"] for a, b in zip(variants["K = 2"], variants["default"], strict=True)]
+    assert len(ranks) == 2
+    text = (tmp_path / "ablations.md").read_text()
+    assert f"| K = 2 | {variants['K = 2'][0]['queries']} | {tool.interval(ranks)} | {tool.interval(gains, 4)} |" in text
+    assert json.loads((tmp_path / "ablations.json").read_text())["tasks"] == content["tasks"]
+    assert (tmp_path / "ablations.png").stat().st_size > 10_000
+
+    monkeypatch.setattr(tool, "whole", lambda *_: pytest.fail("ran again what is on file"))
+    monkeypatch.setattr(tool, "fitted", lambda *_: pytest.fail("fitted again what is on file"))
+    assert tool.ablate([task], tmp_path, range(3, 5), workers=1) == content
+    with pytest.raises(FileFormatError, match="recipe was"):
+        tool.ablate([[*task, "recipe.lr=0.01"]], tmp_path, range(3, 5), workers=1)
+    edited = tmp_path / DIGITS.name
+    edited.write_text(DIGITS.read_text().replace("\nbatch_size: 30", "\nbatch_size: 50"))
+    with pytest.raises(FileFormatError, match="batch_size was 30, now 50"):
+        tool.ablate([[str(edited), *TINY]], tmp_path, range(3, 5), workers=1)
+
+
+def test_no_seeds_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["ablate_recipe.py", "--output-dir", "nowhere", "--seeds", "0"])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert "--seeds is 0; it must be at least 1" in capsys.readouterr().err
+
+
+def test_differences_are_better_where_the_metric_is(few: None) -> None:
+    rows = {"default": [{"spearman": 0.5, "test": 0.4}], "x": [{"spearman": 0.7, "test": 0.3}]}
+    for maximize, sign in ((True, -1), (False, 1)):
+        content = {"tasks": {"t": {"maximize": maximize, "variants": rows}}}
+        ranks, gains = tool.compared(content, "t", "x")
+        assert ranks == pytest.approx([0.2])
+        assert gains == pytest.approx([sign * 0.1])
+    assert math.isnan(tool.paired_interval([0.1])[1])

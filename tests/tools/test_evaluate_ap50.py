@@ -1,0 +1,185 @@
+"""tools/evaluate_ap50.py and tools/measure_ap50.py on small sets."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("PIL")
+
+from metricopt_ext.detection.ap50 import DEFINITIONS, average_precision
+from metricopt_ext.detection.coco import read_coco, write_coco, write_detections
+from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.voc import read_voc, write_voc
+
+TOOLS = Path(__file__).parents[2] / "tools"
+CLASSES = ("bird", "cat", "dog")  # of which there is no dog
+
+
+def load_tool(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+evaluate_ap50, measure_ap50 = load_tool("evaluate_ap50"), load_tool("measure_ap50")
+
+
+def images(seed: int) -> list[Annotated]:
+    rng = torch.Generator().manual_seed(seed)
+    drawn = []
+    for i in range(12):
+        corners = torch.randint(0, 60, (3, 2), generator=rng)
+        sides = torch.randint(10, 40, (3, 2), generator=rng)
+        drawn.append(
+            Annotated(
+                image_id=f"s{seed}_{i}",
+                path=Path(f"s{seed}_{i}.png"),
+                width=100,
+                height=100,
+                boxes=torch.cat([corners, corners + sides], 1).float(),
+                labels=torch.randint(0, 2, (3,), generator=rng),
+                difficult=torch.rand(3, generator=rng) < 0.2,
+                crowd=torch.zeros(3, dtype=torch.bool),
+            )
+        )
+    return drawn
+
+
+def guesses(truth: DetectionSet) -> list[Detections]:
+    """Each object found with some error, at a random score."""
+    rng = torch.Generator().manual_seed(9)
+    return [
+        Detections(
+            image.boxes + torch.randint(-5, 6, image.boxes.shape, generator=rng),
+            torch.rand(len(image.boxes), generator=rng),
+            torch.where(torch.rand(len(image.labels), generator=rng) < 0.8, image.labels, 2),
+        )
+        for image in truth.images
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A VOC set, voc, with the splits val and test, detections in test, and the same in COCO's format."""
+    blank = torch.zeros(3, 100, 100, dtype=torch.uint8)
+    for split, seed in (("val", 0), ("test", 1)):
+        write_voc(tmp_path / "voc", [Example(blank, image) for image in images(seed)], CLASSES, split)
+    truth = read_voc(tmp_path / "voc", "test", classes=CLASSES)
+    found = guesses(truth)
+    write_detections(tmp_path / "voc_results.json", found, truth)
+    coco = read_coco(write_coco(tmp_path / "coco.json", truth))
+    write_detections(tmp_path / "coco_results.json", found, coco)
+    return tmp_path
+
+
+VOC = ("--detections", "voc_results.json", "--annotations", "voc", "--split", "test", "--classes", *CLASSES)
+COCO = ("--detections", "coco_results.json", "--annotations", "coco.json")
+
+
+def evaluate(folder: Path, *arguments: str) -> Any:
+    """Run the tool in this process, in the folder; returns its report."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["evaluate_ap50.py", *arguments, "--output-dir", "out"])
+        evaluate_ap50.main()
+    return json.loads((folder / "out" / "report.json").read_text())
+
+
+def test_on_the_command_line(folder: Path) -> None:
+    command = [sys.executable, TOOLS / "evaluate_ap50.py", *VOC, "--output-dir", "out"]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    truth = read_voc(folder / "voc", "test", classes=CLASSES)
+    report = json.loads((folder / "out" / "report.json").read_text())
+    for definition in DEFINITIONS:
+        expected = average_precision(guesses(truth), truth, definition)
+        assert report["ap50"][definition]["mean"] == pytest.approx(expected.mean)
+        assert report["ap50"][definition]["per_class"] == pytest.approx(expected.per_class)
+        assert list(expected.per_class) == ["bird", "cat"]
+        assert f"{expected.mean:.4f}" in result.stdout
+    assert report["images"] == 12
+    assert sum(report["objects"].values()) == sum(report["detections"].values()) == 36
+    assert report["objects"]["dog"] == 0
+    assert report["config"]["split"] == "test"
+    for text in (*CLASSES, "mean", "voc_11_point", "out/report.json"):
+        assert text in result.stdout
+
+
+def test_coco_files_give_the_value_of_the_voc_set(folder: Path) -> None:
+    voc, coco = (evaluate(folder, *arguments, "--definition", "coco") for arguments in (VOC, COCO))
+    assert list(voc["ap50"]) == ["coco"]
+    assert voc["ap50"] == coco["ap50"]
+
+
+def test_classes_are_sorted_where_they_are_not_given(folder: Path) -> None:
+    results = json.loads((folder / "voc_results.json").read_text())
+    known = [each for each in results if each["category_id"] < 3]
+    (folder / "voc_results.json").write_text(json.dumps(known))
+    report = evaluate(folder, *VOC[:6], "--definition", "voc")
+    assert list(report["objects"]) == ["bird", "cat"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*COCO, "--split", "test"), "--split and --classes are for VOC's format"),
+        ((*VOC[:4], "--split", "train"), "there is no split 'train' in .*; it has test, val"),
+        (("--detections", "coco_results.json", *VOC[2:]), "detection 0 has the unknown image_id 1; known are 's1_0'"),
+        (("--detections", "missing.json", *VOC[2:]), "missing.json does not exist"),
+        (("--detections", "voc_results.json", "--annotations", "voc_results.json"), "has no list 'images'"),
+    ],
+)
+def test_what_a_user_can_mend_ends_in_one_line(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SystemExit, match=message) as caught:
+        evaluate(folder, *arguments)
+    assert str(caught.value).startswith("error: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_set_without_images_ends_in_one_line(folder: Path) -> None:
+    content = json.loads((folder / "coco.json").read_text())
+    (folder / "empty.json").write_text(json.dumps({**content, "images": [], "annotations": []}))
+    (folder / "none.json").write_text("[]")
+    with pytest.raises(SystemExit, match=r"^error: empty.json has an empty list 'images'"):
+        evaluate(folder, "--detections", "none.json", "--annotations", "empty.json")
+
+
+def measure(folder: Path) -> Any:
+    options = ("--images", "20", "--detections", "30", "--classes", "4", "--repeats", "1", "--output-dir", str(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["measure_ap50.py", *options])
+        measure_ap50.main()
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_measures_against_pycocotools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pycocotools")
+    result = measure(tmp_path)["results"]["coco"]
+    assert result["same"]
+    assert 0.05 < result["value"] < 0.95
+    assert result["ratio"] == pytest.approx(result["seconds"] / result["their_seconds"])
+    assert "(the same)" in capsys.readouterr().out
+
+
+@pytest.mark.detectron2
+def test_measures_against_detectron2(tmp_path: Path) -> None:
+    pytest.importorskip("detectron2")
+    results = measure(tmp_path)["results"]
+    assert list(results) == ["coco", "voc", "voc_11_point"]
+    assert all(result["same"] for result in results.values())
+
+
+def test_fails_if_values_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pycocotools")
+    monkeypatch.setattr(measure_ap50, "pycocotools", lambda *arguments: lambda: 0.5)
+    monkeypatch.setattr(measure_ap50, "detectron2", lambda *arguments: None)
+    with pytest.raises(SystemExit, match="values differ"):
+        measure(tmp_path)

@@ -1,0 +1,290 @@
+"""tools/evaluate_recall.py and tools/measure_recall.py on small files."""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("faiss")
+pytest.importorskip("pytorch_metric_learning")
+
+from metricopt_ext.adapters.attach import attach_film, load_adapter
+from metricopt_ext.retrieval.models import build_model
+from metricopt_ext.retrieval.recall import recall_at_k
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def load_tool(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    return module
+
+
+evaluate_recall, measure_recall = load_tool("evaluate_recall"), load_tool("measure_recall")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Queries q (40), galleries a (60) and b (30) of 3-d clusters, each as .npy files and as one .safetensors file."""
+    rng = np.random.default_rng(0)
+    for name, n in (("q", 40), ("a", 60), ("b", 30)):
+        labels = rng.integers(6, size=n) + 2**24
+        embeddings = (labels[:, None] % 6 + rng.standard_normal((n, 3)) * 2).astype(np.float32)
+        np.save(tmp_path / f"{name}.npy", embeddings)
+        np.save(tmp_path / f"{name}_labels.npy", labels)
+        tensors = {"embeddings": torch.from_numpy(embeddings), "labels": torch.from_numpy(labels)}
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    return tmp_path
+
+
+def evaluate(folder: Path, *arguments: str) -> Any:
+    """Run the tool in this process, in the folder; returns its report."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["evaluate_recall.py", *arguments, "--output-dir", "out"])
+        evaluate_recall.main()
+    return json.loads((folder / "out" / "report.json").read_text())
+
+
+def items(folder: Path, name: str) -> tuple[Any, Any]:
+    return np.load(folder / f"{name}.npy"), np.load(folder / f"{name}_labels.npy")
+
+
+def as_json(recalls: dict[int, float]) -> dict[str, float]:
+    return {str(k): value for k, value in recalls.items()}
+
+
+QUERIES = ("--embeddings", "q.npy", "--labels", "q_labels.npy")
+
+
+def test_on_the_command_line(folder: Path) -> None:
+    command = [sys.executable, TOOLS / "evaluate_recall.py", *QUERIES, "--ks", "1", "10", "100", "--output-dir", "out"]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    expected = recall_at_k(*items(folder, "q"), (1, 10, 100))
+    for text in ("R@1", "R@10", "R@100", "the queries", "wrote", "out/report.json", f"{expected.at[1]:.4f}"):
+        assert text in result.stdout
+    assert "40/40" in result.stderr
+
+    report = json.loads((folder / "out" / "report.json").read_text())
+    (row,) = report["galleries"]
+    assert row.pop("seconds") >= 0
+    assert row == {
+        "gallery": "the queries",
+        "size": 40,
+        "queries": 40,
+        "without_match": 0,
+        "recall": as_json(expected.at),
+        "mean": expected.mean,
+    }
+    assert report["task"] == "retrieval/recall"
+    assert report["config"]["ks"] == [1, 10, 100]
+    assert report["config"]["embeddings"] == "q.npy"
+    assert "pytorch-metric-learning" in report["versions"]
+
+
+def test_several_galleries(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    galleries = [("--gallery-embeddings", f"{name}.npy", "--gallery-labels", f"{name}_labels.npy") for name in "ab"]
+    report = evaluate(folder, *QUERIES, *galleries[0], *galleries[1], "--ks", "1", "3", "--distance", "ip")
+    assert [row["gallery"] for row in report["galleries"]] == ["a.npy", "b.npy"]
+    for row, name in zip(report["galleries"], "ab", strict=True):
+        expected = recall_at_k(*items(folder, "q"), (1, 3), gallery=items(folder, name), distance="ip")
+        assert row["recall"] == as_json(expected.at)
+        assert row["size"] == expected.gallery
+    assert report["config"]["gallery_labels"] == ["a_labels.npy", "b_labels.npy"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [sum(line.startswith(name) for line in lines) for name in ("a.npy", "b.npy")] == [1, 1]
+
+
+def test_gallery_of_the_queries_is_searched_without_themselves(folder: Path) -> None:
+    alone = evaluate(folder, *QUERIES, "--ks", "1")["galleries"][0]["recall"]
+    same = str(folder / "q.npy")  # spelled in another way
+    report = evaluate(folder, *QUERIES, "--gallery-embeddings", same, "--gallery-labels", "q_labels.npy", "--ks", "1")
+    assert report["galleries"][0]["recall"] == alone
+    assert alone["1"] < 1
+
+
+def test_safetensors_hold_their_labels(folder: Path) -> None:
+    plain = evaluate(folder, *QUERIES, "--gallery-embeddings", "a.npy", "--gallery-labels", "a_labels.npy")
+    packed = evaluate(folder, "--embeddings", "q.safetensors", "--gallery-embeddings", "a.safetensors")
+    assert packed["galleries"][0]["recall"] == plain["galleries"][0]["recall"]
+    assert list(plain["galleries"][0]["recall"]) == ["1", "10", "100", "1000"]
+    half = {"embeddings": torch.from_numpy(items(folder, "q")[0]).bfloat16()}
+    save_file(half, folder / "half.safetensors")
+    mixed = evaluate(folder, "--embeddings", "half.safetensors", "--labels", "q.safetensors", "--ks", "5")
+    assert mixed["galleries"][0]["recall"] == as_json(recall_at_k(half["embeddings"], items(folder, "q")[1], (5,)).at)
+
+
+def write_images(folder: Path, classes: tuple[str, ...], seed: int) -> None:
+    """Write 8 x 8 grey images of some classes, bright to a degree of the class's own."""
+    rng = np.random.default_rng(seed)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for i in range(4):
+            pixels = 40 * int(name[-1]) + rng.integers(60, size=(8, 8))
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{i}.png")
+
+
+@pytest.fixture
+def embedder(folder: Path) -> Path:
+    """Images of the classes c0..c3 and, as a gallery, c1..c4; a model's config, weights and adapter."""
+    write_images(folder / "images", ("c0", "c1", "c2", "c3"), 0)
+    write_images(folder / "gallery", ("c1", "c2", "c3", "c4"), 1)
+    (folder / "model.yaml").write_text(
+        "data: {name: class_folders}\nmodel: {name: conv4, embedding: 4, width: 4}\nadapter: {dim: 3}"
+    )
+    torch.manual_seed(0)
+    model = build_model("conv4", torch.Size([1, 8, 8]), 4, 4)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    adapter = attach_film(model, dim=3)
+    adapter.set_phi(torch.tensor([1.0, -1.0, 2.0]))
+    adapter.save(folder / "adapter.safetensors")
+    return folder
+
+
+IMAGES = ("--images", "images", "--config-file", "model.yaml", "--grey")
+MODEL = (*IMAGES, "--weights", "model.safetensors", "--ks", "1", "2")
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_model_and_folders_of_images(embedder: Path, tuned: bool) -> None:
+    adapter = ("--adapter", "adapter.safetensors") if tuned else ()
+    both = ("--gallery-images", "gallery", "--gallery-images", "images")
+    report = evaluate(embedder, *MODEL, *adapter, *both)
+    model = build_model("conv4", torch.Size([1, 8, 8]), 4, 4)
+    model.load_state_dict(load_file(embedder / "model.safetensors"))
+    if tuned:
+        load_adapter(model, embedder / "adapter.safetensors").merge()
+    parts = []
+    for name in ("images", "gallery"):
+        files = sorted((embedder / name).glob("*/*.png"))
+        x = torch.stack([torch.from_numpy(np.array(Image.open(file))) for file in files])[:, None]
+        with torch.no_grad():
+            parts.append((model.eval()(x), [int(file.parent.name[1:]) for file in files]))
+    for row, gallery in zip(report["galleries"], (parts[1], None), strict=True):
+        assert row["recall"] == as_json(recall_at_k(*parts[0], (1, 2), gallery=gallery).at)
+    assert report["galleries"][0]["without_match"] == 4  # c0 is not in the gallery
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (IMAGES, "--images needs --config-file, which describes the model, and --weights, its state dict"),
+        ((*MODEL, "--labels", "q_labels.npy"), "--labels can't be used with --images"),
+        ((*QUERIES, "--gallery-images", "images"), "--gallery-images can't be used with --embeddings"),
+        ((*IMAGES, "--weights", "q.safetensors"), "q.safetensors holds no weights for Embedder"),
+        ((*MODEL, "--adapter", "model.safetensors"), "model.safetensors has format None"),
+        ((*MODEL, "--gallery-images", "broken"), "cannot read c1/0.png as an image"),
+    ],
+)
+def test_bad_images_end_with_one_line(embedder: Path, arguments: tuple[str, ...], message: str) -> None:
+    (embedder / "broken" / "c1").mkdir(parents=True)
+    (embedder / "broken" / "c1" / "0.png").write_bytes((embedder / "images" / "c1" / "0.png").read_bytes()[:60])
+    with pytest.raises(SystemExit) as stopped:
+        evaluate(embedder, *arguments)
+    assert message in str(stopped.value)
+
+
+def test_an_adapter_changes_what_is_found(embedder: Path) -> None:
+    plain = evaluate(embedder, *MODEL)["galleries"][0]["recall"]
+    assert plain != evaluate(embedder, *MODEL, "--adapter", "adapter.safetensors")["galleries"][0]["recall"]
+
+
+def test_query_subset(folder: Path) -> None:
+    options = ("--query-subset", "11", "--seed", "5", "--ks", "1", "2")
+    (row,) = evaluate(folder, *QUERIES, *options)["galleries"]
+    assert row["queries"] == 11
+    assert row["recall"] == as_json(recall_at_k(*items(folder, "q"), (1, 2), query_subset=11, seed=5).at)
+
+
+def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = evaluate(folder, *QUERIES, "--ks", *map(str, range(1, 13)))["galleries"]
+    out = capsys.readouterr().out
+    for k, value in row["recall"].items():
+        assert f"R@{k}" in out
+        assert f"{value:.4f}" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--embeddings", "q.npy"), "q.npy holds no labels; name their file with --labels"),
+        (("--embeddings", "none.npy", "--labels", "q_labels.npy"), "none.npy does not exist"),
+        (("--embeddings", "q.txt", "--labels", "q_labels.npy"), "q.txt must be a .npy or .safetensors file"),
+        (("--embeddings", "broken.npy", "--labels", "q_labels.npy"), "broken.npy is no .npy file of numbers"),
+        (("--embeddings", "short.npy", "--labels", "q_labels.npy"), "short.npy is no .npy file of numbers"),
+        (("--embeddings", "objects.npy", "--labels", "q_labels.npy"), "objects.npy is no .npy file of numbers"),
+        (("--embeddings", "broken.safetensors"), "broken.safetensors is truncated or no safetensors file"),
+        (("--embeddings", "half.safetensors"), "half.safetensors has no tensor 'labels', only 'embeddings'"),
+        (("--embeddings", "q.npy", "--labels", "a_labels.npy"), "must be equally many, got 40 and 60"),
+        (
+            (*QUERIES, "--gallery-embeddings", "a.npy"),
+            "a.npy holds no labels; name their file with --gallery-labels",
+        ),
+        (
+            (*QUERIES, *("--gallery-embeddings", "a.npy") * 2, "--gallery-labels", "a_labels.npy"),
+            "each --gallery-embeddings needs its --gallery-labels, got 2 and 1 of them",
+        ),
+        ((*QUERIES, "--gallery-labels", "a_labels.npy"), "got 0 and 1 of them"),
+        ((*QUERIES, "--ks", "0"), "ks must be one or more numbers of neighbours of at least 1, got [0]"),
+        ((*QUERIES, "--query-subset", "0"), "query_subset must be at least 1"),
+        ((*QUERIES, "--query-subset", "3", "--seed", "-1"), "seed must be at least 0, got -1"),
+    ],
+)
+def test_bad_input_ends_with_one_line(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    (folder / "q.txt").write_text("1 2 3")
+    (folder / "broken.npy").write_text("1 2 3")
+    (folder / "short.npy").write_bytes((folder / "q.npy").read_bytes()[:-40])
+    np.save(folder / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    (folder / "broken.safetensors").write_bytes((folder / "q.safetensors").read_bytes()[:-40])
+    save_file({"embeddings": torch.zeros(3, 2)}, folder / "half.safetensors")
+    with pytest.raises(SystemExit) as caught:
+        evaluate(folder, *arguments)
+    assert isinstance(caught.value.code, str)
+    assert caught.value.code.startswith("error: ")
+    assert message in caught.value.code
+    assert "\n" not in caught.value.code
+    assert not (folder / "out").exists()
+
+
+def test_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All contenders in this process: the recalls are right, the times and sizes only there."""
+    started: list[str] = []
+
+    def start(name: str, arguments: argparse.Namespace, folder: str) -> Any:
+        started.append(name)
+        return measure_recall.contend(name, argparse.Namespace(**{**vars(arguments), "output_dir": Path(folder)}))
+
+    monkeypatch.setattr(measure_recall, "start", start)
+    arguments = ["--size", "600", "--dim", "16", "--k", "120", "--repeats", "2", "--output-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["measure_recall.py", *arguments])
+    measure_recall.main()
+    assert started == ["make data", *["ours", "raw FAISS", "pytorch-metric-learning"] * 2]
+    report = json.loads((tmp_path / "report.json").read_text())
+    ours, raw, theirs = report["contenders"].values()
+    assert list(ours["recall"]) == ["1", "10", "100", "120"]
+    assert ours["recall"] == raw["recall"]
+    assert 0.01 < ours["recall"]["1"] < ours["recall"]["120"] <= 1
+    assert theirs["recall"]["1"] == pytest.approx(ours["recall"]["1"], abs=1e-6)
+    assert report["same_recalls"] is True
+    assert report["time_ratio"] == ours["seconds"] / raw["seconds"]
+    assert "same recalls as raw FAISS: yes" in capsys.readouterr().out
+
+
+def test_measurement_starts_processes(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(size=50, dim=4, k=10, per_class=5.0, seed=0, output_dir=tmp_path)
+    assert measure_recall.start("make data", arguments, str(tmp_path)) == {}
+    assert np.load(tmp_path / "embeddings.npy").shape == (50, 4)
+    assert np.bincount(np.load(tmp_path / "labels.npy")).min() >= 2

@@ -1,0 +1,622 @@
+"""The command-line tool end to end on tiny runs, and the parts it builds from a config."""
+
+import importlib.util
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from metricopt_ext import run_config
+from metricopt_ext.adapters.attach import load_adapter
+from metricopt_ext.classification import build
+from metricopt_ext.classification.build import attach, classifier, load_splits, model_metric, predict
+from metricopt_ext.classification.config import AdapterConfig, ClassificationConfig
+from metricopt_ext.classification.metrics import METRICS
+from metricopt_ext.classification.models import build_model
+from metricopt_ext.data.labelled import Split
+from metricopt_ext.errors import AdapterError, ConfigError, DataError
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.device import choose_device
+from metricopt_ext.utils.files import load_weights
+from metricopt_ext.value.learners import RidgeLearner
+from metricopt_ext.value.value_function import load_value_function
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tools" / "finetune_classifier.py"
+DIGITS, A9A, A9A_SHIFTED = (
+    ROOT / "configs" / "classification" / f"{name}.yaml" for name in ("digits", "a9a", "a9a_shifted")
+)
+
+# One round of four tasks with two observations, three queries to choose and three for the guard.
+TINY = [
+    *("recipe.steps=3", "recipe.evals=2", "recipe.rounds=1", "recipe.folds=2", "recipe.trials=0", "queries=16"),
+    *("model.epochs=1", "adapter.dim=3", "population=4", "best_evals=2", "workers=1", "seeds=1", "device=cpu"),
+]
+
+
+def load_tool() -> Any:
+    spec = importlib.util.spec_from_file_location("finetune_classifier", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def ridge_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the value function that takes a second to fit."""
+    monkeypatch.setattr(run_config, "Recipe", partial(Recipe, learners=(RidgeLearner(),)))
+
+
+def config_of(*overrides: str, file: Path = DIGITS) -> ClassificationConfig:
+    return load_config(ClassificationConfig, file, [*TINY, *overrides])
+
+
+def call(*arguments: str | Path) -> None:
+    """Call the script's main as the command line does."""
+    before, sys.argv = sys.argv, ["finetune_classifier.py", *map(str, arguments)]
+    try:
+        tool.main()
+    finally:
+        sys.argv = before
+
+
+def refused(*arguments: str | Path) -> str:
+    with pytest.raises(SystemExit) as caught:
+        call(*arguments)
+    message = str(caught.value.code)  # a string: printed to stderr, and the exit code is 1
+    assert message.startswith("error: ")
+    assert len(message.splitlines()) == 1
+    return message.removeprefix("error: ")
+
+
+def numbers(folder: Path) -> Any:
+    """Return report.json without what may differ between equal runs."""
+    content = json.loads((folder / "report.json").read_text())
+    for method in content["methods"].values():
+        del method["seconds"]
+    for name in ("workers", "device", "seed", "seeds"):
+        del content["config"][name]
+    return content
+
+
+def answers(config: ClassificationConfig, folder: Path, seed: int, tuned: bool) -> tuple[Tensor, Tensor]:
+    """Return test labels and logits of the model, bare or with the adapter, that a run left in its folder."""
+    splits = load_splits(config, seed)
+    config.model.weights = str(folder / f"seed-{seed}" / "model.safetensors")
+    model = build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes)
+    load_weights(model, Path(config.model.weights))
+    model.eval()
+    if tuned:
+        load_adapter(model, folder / f"seed-{seed}" / "adapter.safetensors")
+    with torch.no_grad():
+        return splits.test.y, model(splits.test.x)
+
+
+# --- A run and its interruptions -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run two seeds of tiny settings, once for all tests that only look at what is left."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    tool.run(config_of("seeds=2"), folder, resume=False)
+    return folder
+
+
+def test_everything_is_written(finished: Path) -> None:
+    assert {path.name for path in finished.iterdir()} == {
+        *("run.json", "report.json", "report.md", "events", "seed-0", "seed-1"),
+        *("methods.png", "finetuning.png", "value_function.png"),
+    }
+    for picture in [*finished.glob("*.png"), *finished.glob("seed-*/examples.png")]:
+        with Image.open(picture) as image:
+            assert image.format == "PNG"
+            assert min(image.size) > 200
+    for seed in (0, 1):
+        folder = finished / f"seed-{seed}"
+        assert {"record.json", "examples.png", "answers.json"} <= {path.name for path in folder.iterdir()}
+        assert len(list((folder / "trajectories").glob("round-0-task-*.safetensors"))) == 4
+        f = load_value_function(folder / "value_function.safetensors", dim=3)
+        assert f(torch.zeros(3)).shape == ()
+        assert f.quality is not None
+    assert (finished / "report.md").read_text().count("\n| ") >= 7
+    assert len(list(finished.glob("events/seed-*/metricopt/events.out.tfevents.*"))) == 2
+
+
+def test_the_report_states_what_the_kept_models_do(finished: Path) -> None:
+    content = json.loads((finished / "report.json").read_text())
+    assert content["task"] == "classification/digits"
+    assert content["metric"] == {"name": "accuracy", "maximize": True}
+    assert content["seeds"] == [0, 1]
+    assert content["methods"]["metricopt"]["queries_total"] <= content["config"]["queries"] == 16
+    assert content["methods"]["metricopt"]["queries_per_start"] in (3, 5)
+    assert content["methods"]["loss_finetune_best"]["queries_total"] == 2
+    assert content["config"]["recipe"]["steps"] == 3
+    for seed in (0, 1):
+        for name, tuned in (("pretrained", False), ("metricopt", True)):
+            labels, logits = answers(config_of(), finished, seed, tuned)
+            accuracy = sklearn.metrics.accuracy_score(labels, logits.argmax(1))
+            assert content["methods"][name]["test"][seed] == pytest.approx(accuracy)
+        kept = content["kept"][seed]
+        if kept == "start":
+            assert not load_adapter_phi(finished, seed).any()
+        validation = content["methods"]["metricopt"]["validation"][seed]
+        assert validation >= content["methods"]["pretrained"]["validation"][seed]
+
+
+def load_adapter_phi(folder: Path, seed: int) -> Tensor:
+    model = build_model("small_cnn", torch.Size((1, 8, 8)), 10)
+    return load_adapter(model, folder / f"seed-{seed}" / "adapter.safetensors").phi
+
+
+def test_a_second_call_needs_resume(finished: Path) -> None:
+    message = refused("--config-file", DIGITS, "--output-dir", finished, *TINY, "seeds=2")
+    assert message == f"{finished} holds an earlier run: add --resume to go on with it, or use another folder"
+    message = refused("--config-file", DIGITS, "--output-dir", finished, "--resume", *TINY, "recipe.lr=0.07")
+    assert "holds another run: recipe was" in message
+
+
+def test_a_finished_run_resumes_without_any_training(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = json.loads((finished / "report.json").read_text())
+    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(FinetuneTask, "loss_and_gradient", lambda *_: pytest.fail("finetuned"))
+    monkeypatch.setattr(FinetuneTask, "cost", lambda *_: pytest.fail("asked"))
+    (finished / "report.json").unlink()
+    call("seeds=2", "--config-file", DIGITS, *TINY[:-2], "--resume", "--output-dir", finished, "device=cpu")
+    assert json.loads((finished / "report.json").read_text()) == before
+    shown = capsys.readouterr().out
+    assert "MetricOpt" in shown
+    assert str(finished / "report.json") in shown
+    assert len(list(finished.glob("events/seed-*/metricopt/events.out.tfevents.*"))) == 2
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_report(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, "seeds=2"]
+    process = subprocess.Popen([sys.executable, SCRIPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    give_up = time.monotonic() + 60
+    while not list((tmp_path / "run" / "seed-1" / "trajectories").glob("*-00001.safetensors")):
+        assert process.poll() is None, process.stdout.read().decode()
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
+    assert not (tmp_path / "run" / "report.json").exists()
+    assert not (tmp_path / "run" / "seed-1" / "record.json").exists()
+    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained a classifier that was there"))
+    tool.run(config_of("seeds=2"), tmp_path / "run", resume=True)
+    assert numbers(tmp_path / "run") == numbers(finished)
+
+
+# --- What else it takes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("ridge_alone")
+def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
+    f = finished / "seed-0" / "value_function.safetensors"
+    settings = [f"transfer.value_function={f}", "second_round.epochs=1", "search_queries=15", "refine_queries=10"]
+    report = tool.run(config_of("seed=1", *settings), tmp_path / "all", resume=False)
+    plain = json.loads((finished / "report.json").read_text())["methods"]
+    content = json.loads((tmp_path / "all" / "report.json").read_text())["methods"]
+    spent = {name: (int(method["queries_total"]), int(method["queries_per_start"])) for name, method in content.items()}
+    total = int(plain["metricopt"]["queries_total"])
+    assert {name: spent[name] for name in spent if name not in plain} == {
+        "guided_es": (15, 15),
+        "cma_es": (15, 15),
+        "transferred": (0, 0),
+        "placebo": (0, 0),
+        "refined": (total + 10, spent["metricopt"][1] + 10),
+        "second_round": (total + 3, spent["metricopt"][1] + 3),
+    }
+    for name in plain:
+        assert content[name]["test"] == plain[name]["test"][1:]  # they change nothing for the others
+    for name in ("guided_es", "cma_es", "refined", "second_round"):
+        start = "metricopt" if name in ("refined", "second_round") else "pretrained"
+        assert content[name]["validation"][0] >= content[start]["validation"][0]
+    text = (tmp_path / "all" / "report.md").read_text()
+    for title in ("MetricOpt, then CMA-ES", "f of another run", "the same f, turned", "MetricOpt, second round"):
+        assert f"| {title} |" in text
+    assert report.records[0].split_half is not None
+
+
+def test_metrics_tell_halves_of_equal_make_up() -> None:
+    y = torch.tensor([0] * 7 + [1] * 4 + [2] * 2)[torch.randperm(13, generator=torch.Generator().manual_seed(0))]
+    a, b = build.stratified_halves(y, seed=3)
+    assert sorted([*a.tolist(), *b.tolist()]) == list(range(13))
+    for kind in range(3):
+        assert abs(int((y[a] == kind).sum()) - int((y[b] == kind).sum())) <= 1
+    assert not torch.equal(build.stratified_halves(y, seed=4)[0], a)
+    assert build.stratified_halves(torch.tensor([0, 0, 1]), seed=0) == ()
+
+    part = Split(torch.randn(13, 5), y)
+    model = nn.Linear(5, 3)
+    told = model_metric(METRICS["accuracy"], part, (a, b)).ask(model, "test")
+    assert told.halves is not None
+    for half, cost in zip((a, b), told.halves, strict=True):
+        assert cost == model_metric(METRICS["accuracy"], Split(part.x[half], y[half])).cost(model, "test")
+    assert model_metric(METRICS["accuracy"], part).ask(model, "test") == (told.cost, None)
+
+
+def test_any_metric_of_scikit_learn(tmp_path: Path) -> None:
+    overrides = ["metric.name=sklearn.metrics:matthews_corrcoef", "metric.bounds=[-1,1]"]
+    call("--config-file", DIGITS, "--output-dir", tmp_path, "--seed", "3", *TINY, *overrides)
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["metric"] == {"name": "matthews_corrcoef", "maximize": True}
+    assert content["seeds"] == [3]
+    for name, tuned in (("pretrained", False), ("metricopt", True)):
+        labels, logits = answers(config_of(), tmp_path, 3, tuned)
+        expected = sklearn.metrics.matthews_corrcoef(labels, logits.argmax(1))
+        assert content["methods"][name]["test"] == [pytest.approx(expected)]
+
+
+def small_a9a(folder: Path) -> list[str]:
+    """Write the two files of a9a with few rows; returns the settings for them."""
+    rng = np.random.default_rng(0)
+    for name, rows in (("a9a", 260), ("a9a.t", 140)):
+        lines = []
+        for _ in range(rows):
+            on = np.flatnonzero(rng.random(123) < 0.1) + 1
+            label = "+1" if rng.random() < (0.8 if 7 in on or 9 in on else 0.15) else "-1"
+            lines.append(f"{label} {' '.join(f'{index}:1' for index in on)}")
+        (folder / name).write_text("\n".join(lines) + "\n")
+    small = ["batch_size=20", "model.batch_size=20", "model.epochs=8", "recipe.start_std=2"]
+    return [*small, f"data.root={folder}"]
+
+
+@pytest.mark.usefixtures("ridge_alone")
+def test_a9a_in_its_own_layout(tmp_path: Path) -> None:
+    small = [*small_a9a(tmp_path), "metric.name=f1"]
+    call("--config-file", A9A, "--output-dir", tmp_path / "run", *TINY, *small)
+    content = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert content["metric"] == {"name": "f1", "maximize": True}
+    config = config_of(*small, file=A9A)
+    assert load_splits(config, 0).train.x.shape == (280, 123)
+    labels, logits = answers(config, tmp_path / "run", 0, tuned=False)
+    assert logits.shape == (80,)
+    assert content["methods"]["pretrained"]["test"] == [pytest.approx(sklearn.metrics.f1_score(labels, logits > 0))]
+    assert not (tmp_path / "run" / "seed-0" / "examples.png").exists()  # there is nothing to look at
+    assert "batchnorm_validation" in content["methods"]
+
+
+@pytest.mark.usefixtures("ridge_alone")
+def test_a9a_under_another_class_ratio_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = small_a9a(tmp_path)
+    call("--config-file", A9A_SHIFTED, "--output-dir", tmp_path / "run", *TINY, *small)
+    assert "tabular_mlp on shifted a9a: expected_cost" in capsys.readouterr().out
+    content = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert content["metric"] == {"name": "expected_cost", "maximize": False}
+    config = config_of(*small, file=A9A_SHIFTED)
+    for name, tuned in (("pretrained", False), ("metricopt", True)):
+        labels, logits = answers(config, tmp_path / "run", 0, tuned)
+        assert labels.double().mean() == 0.5
+        (_, in_vain), (missed, _) = sklearn.metrics.confusion_matrix(labels, logits > 0)
+        assert content["methods"][name]["test"] == [pytest.approx((in_vain + 5 * missed) / len(labels))]
+    before, after = (content["methods"][name]["validation"][0] for name in ("pretrained", "threshold"))
+    assert after <= before
+
+
+def images(folder: Path, *, per_class: int = 12) -> Path:
+    """Zip RGB images of 32 x 32, each class with more of its own colour."""
+    rng, path = np.random.default_rng(0), folder / "images.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for channel, name in enumerate(("red", "green", "blue")):
+            for i in range(per_class):
+                pixels = rng.integers(0, 160, (32, 32, 3), dtype=np.uint8)
+                pixels[..., channel] += 90
+                png = io.BytesIO()
+                Image.fromarray(pixels).save(png, "PNG")
+                archive.writestr(f"{name}/{i:02d}.png", png.getvalue())
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ridge_alone")
+def test_a_torchvision_classifier_on_an_image_folder(tmp_path: Path) -> None:
+    overrides = [
+        *("data.name=image_folder", f"data.root={images(tmp_path)}", "data.fractions=[0.5,0.25,0.25]"),
+        *("model.name=resnet18", "model.batch_size=6", "adapter.layers=[layer4.*.bn2]", "batch_size=3"),
+        *("metric.name=aucpr", "recipe.start_std=1", "model.epochs=6", "model.lr=0.003"),
+    ]
+    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides)
+    content = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert content["task"] == "classification/image_folder"
+    config = config_of(*overrides)
+    for name, tuned in (("pretrained", False), ("metricopt", True)):
+        labels, logits = answers(config, tmp_path / "run", 0, tuned)
+        assert logits.shape == (9, 3)
+        expected = sklearn.metrics.average_precision_score(nn.functional.one_hot(labels), logits.softmax(1))
+        assert content["methods"][name]["test"] == [pytest.approx(expected)]
+    assert (tmp_path / "run" / "seed-0" / "examples.png").stat().st_size > 1000
+
+
+# --- What it refuses -------------------------------------------------------------------------------------------
+
+
+def table(folder: Path, positives: int) -> list[str]:
+    path = folder / "table.csv"
+    rows = [f"{i / 60},{i % 7},{'yes' if i < positives else 'no'}" for i in range(60)]
+    path.write_text("\n".join(["age,weekday,answer", *rows]) + "\n")
+    return [
+        *("data.name=csv", f"data.root={path}", "data.target=answer", "data.fractions=[0.6,0.2,0.2]"),
+        *("model.name=tabular_mlp", "adapter.kind=input_bias", "adapter.layers=[]", "shift.kind=none"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["metric.nmae=f1"], r"unknown key 'metric\.nmae'; did you mean 'metric\.name'\?"),
+        (["queries=many"], r"queries=many: .*'many'"),
+        (["metric.name=acuracy"], r"metric\.name='acuracy' is none of .*accuracy.* MODULE:FUNCTION"),
+        (["metric.name=sklearn.metrics:nothing"], r"'sklearn\.metrics:nothing': .* no attribute 'nothing'"),
+        (["metric.name=no_such_module:f"], r"No module named 'no_such_module'"),
+        (["queries=15"], r"15 queries are too few .* give at least 16"),
+        (["recipe.evals=9"], r"recipe: evals is 9; a task of 3 steps has 4 points"),
+        (["population=0"], r"population=0: it must be at least 1"),
+        (["search_queries=5", "adapter.dim=16"], r"search_queries=5: it must be at least 14 for adapter.dim=16, or 0"),
+        (["refine_queries=5", "adapter.dim=4"], r"refine_queries=5: it must be at least 10 for adapter.dim=4, or 0"),
+        (["transfer.value_function=nowhere.safetensors"], r"nowhere.safetensors does not exist"),
+    ],
+)
+def test_bad_settings_are_refused_before_the_folder_is_taken(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    out = tmp_path / "run"
+    assert re.search(message, refused("--config-file", DIGITS, "--output-dir", out, *TINY, *overrides))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["adapter.layers=[nrom*]"], r"layers='nrom\*' matches no layer; did you mean \['norm"),
+        (["adapter.kind=lora"], r"adapter\.kind='lora' is neither film nor input_bias"),
+        (["adapter.dim=0"], r"dim is 0"),
+        (["data.name=mnist"], r"data\.name='mnist' is none of .*digits"),
+        (["data.fractions=[0.5,0.6]"], r"fractions must be three numbers .* got \(0\.5, 0\.6\)"),
+        (["shift.kind=odd"], r"shift\.kind='odd' must be none, image or class_ratio"),
+        (["shift.kind=class_ratio"], r"shift: ratio must hold one share for each of 10 classes, got \[\]"),
+        (
+            ["shift.kind=class_ratio", "shift.ratio=[0.991,0.001,0.001,0.001,0.001,0.001,0.001,0.001,0.001,0.001]"],
+            r"the validation part is too small for class shares",
+        ),
+        (["shift.contrast=2"], r"shift: contrast must be in \(0, 1\], got 2"),
+        (["model.name=resnet999"], r"model\.name='resnet999' is neither"),
+        (["model.name=resnet18", "adapter.layers=[]"], r"model\.name=resnet18 does not take images .*\(1, 8, 8\)"),
+        (["model.name=tabular_mlp"], r"model\.name=tabular_mlp takes vectors, the data has \(1, 8, 8\)"),
+        (["model.weights=nowhere.pt"], r"nowhere\.pt holds no weights for SmallCNN"),
+        (["batch_size=5"], r"batch_size is 5, too small for one example of each of 10 classes"),
+        (["device=abacus"], r"device='abacus' is not to be had here"),
+        (["recipe.lr=1e30"], r"gradient of task \d is not finite .* lower the lr"),
+        (["metric.name=sklearn.metrics:mean_squared_error"], r"must be within its bounds .*round 0, task 0"),
+    ],
+)
+@pytest.mark.usefixtures("ridge_alone")
+def test_bad_settings_end_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
+    out = tmp_path / "run"
+    assert re.search(message, refused("--config-file", DIGITS, "--output-dir", out, *TINY, *overrides))
+
+
+@pytest.mark.parametrize(
+    ("positives", "overrides", "message"),
+    [
+        (3, [], r"the validation split must hold at least two classes, got only class 0"),
+        (0, [], r"at least two classes, got 1"),
+        (1, [], r"cannot set aside 12 of 60 examples by class"),
+        (30, ["data.target=anwser"], r"must have one column 'anwser', .* nearest is 'answer'"),
+        (30, ["data.root=nowhere.csv"], r"nowhere\.csv not found"),
+    ],
+)
+def test_unusable_tables_end_in_one_line(tmp_path: Path, positives: int, overrides: list[str], message: str) -> None:
+    settings = [*TINY, *table(tmp_path, positives), *overrides]
+    assert re.search(message, refused("--config-file", DIGITS, "--output-dir", tmp_path / "run", *settings))
+
+
+def test_missing_files_end_in_one_line(tmp_path: Path) -> None:
+    out = ("--output-dir", tmp_path / "run")
+    assert refused("--config-file", A9A, *out, *TINY) == (
+        "data.name=a9a needs data.root=PATH, the file or folder that holds it"
+    )
+    assert "a9a.gz not found" in refused("--config-file", A9A, *out, *TINY, f"data.root={tmp_path}")
+    assert refused("--config-file", "none.yaml", *out) == "config file none.yaml does not exist"
+    (tmp_path / "taken").write_text("")
+    assert "taken" in refused("--config-file", DIGITS, "--output-dir", tmp_path / "taken", *TINY)
+
+
+def test_the_process_fails_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, "--config-file", DIGITS, "--output-dir", tmp_path / "run", "metric.nmae=f1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == "error: unknown key 'metric.nmae'; did you mean 'metric.name'?\n"
+
+
+# --- The parts -------------------------------------------------------------------------------------------------
+
+
+def test_only_validation_and_test_are_shifted_and_always_in_the_same_way() -> None:
+    clean, shifted, again = (load_splits(config_of(*more), 5) for more in (["shift.kind=none"], [], []))
+    assert torch.equal(clean.train.x, shifted.train.x)
+    for name in ("validation", "test"):
+        a, b, c = (getattr(splits, name) for splits in (clean, shifted, again))
+        assert torch.equal(a.y, b.y)
+        assert torch.equal(b.x, c.x)
+        assert ((a.x - b.x).abs().flatten(1).amax(1) > 0.05).all()
+    other = load_splits(config_of(), 6)
+    assert not torch.equal(other.train.y, shifted.train.y)
+    sizes = [len(getattr(shifted, name)) for name in ("train", "validation", "test")]
+    assert sizes == [1797 - 359 - 629, 359, 629]
+
+
+@pytest.mark.parametrize("name", ["digits", "wine"])
+def test_another_class_ratio_leaves_out_validation_and_test_examples_alone(name: str) -> None:
+    ratio = [0.55] + [0.05] * 9 if name == "digits" else [0.2, 0.3, 0.5]
+    data = [f"data.name={name}", "data.fractions=[0.5,0.2,0.3]", "data.standardise=" + str(name == "wine").lower()]
+    shift = ["shift.kind=class_ratio", f"shift.ratio={ratio}"]
+    clean, shifted, other = (
+        load_splits(config_of(*data, *more), 5)
+        for more in (["shift.kind=none"], shift, [*shift, "metric.name=expected_cost"])
+    )
+    assert torch.equal(clean.train.x, shifted.train.x)
+    for part in ("validation", "test"):
+        a, b, c = (getattr(splits, part) for splits in (clean, shifted, other))
+        assert torch.equal(b.x, c.x)
+        assert len(b) < len(a)
+        rows = {tuple(x.flatten().tolist()): int(y) for x, y in zip(a.x, a.y, strict=True)}
+        assert all(rows[tuple(x.flatten().tolist())] == int(y) for x, y in zip(b.x, b.y, strict=True))
+        torch.testing.assert_close(b.y.bincount() / len(b), torch.tensor(ratio), atol=0.05, rtol=0)
+
+
+def test_a_shift_does_what_its_settings_say() -> None:
+    plain = ["shift.noise_std=0", "shift.rotation_degrees=0", "shift.contrast=0.5", "shift.brightness=0.1"]
+    clean, shifted = (load_splits(config_of(*more), 5) for more in (["shift.kind=none"], plain))
+    for name in ("validation", "test"):
+        x = getattr(clean, name).x
+        mean = x.mean((2, 3), keepdim=True)
+        expected = (mean + 0.5 * (x - mean) + 0.1).clamp(0, 1)
+        torch.testing.assert_close(getattr(shifted, name).x, expected)
+    with pytest.raises(ConfigError, match=r"shift\.kind=image needs images"):
+        load_splits(config_of("data.name=iris"), 0)
+
+
+def test_tables_are_standardised_by_train_and_pixels_come_in_unit_range(tmp_path: Path) -> None:
+    splits = load_splits(config_of("data.name=wine", "data.standardise=true", "shift.kind=none"), 1)
+    torch.testing.assert_close(splits.train.x.mean(0), torch.zeros(13), atol=1e-5, rtol=0)
+    torch.testing.assert_close(splits.train.x.std(0, correction=0), torch.ones(13))
+    pictures = ["data.name=image_folder", f"data.root={images(tmp_path, per_class=6)}", "shift.kind=none"]
+    x = load_splits(config_of(*pictures, "data.fractions=[0.4,0.3,0.3]"), 1).train.x
+    assert x.dtype == torch.float32
+    assert 0 <= x.min() < 0.1
+    assert 0.9 < x.max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "model", "expected"),
+    [
+        ("film", ["norm*"], "small_cnn", ["norm1", "norm2", "norm3"]),
+        ("film", [], "small_cnn", ["norm1", "norm2", "norm3"]),
+        ("film", ["norm2", "head"], "small_cnn", ["norm2", "head"]),
+        ("input_bias", [], "tabular_mlp", ["body.0"]),
+        ("input_bias", ["body.4"], "tabular_mlp", ["body.4"]),
+    ],
+)
+def test_adapters(kind: str, layers: list[str], model: str, expected: list[str]) -> None:
+    shape = torch.Size((1, 8, 8) if model == "small_cnn" else (5,))
+    config = config_of()
+    config.adapter = AdapterConfig(kind, layers, 7)
+    first, same, other = (attach(build_model(model, shape, 3), config, seed) for seed in (1, 1, 2))
+    assert first.context.kind == kind
+    assert (first.layers, first.dim) == (expected, 7)
+    for a, b, c in zip(*([m for _, m in adapter.modulations()] for adapter in (first, same, other)), strict=True):
+        for (_, x), (_, y), (_, z) in zip(a.named_buffers(), b.named_buffers(), c.named_buffers(), strict=True):
+            assert torch.equal(x, y)
+            assert not torch.equal(x, z)
+
+
+def test_adapters_that_cannot_be() -> None:
+    config = config_of()
+    config.adapter = AdapterConfig("input_bias", ["body.0", "body.4"], 7)
+    with pytest.raises(ConfigError, match="an input bias acts on one linear layer"):
+        attach(build_model("tabular_mlp", torch.Size((5,)), 3), config, 0)
+    config.adapter = AdapterConfig("input_bias", ["body.1"], 7)
+    with pytest.raises(AdapterError, match=r"no linear layer with a bias is named 'body\.1'"):
+        attach(build_model("tabular_mlp", torch.Size((5,)), 3), config, 0)
+
+
+def test_devices() -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ConfigError, match="device='abacus' is not to be had here"):
+        choose_device("abacus")
+    missing = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(ConfigError, match=f"device='{missing}' is not to be had here"):
+        choose_device(missing)
+
+
+def test_training_depends_on_the_seed_alone_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("shift.kind=none", "model.epochs=4")
+    splits = load_splits(config, 0)
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    first = classifier(config, splits, 0, tmp_path / "a")
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(456)
+    second = classifier(config, splits, 0, tmp_path / "b")
+    other = classifier(config, splits, 1, tmp_path / "c")
+    for key, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[key])
+    assert not torch.equal(first.conv1.weight, other.conv1.weight)
+    assert not first.training
+    with torch.no_grad():
+        accuracy = float((first(splits.test.x).argmax(1) == splits.test.y).double().mean())
+    assert accuracy > 0.5  # a tenth is chance
+
+    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained"))
+    kept = classifier(config, splits, 0, tmp_path / "a")
+    torch.save(first.state_dict(), tmp_path / "weights.pt")
+    config.model.weights = str(tmp_path / "weights.pt")
+    given = classifier(config, splits, 9, tmp_path / "d")
+    for key, value in first.state_dict().items():
+        assert torch.equal(value, kept.state_dict()[key])
+        assert torch.equal(value, given.state_dict()[key])
+    assert (tmp_path / "d" / "model.safetensors").exists()
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
+    resumed = classifier(config, splits, 9, tmp_path / "d")  # the run has a copy of what its file was
+    assert torch.equal(resumed.conv1.weight, first.conv1.weight)
+    with pytest.raises(DataError, match=r"weights\.pt holds no weights for SmallCNN: .*Missing key") as caught:
+        classifier(config, splits, 0, tmp_path / "e")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_large_sets_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sizes = build_model("tabular_mlp", torch.Size((5,)), 3).eval(), []
+    model.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+    x = torch.randn(10, 5)
+    whole = predict(model, x)
+    monkeypatch.setattr(build, "EVALUATION_BATCH", 4)
+    torch.testing.assert_close(predict(model, x), whole)
+    assert sizes == [10, 4, 4, 2]
+
+
+@pytest.mark.parametrize("name", ["small_cnn", "resnet18"])
+def test_building_a_model_leaves_it_untouched(name: str) -> None:
+    model: Any = build_model(name, torch.Size((3, 32, 32)), 4)
+    assert model.training
+    norms: list[Any] = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert all(int(norm.num_batches_tracked) == 0 and not norm.running_mean.any() for norm in norms)
+    make: Callable[[Tensor], Tensor] = model.eval()
+    assert make(torch.zeros(2, 3, 32, 32)).shape == (2, 4)

@@ -1,0 +1,535 @@
+"""The detection tool end to end on tiny runs of torchvision's detectors, and what it refuses."""
+
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+pytest.importorskip("torchvision")
+
+from metricopt_ext import run_config
+from metricopt_ext.adapters.attach import load_adapter
+from metricopt_ext.detection import build, scenes
+from metricopt_ext.detection.build import build_toolkit, check_definition
+from metricopt_ext.detection.coco import write_coco
+from metricopt_ext.detection.config import DetectionConfig
+from metricopt_ext.detection.data import load_splits
+from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
+from metricopt_ext.detection.voc import read_voc
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.files import load_weights
+from metricopt_ext.value.learners import RidgeLearner
+from metricopt_ext.value.value_function import load_value_function
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs" / "detection"
+SCENES = CONFIGS / "scenes_torchvision.yaml"
+STOCK = TorchvisionToolkit(min_size=48, max_size=48, proposals=30)
+
+# One round of four tasks with two observations, three queries to choose and five for the guard. The detector hardly
+# learns, but as the scenes' digits are of one class here (`small_and_quick`), it finds some, and AP50 moves with phi.
+TINY = [
+    *("recipe.steps=3", "recipe.evals=2", "recipe.rounds=1", "recipe.folds=2", "recipe.trials=0", "queries=16"),
+    *("model.steps=20", "model.lr=0.05", "model.batch_size=2", "model.min_size=48", "model.max_size=48"),
+    *("scene.size=48", "scene.digits=[1,2]", "scene.scale=[16,30]", "data.images=[6,6,6]", "batch_size=2"),
+    *("adapter.dim=3", "best_evals=2", "pictures=false", "workers=1", "seeds=1", "device=cpu"),
+]
+FINISHED = [*TINY, "adapter.placement=roi_head", "metric.definition=coco"]
+
+
+def load_tool(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool("finetune_detector")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave out threads, and see `small_and_quick`."""
+    small_and_quick(monkeypatch)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small_and_quick(patched: pytest.MonkeyPatch) -> None:
+    """Leave out the value function that takes a second to fit, and the digits' classes that take minutes to learn."""
+    patched.setattr(run_config, "Recipe", ridge_only)
+    patched.setattr(scenes, "CLASSES", ("digit",) * 10)
+
+
+def ridge_only(**settings: Any) -> Recipe:
+    return Recipe(**{**settings, "learners": (RidgeLearner(),)})
+
+
+def config_of(*overrides: str, file: Path = SCENES) -> DetectionConfig:
+    return load_config(DetectionConfig, file, overrides)
+
+
+def call(*arguments: str | Path, script: Any = tool) -> None:
+    """Call a script's main as the command line does."""
+    before, sys.argv = sys.argv, ["finetune_detector.py", *map(str, arguments)]
+    try:
+        script.main()
+    finally:
+        sys.argv = before
+
+
+def refused(*arguments: str | Path) -> str:
+    with pytest.raises(SystemExit) as caught:
+        call(*arguments)
+    message = str(caught.value.code)  # a string: printed to stderr, and the exit code is 1
+    assert message.startswith("error: ")
+    assert len(message.splitlines()) == 1
+    return message.removeprefix("error: ")
+
+
+def content_of(folder: Path) -> Any:
+    return json.loads((folder / "report.json").read_text())
+
+
+def pycocotools_ap50(model: nn.Module, data: DetectionSet) -> float:
+    """AP50 by pycocotools of what a detector of torchvision finds, called as torchvision's documentation calls it."""
+    coco = pytest.importorskip("pycocotools.coco")
+    cocoeval = pytest.importorskip("pycocotools.cocoeval")
+    with torch.no_grad():
+        outputs = model.eval()([image.load() / 255 for image in data.images])
+
+    def corner(box: Tensor) -> list[float]:
+        left, top, right, bottom = box.double().tolist()
+        return [left, top, right - left, bottom - top]
+
+    def each(parts: list[tuple[Tensor, Tensor]]) -> list[dict[str, Any]]:
+        return [
+            {"image_id": i, "category_id": int(label), "bbox": (box := corner(b)), "area": box[2] * box[3]}
+            for i, (boxes, labels) in enumerate(parts)
+            for b, label in zip(boxes, labels, strict=True)
+        ]
+
+    truth = each([(image.boxes, image.labels + 1) for image in data.images])
+    found = each([(output["boxes"], output["labels"]) for output in outputs])
+    for detection, score in zip(found, torch.cat([output["scores"] for output in outputs]).tolist(), strict=True):
+        detection["score"] = score
+    reference = coco.COCO()
+    reference.dataset = {
+        "info": {},
+        "images": [{"id": i} for i in range(len(data))],
+        "categories": [{"id": i + 1} for i in range(len(data.classes))],
+        "annotations": [{"id": i + 1, "iscrowd": 0, **thing} for i, thing in enumerate(truth)],
+    }
+    reference.createIndex()
+    evaluation = cocoeval.COCOeval(reference, reference.loadRes(found), "bbox")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    return float(evaluation.stats[1])
+
+
+# --- A run and its interruptions -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run one seed of tiny settings, once for all tests that only look at what is left."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    with pytest.MonkeyPatch.context() as patched:
+        small_and_quick(patched)
+        tool.run(config_of(*FINISHED), folder, resume=False)
+    return folder
+
+
+def test_everything_is_written(finished: Path) -> None:
+    assert {path.name for path in finished.iterdir()} == {
+        *("run.json", "report.json", "report.md", "events", "seed-0"),
+        *("methods.png", "finetuning.png", "value_function.png"),
+    }
+    folder = finished / "seed-0"
+    kept = {"record.json", "model.safetensors", "adapter.safetensors", "tuned.pth", "proposal_recall.json", "scenes"}
+    assert kept <= {path.name for path in folder.iterdir()}
+    drawn = [folder / f"{name}.png" for name in ("detections", "proposals_pretrained", "proposals_metricopt")]
+    for picture in [*finished.glob("*.png"), *drawn]:
+        with Image.open(picture) as image:
+            assert image.format == "PNG"
+            assert min(image.size) > 200
+    assert len(list((folder / "trajectories").glob("round-0-task-*.safetensors"))) == 4
+    assert load_value_function(folder / "value_function.safetensors", dim=3).quality is not None
+    recalls = json.loads((folder / "proposal_recall.json").read_text())
+    assert recalls["pretrained"] == recalls["metricopt"]  # phi acts behind the proposals
+    assert 0 <= recalls["pretrained"]["10"] <= recalls["pretrained"]["300"] <= 1
+    assert recalls["pretrained"]["300"] > 0
+
+
+def test_the_report_states_what_pycocotools_says_of_the_kept_detectors(finished: Path) -> None:
+    content = content_of(finished)
+    assert content["task"] == "detection/scenes"
+    assert content["metric"] == {"name": "AP50", "maximize": True}
+    methods = content["methods"]
+    assert {"pretrained", "loss_finetune", "loss_finetune_best", "metricopt"} <= set(methods)
+    assert methods["metricopt"]["queries_total"] <= content["config"]["queries"] == 16
+    assert methods["metricopt"]["validation"][0] >= methods["pretrained"]["validation"][0]
+    folder = finished / "seed-0"
+    test = read_voc(folder / "scenes", "test")
+    model = STOCK.build(len(test.classes), seed=9)
+    load_weights(model, folder / "model.safetensors")
+    expected = {"pretrained": pycocotools_ap50(model, test)}
+    load_adapter(model, folder / "adapter.safetensors")
+    expected["metricopt"] = pycocotools_ap50(model, test)
+    assert expected["pretrained"] > 0
+    for name, value in expected.items():
+        assert methods[name]["test"] == [pytest.approx(value)]
+    tuned = STOCK.build(len(test.classes), seed=9)
+    tuned.load_state_dict(torch.load(folder / "tuned.pth", weights_only=True), strict=True)
+    assert pycocotools_ap50(tuned, test) == pytest.approx(expected["metricopt"])
+
+
+def test_a_second_call_needs_resume(finished: Path) -> None:
+    message = refused("--config-file", SCENES, "--output-dir", finished, *FINISHED)
+    assert message == f"{finished} holds an earlier run: add --resume to go on with it, or use another folder"
+    message = refused("--config-file", SCENES, "--output-dir", finished, "--resume", *FINISHED, "recipe.lr=0.07")
+    assert "holds another run: recipe was" in message
+
+
+def test_a_finished_run_resumes_without_any_training(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content_of(finished)
+    monkeypatch.setattr(build, "train_detector", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr(FinetuneTask, "loss_and_gradient", lambda *_: pytest.fail("finetuned"))
+    (finished / "report.json").unlink()
+    call("--config-file", SCENES, "--resume", "--output-dir", finished, *FINISHED)
+    assert content_of(finished) == before
+    assert "torchvision's small_fpn on shifted scenes: AP50, 1 seeds of 16 queries" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_resumes_to_the_same_report(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, collected = [], []
+
+    def kill(self: TorchvisionToolkit, *arguments: Any) -> Any:
+        losses.append(arguments)
+        if len(losses) > 15:
+            raise KeyboardInterrupt
+        return loss(self, *arguments)
+
+    loss, folder = TorchvisionToolkit.loss, tmp_path / "run" / "seed-0"
+    with monkeypatch.context() as patched:
+        patched.setattr(TorchvisionToolkit, "loss", kill)
+        with pytest.raises(KeyboardInterrupt):
+            tool.run(config_of(*FINISHED), tmp_path / "run", resume=False)
+    assert (folder / "training.safetensors").exists()
+    assert not (folder / "model.safetensors").exists()
+
+    def stop(self: FinetuneTask, *arguments: Any) -> Any:
+        collected.append(arguments)
+        if len(collected) > 5:
+            raise KeyboardInterrupt
+        return asked(self, *arguments)
+
+    asked = FinetuneTask.answers_at
+    with monkeypatch.context() as patched:
+        patched.setattr(FinetuneTask, "answers_at", stop)
+        with pytest.raises(KeyboardInterrupt):
+            tool.run(config_of(*FINISHED), tmp_path / "run", resume=True)
+    assert 0 < len(list((folder / "trajectories").glob("*.safetensors"))) < 4
+    assert not (folder / "training.safetensors").exists()
+    detector = (folder / "model.safetensors").read_bytes()
+    assert detector == (finished / "seed-0" / "model.safetensors").read_bytes()
+    monkeypatch.setattr(build, "train_detector", lambda *_, **__: pytest.fail("trained a detector that was there"))
+    tool.run(config_of(*FINISHED), tmp_path / "run", resume=True)
+    resumed, whole = content_of(tmp_path / "run"), content_of(finished)
+    for name, method in resumed["methods"].items():
+        for part in ("validation", "test"):
+            assert method[part] == whole["methods"][name][part]
+
+
+# --- What else it takes ----------------------------------------------------------------------------------------
+
+
+def test_the_ap_loss_in_the_backbone_by_the_command_line(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
+    call("--toolkit", "torchvision", "--config-file", CONFIGS / "scenes_detectron2.yaml", "--output-dir", tmp_path,
+         *TINY, "classification_loss=ap", "model.config_file=''", "model.proposals=30", weights)  # fmt: skip
+    assert "torchvision's small_fpn on shifted scenes" in capsys.readouterr().out
+    content = content_of(tmp_path)
+    assert content["config"]["toolkit"] == "torchvision"
+    assert content["config"]["adapter"]["placement"] == "early"
+    recalls = json.loads((tmp_path / "seed-0" / "proposal_recall.json").read_text())
+    assert recalls["pretrained"] == json.loads((finished / "seed-0" / "proposal_recall.json").read_text())["pretrained"]
+    tuned = torch.load(tmp_path / "seed-0" / "tuned.pth", weights_only=True)
+    kept = STOCK.build(len(read_voc(tmp_path / "seed-0" / "scenes").classes), seed=9)
+    load_weights(kept, finished / "seed-0" / "model.safetensors")
+    changed = {name.split(".")[0] for name, value in kept.state_dict().items() if not torch.equal(value, tuned[name])}
+    assert changed <= {"backbone"}  # nothing where phi ends at its origin
+
+
+def test_features_in_memory_change_no_number(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = TorchvisionToolkit.build
+
+    def sampling_all(self: TorchvisionToolkit, classes: int, seed: int) -> Any:
+        # Features in memory shift the random stream that proposals are sampled from: without choice there is no chance.
+        model: Any = original(self, classes, seed)
+        model.roi_heads.fg_bg_sampler.batch_size_per_image = 1000
+        model.roi_heads.fg_bg_sampler.positive_fraction = 0.5
+        return model
+
+    monkeypatch.setattr(TorchvisionToolkit, "build", sampling_all)
+    contents = []
+    for keep in ("keep_features=true", "keep_features=false", "keep_gib=0.002"):
+        weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
+        config = config_of(*FINISHED, weights, f"adapter.{keep}")
+        some = keep.startswith("keep_gib")
+        with pytest.warns(UserWarning, match=r"fill their half of adapter\.keep_gib=0\.002") if some else nullcontext():
+            tool.run(config, tmp_path / keep, resume=False)
+        contents.append(content_of(tmp_path / keep)["methods"])
+    kept, never, some = contents
+    for name, method in kept.items():
+        for part in ("validation", "test"):
+            assert method[part] == pytest.approx(never[name][part], abs=1e-3)
+            assert method[part] == some[name][part]
+
+
+def test_voc_s_format_with_validation_held_out_of_train(finished: Path, tmp_path: Path) -> None:
+    tree = shutil.copytree(finished / "seed-0" / "scenes", tmp_path / "voc")
+    (tree / "ImageSets" / "Main" / "train.txt").rename(tree / "ImageSets" / "Main" / "trainval.txt")
+    overrides = [
+        *("data.name=voc", f"data.root={tree}", "data.splits=[trainval,'',test]", "data.validation_share=0.4"),
+        *("data.images=[3,0,5]", "data.size=32", f"model.weights={finished / 'seed-0' / 'model.safetensors'}"),
+        *("shift.contrast=1", "shift.noise_std=0", "shift.scale=1"),
+    ]
+    call("--config-file", SCENES, "--output-dir", tmp_path / "run", *FINISHED, *overrides)
+    content = content_of(tmp_path / "run")
+    assert content["task"] == "detection/voc"
+    assert not (tmp_path / "run" / "seed-0" / "scenes").exists()
+    splits = load_splits(config_of(*FINISHED, *overrides), 0, tmp_path / "none")
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [3, 2, 5]
+    assert {example.image.shape for example in splits.train} == {(3, 32, 32)}
+
+
+def test_coco_s_format_gives_the_images_of_the_same_voc_tree(finished: Path, tmp_path: Path) -> None:
+    tree = finished / "seed-0" / "scenes"
+    files = [write_coco(tmp_path / f"{split}.json", read_voc(tree, split)) for split in ("train", "val", "test")]
+    unshifted = ("shift.contrast=1", "shift.noise_std=0", "shift.scale=1", "data.images=[0,4,0]")
+    coco = ["data.name=coco", f"data.root={tree / 'JPEGImages'}", f"data.splits=[{','.join(map(str, files))}]"]
+    voc = ["data.name=voc", f"data.root={tree}"]
+    ours, theirs = (load_splits(config_of(*TINY, *each, *unshifted), 1, tmp_path) for each in (coco, voc))
+    assert ours.classes == theirs.classes
+    for a, b, count in zip(vars(ours).values(), vars(theirs).values(), (None, 6, 4, 6), strict=True):
+        if count:
+            assert len(a) == len(b) == count
+            for first, second in zip(a, b, strict=True):
+                assert torch.equal(first.image, second.image)
+                torch.testing.assert_close(first.truth.boxes, second.truth.boxes)
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_config_is_sound(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = config_of(file=file)
+    config.check()
+    check_definition(config)
+    there = config.toolkit == "torchvision" or importlib.util.find_spec("detectron2")
+    with nullcontext() if there else pytest.raises(ConfigError, match="toolkit=detectron2 needs Detectron2"):
+        build_toolkit(config)
+    assert config.toolkit == "torchvision" or Path(config.model.config_file).is_file()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "strict"), [([], False), (["model.steps=0"], True), (["model.steps=0", "model.weights=a.pth"], False)]
+)
+def test_published_weights_are_whole_where_nothing_trains_them(overrides: list[str], strict: bool) -> None:
+    toolkit = build_toolkit(config_of("model.name=fasterrcnn_resnet50_fpn", *overrides))
+    assert isinstance(toolkit, TorchvisionToolkit)
+    assert toolkit.strict_weights is strict
+
+
+# --- What it refuses -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.nmae=voc"], r"unknown key 'data\.nmae'; did you mean 'data\.name'\?"),
+        (["toolkit=mmdet"], r"toolkit='mmdet' is none of detectron2, torchvision"),
+        (["metric.definition=coco50"], r"metric\.definition='coco50' is none of voc_11_point, voc, coco"),
+        (["model.name=yolo"], r"no detector is named 'yolo'; there are fasterrcnn_resnet50_fpn"),
+        (["toolkit=detectron2"], r"model\.min_size=48 is for toolkit=torchvision, .* not change toolkit=detectron2$"),
+        (["classification_loss=focal"], r"classification_loss='focal' must be 'cross_entropy' or 'ap'"),
+        (["population=2"], r"population=2: detectors compute one task at a time"),
+        (["adapter.keep_gib=-1"], r"adapter\.keep_gib=-1\.0: it must be at least 0"),
+        (["model.lr=0"], r"model\.lr=0\.0: it must be above 0"),
+        (["queries=15"], r"15 queries are too few .* give at least 16"),
+        (["data.splits=[train,test]"], r"both must have three entries"),
+        (["data.images=[6,-1,6]"], r"data\.images=\[6, -1, 6\]: each must be at least 0"),
+        (["scene.digits=[2]"], r"scene\.digits=\[2\]: it must be two numbers"),
+    ],
+)
+def test_bad_settings_are_refused_before_the_folder_is_taken(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    out = tmp_path / "run"
+    assert re.search(message, refused("--config-file", SCENES, "--output-dir", out, *TINY, *overrides))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.name=kitti"], r"the settings of shift are for data\.name=scenes"),
+        (["data.name=kitti", "shift={contrast: 1, noise_std: 0, scale: 1}"], r"'kitti' is none of scenes, voc, coco"),
+        (["data.name=voc", "shift={contrast: 1, noise_std: 0, scale: 1}"], r"data\.name=voc needs data\.root=PATH"),
+        (["data.images=[6,0,6]"], r"images must be three numbers of at least 1, got \(6, 0, 6\)"),
+        (["data.more_train=[VOC2012]"], r"data\.more_train=\['VOC2012'\] is for data\.name=voc"),
+        (["data.classes=[cat]"], r"data\.classes=\['cat'\] is for data\.name=voc"),
+        (["adapter.placement=head"], r"placement='head' is none of backbone, early, fpn, rpn, roi_head, predictor"),
+        (["adapter.layers=[norm*]"], r"layers='norm\*' matches no layer"),
+        (["model.lr=1e30"], r"step \d: .*(lower the lr|not finite)"),
+        (["device=abacus"], r"device='abacus' is not to be had here"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
+    out = tmp_path / "run"
+    assert re.search(message, refused("--config-file", SCENES, "--output-dir", out, *TINY, *overrides))
+    assert not (out / "report.json").exists()
+
+
+def break_image(tree: Path) -> None:
+    path = tree / "JPEGImages" / "train_00000.png"
+    path.write_bytes(path.read_bytes()[:500])
+
+
+def empty_split(tree: Path) -> None:
+    (tree / "ImageSets" / "Main" / "val.txt").write_text("\n")
+
+
+def remove_objects(tree: Path) -> None:
+    for path in (tree / "Annotations").iterdir():
+        path.write_text(re.sub("<object>.*</object>", "", path.read_text(), flags=re.DOTALL))
+
+
+def mark_difficult(tree: Path) -> None:
+    for path in (tree / "Annotations").glob("val_*"):
+        path.write_text(path.read_text().replace("<difficult>0", "<difficult>1"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "overrides", "message"),
+    [
+        (break_image, [], r"train_00000\.png can't be read as an image"),
+        (empty_split, [], r"val\.txt is empty"),
+        (remove_objects, [], r"none of the 6 images for train has a box"),
+        (mark_difficult, [], r"none of the 6 images for validation has a box that is neither difficult nor a crowd"),
+        (None, ["data.classes=[cat]"], r"has an object of class 'digit'; the classes are cat"),
+        (None, ["data.splits=[train,val,tset]"], r"there is no split 'tset' in .*; it has test, train, val"),
+        (None, ["data.root=nowhere"], r"nowhere does not exist"),
+        (None, ["data.splits=[train,val,'']"], r"there is no split ''"),
+        (None, ["model.weights={weights}", "model.name=resnet18_fpn"], r"holds no weights for FasterRCNN"),
+        (None, ["data.name=coco", "data.splits=[a.json,b.json,c.json]"], r"a\.json does not exist"),
+        (None, ["data.name=coco", "data.classes=[cat]"], r"data\.classes=\['cat'\] is for data\.name=voc"),
+    ],
+)
+def test_bad_data_are_refused_in_one_line(
+    finished: Path, tmp_path: Path, spoil: Any, overrides: list[str], message: str
+) -> None:
+    tree = shutil.copytree(finished / "seed-0" / "scenes", tmp_path / "voc")
+    if spoil:
+        spoil(tree)
+    weights = str(finished / "seed-0" / "model.safetensors")
+    given = [override.replace("{weights}", weights) for override in overrides]
+    shift = "shift={contrast: 1, noise_std: 0, scale: 1}"
+    arguments = ["--config-file", SCENES, "--output-dir", tmp_path / "run", *TINY, "data.name=voc"]
+    assert re.search(message, refused(*arguments, f"data.root={tree}", shift, *given))
+
+
+def test_detectron2_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("metricopt_ext.detection.detectron2.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("detectron2", "detectron2.config"):
+        monkeypatch.setitem(sys.modules, name, None)
+    message = refused("--config-file", CONFIGS / "scenes_detectron2.yaml", "--output-dir", tmp_path / "run")
+    assert message.startswith("toolkit=detectron2 needs Detectron2, which is installed from its source (")
+    assert "--toolkit torchvision works without, with a config file of its own" in message
+    assert not (tmp_path / "run").exists()
+
+
+# --- A kept detector evaluated ---------------------------------------------------------------------------------
+
+
+def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Path) -> None:
+    evaluate = load_tool("evaluate_ap50")
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {name: scenes}\nmodel: {min_size: 48, max_size: 48, proposals: 30}\ndevice: cpu\n")
+    folder, methods = finished / "seed-0", content_of(finished)["methods"]
+    data = ("--annotations", folder / "scenes", "--split", "test")
+    model, tuned = folder / "model.safetensors", folder / "tuned.pth"
+    test = read_voc(folder / "scenes", "test")
+    annotations = write_coco(tmp_path / "test.json", test)
+    for name, options in (
+        ("pretrained", (model, *data)),
+        ("metricopt", (tuned, *data)),
+        ("metricopt", (model, "--adapter", folder / "adapter.safetensors", *data)),
+        ("metricopt", (tuned, "--annotations", annotations, "--images-dir", folder / "scenes" / "JPEGImages")),
+    ):
+        call("--config-file", file, "--output-dir", tmp_path, "--weights", *options, script=evaluate)
+        report = content_of(tmp_path)
+        assert report["images"] == 6
+        assert report["ap50"]["coco"]["mean"] == pytest.approx(methods[name]["test"][0])
+    with pytest.raises(SystemExit, match=r"error: --images-dir names the images of a JSON file"):
+        call("--config-file", file, "--output-dir", tmp_path, "--weights", tuned, "--annotations", annotations,
+             script=evaluate)  # fmt: skip
+    with pytest.raises(SystemExit, match=r"error: --config-file needs --weights"):
+        call("--config-file", file, "--output-dir", tmp_path, *data, script=evaluate)
+    with pytest.raises(SystemExit, match=r"error: --weights and --adapter can't be used with --detections"):
+        call("--detections", file, "--output-dir", tmp_path, "--weights", tuned, "--adapter", tuned, *data,
+             script=evaluate)  # fmt: skip
+
+
+# --- The toolkit that the settings name ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "setting"),
+    [
+        ("detectron2", "model.name=resnet18_fpn"),
+        ("detectron2", "model.min_size=64"),
+        ("detectron2", "model.max_size=256"),
+        ("detectron2", "model.proposals=30"),
+        ("detectron2", "model.coco_weights=coco.pth"),
+        ("detectron2", "adapter.keep_gib=1"),
+        ("torchvision", "model.config_file=scenes.yaml"),
+        ("torchvision", "model.opts=[MODEL.WEIGHTS,a.pth]"),
+    ],
+)
+def test_a_setting_that_the_toolkit_does_not_look_at_is_refused(toolkit: str, setting: str) -> None:
+    other = {"detectron2": "torchvision", "torchvision": "detectron2"}[toolkit]
+    config = load_config(DetectionConfig, None, [f"toolkit={toolkit}", "data.name=scenes", setting])
+    said = rf"{setting.partition('=')[0]}=.* is for toolkit={other}, and would not change toolkit={toolkit}$"
+    with pytest.raises(ConfigError, match=said):
+        build_toolkit(config)
+
+
+def test_detectron2_needs_its_config_file() -> None:
+    pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
+    with pytest.raises(ConfigError, match=r"toolkit=detectron2 needs model\.config_file=FILE"):
+        build_toolkit(load_config(DetectionConfig, None, ["toolkit=detectron2", "data.name=scenes"]))

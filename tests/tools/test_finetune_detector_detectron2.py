@@ -1,0 +1,182 @@
+"""The detection tool end to end on a tiny run of a Detectron2 detector, and the AP loss in its box head."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
+
+from detectron2.engine import DefaultPredictor
+from detectron2.modeling import build_model
+from detectron2.utils.events import EventStorage
+
+from metricopt_ext import run_config
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.detection import scenes
+from metricopt_ext.detection.ap50 import average_precision
+from metricopt_ext.detection.ap_loss import ap_loss
+from metricopt_ext.detection.build import build_toolkit
+from metricopt_ext.detection.config import DetectionConfig
+from metricopt_ext.detection.detectron2.ap_loss import use_ap_loss
+from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit, detections_of
+from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.voc import read_voc
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.utils.config import load_config
+from metricopt_ext.value.learners import RidgeLearner
+
+pytestmark = pytest.mark.detectron2
+
+ROOT = Path(__file__).parents[2]
+SCENES = ROOT / "configs" / "detection" / "scenes_detectron2.yaml"
+
+# The detector hardly learns, but as the scenes' digits are of one class here, it finds some, and AP50 moves with phi.
+TINY = [
+    *("recipe.steps=3", "recipe.evals=2", "recipe.rounds=1", "recipe.folds=2", "recipe.trials=0", "queries=16"),
+    *("model.steps=30", "model.lr=0.01", "model.batch_size=4", "model.opts=[]", "adapter.placement=backbone"),
+    *("scene.size=64", "scene.digits=[1,2]", "scene.scale=[20,36]", "data.images=[12,6,6]", "batch_size=2"),
+    *("adapter.dim=3", "recipe.start_std=0.4", "best_evals=2", "pictures=false", "workers=1", "seeds=1", "device=cpu"),
+]
+
+
+def load_tool(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def ridge_only(**settings: Any) -> Recipe:
+    return Recipe(**{**settings, "learners": (RidgeLearner(),)})
+
+
+def examples(data: DetectionSet) -> list[Example]:
+    return [Example(image.load(), image) for image in data.images]
+
+
+def test_the_tool_and_its_checkpoint(
+    tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_config, "Recipe", ridge_only)
+    monkeypatch.setattr(scenes, "CLASSES", ("digit",) * 10)
+    many = ("MODEL.RPN.POST_NMS_TOPK_TEST", 300, "TEST.DETECTIONS_PER_IMAGE", 300)
+    cfg = tiny_config("fpn", "BN", "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0, *many)
+    file = tmp_path / "detector.yaml"
+    file.write_text(cfg.dump())
+    out = tmp_path / "run"
+    load_tool("finetune_detector").run(
+        load_config(DetectionConfig, SCENES, [*TINY, f"model.config_file={file}"]), out, resume=False
+    )
+    assert "detectron2's detector on shifted scenes" in capsys.readouterr().out
+    content = json.loads((out / "report.json").read_text())
+    test = read_voc(out / "seed-0" / "scenes", "test")
+
+    cfg.MODEL.WEIGHTS = str(out / "seed-0" / "tuned.pth")
+    cfg.MODEL.ROI_HEADS.NUM_CLASSES = len(test.classes)
+    predictor = DefaultPredictor(cfg)
+    found = [
+        detections_of(predictor(np.ascontiguousarray(image.load().permute(1, 2, 0).numpy()[:, :, ::-1]))["instances"])
+        for image in test.images
+    ]
+    expected = average_precision(found, test, "voc").mean
+    assert expected > 0
+    assert content["methods"]["metricopt"]["test"] == [pytest.approx(expected)]
+
+    config = tmp_path / "run.yaml"
+    config.write_text(f"toolkit: detectron2\ndata: {{name: scenes}}\nmodel: {{config_file: '{file}'}}\ndevice: cpu\n")
+    evaluate = load_tool("evaluate_ap50")
+    monkeypatch.setattr(
+        "sys.argv",
+        ["evaluate_ap50.py", "--config-file", str(config), "--weights", cfg.MODEL.WEIGHTS, "--split", "test",
+         "--annotations", str(out / "seed-0" / "scenes"), "--output-dir", str(tmp_path)],
+    )  # fmt: skip
+    evaluate.main()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["ap50"]["voc"]["mean"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("overrides", "whole"), [([], False), (["model.steps=0"], True)])
+def test_weights_are_whole_where_nothing_trains_them(overrides: list[str], whole: bool, tiny_config: Any) -> None:
+    cfg = tiny_config("fpn", "BN")
+    toolkit = build_toolkit(
+        load_config(
+            DetectionConfig, SCENES, [f"model.config_file={cfg.OUTPUT_DIR}/../tiny.yaml", "device=cpu", *overrides]
+        )
+    )
+    assert isinstance(toolkit, Detectron2Toolkit)
+    assert toolkit.strict_weights is whole
+
+
+# --- The AP loss -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["fpn", "c4"])
+def test_the_loss_is_the_ap_loss_of_the_predictor_s_log_probabilities(
+    kind: str, tiny_config: Any, squares: Callable[..., DetectionSet]
+) -> None:
+    toolkit, plain = Detectron2Toolkit(tiny_config(kind), "ap"), Detectron2Toolkit(tiny_config(kind))
+    model, other = toolkit.build(2, seed=1), plain.build(2, seed=1)
+    assert model.state_dict().keys() == other.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    batch = examples(squares(2))
+    seen: list[Any] = []
+    model.roi_heads.box_predictor.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
+    losses = losses_of(toolkit, model, batch)
+    proposals = seen_proposals(model)
+    theirs = losses_of(plain, other, batch)
+    expected = ap_loss(seen[0].log_softmax(1)[:, :2], proposals)
+    assert set(losses) == set(theirs)
+    torch.testing.assert_close(losses["loss_cls"], expected)
+    assert not torch.isclose(losses["loss_cls"], theirs["loss_cls"])
+    for name in ("loss_box_reg", "loss_rpn_cls", "loss_rpn_loc"):
+        torch.testing.assert_close(losses[name], theirs[name])
+
+
+def losses_of(toolkit: Detectron2Toolkit, model: nn.Module, batch: list[Example]) -> Any:
+    inputs = [{**toolkit._input(example), "instances": toolkit._targets(example)} for example in batch]
+    torch.manual_seed(0)
+    sample = model.roi_heads.label_and_sample_proposals
+
+    def remember(proposals: Any, targets: Any) -> Any:
+        model.roi_heads.sampled = sample(proposals, targets)
+        return model.roi_heads.sampled
+
+    with pytest.MonkeyPatch.context() as patched, EventStorage():
+        patched.setattr(model.roi_heads, "label_and_sample_proposals", remember)
+        return model.train()(inputs)
+
+
+def seen_proposals(model: Any) -> torch.Tensor:
+    """The classes of the sampled proposals, -1 for background."""
+    classes = torch.cat([each.gt_classes for each in model.roi_heads.sampled])
+    return torch.where(classes == 2, -1, classes)
+
+
+def test_the_gradient_of_the_ap_loss_reaches_phi(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
+    toolkit = Detectron2Toolkit(tiny_config(), classification_loss="ap")
+    model = toolkit.build(2, seed=1)
+    adapter = attach_film(model, toolkit.film_layers(model, ["roi_head"]), dim=4)
+    loss = losses_of(toolkit, model, examples(squares(2)))["loss_cls"]
+    (gradient,) = torch.autograd.grad(loss, adapter.phi)
+    assert gradient.isfinite().all()
+    assert gradient.norm() > 0
+
+
+def test_other_predictors_and_losses_are_refused(tiny_config: Any) -> None:
+    with pytest.raises(ConfigError, match="classification_loss='focal' must be 'cross_entropy' or 'ap'"):
+        Detectron2Toolkit(tiny_config(), classification_loss="focal")
+    with pytest.raises(ConfigError, match="the AP loss is for FastRCNNOutputLayers, this detector has NoneType"):
+        use_ap_loss(nn.Linear(1, 1))
+    cascade = build_model(tiny_config("fpn", "BN", "MODEL.ROI_HEADS.NAME", "CascadeROIHeads",
+                                      "MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", True))  # fmt: skip
+    with pytest.raises(ConfigError, match="this detector has ModuleList"):
+        use_ap_loss(cascade)

@@ -1,0 +1,444 @@
+"""The retrieval tool end to end on tiny runs, and the parts it builds from a config."""
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from metricopt_ext import run_config
+from metricopt_ext.adapters.attach import load_adapter
+from metricopt_ext.data.labelled import Split
+from metricopt_ext.errors import ConfigError, DataError, MetricError
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.retrieval import build
+from metricopt_ext.retrieval.build import build_loss, build_metric, class_batches, class_halves, load_splits
+from metricopt_ext.retrieval.config import LossConfig, MetricConfig, RetrievalConfig
+from metricopt_ext.retrieval.losses import SmoothAPLoss
+from metricopt_ext.retrieval.models import Conv4, Embedder, build_model
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.files import load_weights
+from metricopt_ext.value.learners import RidgeLearner
+from metricopt_ext.value.value_function import load_value_function
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tools" / "finetune_retrieval.py"
+CONFIGS = ROOT / "configs" / "retrieval"
+DIGITS, OMNIGLOT = CONFIGS / "digits.yaml", CONFIGS / "omniglot.yaml"
+
+# One round of four tasks with two observations, three queries to choose and five for the guard.
+TINY = [
+    *("recipe.steps=3", "recipe.evals=2", "recipe.rounds=1", "recipe.folds=2", "recipe.trials=0", "queries=16"),
+    *("model.epochs=1", "model.width=4", "model.embedding=6", "adapter.dim=3", "best_evals=2", "pictures=false"),
+    *("workers=1", "seeds=1", "device=cpu"),
+]
+
+
+def load_tool() -> Any:
+    spec = importlib.util.spec_from_file_location("finetune_retrieval", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave out the value function that takes a second to fit, and threads."""
+    monkeypatch.setattr(run_config, "Recipe", partial(Recipe, learners=(RidgeLearner(),)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config_of(*overrides: str, file: Path = DIGITS) -> RetrievalConfig:
+    return load_config(RetrievalConfig, file, [*TINY, *overrides])
+
+
+def call(*arguments: str | Path) -> None:
+    """Call the script's main as the command line does."""
+    before, sys.argv = sys.argv, ["finetune_retrieval.py", *map(str, arguments)]
+    try:
+        tool.main()
+    finally:
+        sys.argv = before
+
+
+def refused(*arguments: str | Path) -> str:
+    with pytest.raises(SystemExit) as caught:
+        call(*arguments)
+    message = str(caught.value.code)  # a string: printed to stderr, and the exit code is 1
+    assert message.startswith("error: ")
+    assert len(message.splitlines()) == 1
+    return message.removeprefix("error: ")
+
+
+def naive_recall(embeddings: Tensor, labels: Tensor, k: int) -> float:
+    """Recall@k straight from its definition: an item is a hit if one of the k nearest others has its label."""
+    x, y = embeddings.double().numpy(), labels.numpy()
+    hits = []
+    for i in range(len(x)):
+        others = np.delete(np.arange(len(x)), i)
+        if not (y[others] == y[i]).any():
+            continue
+        nearest = others[np.linalg.norm(x[others] - x[i], axis=1).argsort(kind="stable")[:k]]
+        hits.append((y[nearest] == y[i]).any())
+    return float(np.mean(hits))
+
+
+def kept_embeddings(config: RetrievalConfig, folder: Path, seed: int, tuned: bool) -> tuple[Tensor, Tensor]:
+    """Return embeddings and labels of the test images by the model that a run left, bare or with its adapter."""
+    splits = load_splits(config, seed)
+    model = build_model(config.model.name, splits.test.x.shape[1:], config.model.embedding, config.model.width).eval()
+    load_weights(model, folder / f"seed-{seed}" / "model.safetensors")
+    if tuned:
+        load_adapter(model, folder / f"seed-{seed}" / "adapter.safetensors")
+    with torch.no_grad():
+        return model(splits.test.x), splits.test.y
+
+
+# --- A run and its interruptions -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run two seeds of tiny settings, once for all tests that only look at what is left."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run_config, "Recipe", partial(Recipe, learners=(RidgeLearner(),)))
+        tool.run(config_of("seeds=2"), folder, resume=False)
+    return folder
+
+
+def test_everything_is_written(finished: Path) -> None:
+    assert {path.name for path in finished.iterdir()} == {
+        *("run.json", "report.json", "report.md", "events", "seed-0", "seed-1"),
+        *("methods.png", "finetuning.png", "value_function.png", "recalls.png"),
+    }
+    for picture in [*finished.glob("*.png"), *finished.glob("seed-*/neighbours.png")]:
+        with Image.open(picture) as image:
+            assert image.format == "PNG"
+            assert min(image.size) > 200
+    for seed in (0, 1):
+        folder = finished / f"seed-{seed}"
+        kept = {"record.json", "model.safetensors", "adapter.safetensors", "neighbours.png", "answers.json"}
+        assert kept <= {path.name for path in folder.iterdir()}
+        assert len(list((folder / "trajectories").glob("round-0-task-*.safetensors"))) == 4
+        assert load_value_function(folder / "value_function.safetensors", dim=3).quality is not None
+    assert len(list(finished.glob("events/seed-*/metricopt/events.out.tfevents.*"))) == 2
+
+
+def test_the_report_states_what_the_kept_models_do(finished: Path) -> None:
+    content = json.loads((finished / "report.json").read_text())
+    assert content["task"] == "retrieval/digits"
+    assert content["metric"] == {"name": "mean Recall@1,2,4", "maximize": True}
+    assert content["seeds"] == [0, 1]
+    methods = content["methods"]
+    assert {"pretrained", "loss_finetune", "loss_finetune_best", "metricopt"} <= set(methods)
+    assert {"batchnorm_validation", "loss_finetune_validation"} <= set(methods)
+    assert methods["metricopt"]["queries_total"] <= content["config"]["queries"] == 16
+    assert methods["loss_finetune_best"]["queries_total"] == 2
+    assert all(half is not None for half in content["split_half"])
+    for seed in (0, 1):
+        recalls = json.loads((finished / f"seed-{seed}" / "recalls.json").read_text())
+        for name, tuned in (("pretrained", False), ("metricopt", True)):
+            embeddings, labels = kept_embeddings(config_of(), finished, seed, tuned)
+            expected = {k: naive_recall(embeddings, labels, k) for k in (1, 2, 4)}
+            assert methods[name]["test"][seed] == pytest.approx(np.mean(list(expected.values())))
+            assert recalls[name][:3] == [pytest.approx(value) for value in expected.values()]
+        assert recalls["ks"] == [1, 2, 4, 8, 16, 32, 64, 128]
+        assert methods["metricopt"]["validation"][seed] >= methods["pretrained"]["validation"][seed]
+
+
+def test_a_second_call_needs_resume(finished: Path) -> None:
+    message = refused("--config-file", DIGITS, "--output-dir", finished, *TINY, "seeds=2")
+    assert message == f"{finished} holds an earlier run: add --resume to go on with it, or use another folder"
+    message = refused("--config-file", DIGITS, "--output-dir", finished, "--resume", *TINY, "recipe.lr=0.07")
+    assert "holds another run: recipe was" in message
+
+
+def test_a_finished_run_resumes_without_any_training(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = json.loads((finished / "report.json").read_text())
+    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(FinetuneTask, "loss_and_gradient", lambda *_: pytest.fail("finetuned"))
+    monkeypatch.setattr(FinetuneTask, "cost", lambda *_: pytest.fail("asked"))
+    (finished / "report.json").unlink()
+    call("--config-file", DIGITS, "--resume", "--output-dir", finished, *TINY, "seeds=2")
+    assert json.loads((finished / "report.json").read_text()) == before
+    assert "MetricOpt" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_resumes_to_the_same_report(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected = []
+
+    def stop(self: FinetuneTask, *arguments: Any) -> Any:
+        collected.append(arguments)
+        if len(collected) > 5:
+            raise KeyboardInterrupt
+        return asked(self, *arguments)
+
+    asked = FinetuneTask.answers_at
+    with monkeypatch.context() as patched:
+        patched.setattr(FinetuneTask, "answers_at", stop)
+        with pytest.raises(KeyboardInterrupt):
+            tool.run(config_of(), tmp_path / "run", resume=False)
+    assert len(list((tmp_path / "run" / "seed-0" / "trajectories").glob("*.safetensors"))) == 2
+    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained an embedder that was there"))
+    tool.run(config_of(), tmp_path / "run", resume=True)
+    resumed, whole = (json.loads((folder / "report.json").read_text()) for folder in (tmp_path / "run", finished))
+    for name, method in resumed["methods"].items():
+        for part in ("validation", "test"):
+            assert method[part] == whole["methods"][name][part][:1]
+
+
+# --- What else it takes ----------------------------------------------------------------------------------------
+
+
+def omniglot(folder: Path, *, characters: int = 4, drawings: int = 4) -> Path:
+    """Write drawings as Omniglot has them; each character has strokes of its own."""
+    rng = np.random.default_rng(0)
+    for alphabet in ("Greek", "Latin"):
+        for c in range(characters):
+            strokes = rng.random((7, 7)) < 0.4
+            for i in range(drawings):
+                pixels = np.kron(strokes ^ (rng.random((7, 7)) < 0.05), np.ones((15, 15), dtype=bool))
+                path = folder / alphabet / f"character{c:02d}" / f"{c:04d}_{i:02d}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(np.where(pixels, 0, 255).astype(np.uint8)).convert("1").save(path)
+    return folder
+
+
+def test_omniglot_with_all_methods_and_another_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [
+        *("loss.name=triplet_margin", "loss.params={margin: 0.2}", "loss.classes=3", "loss.samples=2"),
+        *("data.fractions=[0.25,0.5,0.25]", "metric.ks=[1]", "search_queries=15", "refine_queries=10"),
+    ]
+    root = omniglot(tmp_path / "set")
+    call("--config-file", OMNIGLOT, "--output-dir", tmp_path / "run", *TINY, *overrides[:2], *overrides[3:],
+         "loss.classes=2", f"data.root={root}")  # fmt: skip
+    assert "conv4 on shifted omniglot: Recall@1, 1 seeds of 16 queries" in capsys.readouterr().out
+    content = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert content["metric"]["name"] == "Recall@1"
+    spent = {name: method["queries_total"] for name, method in content["methods"].items()}
+    assert spent["guided_es"] == spent["cma_es"] == 15
+    assert spent["refined"] == spent["metricopt"] + 10
+    config = config_of(*overrides, f"data.root={root}", file=OMNIGLOT)
+    for name, tuned in (("pretrained", False), ("metricopt", True)):
+        embeddings, labels = kept_embeddings(config, tmp_path / "run", 0, tuned)
+        assert embeddings.shape == (8, 6)
+        assert content["methods"][name]["test"] == [pytest.approx(naive_recall(embeddings, labels, 1))]
+
+
+def test_class_folders_with_a_fixed_test_part_and_a_subset_of_queries(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for label in range(10):
+        colour = rng.integers(0, 200, 3)
+        for i in range(4):
+            path = tmp_path / "set" / f"{label:03d}.bird" / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((colour + rng.integers(0, 56, (12, 10, 3))).astype(np.uint8)).save(path)
+    overrides = [
+        *("model.name=conv4", "adapter.layers=[]", "data.image_size=12", "loss.samples=2"),
+        *("data.last_test=true", "data.fractions=[0.3,0.4,0.3]", "metric.query_subset=9", "loss.classes=3"),
+        f"data.root={tmp_path / 'set'}",
+    ]
+    call("--config-file", CONFIGS / "class_folders.yaml", "--output-dir", tmp_path / "run", *TINY, *overrides)
+    content = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert content["config"]["model"]["augment"]
+    config = config_of(*overrides, file=CONFIGS / "class_folders.yaml")
+    splits = load_splits(config, 0)
+    assert [splits.class_names[label] for label in splits.test.y.unique()] == ["007.bird", "008.bird", "009.bird"]
+    assert splits.train.x.dtype == torch.uint8
+    embeddings, labels = kept_embeddings(config, tmp_path / "run", 0, tuned=True)
+    expected = np.mean([naive_recall(embeddings, labels, k) for k in (1, 2, 4)])  # of all queries
+    assert content["methods"]["metricopt"]["test"] == [pytest.approx(expected)]
+
+
+# --- What it refuses -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["loss.nmae=fast_ap"], r"unknown key 'loss\.nmae'; did you mean 'loss\.name'\?"),
+        (["loss.name=fastap"], r"loss\.name='fastap' is none of .*contrastive.*fast_ap.*triplet_margin"),
+        (["loss.params={margn: 1}"], r"loss: fast_ap does not take \{'margn': 1\}"),
+        (["loss.name=proxy_anchor", "loss.params={num_classes: 3, embedding_size: 6}"], "has weights of its own"),
+        (["loss.samples=1"], r"loss\.samples=1: it must be at least 2"),
+        (["metric.ks=[0]"], r"metric: ks must be .* of at least 1, got \[0\]"),
+        (["metric.ks=[]"], r"metric: ks must be one or more numbers"),
+        (["queries=15"], r"15 queries are too few .* give at least 16"),
+        (["model.lr=0"], r"model\.lr=0\.0: it must be above 0"),
+    ],
+)
+def test_bad_settings_are_refused_before_the_folder_is_taken(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    out = tmp_path / "run"
+    assert re.search(message, refused("--config-file", DIGITS, "--output-dir", out, *TINY, *overrides))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.name=cub"], r"data\.name='cub' is none of class_folders, digits, omniglot, stanford_online_products"),
+        (["data.name=omniglot"], r"data\.name=omniglot needs data\.root=PATH"),
+        (["data.name=omniglot", "data.root=nowhere"], r"nowhere not found; set data\.root=DIR"),
+        (["data.name=stanford_online_products", "data.root=nowhere"], r"Ebay_train\.txt not found"),
+        (["data.fractions=[0.8,0.1,0.1]"], r"each part needs at least two classes of its own; 10 classes"),
+        (["data.fractions=[0.5,0.6]"], r"data: fractions must be three numbers"),
+        (["shift.kind=odd"], r"shift\.kind='odd' must be none or image"),
+        (["shift.contrast=2"], r"shift: contrast must be in \(0, 1\], got 2"),
+        (["adapter.layers=[nrom*]"], r"layers='nrom\*' matches no layer"),
+        (["model.name=conv5"], r"model\.name='conv5' is neither conv4 nor a torchvision classifier"),
+        (["model.name=resnet18"], r"model\.name=resnet18 does not take images of shape \(1, "),
+        (["model.weights=nowhere.pt"], r"nowhere\.pt holds no weights for Embedder"),
+        (["model.trunk_weights=a.pt"], r"model\.trunk_weights is for torchvision's classifiers"),
+        (["device=abacus"], r"device='abacus' is not to be had here"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
+    out = tmp_path / "run"
+    assert re.search(message, refused("--config-file", DIGITS, "--output-dir", out, *TINY, *overrides))
+    assert not (out / "report.json").exists()
+
+
+def test_bad_images_are_refused_in_one_line(tmp_path: Path) -> None:
+    root = omniglot(tmp_path / "set")
+    arguments = ["--config-file", OMNIGLOT, "--output-dir", tmp_path / "run", *TINY, f"data.root={root}"]
+    (root / "Greek" / "character01" / "0001_02.png").write_bytes(b"no picture")
+    assert "cannot read Greek/character01/0001_02.png as an image" in refused(*arguments)
+
+
+def test_one_class_only_is_refused_in_one_line(tmp_path: Path) -> None:
+    root = omniglot(tmp_path / "set", characters=1) / "Greek"
+    arguments = ["--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY]
+    message = refused(*arguments, "data.name=class_folders", f"data.root={root}")
+    assert message.startswith("each part needs at least two classes of its own; 1 classes divided by")
+
+
+# --- The parts -------------------------------------------------------------------------------------------------
+
+
+def test_the_metric_and_its_halves_against_the_definition() -> None:
+    rng = torch.Generator().manual_seed(0)
+    y = torch.arange(6).repeat_interleave(5)[torch.randperm(30, generator=rng)]
+    part = Split(torch.randn(30, 7, generator=rng), y)
+    halves = class_halves(y, seed=1)
+    model = nn.Linear(7, 4)
+    answer = build_metric(MetricConfig([1, 3]), part, halves).ask(model, "test")
+    with torch.no_grad():
+        embeddings = model(part.x)
+
+    def cost(rows: Tensor) -> float:
+        return 1 - float(np.mean([naive_recall(embeddings[rows], y[rows], k) for k in (1, 3)]))
+
+    assert answer.cost == pytest.approx(cost(torch.arange(30)))
+    assert answer.halves == (pytest.approx(cost(halves[0])), pytest.approx(cost(halves[1])))
+    assert build_metric(MetricConfig([1, 3]), part).ask(model, "test") == (answer.cost, None)
+
+
+def test_embeddings_that_do_not_match_their_labels_are_refused() -> None:
+    part = Split(torch.randn(6, 3), torch.tensor([0, 0, 1, 1, 2, 2]))
+
+    class Halving(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[::2]
+
+    metric = build_metric(MetricConfig([1]), part)
+    with pytest.raises(MetricError, match="embeddings and labels must be equally many, got 3 and 6"):
+        metric.ask(Halving(), "test")
+    with pytest.raises(MetricError, match="embeddings must be n x d"):
+        metric.ask(nn.Unflatten(1, (3, 1)), "test")
+
+
+LOSSES = ["fast_ap", "triplet_margin", "margin", "contrastive", "multi_similarity", "recall", "smooth_ap"]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_by_name_reach_phi(name: str) -> None:
+    config = config_of(f"loss.name={name}")
+    splits = load_splits(config, 0)
+    torch.manual_seed(0)
+    model = build_model("conv4", splits.train.x.shape[1:], 6, 4)
+    task = FinetuneTask(
+        build.attach(model.eval(), config, 0),
+        loss=build_loss(config.loss),
+        batches=class_batches(splits.train, config.loss),
+        metric=build_metric(config.metric, splits.validation),
+        population=1,
+    )
+    phi = task.starts(3.0, 0, range(3))
+    loss, gradient = task.loss_and_gradient(phi, 0, range(3), 0)
+    assert loss.shape == (3,)
+    assert gradient.isfinite().all()
+    assert gradient.any()
+    task.population = 3
+    together = task.loss_and_gradient(phi, 0, range(3), 0)
+    torch.testing.assert_close(together[0], loss, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(together[1], gradient, rtol=1e-3, atol=1e-4)
+
+
+def test_the_smooth_ap_is_the_one_for_classes_of_any_size() -> None:
+    loss = build_loss(LossConfig(name="smooth_ap"))
+    embeddings, labels = torch.randn(5, 3), torch.tensor([0, 0, 0, 1, 1])
+    assert float(loss(nn.Identity(), (embeddings, labels))) == pytest.approx(float(SmoothAPLoss()(embeddings, labels)))
+
+
+def test_a_part_of_few_classes_gets_smaller_batches() -> None:
+    part = Split(torch.zeros(7, 1, 2, 2), torch.tensor([0, 0, 1, 1, 2, 2, 3]))
+    assert class_batches(part, LossConfig(classes=16, samples=2)).classes == 3
+    with pytest.raises(DataError, match="a batch needs 2 classes of at least two examples, there are 1"):
+        class_batches(Split(part.x[:4], torch.tensor([0, 0, 1, 2])), LossConfig())
+
+
+@pytest.mark.parametrize("side", [4, 8, 28, 33])
+def test_embeddings_lie_on_the_unit_sphere(side: int) -> None:
+    model = Embedder(Conv4(3, side, 5, width=4)).eval()
+    pixels = torch.randint(256, (2, 3, side, side), dtype=torch.uint8)
+    embeddings = model(pixels)
+    torch.testing.assert_close(embeddings.norm(dim=1), torch.ones(2))
+    torch.testing.assert_close(model(pixels.float() / 255), embeddings)
+
+
+def test_a_torchvision_trunk_starts_from_a_classifiers_weights(tmp_path: Path) -> None:
+    import torchvision
+
+    classifier = torchvision.models.resnet18(num_classes=9)
+    torch.save(classifier.state_dict(), tmp_path / "weights.pt")
+    model = build_model("resnet18", torch.Size((3, 32, 32)), 5, trunk_weights=str(tmp_path / "weights.pt"))
+    assert torch.equal(model.trunk.layer4[1].conv2.weight, classifier.layer4[1].conv2.weight)
+    assert model.trunk.fc.weight.shape == (5, 512)
+    assert model.eval()(torch.rand(2, 3, 32, 32)).shape == (2, 5)
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(DataError, match=r"weights\.pt holds no weights for ResNet"):
+        build_model("resnet18", torch.Size((3, 32, 32)), 5, trunk_weights=str(tmp_path / "weights.pt"))
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_config_is_complete(file: Path) -> None:
+    config = load_config(RetrievalConfig, file)
+    config.check()
+    build_loss(config.loss)
+    if config.data.name != "digits":
+        config.data.root = ""
+        with pytest.raises(ConfigError, match=r"needs data\.root=PATH"):
+            load_splits(config, 0)

@@ -1,0 +1,198 @@
+"""Configurations: what is read arrives typed, and what is wrong is named."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.errors import BudgetError, ConfigError
+from metricopt_ext.evidence.run_config import RecipeConfig
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.utils.config import known_keys, load_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "classification").glob("*.yaml"))
+
+
+@dataclass
+class Inner:
+    rate: float = 0.5
+    names: list[str] = field(default_factory=list)
+    pairs: list[list[float]] = field(default_factory=list)
+
+
+@dataclass
+class Schema:
+    inner: Inner = field(default_factory=Inner)
+    count: int = 3
+    title: str = "none"
+    loud: bool = False
+
+
+def written(tmp_path: Path, text: str | bytes) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def error_of(file: Path | None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Schema, file, overrides)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def test_values_arrive_typed(tmp_path: Path) -> None:
+    file = written(tmp_path, "inner: {rate: 2, names: [a, b]}\ncount: 7\n")
+    overrides = ["title=7", "loud=true", "inner.pairs=[[0.0,1.0],[2.5,-1.0]]", "inner.rate=1e-3"]
+    config = load_config(Schema, file, overrides)
+    assert config == Schema(Inner(0.001, ["a", "b"], [[0.0, 1.0], [2.5, -1.0]]), 7, "7", True)
+    assert type(config) is Schema
+    assert type(config.inner) is Inner
+    assert [type(value) for value in (config.inner.rate, config.title, *config.inner.pairs[0])] == [
+        float,
+        str,
+        float,
+        float,
+    ]
+
+
+def test_defaults_come_last(tmp_path: Path) -> None:
+    assert load_config(Schema, None) == Schema()
+    assert load_config(Schema, written(tmp_path, "")) == Schema()
+    file = written(tmp_path, "count: 4\ninner: {rate: 0.1}\n")
+    assert load_config(Schema, file, ["count=5", "count=6"]) == Schema(Inner(0.1), 6)
+
+
+def test_known_keys() -> None:
+    assert known_keys(Schema) == ["inner", "inner.rate", "inner.names", "inner.pairs", "count", "title", "loud"]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        ("cuont: 3\n", "cuont", "count"),
+        ("inner: {rat: 3}\n", "inner.rat", "inner.rate"),
+        ("inner:\n  nmaes: [a]\n", "inner.nmaes", "inner.names"),
+    ],
+)
+def test_an_unknown_key_in_the_file_names_the_nearest(tmp_path: Path, text: str, key: str, nearest: str) -> None:
+    file = written(tmp_path, text)
+    assert error_of(file) == f"{file}: unknown key {key!r}; did you mean {nearest!r}?"
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"), [("cuont=3", "count"), ("inner.rat=3", "inner.rate"), ("iner.rate=3", "inner.rate")]
+)
+def test_an_unknown_key_in_an_override_names_the_nearest(override: str, nearest: str) -> None:
+    assert error_of(None, override) == f"unknown key {override.split('=')[0]!r}; did you mean {nearest!r}?"
+
+
+def test_without_a_near_key_all_are_listed() -> None:
+    assert error_of(None, "zzz=3").endswith(f"; there are {', '.join(sorted(known_keys(Schema)))}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("count", "many"), ("count", "1.5"), ("inner.rate", "fast"), ("loud", "perhaps"), ("inner.pairs", "[[a]]")],
+)
+def test_a_wrong_type_names_key_and_value(tmp_path: Path, key: str, value: str) -> None:
+    assert error_of(None, f"{key}={value}").startswith(f"{key}={value}: ")
+    outer, _, inner = key.partition(".")
+    file = written(tmp_path, f"{outer}: {{{inner}: {value}}}\n" if inner else f"{outer}: {value}\n")
+    message = error_of(file)
+    assert message.startswith(f"{file}: {key}")
+    assert re.sub(r"[\[\]]", "", value) in message
+
+
+def test_an_error_in_an_override_does_not_blame_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, "count: 3\n")
+    assert str(file) not in error_of(file, "count=many")
+    assert "not-a-config" not in error_of(None, "count=many")
+
+
+@pytest.mark.parametrize("override", ["count", "--count", ""])
+def test_an_override_needs_a_value(override: str) -> None:
+    assert error_of(None, override) == f"override {override!r} is not of the form key=value"
+
+
+def test_files_that_are_no_configuration(tmp_path: Path) -> None:
+    assert error_of(tmp_path / "none.yaml") == f"config file {tmp_path / 'none.yaml'} does not exist"
+    assert error_of(tmp_path) == f"config file {tmp_path} does not exist"
+    for text in ("- count\n- title\n", "count: [1\n", b"\xff\xfe\x00count", "inner: 3\n", "plain text\n"):
+        file = written(tmp_path, text)
+        assert str(file) in error_of(file)
+
+
+def test_a_value_that_must_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"data\.name"):
+        load_config(ClassificationConfig, None)
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.stem)
+def test_our_configurations_load_and_can_be_run(file: Path) -> None:
+    config = load_config(ClassificationConfig, file)
+    config.check()
+    assert isinstance(config.recipe.build(), Recipe)
+    for name in ("steps", "lr", "evals", "rounds", "start_std", "trials", "folds"):
+        assert getattr(config.recipe.build(), name) == getattr(config.recipe, name)
+
+
+def test_there_are_configurations_to_load() -> None:
+    assert {"a9a", "digits"} <= {path.stem for path in CONFIGS}
+
+
+def test_recipe_defaults_are_those_of_the_library() -> None:
+    ours, theirs = ClassificationConfig().recipe.build(), Recipe()
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seeds=0", "seeds=0: it must be at least 1"),
+        ("seed=-1", "seed=-1: it must be at least 0"),
+        ("population=0", "population=0: it must be at least 1"),
+        ("best_evals=0", "best_evals=0: it must be at least 1"),
+        ("threads=0", "threads=0: it must be at least 1"),
+        ("model.epochs=0", "model.epochs=0: it must be at least 1"),
+        ("model.batch_size=-5", "model.batch_size=-5: it must be at least 1"),
+        ("model.lr=0", "model.lr=0.0: it must be above 0"),
+        ("recipe.folds=1", "recipe: folds is 1; it must be at least 2"),
+        ("recipe.evals=99", "recipe: evals is 99"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_any_work(override: str, message: str) -> None:
+    config = load_config(ClassificationConfig, None, ["data.name=iris", "model.name=tabular_mlp", override])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config.check()
+
+
+def test_too_few_queries_are_refused_before_any_work() -> None:
+    overrides = ["data.name=iris", "model.name=tabular_mlp", "queries=9"]
+    with pytest.raises(BudgetError, match=r"9 queries are too few .* give at least (\d+)") as caught:
+        load_config(ClassificationConfig, None, overrides).check()
+    enough = re.search(r"at least (\d+), or", str(caught.value)).group(1)
+    load_config(ClassificationConfig, None, [*overrides[:2], f"queries={enough}"]).check()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("linear", "LinearLabels()"), ("gp_always", "GaussianProcessLabels(always=True"), ("observed", "Observations.of")],
+)
+def test_labels_are_chosen_by_name(name: str, kind: str) -> None:
+    assert kind in repr(RecipeConfig(labels=name).build().labels)
+
+
+def test_unknown_labels_are_named() -> None:
+    with pytest.raises(ConfigError, match="labels is 'cubic'; it must be observed, linear, gp"):
+        RecipeConfig(labels="cubic").build()
+
+
+def test_learners_are_chosen_by_name() -> None:
+    recipe = RecipeConfig(learners=["reptile", "ridge"]).build()
+    assert [type(learner).__name__ for learner in recipe.learners] == ["ReptileLearner", "RidgeLearner"]
+    for wrong in (["forest"], []):
+        with pytest.raises(ConfigError, match="it must name some of neural, ridge, reptile"):
+            RecipeConfig(learners=wrong).build()

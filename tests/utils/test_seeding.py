@@ -1,0 +1,43 @@
+"""Draws depend on seed, purpose and indices, and stay what they are."""
+
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from metricopt_ext.utils.seeding import generator, seeded_streams
+
+
+@pytest.mark.parametrize("words", [(0,), (3, 1, 2), (2**32 - 1, 7), (2**32, 7), (1, 2**40), (5, 0, 0)])
+def test_the_state_is_that_of_a_seed_sequence_of_all_words(words: tuple[int, ...]) -> None:
+    seed, *indices = words
+    entropy = [seed, zlib.crc32(b"batch"), len(indices), *indices]
+    state = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) & (2**63 - 1)
+    assert generator(seed, "batch", *indices).initial_seed() == state
+
+
+def test_every_argument_counts() -> None:
+    drawn = [generator(0, "a"), generator(1, "a"), generator(0, "b"), generator(0, "a", 0), generator(0, "a", 0, 0)]
+    assert len({rng.initial_seed() for rng in drawn}) == len(drawn)
+
+
+def test_negative_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        generator(-1, "batch")
+
+
+def test_a_seed_that_is_no_integer_is_refused() -> None:
+    with pytest.raises(TypeError, match="float"):
+        generator(1.5, "start")  # type: ignore[arg-type]
+
+
+def test_global_streams_are_seeded_and_put_back() -> None:
+    before = torch.random.get_rng_state()
+    drawn = []
+    for _ in range(2):
+        with seeded_streams(3, torch.device("cpu")):
+            drawn.append(torch.rand(4))
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[0], torch.rand(4, generator=torch.Generator().manual_seed(3)))
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -1,0 +1,378 @@
+"""Reptile against loops written from Algorithm 1."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext import reptile
+from metricopt_ext.value.fitting import fit_value_function
+from metricopt_ext.value.objective import CollapseWarning, Objective, hardest_triplets
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.reptile import SGD, AdamW, ReptileLearner, Tasks, interpolate, set_statistics
+from metricopt_ext.value.value_function import NeuralValueFunction
+
+DIM = 4
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def smooth(phi: Tensor) -> Tensor:
+    return 0.3 + 0.1 * torch.tanh(phi[:, 0]) + 0.05 * phi[:, 1] ** 2
+
+
+def observations(tasks: int = 20, points: int = 5, *, uneven: bool = False, seed: int = 0) -> Observations:
+    """Straight walks from random starts; every other one is two points shorter if uneven."""
+    counts = torch.tensor([points - 2 * (uneven and i % 2) for i in range(tasks)])
+    trajectory = torch.arange(tasks).repeat_interleave(counts)
+    progress = torch.cat([torch.linspace(0, 1, int(count)) for count in counts])
+    start, way = torch.randn(2, tasks, DIM, generator=rng(seed))
+    phi = start[trajectory] + 0.5 * progress[:, None] * way[trajectory]
+    n = len(phi)
+    sigma = 0.01 + 0.02 * torch.rand(n, generator=rng(seed + 1))
+    zero = torch.zeros(n, dtype=torch.long)
+    return Observations(phi, smooth(phi), sigma, trajectory, zero, progress, torch.ones(n, dtype=torch.bool))
+
+
+def folded(data: Observations, folds: int) -> Tensor:
+    return data.trajectory % folds
+
+
+QUICK = ReptileLearner(iterations=6, tasks=5, points=3, inner_steps=2)
+
+
+def parameters(f: NeuralValueFunction) -> list[Tensor]:
+    return [p.detach().clone() for p in f.parameters()]
+
+
+def assert_same(a: list[Tensor], b: list[Tensor], tolerance: float = 0.0) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+def assert_differ(a: list[Tensor], b: list[Tensor], least: float) -> None:
+    assert max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True)) > least
+
+
+# --- Algorithm 1, lines 5 and 6 ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Compute in double precision: BatchNorm on few points and Adam on zero gradients would magnify rounding errors."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@dataclass(frozen=True)
+class Recorder(Objective):
+    """Keeps the batches that it is asked for, and f as it was at first."""
+
+    calls: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    initial: list[NeuralValueFunction] = field(default_factory=list)
+
+    def __call__(
+        self, f: NeuralValueFunction, phi: Tensor, cost: Tensor, sigma: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        if not self.initial:
+            self.initial.append(deepcopy(f))
+        self.calls.append((phi, cost, sigma))
+        return super().__call__(f, phi, cost, sigma, generator)
+
+
+def recorder() -> Recorder:
+    return Recorder(gamma=10, beta=1, miner=hardest_triplets)
+
+
+@pytest.mark.usefixtures("double")
+def test_with_one_step_of_sgd_it_is_plain_sgd_at_rate_alpha_eta() -> None:
+    """w + eta (w - alpha g - w) = w - alpha eta g."""
+    data, spy = observations(), recorder()
+    learner = replace(QUICK, iterations=8, inner=SGD(alpha=0.01), inner_steps=1, objective=spy)
+    f = learner(data, folded(data, 3), 3, seed=1)
+
+    plain = spy.initial[0]
+    initial = parameters(plain)
+    assert len(spy.calls) == 8
+    for i, (phi, cost, sigma) in enumerate(spy.calls):
+        plain.zero_grad()
+        Objective(gamma=10, beta=1, miner=hardest_triplets)(plain, phi, cost, sigma, rng()).backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                assert p.grad is not None
+                p -= 0.01 * (1 - i / 8) * p.grad
+    assert_same(parameters(f), parameters(plain), 1e-9)
+    assert_differ(parameters(f), initial, 1e-2)
+
+
+ADAMW: Callable[..., Any] = lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.5)  # noqa: E731
+PLAIN: Callable[..., Any] = lambda p: torch.optim.SGD(p, lr=0.01)  # noqa: E731
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+    ("inner", "reference"), [(AdamW(lr=0.02, weight_decay=0.5), ADAMW), (SGD(alpha=0.01), PLAIN)], ids=["adamw", "sgd"]
+)
+def test_the_outer_loop(inner: Any, reference: Any, adapted: bool) -> None:
+    data, spy = observations(), recorder()
+    learner = replace(QUICK, iterations=5, inner=inner, inner_steps=3, objective=spy, adapted=adapted)
+    f = learner(data, folded(data, 2), 2, seed=1)
+
+    assert len(spy.calls) == 15
+    calls, w = iter(spy.calls), spy.initial[0]
+    for i in range(5):
+        w_tilde = deepcopy(w)
+        optimizer, seen = reference(w_tilde.parameters()), []
+        for _ in range(3):
+            phi, cost, sigma = next(calls)
+            optimizer.zero_grad()
+            Objective(gamma=10, beta=1, miner=hardest_triplets)(w_tilde, phi, cost, sigma, rng()).backward()
+            optimizer.step()
+            seen.append(phi)
+        assert all(torch.equal(phi, seen[0]) for phi in seen)  # one meta-batch per meta-iteration
+        with torch.no_grad():
+            for p, q in zip(w.parameters(), w_tilde.parameters(), strict=True):
+                p += (1 - i / 5) * (q - p)
+    assert_same(parameters(f), parameters(w_tilde if adapted else w), 1e-6)
+    assert_differ(parameters(f), parameters(w if adapted else w_tilde), 1e-3)
+
+
+def test_eta_falls_linearly(monkeypatch: pytest.MonkeyPatch) -> None:
+    etas: list[float] = []
+
+    def spy(old: Any, new: Any, eta: float) -> Any:
+        etas.append(eta)
+        return interpolate(old, new, eta)
+
+    monkeypatch.setattr(reptile, "interpolate", spy)
+    data = observations()
+    replace(QUICK, iterations=10)(data, folded(data, 2), 2, seed=0)
+    np.testing.assert_allclose(etas, np.linspace(1, 0, 11)[:-1])
+
+
+@pytest.mark.parametrize(("eta", "expected"), [(0.0, [1.0, 2.0]), (1.0, [3.0, -2.0]), (0.25, [1.5, 1.0])])
+def test_interpolate(eta: float, expected: list[float]) -> None:
+    (result,) = interpolate([torch.tensor([1.0, 2.0])], [torch.tensor([3.0, -2.0])], eta)
+    assert result.tolist() == expected
+
+
+@pytest.mark.usefixtures("double")
+def test_paper_preset_is_algorithm_1_as_printed() -> None:
+    data, spy = observations(tasks=6, points=5), recorder()
+    learner = ReptileLearner.paper()
+    assert (learner.objective.gamma, learner.objective.beta, learner.objective.miner) == (10, 1, hardest_triplets)
+    f = replace(learner, iterations=4, objective=spy)(data, torch.full_like(data.trajectory, -1), 1, seed=0)
+    assert (float(f.cost_mean), float(f.cost_std)) == (0, 1)
+
+    w = spy.initial[0]
+    assert len(spy.calls) == 4
+    for i, (phi, cost, sigma) in enumerate(spy.calls):
+        (task,) = {int(data.trajectory[(data.phi == p).all(1)]) for p in phi[:, 0]}  # one task, all of it
+        own = data.trajectory == task
+        assert sorted(cost[:, 0].tolist()) == sorted(data.cost[own].tolist())
+        w_tilde = deepcopy(w)
+        loss = recorder()(w_tilde, phi, cost, sigma, rng())
+        gradients = torch.autograd.grad(loss, list(w_tilde.parameters()))
+        with torch.no_grad():
+            for p, q, g in zip(w.parameters(), w_tilde.parameters(), gradients, strict=True):
+                q -= 0.005 * g
+                p += (1 - i / 4) * (q - p)
+    assert_same(parameters(f), parameters(w_tilde), 1e-9)
+
+
+# --- Meta-batches and folds ----------------------------------------------------------------------------------
+
+
+def test_meta_batches() -> None:
+    data, folds = observations(tasks=11, uneven=True), 3
+    fold = folded(data, folds)
+    tasks = Tasks.of(data.trajectory, fold[:, None] != torch.arange(folds))
+    generator, drawn = rng(), np.zeros((folds, 11))
+    for _ in range(300):
+        batch = tasks.draw(4, 4, generator)
+        assert batch.shape == (16, folds)
+        for member in range(folds):
+            ids, counts = np.unique(batch[:, member], return_counts=True)
+            own = data.trajectory[ids].numpy()
+            assert not (fold[ids] == member).any()
+            assert len(set(own)) == 4
+            for task in set(own):
+                enough = task % 2 == 0  # of 5 points 4 different ones; of 3 points all, one of them twice
+                assert sorted(counts[own == task]) == ([1, 1, 1, 1] if enough else [1, 1, 2])
+                drawn[member, task] += 1
+    for member in range(folds):
+        seen = np.arange(11) % folds != member
+        assert (drawn[member][~seen] == 0).all()
+        share = 4 / seen.sum()
+        assert np.abs(drawn[member][seen] / 300 - share).max() < 5 * math.sqrt(share * (1 - share) / 300)
+
+
+def test_points_of_a_task_are_drawn_uniformly() -> None:
+    data = observations(tasks=4, uneven=True)
+    tasks, generator = Tasks.of(data.trajectory, torch.ones(len(data.phi), 1, dtype=torch.bool)), rng()
+    counts = np.zeros(len(data.phi))
+    for _ in range(2000):
+        np.add.at(counts, tasks.draw(4, 2, generator)[:, 0].numpy(), 1)
+    expected = np.array([2 / (5 if t % 2 == 0 else 3) for t in data.trajectory.tolist()])
+    assert np.abs(counts / 2000 - expected).max() < 5 * math.sqrt(0.25 / 2000)
+
+
+@pytest.mark.parametrize(("tasks", "points", "size"), [(50, 2, 7 * 2), (3, None, 3 * 5), (3, 9, 3 * 9)])
+def test_size_of_meta_batches(tasks: int, points: int | None, size: int) -> None:
+    data = observations(tasks=10, uneven=True)
+    seen = folded(data, 3)[:, None] != torch.arange(3)  # the members see 6, 7 and 7 tasks
+    size = size if tasks == 3 else 6 * 2
+    assert Tasks.of(data.trajectory, seen).draw(tasks, points, rng()).shape == (size, 3)
+
+
+def test_tasks_need_not_be_in_order() -> None:
+    shuffle = torch.randperm(20, generator=rng())
+    trajectory = torch.arange(4).repeat_interleave(5)[shuffle] * 10
+    batch = Tasks.of(trajectory, torch.ones(20, 2, dtype=torch.bool)).draw(4, 5, rng())
+    for member in range(2):
+        assert sorted(batch[:, member].tolist()) == list(range(20))
+
+
+@pytest.mark.parametrize("member", range(3))
+def test_a_member_never_sees_its_fold(member: int) -> None:
+    data = observations(uneven=True)
+    fold = folded(data, 3)
+    learner = replace(QUICK, standardise=False)
+    held_out = fold == member
+    changed = replace(
+        data,
+        phi=data.phi + held_out[:, None],
+        cost=data.cost + held_out * torch.rand(len(fold), generator=rng(3)),
+        sigma=data.sigma * (1 + held_out),
+    )
+    before, after = (learner(d, fold, 3, seed=0) for d in (data, changed))
+    for (name, a), (_, b) in zip(before.state_dict().items(), after.state_dict().items(), strict=True):
+        if a.ndim and name != "radius":
+            by_member = [(x.view(3, -1)) for x in (a, b)]
+            for other in range(3):
+                same = torch.equal(by_member[0][other], by_member[1][other])
+                assert same or other != member, name
+                assert not same or other == member or "head.bias" in name or "norms" in name, name
+
+
+# --- BatchNorm -----------------------------------------------------------------------------------------------
+
+
+def layer_inputs(f: NeuralValueFunction, phi: Tensor) -> list[Tensor]:
+    """What each BatchNorm is given, ``n x M x width``, f being in evaluation mode."""
+    inputs: list[Tensor] = []
+    hooks = [norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for norm in f.norms]
+    f.members(phi)
+    for hook in hooks:
+        hook.remove()
+    return [x.view(len(phi), f.members_count, -1) for x in inputs]
+
+
+def test_statistics_are_those_of_all_that_a_member_sees() -> None:
+    data = observations(tasks=11, uneven=True)
+    fold = folded(data, 3)
+    f = QUICK(data, fold, 3, seed=0)
+    assert not f.training
+    for norm, inputs in zip(f.norms, layer_inputs(f, data.phi), strict=True):
+        for member in range(3):
+            seen = inputs[fold != member, member].detach().double().numpy()
+            mine = norm.running_mean.view(3, -1)[member], norm.running_var.view(3, -1)[member]
+            np.testing.assert_allclose(mine[0], seen.mean(0), rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(mine[1], seen.var(0), rtol=1e-4, atol=1e-6)
+
+
+def test_evaluation_mode_computes_what_training_mode_does_on_all_data() -> None:
+    data = observations()
+    f = NeuralValueFunction(DIM, 2)
+    set_statistics(f, data.phi, torch.ones(len(data.phi), 2, dtype=torch.bool))
+    evaluated = f.members(data.phi)
+    torch.testing.assert_close(evaluated, f.train().members(data.phi), rtol=1e-4, atol=1e-5)
+
+
+# --- The learner ---------------------------------------------------------------------------------------------
+
+
+def test_same_seed_same_f_and_global_random_numbers_untouched() -> None:
+    data, fold = observations(), folded(observations(), 2)
+    state = torch.get_rng_state()
+    first = QUICK(data, fold, 2, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    again, other = QUICK(data, fold, 2, seed=3), QUICK(data, fold, 2, seed=4)
+    assert_same(list(first.state_dict().values()), list(again.state_dict().values()))
+    assert not torch.equal(first.head.weight, other.head.weight)
+
+
+def test_it_learns_and_says_nothing_of_collapse() -> None:
+    data = observations(tasks=60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit = fit_value_function(data, [ReptileLearner(iterations=60)])
+    assert fit.f.quality is not None
+    assert fit.f.quality.spearman > 0.9
+    assert fit.f.quality.mae < 0.4 * fit.f.quality.constant_mae
+    assert fit.f.trusted
+
+
+def test_equal_uncertainties_do() -> None:
+    data, spies = observations(), [recorder(), recorder()]
+    for spy, sigma in zip(spies, (1.0, 0.5), strict=True):
+        replace(QUICK, objective=spy, resolution=0.2)(
+            replace(data, sigma=torch.full_like(data.sigma, sigma)), folded(data, 2), 2, seed=0
+        )
+    for spy in spies:
+        torch.testing.assert_close(spy.calls[0][2], torch.full((15, 2), 0.2 * float(data.cost.std())))
+
+
+def test_collapse_is_said() -> None:
+    data = observations()
+    learner = replace(QUICK, iterations=20, inner=AdamW(lr=1e-2, weight_decay=50))
+    with pytest.warns(CollapseWarning, match="2 of the value function's 2 members predict nearly the same cost"):
+        learner(data, folded(data, 2), 2, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"iterations": 0}, "iterations is 0; it must be at least 1"),
+        ({"tasks": 0}, "tasks is 0; it must be at least 1"),
+        ({"inner_steps": -1}, "inner_steps is -1; it must be at least 1"),
+        ({"resolution": 0.0}, r"resolution is 0\.0; it must be above 0"),
+        ({"points": 0}, "points is 0 and tasks is 32; BatchNorm needs at least 2"),
+        ({"points": 1, "tasks": 1}, "points is 1 and tasks is 1; BatchNorm needs at least 2"),
+    ],
+)
+def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReptileLearner(**settings)
+
+
+def test_repr_is_the_same_in_every_process() -> None:
+    """Resumed runs are recognised by it."""
+    assert "0x" not in repr(ReptileLearner()) + repr(ReptileLearner.paper())
+    assert "hardest_triplets" in repr(ReptileLearner.paper())
+
+
+# --- Adaptation ----------------------------------------------------------------------------------------------
+
+
+def fitted() -> NeuralValueFunction:
+    data = observations(tasks=40)
+    f = ReptileLearner(iterations=30)(data, folded(data, 2), 2, seed=0)
+    f.set_domain(data.phi)
+    return f
+
+
+def error(f: NeuralValueFunction, data: Observations) -> float:
+    return float((f(data.phi) - data.cost).abs().mean())
