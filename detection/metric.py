@@ -34,7 +34,7 @@ def ap50_metric(
     """Return the black box: AP50 of what a detector finds in images.
 
     Args:
-        toolkit: Where the detectors are from that it is asked about.
+        toolkit: Where the detectors are from that it is evaluated at.
         examples: The images.
         classes: Names of the classes.
         definition: See `ap50`.

@@ -1,4 +1,4 @@
-"""What the detection tools ask of a toolkit of detectors; Detectron2's and torchvision's both give it."""
+"""What the detection tools need of a toolkit of detectors; Detectron2's and torchvision's both provide it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ class MetricError(MetricOptError, RuntimeError):
 
 
 class BudgetError(MetricOptError, RuntimeError):
-    """A metric query was asked for after the budget was spent, or a budget is too small to plan with."""
+    """A metric query was requested after the budget was spent, or a budget is too small to plan with."""
 
 
 class ValueFunctionError(MetricOptError, ValueError):

@@ -13,13 +13,13 @@ class TrajectoryRecorder(Recording):
     """Records the first T steps of a trainer as a trajectory; an ``end_of_iteration_hook``.
 
     phi_0 is the adapter's phi when the recorder is made. All of the trainer's models are in evaluation mode while the
-    metric is asked. With ``trainer.recorders = {"recorder": recorder}`` and ``"recorders"`` among its
+    metric is evaluated. With ``trainer.recorders = {"recorder": recorder}`` and ``"recorders"`` among its
     ``saveable_trainer_objects``, a ``HookContainer`` keeps what was recorded in its checkpoints and brings it back from
     them.
 
     Args:
         adapter: Handle on the trunk's adapter; make the recorder after phi is at its start.
-        metric: Is asked about ``adapter.model`` and counts the K queries as ``"collect"``.
+        metric: Is evaluated on ``adapter.model`` and counts the K queries as ``"collect"``.
         store: Receives the trajectory; `fitting.fit_value_function` learns f from what it holds.
         steps: T, at least 1.
         evals: K, from 2 to T + 1.

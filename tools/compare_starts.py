@@ -122,9 +122,9 @@ def run_seed(
     def judged(phi: Tensor) -> float:
         return float(test.metric.to_value(test.cost(phi, "judge")))
 
-    def asked() -> FinetuneTask:
-        fresh: FinetuneTask = ready.task.judged_by(ready.task.metric.with_new_ledger())
-        return fresh
+    def fresh() -> FinetuneTask:
+        task: FinetuneTask = ready.task.judged_by(ready.task.metric.with_new_ledger())
+        return task
 
     reached: dict[str, dict[int, list[tuple[int, float]]]] = {}
     for number in range(starts):
@@ -137,21 +137,21 @@ def run_seed(
             spent = task.metric.ledger.spent
             reached.setdefault(name, {}).setdefault(budget, []).append((spent, judged(phi)))
 
-        note("pretrained", 0, asked(), start)
-        task = asked()
+        note("pretrained", 0, fresh(), start)
+        task = fresh()
         path = finetune(task, LossStep(recipe.lr), recipe.steps, seed, start, index)
         note("loss_finetune", 0, task, path[-1])
         note("loss_finetune_best", config.best_evals, task, best_of_loss_finetune(task, path, config.best_evals))
-        task = asked()
+        task = fresh()
         outcome = tuned(task, recipe=recipe)
         note("metricopt", 0, task, outcome.ends[outcome.chosen])
         for budget in budgets:
             for name, search in (("guided_es", GuidedES(lr=recipe.lr)), ("cma_es", CMAES())):
                 if budget >= search.least_queries(task.dim):
-                    task = asked()
+                    task = fresh()
                     note(name, budget, task, search(task, start, budget, seed=seed + number).phi)
             if budget >= CMAES().least_queries(task.dim):
-                task = asked()
+                task = fresh()
                 refining = replace(recipe, refine=CMAES(), refine_queries=budget)
                 outcome = tuned(task, recipe=refining)
                 note("refined", budget, task, outcome.ends[outcome.chosen])

@@ -275,8 +275,8 @@ def measure_population(
     tasks = list(range(population))
 
     def of_population(size: int) -> FinetuneTask:
-        never_asked = Metric(lambda: 0.0, maximize=True)
-        return FinetuneTask(adapter, loss=classification_loss, batches=batches, metric=never_asked, population=size)
+        never_evaluated = Metric(lambda: 0.0, maximize=True)
+        return FinetuneTask(adapter, loss=classification_loss, batches=batches, metric=never_evaluated, population=size)
 
     many, single = of_population(population), of_population(1)
     phi = many.starts(0.2, 0, tasks)

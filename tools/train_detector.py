@@ -10,10 +10,11 @@
 
 FILE is one of configs/detection/detectron2. The options are those of train_net.py, --num-gpus 0 computes on the CPU;
 overrides are KEY VALUE pairs at the end. Each item above is one command. With METRICOPT.ENABLED False, training is
-Detectron2's own. Learning f asks AP50 on METRICOPT.VALIDATION METRICOPT.ROUNDS * TASKS * EVALS times and keeps its runs
-in OUTPUT_DIR/trajectories; --resume goes on with what a killed one left there. Finetuning keeps a checkpoint after each
-tenth of its steps, which --resume goes on from, and writes its best model, phi merged, to OUTPUT_DIR/model_merged.pth,
-which any program that uses Detectron2 loads; DATASETS.TEST is asked about that one. Evaluation is by AP50.
+Detectron2's own. Learning f evaluates AP50 on METRICOPT.VALIDATION METRICOPT.ROUNDS * TASKS * EVALS times and keeps its
+runs in OUTPUT_DIR/trajectories; --resume goes on with what a killed one left there. Finetuning keeps a checkpoint after
+each tenth of its steps, which --resume goes on from, and writes its best model, phi merged, to
+OUTPUT_DIR/model_merged.pth, which any program that uses Detectron2 loads and which is evaluated on DATASETS.TEST.
+Evaluation is by AP50.
 """
 
 import argparse
@@ -66,8 +67,8 @@ def main(arguments: argparse.Namespace) -> Any:
     write_example(settings)
     register_entries(settings.data, settings.data_root, settings.classes)
     tuning = not arguments.eval_only and (settings.enabled or arguments.meta_train is not None)
-    asked = [settings.validation] if tuning and settings.validation else []
-    check_sets(cfg, [] if arguments.eval_only else cfg.DATASETS.TRAIN, [*asked, *cfg.DATASETS.TEST])
+    evaluated = [settings.validation] if tuning and settings.validation else []
+    check_sets(cfg, [] if arguments.eval_only else cfg.DATASETS.TRAIN, [*evaluated, *cfg.DATASETS.TEST])
     default_setup(cfg, arguments)
     if arguments.meta_train is not None:
         return meta_train(cfg, arguments.meta_train, arguments.resume)
@@ -101,7 +102,7 @@ def evaluate_model(cfg: CfgNode, model: nn.Module) -> Any:
 
 
 def finetune(cfg: CfgNode, resume: bool) -> Any:
-    """Finetune phi, and merge its best point, or its last where AP50 was not asked, into the weights."""
+    """Finetune phi, and merge its best point, or its last where AP50 was not evaluated, into the weights."""
     settings, training = settings_of(cfg), cfg.clone()
     training.defrost()
     training.SOLVER.CHECKPOINT_PERIOD = min(cfg.SOLVER.CHECKPOINT_PERIOD, max(1, settings.steps // 10))
@@ -142,7 +143,7 @@ def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
     if arguments.eval_only and not cfg.DATASETS.TEST:
         raise ConfigError("--eval-only needs DATASETS.TEST, e.g. DATASETS.TEST \"('scenes_test',)\"")
     if cfg.TEST.AUG.ENABLED:
-        raise ConfigError("TEST.AUG.ENABLED: AP50 is asked without test-time augmentation here; set it to False")
+        raise ConfigError("TEST.AUG.ENABLED: AP50 is evaluated without test-time augmentation here; set it to False")
 
 
 def run() -> None:

@@ -95,10 +95,10 @@ def finetuning_hooks(
 
     Args:
         model: The detector with FiLM.
-        metric: Is asked at some of the points; None asks and records nothing.
+        metric: Is evaluated at some of the points; None evaluates and records nothing.
         store: Receives the trajectory; give only the main process one with a folder.
         steps: Number T of steps.
-        evals: Number K of points at which the metric is asked.
+        evals: Number K of points at which the metric is evaluated.
         output_dir: Receives ``model_best.pth``.
         seed: Draws the observed steps and what each step samples.
         round: The trajectory's round.

@@ -43,9 +43,9 @@ class Settings:
         loss_weight: Weight of the loss step beside the metric step.
         trust: Trust radius in units of f's data radius.
         history: Number of past loss gradients that guide the search.
-        validation: Name of the set that AP50 is asked on during training; empty asks nothing.
+        validation: Name of the set that AP50 is evaluated on during training; empty evaluates nothing.
         validation_images: How many of its images, drawn at random; 0 for all.
-        evals: How many of the T + 1 points AP50 is asked at, both ends included.
+        evals: How many of the T + 1 points AP50 is evaluated at, both ends included.
         trajectories: Folder that the run's trajectory is added to, for fitting f; empty keeps none.
         round: The trajectory's round: 0 where the loss alone is followed; later ones follow f even if it is not to be
             trusted, to correct it.
@@ -113,8 +113,8 @@ class Settings:
                 )
         if self.trajectories and not self.validation:
             raise ConfigError(
-                "METRICOPT.TRAJECTORIES needs METRICOPT.VALIDATION, the set that AP50 is asked on; hold it out of both"
-                " training and test"
+                "METRICOPT.TRAJECTORIES needs METRICOPT.VALIDATION, the set that AP50 is evaluated on; hold it out of"
+                " both training and test"
             )
 
 

@@ -136,7 +136,7 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
     Args:
         cfg: The detector's config.
         trained: Names of the sets that it is trained on.
-        judged: Names of those that AP50 is asked on.
+        judged: Names of those that AP50 is evaluated on.
 
     Raises:
         ConfigError: The detector has another number of classes, or two sets number them differently.
@@ -164,7 +164,7 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
 
 
 def write_example(settings: Settings) -> None:
-    """Write the scenes that ``METRICOPT.SCENES`` asks for, if any; one process of each machine does.
+    """Write the scenes that ``METRICOPT.SCENES`` names, if any; one process of each machine does.
 
     Raises:
         DataError: A setting of the scenes is impossible.

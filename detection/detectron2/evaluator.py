@@ -96,7 +96,7 @@ def validation_metric(
     """
     records = records_of(name)
     if images > len(records):
-        raise ConfigError(f"{images} validation images asked for; {name!r} has {len(records)}")
+        raise ConfigError(f"{images} validation images requested; {name!r} has {len(records)}")
     if images:
         chosen = torch.randperm(len(records), generator=generator(seed, "validation"))[:images]
         records = [records[index] for index in chosen.sort().values.tolist()]

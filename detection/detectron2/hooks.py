@@ -37,7 +37,7 @@ class TrajectoryRecorder(HookBase):  # type: ignore[misc]
         self.recording = recording
 
     def before_train(self) -> None:
-        """Take phi_0 and ask the metric about it; nothing where a checkpoint brought an earlier part.
+        """Take phi_0 and evaluate the metric at it; nothing where a checkpoint brought an earlier part.
 
         Raises:
             FileFormatError: The store has this trajectory already.
@@ -79,7 +79,7 @@ class TrajectoryRecorder(HookBase):  # type: ignore[misc]
 
 
 class BestCheckpoint(HookBase):  # type: ignore[misc]
-    """Keeps the model at the best of the points that a recorder asks the metric about, the start included.
+    """Keeps the model at the best of the points at which a recorder evaluates the metric, the start included.
 
     Register it behind the recorder. The file holds ``{"model": state dict}``, phi among it.
 
@@ -95,7 +95,7 @@ class BestCheckpoint(HookBase):  # type: ignore[misc]
     def before_train(self) -> None:
         """Save the start; nothing where a checkpoint brought an earlier part."""
         if len(self.recording.points) > 1:
-            self.seen = len(self.recording.answers)
+            self.seen = len(self.recording.evaluations)
         self._save_if_best()
 
     def after_step(self) -> None:
@@ -103,7 +103,7 @@ class BestCheckpoint(HookBase):  # type: ignore[misc]
         self._save_if_best()
 
     def _save_if_best(self) -> None:
-        costs = [answer.cost for answer in self.recording.answers]
+        costs = [each.cost for each in self.recording.evaluations]
         if len(costs) == self.seen:
             return
         self.seen = len(costs)

@@ -24,7 +24,7 @@ from metricopt_ext.value.fitting import Fit
 def meta_train(cfg: CfgNode, path: str | Path, resume: bool = False) -> Fit | None:
     """Learn f for a trained detector and write it (Algorithm 1, meta-training, as `metricopt_ext.meta_train` does).
 
-    Each of ``METRICOPT.ROUNDS * METRICOPT.TASKS`` runs starts from a phi of its own and asks AP50 on
+    Each of ``METRICOPT.ROUNDS * METRICOPT.TASKS`` runs starts from a phi of its own and evaluates AP50 on
     ``METRICOPT.VALIDATION`` ``METRICOPT.EVALS`` times. Trajectories are kept in ``METRICOPT.TRAJECTORIES``, or else in
     ``OUTPUT_DIR/trajectories``.
 
@@ -39,7 +39,7 @@ def meta_train(cfg: CfgNode, path: str | Path, resume: bool = False) -> Fit | No
         f with its held-out quality; None on all processes but the main one.
 
     Raises:
-        ConfigError: No trained detector is named, or no set to ask AP50 on.
+        ConfigError: No trained detector is named, or no set to evaluate AP50 on.
         FileFormatError: There are trajectories and ``resume`` is False, or they are of runs with other settings.
     """
     settings = settings_of(cfg)
@@ -93,8 +93,8 @@ def _check(cfg: CfgNode, settings: Settings) -> None:
         )
     if not settings.validation:
         raise ConfigError(
-            "meta-training needs METRICOPT.VALIDATION, the set that AP50 is asked on; hold it out of both training and"
-            " test"
+            "meta-training needs METRICOPT.VALIDATION, the set that AP50 is evaluated on; hold it out of both training"
+            " and test"
         )
 
 

@@ -1,4 +1,4 @@
-"""Detectron2's R-CNN detectors, as the detection tools ask for them."""
+"""Detectron2's R-CNN detectors, as the detection tools need them."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -33,10 +33,10 @@ from metricopt_ext.utils.seeding import generator
 class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     """Finetunes phi if ``METRICOPT.ENABLED``, and trains as Detectron2 does if not; either is evaluated by AP50.
 
-    phi is finetuned for ``METRICOPT.STEPS`` steps. Where ``METRICOPT.VALIDATION`` names a set, AP50 on it is asked at
-    some of the points, the best of which is kept in ``OUTPUT_DIR/model_best.pth``. ``DATASETS.TEST`` is evaluated once,
-    at the end. Checkpoints, of which the last numbered one is kept, hold phi and the optimizer's past gradients; a
-    resumed run goes on from them as `hooks.ReplayedSteps` says.
+    phi is finetuned for ``METRICOPT.STEPS`` steps. Where ``METRICOPT.VALIDATION`` names a set, AP50 on it is evaluated
+    at some of the points, the best of which is kept in ``OUTPUT_DIR/model_best.pth``. ``DATASETS.TEST`` is evaluated
+    once, at the end. Checkpoints, of which the last numbered one is kept, hold phi and the optimizer's past gradients;
+    a resumed run goes on from them as `hooks.ReplayedSteps` says.
 
     Args:
         cfg: A config that has a METRICOPT node.

@@ -55,7 +55,7 @@ def compare(
         seed: The seed.
         folder: Receives what `optimize_metric` keeps.
         best_evals: Queries of the rival that keeps the best of evaluated steps of the loss finetune.
-        pictures: Whether to draw the value function into ``folder``; its landscape asks the metric 169 times more,
+        pictures: Whether to draw the value function into ``folder``; its landscape evaluates the metric 169 times more,
             which no method sees.
         resume: Go on with what an interrupted run left in ``folder``.
         watcher: Is told of the progress.
@@ -70,7 +70,7 @@ def compare(
     clock.lap("metricopt")
     tuned = task.adapter.phi.detach().clone()
 
-    aside = task.judged_by(task.metric.with_new_ledger())  # what rivals and curves ask is not MetricOpt's expense
+    aside = task.judged_by(task.metric.with_new_ledger())  # what rivals and curves spend is not MetricOpt's expense
     paths = {"loss_finetune": finetune(aside, LossStep(recipe.lr), recipe.steps, seed)}
     clock.lap("loss_finetune")
     best = best_of_loss_finetune(aside, paths["loss_finetune"], best_evals)

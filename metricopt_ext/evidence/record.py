@@ -14,7 +14,7 @@ class Outcome:
 
     Attributes:
         validation: Metric on the data that queries see.
-        test: Metric on the test data, asked once.
+        test: Metric on the test data, evaluated once.
         queries_total: Metric queries spent.
         queries_per_start: Of these, what each further start costs again.
         seconds: Wall-clock seconds.
@@ -41,7 +41,7 @@ class SeedRecord:
         setting: The (loss weight, metric step) in use.
         split_half: Correlation of the metric's halves over random phi; None if it does not tell them.
         chance: Standard deviation of the chance part of a validation gain; 0 if the metric does not tell halves.
-        curves: Validation metric along finetuning by method, ``steps + 1`` numbers each. Asked for the plot; no
+        curves: Validation metric along finetuning by method, ``steps + 1`` numbers each. Evaluated for the plot; no
             method sees them.
         true: Metric at held-out points where f is used.
         predicted: What f said there before it saw them.

@@ -59,7 +59,7 @@ def usual_rivals(
 
 
 def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Tensor:
-    """Ask the metric at evenly spaced points of a loss-only finetune and return the best, ``d`` (paper, Table 1).
+    """Evaluate the metric at evenly spaced points of a loss-only finetune and return the best, ``d`` (paper, Table 1).
 
     Args:
         task: What is judged.

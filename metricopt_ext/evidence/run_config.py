@@ -71,7 +71,7 @@ class RunConfig:
     refine_queries: int = 0  # of CMA-ES that goes on from MetricOpt's end point; 0: none
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
     seed: int = 0  # the first of them
-    pictures: bool = True  # of the first seed's value function; its landscape asks the metric 169 times more
+    pictures: bool = True  # of the first seed's value function; its landscape evaluates the metric 169 times more
     workers: int = 1  # seeds that run side by side, each in a process of its own
     threads: int = 1  # CPU threads of each
     device: str = "auto"  # auto, cpu, cuda, cuda:0, ...

@@ -25,7 +25,7 @@ def draw_value_function(
     """Draw all pictures of a run's value function into a folder; returns their paths.
 
     Args:
-        task: Its metric is asked ``grid * grid`` times, for the landscape; give it a ledger of its own.
+        task: Its metric is evaluated ``grid * grid`` times, for the landscape; give it a ledger of its own.
         result: What `optimize_metric` returned.
         paths: Visited phi by method, ``(T + 1) x d`` each.
         folder: Where the PNG files go.
@@ -105,7 +105,7 @@ def plot_landscape(
     """Draw f and the true metric on the plane that best holds the paths (paper, Fig. 1 and S2).
 
     Args:
-        task: Its metric is asked ``grid * grid`` times; give it a ledger of its own (`FinetuneTask.judged_by`).
+        task: Its metric is evaluated ``grid * grid`` times; give it a ledger of its own (`FinetuneTask.judged_by`).
         f: The value function.
         paths: Visited phi by method, ``(T + 1) x d`` each; all start at phi = 0.
         path: The PNG file.

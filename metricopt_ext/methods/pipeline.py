@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -10,22 +10,22 @@ from typing import Any, overload
 
 import torch
 
-from metricopt_ext.errors import BudgetError, FileFormatError, ValueFunctionError
+from metricopt_ext.errors import BudgetError, FileFormatError
 from metricopt_ext.methods.recipe import Recipe, Setting
 from metricopt_ext.methods.result import MetricOptResult, Result
-from metricopt_ext.methods.tuning import FRESH, ask, choose, teller, tune_start
+from metricopt_ext.methods.rounds import learn_in_rounds
+from metricopt_ext.methods.tuning import FRESH, choose, evaluate, teller, tune_start
 from metricopt_ext.search.direct import Search
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
-from metricopt_ext.tasks.cached_metric import RememberedMetric
+from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Ledger, Metric, stacked_halves
 from metricopt_ext.tasks.rollout import Policy, collect, rollout
-from metricopt_ext.tasks.split_half import chance_of_gain, halves_where_used, seen_on_half, split_half_correlation
+from metricopt_ext.tasks.split_half import chance_of_gain, split_half_correlation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.files import claim, fingerprint
 from metricopt_ext.utils.progress import Bars, Watcher
 from metricopt_ext.value.fitting import Fit
-from metricopt_ext.value.value_function import ValueFunction
 
 
 @overload
@@ -110,7 +110,7 @@ def _optimize(
 ) -> Result:
     folder = None if output_dir is None else Path(output_dir)
     if queries > task.metric.ledger.left:
-        raise BudgetError(f"{queries} queries asked for, {task.metric.ledger.left} are left in the metric's own budget")
+        raise BudgetError(f"{queries} queries requested, {task.metric.ledger.left} are left in the metric's own budget")
     if isinstance(strategy, Recipe):
         result: Result = _follow_value_function(task, queries, strategy, seed, folder, resume, watcher)
     else:
@@ -143,7 +143,7 @@ def _follow_value_function(
         tuned = tune_start(counted, fit, recipe=recipe, setting=setting, seed=seed, watcher=watcher)
     if folder is not None:
         fit.f.save(folder / "value_function.safetensors")
-    value = {name: task.metric.to_value(answer.cost) for name, answer in tuned.answers.items()}
+    value = {name: task.metric.to_value(evaluation.cost) for name, evaluation in tuned.evaluations.items()}
     return MetricOptResult(
         metric=task.metric.name,
         before=value["start"],
@@ -178,7 +178,7 @@ def _search_directly(
         counted = task.judged_by(remembered)
         watcher.stage("search on the metric")
         found = search(counted, task.origin(), queries, seed=seed, on_query=teller(counted, watcher))
-        start, *others = remembered.answers
+        start, *others = remembered.evaluations
     costs = {"start": start, "search": start._replace(cost=found.cost)}
     chance = chance_of_gain(start, stacked_halves(others))
     chosen, value = choose(costs, chance), task.metric.to_value
@@ -221,41 +221,23 @@ def meta_train(
     recipe = recipe or Recipe()
     store = TrajectoryStore() if store is None else store
     watcher = watcher or Watcher()
-    fit: Fit | None = None
-    for round in range(recipe.rounds):
-        skill = "loss only" if fit is None or fit.f.quality is None else f"f at {fit.f.quality.spearman:.2f}"
-        watcher.stage(f"round {round + 1}/{recipe.rounds}, {skill}")
+
+    def collect_round(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
         collect(
             task,
             store,
             partial(_collection_policy, fit, recipe, seed),
             round=round,
-            indices=range(round * tasks, (round + 1) * tasks),
+            indices=indices,
             start_std=recipe.start_std,
             steps=recipe.steps,
             evals=recipe.evals,
             seed=seed,
             on_query=teller(task, watcher),
         )
-        seen = [trajectory for trajectory in store if trajectory.round <= round]
-        fit = recipe.fit(seen, seed)
-        fit.f.to(task.origin().device)
-    assert fit is not None
-    assert fit.f.quality is not None
-    half_fits = tuple(f.to(task.origin().device) for f in _fit_halves(seen, recipe, seed))
-    fit = replace(fit, halves=halves_where_used(seen), half_fits=half_fits)
-    watcher.say(f"value function ({fit.f.kind}): {fit.f.quality}")
-    return fit
+        return [trajectory for trajectory in store if trajectory.round <= round]
 
-
-def _fit_halves(trajectories: Sequence[Trajectory], recipe: Recipe, seed: int) -> tuple[ValueFunction, ...]:
-    """Fit a value function to each half of the metric's data; none if it tells no halves, or one never differs."""
-    if any(t.halves is None for t in trajectories):
-        return ()
-    try:
-        return tuple(recipe.fit(seen_on_half(trajectories, half), seed).f for half in (0, 1))
-    except ValueFunctionError:
-        return ()
+    return learn_in_rounds(collect_round, recipe, tasks=tasks, seed=seed, watcher=watcher, device=task.origin().device)
 
 
 def open_store(
@@ -276,7 +258,7 @@ def open_store(
         "tasks": tasks,
         **_identity(task, seed),
     }
-    claim(folder / "identity.json", identity)  # of the answers too: another strategy must not be given them
+    claim(folder / "identity.json", identity)  # of the evaluations too: another strategy must not be given them
     return TrajectoryStore(folder / "trajectories", identity)
 
 
@@ -301,23 +283,23 @@ def _identity(task: FinetuneTask, seed: int) -> dict[str, Any]:
 
 
 def _refuse_mixing(folder: Path, resume: bool) -> None:
-    kept = ("trajectories", "identity.json", "answers.json")
+    kept = ("trajectories", "identity.json", "evaluations.json")
     if not resume and any((folder / name).exists() for name in kept):
         raise FileFormatError(f"{folder} holds an earlier run; resume it, or use another output folder")
 
 
 @contextmanager
-def _counted(metric: Metric, queries: int, folder: Path | None) -> Iterator[tuple[RememberedMetric, Ledger]]:
+def _counted(metric: Metric, queries: int, folder: Path | None) -> Iterator[tuple[CachedMetric, Ledger]]:
     """Count a run in a ledger of its own, and charge the metric's own once it is over.
 
     A run that fails charges nothing if it has a folder: what it did comes back when it is resumed. Without one it is
-    charged for what it asked. The metric that is handed out writes its answers into the folder; what is collected has
+    charged for what it spent. The metric that is handed out keeps its evaluations in the folder; what is collected has
     files of its own.
     """
     own, metric.ledger = metric.ledger, Ledger(queries)
     run, finished = metric.ledger, False
     try:
-        yield RememberedMetric(metric, None if folder is None else folder / "answers.json"), run
+        yield CachedMetric(metric, None if folder is None else folder / "evaluations.json"), run
         finished = True
     finally:
         metric.ledger = own
@@ -350,5 +332,5 @@ def _choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int, wat
     points, _ = rollout(task, starts.repeat(m, 1), policy, steps=recipe.steps, seed=seed, indices=trial_tasks)
     costs: list[float] = []
     for phi in points[:, -1]:
-        costs.append(ask(task, phi, "choose", f"choosing settings, trial {len(costs)}", watcher).cost)
+        costs.append(evaluate(task, phi, "choose", f"choosing settings, trial {len(costs)}", watcher).cost)
     return recipe.settings[int(torch.tensor(costs).view(m, n).mean(1).argmin())]

@@ -103,7 +103,7 @@ class Recipe:
     def start_queries(self) -> int:
         """Most queries that one start can cost: its guard, adaptation and refinement.
 
-        The guard asks about the start, the loss-only end, MetricOpt's end, and the two cross-checked ends of a metric
+        The guard evaluates the start, the loss-only end, MetricOpt's end, and the two cross-checked ends of a metric
         that tells halves.
         """
         return 5 + (self.adapt_queries + 1 if self.adapt_queries else 0) + self.refine_queries

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from metricopt_ext.methods.recipe import Recipe, Setting
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
-from metricopt_ext.tasks.metric import Answer
+from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.rollout import Policy, rollout
 from metricopt_ext.tasks.split_half import CERTAINTY, chance_of_gain, optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
@@ -30,14 +30,14 @@ class Tuned:
     Attributes:
         ends: End point phi, ``d``, of each candidate: ``"start"`` itself, ``"loss_finetune"``, ``"metricopt"``, and
             ``"adapted"`` and ``"refined"`` where the recipe has them.
-        answers: What the metric said about each of them.
+        evaluations: What the metric said about each of them.
         chosen: The candidate to keep.
         chance: Standard deviation of the chance part of a gain over the start, in units of the cost; 0 if unknown.
         optimism: What f's own gain is expected to lose on other data of the same kind; 0 if unknown.
     """
 
     ends: dict[str, Tensor]
-    answers: dict[str, Answer]
+    evaluations: dict[str, Evaluation]
     chosen: str
     chance: float
     optimism: float
@@ -45,7 +45,7 @@ class Tuned:
     @property
     def best(self) -> str:
         """The candidate that the metric likes best, by chance or not."""
-        return min(self.answers, key=lambda name: self.answers[name].cost)
+        return min(self.evaluations, key=lambda name: self.evaluations[name].cost)
 
 
 def tune_start(
@@ -90,47 +90,49 @@ def tune_start(
     ends = {"start": start, "loss_finetune": loss_only[-1], "metricopt": path[-1]}
 
     watcher.stage("guard")
-    answers: dict[str, Answer] = {}
+    evaluations: dict[str, Evaluation] = {}
     for name, phi in ends.items():
-        same = next((other for other in answers if torch.equal(ends[other], phi)), None)
-        answers[name] = answers[same] if same else ask(task, phi, "guard", f"end guard, {name}", watcher)
+        same = next((other for other in evaluations if torch.equal(ends[other], phi)), None)
+        evaluations[name] = evaluations[same] if same else evaluate(task, phi, "guard", f"end guard, {name}", watcher)
 
     crossed = []
     if fit.f.trusted:
         for half, f in enumerate(fit.half_fits):
             # With half the data f may not look trusted; not to follow it there would show no optimism at all.
             end = follow(replace(metric_policy(f, recipe, setting), even_untrusted=True))[-1]
-            crossed.append(ask(task, end, "guard", f"cross-check, half {half}", watcher))
+            crossed.append(evaluate(task, end, "guard", f"cross-check, half {half}", watcher))
     optimism = optimism_of_gain(crossed)
 
     if recipe.adapt_queries and fit.f.trusted:
         watcher.stage("adapt f")
         steps = torch.linspace(0, recipe.steps, recipe.adapt_queries + 2).round().long()
-        inner = [ask(task, path[step], "adapt", f"adapting f, step {step}", watcher) for step in steps[1:-1].tolist()]
-        along = [answers["start"], *inner, answers["metricopt"]]
-        f = AdaptedValueFunction(fit.f, path[steps], torch.tensor([answer.cost for answer in along]))
+        inner = [
+            evaluate(task, path[step], "adapt", f"adapting f, step {step}", watcher) for step in steps[1:-1].tolist()
+        ]
+        along = [evaluations["start"], *inner, evaluations["metricopt"]]
+        f = AdaptedValueFunction(fit.f, path[steps], torch.tensor([each.cost for each in along]))
         ends["adapted"] = follow(metric_policy(f, recipe, setting))[-1]
-        answers["adapted"] = ask(task, ends["adapted"], "guard", "end guard, adapted", watcher)
+        evaluations["adapted"] = evaluate(task, ends["adapted"], "guard", "end guard, adapted", watcher)
 
     if recipe.refine is not None:
         watcher.stage("refine on the metric")
-        best = ends[min(answers, key=lambda name: answers[name].cost)]
+        best = ends[min(evaluations, key=lambda name: evaluations[name].cost)]
         found = recipe.refine(task, best, recipe.refine_queries, seed=seed, on_query=teller(task, watcher))
-        ends["refined"], answers["refined"] = found.phi, Answer(found.cost)
-    chance = chance_of_gain(answers["start"], fit.halves)
-    return Tuned(ends, answers, choose(answers, chance, optimism), chance, optimism)
+        ends["refined"], evaluations["refined"] = found.phi, Evaluation(found.cost)
+    chance = chance_of_gain(evaluations["start"], fit.halves)
+    return Tuned(ends, evaluations, choose(evaluations, chance, optimism), chance, optimism)
 
 
-def choose(answers: Mapping[str, Answer], chance: float, optimism: float = 0.0) -> str:
+def choose(evaluations: Mapping[str, Evaluation], chance: float, optimism: float = 0.0) -> str:
     """Return the candidate with the least cost, but the start unless that gains more than chance.
 
     Args:
-        answers: What the metric said about each candidate, ``"start"`` among them.
+        evaluations: What the metric said about each candidate, ``"start"`` among them.
         chance: Standard deviation of the chance part of a gain, in units of the cost.
         optimism: What the gain of a candidate that f led to has too much; only the start and the loss-only end saw
             nothing of f.
     """
-    corrected = {name: a.cost + optimism * (name not in WITHOUT_F) for name, a in answers.items()}
+    corrected = {name: a.cost + optimism * (name not in WITHOUT_F) for name, a in evaluations.items()}
     best = min(corrected, key=lambda name: corrected[name])
     return best if corrected["start"] - corrected[best] > CERTAINTY * chance else "start"
 
@@ -150,11 +152,11 @@ def metric_policy(f: ValueFunction, recipe: Recipe, setting: Sequence[float]) ->
     return MetricOptStep(f, recipe.lr, metric_step, weight, recipe.steps)
 
 
-def ask(task: FinetuneTask, phi: Tensor, purpose: str, where: str, watcher: Watcher) -> Answer:
-    """Ask the metric about one phi, ``d``, and tell the watcher."""
-    (answer,) = task.answers_at(phi[None], purpose, f"{where}; ")
-    teller(task, watcher)(answer.cost)
-    return answer
+def evaluate(task: FinetuneTask, phi: Tensor, purpose: str, where: str, watcher: Watcher) -> Evaluation:
+    """Evaluate the metric at one phi, ``d``, and tell the watcher."""
+    (evaluation,) = task.evaluate_at(phi[None], purpose, f"{where}; ")
+    teller(task, watcher)(evaluation.cost)
+    return evaluation
 
 
 def teller(task: FinetuneTask, watcher: Watcher) -> Callable[[float], None]:

@@ -27,7 +27,7 @@ class SearchResult:
     """What a direct search found.
 
     Attributes:
-        phi: The best of all points that the metric was asked about, ``d``.
+        phi: The best of all points that the metric was evaluated about, ``d``.
         cost: Its cost.
         curve: (queries, best cost so far), at the start and wherever the best cost fell.
     """
@@ -59,8 +59,8 @@ class Search(Protocol):
             on_query: Called with each observed cost, for a progress bar.
 
         Raises:
-            ValueError: The budget is below `least_queries`; nothing was asked.
-            BudgetError: The metric's ledger has fewer queries left; nothing was asked.
+            ValueError: The budget is below `least_queries`; nothing was evaluated.
+            BudgetError: The metric's ledger has fewer queries left; nothing was evaluated.
             MetricError: The metric failed; the message says at which query.
         """
         ...
@@ -109,19 +109,19 @@ class GuidedES:
         self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0, on_query: Told | None = None
     ) -> SearchResult:
         """Search from a start (see `Search`)."""
-        ask = _Asked(task, start, queries, self.least_queries(task.dim), on_query)
+        cost_at = _Counted(task, start, queries, self.least_queries(task.dim), on_query)
         rng, root = generator(seed, "guided_es"), math.sqrt(task.dim)
-        variance, steps = (self.scale * root) ** 2, ask.left // (2 * self.pairs + 1)
+        variance, steps = (self.scale * root) ** 2, cost_at.left // (2 * self.pairs + 1)
         phi, gradients, centres = start, start.new_zeros(0, task.dim), [start]
         for step in range(steps):
             _, gradient = task.loss_and_gradient(phi[None], seed, [0], step)
             gradients = torch.cat([gradient, gradients])[: self.history]
-            u = es_direction(ask, phi, gradients, generator=rng, count=self.pairs, variance=variance)
+            u = es_direction(cost_at, phi, gradients, generator=rng, count=self.pairs, variance=variance)
             metric_step = self.step * root * normalize(u, dim=0, eps=torch.finfo(u.dtype).tiny)
             loss_step = self.loss_weight * self.lr * gradient[0]
             phi = phi - (1 - step / steps) * (loss_step + metric_step)
-            centres.append(ask.about(phi))
-        return ask.finish(centres)
+            centres.append(cost_at.one(phi))
+        return cost_at.finish(centres)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class CMAES:
             ImportError: The package cma is missing.
         """
         cma, population = _import_cma(), self.population(task.dim)
-        ask = _Asked(task, start, queries, self.least_queries(task.dim), on_query)
+        cost_at = _Counted(task, start, queries, self.least_queries(task.dim), on_query)
         rng, centres = generator(seed, "cma"), [start]
 
         def randn(*shape: int) -> np.ndarray[Any, Any]:
@@ -167,30 +167,30 @@ class CMAES:
 
         options = {"randn": randn, "seed": math.nan, "popsize": population, **QUIET}
         strategy = cma.CMAEvolutionStrategy(start.double().cpu().numpy(), self.sigma0, options)
-        while ask.left > population:
+        while cost_at.left > population:
             points = strategy.ask()
-            costs = ask(torch.tensor(np.stack(points)).to(start))
+            costs = cost_at(torch.tensor(np.stack(points)).to(start))
             strategy.tell(points, costs.tolist())
-            centres.append(ask.about(torch.tensor(strategy.mean).to(start)))
-        return ask.finish(centres)
+            centres.append(cost_at.one(torch.tensor(strategy.mean).to(start)))
+        return cost_at.finish(centres)
 
 
 # -10 also keeps cma from reading options out of a file in the working directory.
 QUIET = {"verbose": -10, "verb_log": 0, "verb_disp": 0}
 
 
-class _Asked:
+class _Counted:
     """The metric as a function of points, for one search: counts its queries and keeps the best point."""
 
     def __init__(self, task: FinetuneTask, start: Tensor, queries: int, least: int, on_query: Told | None) -> None:
         if queries < least:
             raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
         if queries > task.metric.ledger.left:
-            raise BudgetError(f"{queries} queries asked for, {task.metric.ledger.left} are left in the metric's budget")
+            raise BudgetError(f"{queries} queries requested, {task.metric.ledger.left} are left in the metric's budget")
         self.task, self.queries, self.on_query = task, queries, on_query
         self.spent, self.best, self.cost = 0, start, math.inf
         self.curve: list[tuple[int, float]] = []
-        self.about(start)
+        self.one(start)
 
     @property
     def left(self) -> int:
@@ -209,8 +209,8 @@ class _Asked:
                 self.on_query(float(costs[-1]))
         return torch.cat(costs)
 
-    def about(self, point: Tensor) -> Tensor:
-        """Ask about one point, ``d``, and return it."""
+    def one(self, point: Tensor) -> Tensor:
+        """Evaluate one point, ``d``, and return it."""
         self(point[None])
         return point
 
@@ -218,7 +218,7 @@ class _Asked:
         """Spend what is left between the last centre and the mean of the later half of them."""
         last, mean = centres[-1], torch.stack(list(centres[(len(centres) - 1) // 2 :])).mean(0)
         for share in torch.linspace(0, 1, self.left + 1)[1:].tolist():
-            self.about(torch.lerp(last, mean, share))
+            self.one(torch.lerp(last, mean, share))
         return SearchResult(self.best, self.cost, tuple(self.curve))
 
 

@@ -1,26 +1,26 @@
-"""A metric that remembers its answers in a file, so that an interrupted run asks nothing twice."""
+"""A metric whose evaluations are kept in a file, so that an interrupted run pays for none of them twice."""
 
 from pathlib import Path
 
 from torch import nn
 
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.tasks.metric import Answer, Metric
+from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.utils.files import read_json, write_json
 
 
-class RememberedMetric(Metric):
-    """A metric with a file of its answers, in the order in which they were given.
+class CachedMetric(Metric):
+    """A metric with a file of its evaluations, in their order.
 
-    Runs are repeatable, so a run that is started again asks the same questions in the same order: the answers on file
-    are given first, and booked as they were, before the metric itself is asked.
+    Runs are repeatable, so a run that is started again evaluates the same points in the same order: the evaluations on
+    file are given first, and booked as they were, before the metric itself is called.
 
     Args:
         metric: The metric; both share a ledger.
-        path: The JSON file, written anew with every answer; None remembers nothing beyond this object.
+        path: The JSON file, written anew with every evaluation; None keeps nothing beyond this object.
 
     Attributes:
-        answers: The answers given through this object so far.
+        evaluations: Those given through this object so far.
 
     Raises:
         FileFormatError: The file holds something else.
@@ -32,28 +32,31 @@ class RememberedMetric(Metric):
         )
         self.metric = metric
         self.path = path
-        self.answers: list[Answer] = []
+        self.evaluations: list[Evaluation] = []
         self._on_file = [] if path is None or not path.exists() else _read(path)
 
-    def ask(self, model: nn.Module, purpose: str) -> Answer:
-        """Give the next answer on file, or ask the metric (see `Metric.ask`) and write its answer down."""
-        if len(self.answers) < len(self._on_file):
+    def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
+        """Return the next evaluation on file, or evaluate the metric (see `Metric.evaluate`) and write it down."""
+        if len(self.evaluations) < len(self._on_file):
             self.ledger.spend(purpose)
-            answer = self._on_file[len(self.answers)]
+            evaluation = self._on_file[len(self.evaluations)]
         else:
-            answer = self.metric.ask(model, purpose)
-        self.answers.append(answer)
-        if self.path is not None and len(self.answers) > len(self._on_file):
-            write_json(self.path, {"answers": self.answers})
-        return answer
+            evaluation = self.metric.evaluate(model, purpose)
+        self.evaluations.append(evaluation)
+        if self.path is not None and len(self.evaluations) > len(self._on_file):
+            write_json(self.path, {"evaluations": self.evaluations})
+        return evaluation
 
 
-def _read(path: Path) -> list[Answer]:
+def _read(path: Path) -> list[Evaluation]:
     try:
-        return [Answer(cost, None if halves is None else _pair(*halves)) for cost, halves in read_json(path)["answers"]]
+        return [
+            Evaluation(cost, None if halves is None else _pair(*halves))
+            for cost, halves in read_json(path)["evaluations"]
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise FileFormatError(
-            f"{path} holds no answers of a metric: {error!r}; delete it to have them asked again"
+            f"{path} holds no evaluations of a metric: {error!r}; delete it to have them made again"
         ) from error
 
 

@@ -41,13 +41,13 @@ class Ledger:
         """
         if queries > self.left:
             raise BudgetError(
-                f"{queries} metric queries asked for ({purpose}), {self.left} left of a budget of {self.budget};"
+                f"{queries} metric queries requested ({purpose}), {self.left} left of a budget of {self.budget};"
                 f" spent so far: {self.spent_on}"
             )
         self.spent_on[purpose] = self.spent_on.get(purpose, 0) + queries
 
 
-class Answer(NamedTuple):
+class Evaluation(NamedTuple):
     """What a metric said about a model, as costs.
 
     Attributes:
@@ -105,40 +105,40 @@ class Metric:
         return Metric(self.function, maximize=self.maximize, bounds=self.bounds, name=self.name)
 
     def cost(self, model: nn.Module, purpose: str) -> float:
-        """Ask the metric about the model as it is and return the cost; see `ask`."""
-        return self.ask(model, purpose).cost
+        """Evaluate the metric at the model as it is and return the cost; see `evaluate`."""
+        return self.evaluate(model, purpose).cost
 
-    def ask(self, model: nn.Module, purpose: str) -> Answer:
-        """Ask the metric about the model as it is; one query.
+    def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
+        """Evaluate the metric at the model as it is; one query.
 
         Args:
             model: The model to judge.
             purpose: What the ledger books the query under.
 
         Raises:
-            BudgetError: The budget is spent; the metric was not asked.
+            BudgetError: The budget is spent; the metric was not evaluated.
             MetricError: The metric raised, returned no finite number, or left its bounds. The query counts.
         """
         self.ledger.spend(purpose)
         with evaluating(model), torch.no_grad():
             try:
-                answer = self.function(model) if self._takes_model else self.function()
+                returned = self.function(model) if self._takes_model else self.function()
             except Exception as error:
                 raise MetricError(f"metric {self.name!r} raised {type(error).__name__}: {error}") from error
         try:
-            value, halves = answer if isinstance(answer, tuple) else (answer, None)
+            value, halves = returned if isinstance(returned, tuple) else (returned, None)
             value, halves = float(value), None if halves is None else [float(half) for half in halves]
             if halves is not None and len(halves) != 2:
                 raise ValueError(f"{len(halves)} halves")
         except (TypeError, ValueError, RuntimeError) as error:
             raise MetricError(
-                f"metric {self.name!r} returned {answer!r}; it must be a number, or (number, (half, half))"
+                f"metric {self.name!r} returned {returned!r}; it must be a number, or (number, (half, half))"
             ) from error
         cost = self._checked_cost(value)
         if halves is None:
-            return Answer(cost)
+            return Evaluation(cost)
         first, second = (self._checked_cost(half, " on a half of its data") for half in halves)
-        return Answer(cost, (first, second))
+        return Evaluation(cost, (first, second))
 
     def _checked_cost(self, value: float, where: str = "") -> float:
         if not math.isfinite(value):
@@ -197,7 +197,7 @@ def _takes_model(function: Callable[..., Any]) -> bool:
     return bool(required) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
-def stacked_halves(answers: Sequence[Answer]) -> Tensor | None:
-    """Return the answers' costs on two halves of the data, ``n x 2``, or None if any lacks them."""
-    halves = [answer.halves for answer in answers]
+def stacked_halves(evaluations: Sequence[Evaluation]) -> Tensor | None:
+    """Return the costs on two halves of the data, ``n x 2``, or None if an evaluation lacks them."""
+    halves = [each.halves for each in evaluations]
     return None if None in halves else torch.tensor(halves, dtype=torch.float64)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import FileFormatError, MetricError
-from metricopt_ext.tasks.metric import Answer, Metric, stacked_halves
+from metricopt_ext.tasks.metric import Evaluation, Metric, stacked_halves
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.modes import evaluating
@@ -18,13 +18,13 @@ class Recording:
     """Collects the first T steps of a trainer as a trajectory; the toolkits' hooks feed it.
 
     phi_0 is the adapter's phi at `start`, and what the t-th `record` finds is phi_t, with the loss of phi_{t-1}. The
-    metric is asked about K of the T + 1 points as they come, with the models in evaluation mode; torch's random streams
-    are put back behind it, so that training goes as it would without it. After T steps the trajectory is in the store,
-    and nothing more is recorded. A trajectory that the store has already is not recorded again.
+    metric is evaluated at K of the T + 1 points as they come, with the models in evaluation mode; torch's random
+    streams are put back afterwards, so that training goes as it would without it. After T steps the trajectory is in
+    the store, and nothing more is recorded. A trajectory that the store has already is not recorded again.
 
     Args:
         adapter: Handle on the adapter.
-        metric: Is asked about ``adapter.model`` and counts the K queries as ``"collect"``.
+        metric: Is evaluated on ``adapter.model`` and counts the K queries as ``"collect"``.
         store: Receives the trajectory; `fitting.fit_value_function` learns f from what it holds.
         steps: T, at least 1.
         evals: K, from 2 to T + 1.
@@ -53,7 +53,7 @@ class Recording:
         self.observed = observation_steps(steps, evals, seed, index)
         self.points: list[Tensor] = []
         self.losses: list[float] = []
-        self.answers: list[Answer] = []
+        self.evaluations: list[Evaluation] = []
 
     @property
     def trajectory(self) -> Trajectory | None:
@@ -83,24 +83,24 @@ class Recording:
         self._store_if_finished()
 
     def observe(self, models: Iterable[nn.Module]) -> None:
-        """Ask the metric about every point that is due."""
+        """Evaluate the metric at every point that is due."""
         models = list(models)
-        for step in self.observed[len(self.answers) :].tolist():
+        for step in self.observed[len(self.evaluations) :].tolist():
             if step >= len(self.points):
                 break
             try:
-                self.answers.append(self._ask(models, self.points[step]))
+                self.evaluations.append(self._evaluate(models, self.points[step]))
             except MetricError as error:
                 raise MetricError(f"{error} (round {self.round}, task {self.index}, step {step})") from error
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what was recorded so far, for a checkpoint."""
-        halves = stacked_halves(self.answers)
+        halves = stacked_halves(self.evaluations)
         state = {
             "observed": self.observed,
             "phi": torch.stack(self.points),
             "loss": torch.tensor(self.losses, dtype=torch.float64),
-            "cost": torch.tensor([answer.cost for answer in self.answers], dtype=torch.float64),
+            "cost": torch.tensor([each.cost for each in self.evaluations], dtype=torch.float64),
         }
         return state if halves is None else {**state, "halves": halves}
 
@@ -119,15 +119,16 @@ class Recording:
         self.losses = state["loss"].tolist()
         costs = state["cost"].tolist()
         halves = state["halves"].tolist() if "halves" in state else [None] * len(costs)
-        self.answers = [
-            Answer(cost, None if pair is None else (pair[0], pair[1])) for cost, pair in zip(costs, halves, strict=True)
+        self.evaluations = [
+            Evaluation(cost, None if pair is None else (pair[0], pair[1]))
+            for cost, pair in zip(costs, halves, strict=True)
         ]
         self._store_if_finished()
 
     def _phi(self) -> Tensor:
         return self.adapter.phi.detach().cpu().clone()
 
-    def _ask(self, models: list[nn.Module], phi: Tensor) -> Answer:
+    def _evaluate(self, models: list[nn.Module], phi: Tensor) -> Evaluation:
         device = self.adapter.phi.device
         before = self.adapter.phi.detach().clone()
         with ExitStack() as undone:
@@ -136,14 +137,14 @@ class Recording:
                 undone.enter_context(evaluating(model))
             self.adapter.set_phi(phi)
             undone.callback(self.adapter.set_phi, before)
-            return self.metric.ask(self.adapter.model, "collect")
+            return self.metric.evaluate(self.adapter.model, "collect")
 
     def _store_if_finished(self) -> None:
         if self.trajectory is not None or len(self.losses) < self.steps:
             return
-        cost = torch.tensor([answer.cost for answer in self.answers], dtype=torch.float64)
+        cost = torch.tensor([each.cost for each in self.evaluations], dtype=torch.float64)
         points = torch.stack(self.points)
         loss = torch.tensor(self.losses, dtype=points.dtype)
         self.store.add(
-            Trajectory(self.round, self.index, points, loss, self.observed, cost, stacked_halves(self.answers))
+            Trajectory(self.round, self.index, points, loss, self.observed, cost, stacked_halves(self.evaluations))
         )

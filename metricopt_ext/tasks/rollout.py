@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from metricopt_ext.tasks.metric import Answer, stacked_halves
+from metricopt_ext.tasks.metric import Evaluation, stacked_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.seeding import generator
@@ -63,7 +63,7 @@ def rollout(
 
 
 def observation_steps(steps: int, evals: int, seed: int, index: int) -> Tensor:
-    """Return K ascending steps in 0..T at which the metric is asked: both ends, the others drawn at random.
+    """Return K ascending steps in 0..T at which the metric is evaluated: both ends, the others drawn at random.
 
     Raises:
         ValueError: K is below 2 or above T + 1.
@@ -120,12 +120,12 @@ def collect(
         phi, loss = rollout(task, starts, policy_of(chunk), steps=steps, seed=seed, indices=chunk)
         for row in missing:
             observed = observation_steps(steps, evals, seed, chunk[row])
-            answers: list[Answer] = []
+            evaluations: list[Evaluation] = []
             for step in observed.tolist():
                 where = f"round {round}, task {chunk[row]}, step {step}; {len(store)} finished trajectories are kept; "
-                answers += task.answers_at(phi[row, step][None], "collect", where)
-                on_query(answers[-1].cost)
-            cost = torch.tensor([answer.cost for answer in answers], dtype=torch.float64)
-            halves = stacked_halves(answers)
+                evaluations += task.evaluate_at(phi[row, step][None], "collect", where)
+                on_query(evaluations[-1].cost)
+            cost = torch.tensor([each.cost for each in evaluations], dtype=torch.float64)
+            halves = stacked_halves(evaluations)
             store.add(Trajectory(round, chunk[row], phi[row].cpu(), loss[row].cpu(), observed, cost, halves))
     return [trajectory for index in indices if (trajectory := store.get(round, index)) is not None]

@@ -14,7 +14,7 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from metricopt_ext.tasks.metric import Answer
+from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.trajectory import Trajectory
 
 # Standard deviations of chance that a gain has to exceed, once what is known to be optimism was taken off.
@@ -38,7 +38,7 @@ def split_half_correlation(trajectories: Sequence[Trajectory]) -> float:
     return float(spearmanr(a.numpy(), b.numpy()).statistic)
 
 
-def chance_of_gain(start: Answer, elsewhere: Tensor | None) -> float:
+def chance_of_gain(start: Evaluation, elsewhere: Tensor | None) -> float:
     """Return the standard deviation of the chance part of a gain over a start, in units of the cost.
 
     A gain on all data is the mean of its two halves' gains. If it was the same everywhere these would agree: half the
@@ -72,7 +72,7 @@ def seen_on_half(trajectories: Sequence[Trajectory], half: int) -> list[Trajecto
     return [replace(t, cost=t.halves[:, half]) for t in trajectories if t.halves is not None]
 
 
-def optimism_of_gain(crossed: Sequence[Answer]) -> float:
+def optimism_of_gain(crossed: Sequence[Evaluation]) -> float:
     """Return by how much the gain of following f is larger on the data that f was fitted to than on others.
 
     An end that was found with half the data is better on its own half than on the other by the optimism of half the

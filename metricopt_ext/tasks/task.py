@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.tasks.batches import Batches
-from metricopt_ext.tasks.metric import Answer, Metric
+from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.utils.seeding import generator
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -146,8 +146,8 @@ class FinetuneTask:
             raise FloatingPointError(f"the loss gradient of task {worst} is not finite at step {step}; lower the lr")
         return loss.detach(), gradient
 
-    def ask(self, phi: Tensor, purpose: str) -> Answer:
-        """Ask the metric about one phi, ``d``; one query.
+    def evaluate(self, phi: Tensor, purpose: str) -> Evaluation:
+        """Evaluate the metric at one phi, ``d``; one query.
 
         phi is copied into the model's own parameter meanwhile, so that a metric which exports the model, or reads its
         state dict, judges the right one.
@@ -155,31 +155,31 @@ class FinetuneTask:
         before = self.adapter.phi.detach().clone()
         self.adapter.set_phi(phi)
         try:
-            return self.metric.ask(self.adapter.model, purpose)
+            return self.metric.evaluate(self.adapter.model, purpose)
         finally:
             self.adapter.set_phi(before)
 
     def cost(self, phi: Tensor, purpose: str) -> float:
-        """Ask the metric about one phi, ``d``, and return the cost alone; see `ask`."""
-        return self.ask(phi, purpose).cost
+        """Evaluate the metric at one phi, ``d``, and return the cost alone; see `evaluate`."""
+        return self.evaluate(phi, purpose).cost
 
-    def answers_at(self, phi: Tensor, purpose: str, where: str = "") -> list[Answer]:
-        """Ask the metric about ``n x d`` points; n queries.
+    def evaluate_at(self, phi: Tensor, purpose: str, where: str = "") -> list[Evaluation]:
+        """Evaluate the metric at ``n x d`` points; n queries.
 
         Raises:
             MetricError: The metric failed; the message says at which point.
         """
-        answers = []
+        evaluations = []
         for i, point in enumerate(phi):
             try:
-                answers.append(self.ask(point, purpose))
+                evaluations.append(self.evaluate(point, purpose))
             except MetricError as error:
                 raise MetricError(f"{error} ({where}point {i} of {len(phi)}, |phi| = {point.norm():.3g})") from error
-        return answers
+        return evaluations
 
     def costs_at(self, phi: Tensor, purpose: str, where: str = "") -> Tensor:
-        """Ask the metric about ``n x d`` points and return the costs alone, ``n``, float64; see `answers_at`."""
-        costs = [answer.cost for answer in self.answers_at(phi, purpose, where)]
+        """Evaluate the metric at ``n x d`` points and return the costs alone, ``n``, float64; see `evaluate_at`."""
+        costs = [each.cost for each in self.evaluate_at(phi, purpose, where)]
         return torch.tensor(costs, dtype=torch.float64)
 
     def _losses(self, phi: Tensor, batches: Sequence[Any]) -> Tensor:

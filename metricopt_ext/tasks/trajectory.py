@@ -21,7 +21,7 @@ class Trajectory:
         index: The task index; its start and its batches follow from it.
         phi: The points phi_0 ... phi_T, ``(T + 1) x d``.
         loss: The surrogate loss at phi_0 ... phi_{T-1}, each on its own batch, ``T``.
-        observed: Steps at which the metric was asked, ascending, ``K``.
+        observed: Steps at which the metric was evaluated, ascending, ``K``.
         cost: The metric there as a cost, float64, ``K``.
         halves: The costs on two halves of the metric's data, float64, ``K x 2``; None if the metric does not tell them.
     """
@@ -36,7 +36,7 @@ class Trajectory:
 
     @property
     def observed_phi(self) -> Tensor:
-        """The points at which the metric was asked, ``K x d``."""
+        """The points at which the metric was evaluated, ``K x d``."""
         return self.phi[self.observed]
 
 

@@ -13,13 +13,13 @@ class AdaptedValueFunction(ValueFunction):
     """f plus a smooth correction: the posterior mean of a Gaussian process on what f got wrong at some points.
 
     Further training of f's weights on the points of a single path, Reptile's own way, changed f everywhere and made the
-    finetune worse on toy problems whose answer is known; this fades to f away from the points. The process has mean 0,
+    finetune worse on toy problems whose optimum is known; this fades to f away from the points. The process has mean 0,
     f's data radius as length scale and the mean square of the errors as variance.
 
     Args:
         f: The fitted value function, of any kind.
         phi: Points of the new start, ``n x d``.
-        cost: Their costs, ``n``; whoever asked for them has counted the queries.
+        cost: Their costs, ``n``; the caller has counted the queries.
 
     Attributes:
         quality: That of ``f``, as is the domain.

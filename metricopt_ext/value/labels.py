@@ -87,12 +87,12 @@ def _dense(
     """Gather all steps, ``T + 1`` labels and sigmas for each trajectory; observed costs replace their labels."""
     counts = torch.tensor([len(t.phi) for t in trajectories])
     first = counts.cumsum(0) - counts
-    asked = torch.cat([start + t.observed for start, t in zip(first, trajectories, strict=True)])
+    places = torch.cat([start + t.observed for start, t in zip(first, trajectories, strict=True)])
     observed = torch.zeros(int(counts.sum()), dtype=torch.bool)
     cost, sigma = torch.cat(list(costs)), torch.cat(list(sigmas))
-    observed[asked] = True
-    cost[asked] = torch.cat([t.cost for t in trajectories])
-    sigma[asked] = observed_sigma
+    observed[places] = True
+    cost[places] = torch.cat([t.cost for t in trajectories])
+    sigma[places] = observed_sigma
     return Labels(
         phi=torch.cat([t.phi for t in trajectories]).float(),
         cost=cost.float(),

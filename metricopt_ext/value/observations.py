@@ -20,7 +20,7 @@ class Observations:
         trajectory: Which trajectory a point lies on, counted from 0, ``n``.
         round: The trajectory's round, ``n``.
         progress: The point's step over T, in [0, 1], ``n``.
-        observed: Whether the metric was asked there, ``n``; elsewhere the label is interpolated.
+        observed: Whether the metric was evaluated there, ``n``; elsewhere the label is interpolated.
     """
 
     phi: Tensor

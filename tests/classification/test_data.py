@@ -388,7 +388,7 @@ def test_shift_depends_on_the_seed_only(images: Tensor) -> None:
 def test_shift_does_not_depend_on_the_batch(images: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     once = SHIFT(images)
     assert torch.allclose(SHIFT(images[:7]), once[:7], atol=1e-6)
-    monkeypatch.setattr("metricopt_ext.shift._CHUNK", 3)
+    monkeypatch.setattr("metricopt_ext.data.shift._CHUNK", 3)
     assert torch.allclose(SHIFT(images), once, atol=1e-6)
     same = SHIFT(images[:1].expand(2, -1, -1, -1))
     assert not torch.allclose(same[0], same[1], atol=1e-2)  # each image its own draw

@@ -123,7 +123,7 @@ class Finding:
 def test_the_metric_is_ap50_of_all_images_and_of_each_half(definition: Any) -> None:
     images, toolkit, model = examples(19), Finding(), nn.Identity()
     halves = image_halves(19, seed=0)
-    answer = ap50_metric(toolkit, images, CLASSES, definition, halves).ask(model, "test")
+    answer = ap50_metric(toolkit, images, CLASSES, definition, halves).evaluate(model, "test")
 
     def cost(places: Sequence[int]) -> float:
         chosen = [images[i] for i in places]
@@ -132,7 +132,7 @@ def test_the_metric_is_ap50_of_all_images_and_of_each_half(definition: Any) -> N
     assert 0.05 < answer.cost < 0.95
     assert answer.cost == pytest.approx(cost(range(19)))
     assert answer.halves == (pytest.approx(cost(halves[0])), pytest.approx(cost(halves[1])))
-    assert ap50_metric(toolkit, images, CLASSES, definition).ask(model, "test") == (answer.cost, None)
+    assert ap50_metric(toolkit, images, CLASSES, definition).evaluate(model, "test") == (answer.cost, None)
 
 
 @pytest.mark.parametrize(("definition", "told"), [("voc", False), ("coco", True)])
@@ -141,4 +141,4 @@ def test_a_half_whose_objects_are_all_difficult_is_told_only_where_they_count(de
     for example in images[2:]:
         example.truth.difficult[:] = True
     metric = ap50_metric(Finding(), images, CLASSES, definition, ([0, 1], [2, 3]))
-    assert (metric.ask(nn.Identity(), "test").halves is not None) == told
+    assert (metric.evaluate(nn.Identity(), "test").halves is not None) == told

@@ -8,7 +8,7 @@ import matplotlib.image
 import pytest
 import torch
 
-from metricopt_ext import pictures
+from metricopt_ext.evidence import value_plots
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import MetricOptResult
@@ -36,7 +36,7 @@ def test_draws_every_picture_that_the_value_function_has(
     task = quadratic(dtype=torch.float32)
     result, paths = run(task, learner)
     aside = task.judged_by(task.metric.with_new_ledger())
-    drawn = pictures.draw_value_function(aside, result, paths, tmp_path, grid=5)
+    drawn = value_plots.draw_value_function(aside, result, paths, tmp_path, grid=5)
     assert {path.name for path in drawn} == {path.name for path in tmp_path.iterdir()} == names
     assert aside.metric.ledger.spent_on == {"picture": 25}
     for path in drawn:
@@ -54,13 +54,15 @@ def test_landscape_shows_f_and_the_metric_at_the_same_points(
         drawn["panels"] = [axes for axes in figure.axes if axes.get_title()]
         return path
 
-    monkeypatch.setattr(pictures, "save_figure", keep)
+    monkeypatch.setattr(value_plots, "save_figure", keep)
     asked = []
-    ask = task.metric.ask
+    evaluate = task.metric.evaluate
     monkeypatch.setattr(
-        task.metric, "ask", lambda model, purpose: asked.append(model.metricopt.phi.clone()) or ask(model, purpose)
+        task.metric,
+        "evaluate",
+        lambda model, purpose: asked.append(model.metricopt.phi.clone()) or evaluate(model, purpose),
     )
-    pictures.plot_landscape(task, result.fit.f, paths, tmp_path / "x.png", grid=4)
+    value_plots.plot_landscape(task, result.fit.f, paths, tmp_path / "x.png", grid=4)
     points = torch.stack(asked)
     assert [axes.get_title() for axes in drawn["panels"]] == ["value function", "true metric"]
     assert torch.linalg.matrix_rank(points, atol=1e-5) == 2  # a plane through phi = 0

@@ -204,7 +204,7 @@ def test_the_metrics_own_budget_is_checked_before_anything_is_asked_or_written(
 ) -> None:
     task = quadratic(budget=50)
     task.metric.ledger.spend("elsewhere", 6)
-    with pytest.raises(BudgetError, match=r"47 queries asked for, 44 are left in the metric's own budget"):
+    with pytest.raises(BudgetError, match=r"47 queries requested, 44 are left in the metric's own budget"):
         go(task, output_dir=tmp_path / "run")
     assert task.asked == 0
     assert not (tmp_path / "run").exists()
@@ -431,7 +431,7 @@ def test_an_earlier_run_is_not_written_over(quadratic: Callable[..., Any], tmp_p
     for path in sorted((tmp_path / "trajectories").iterdir()):
         path.unlink()
     (tmp_path / "trajectories").rmdir()
-    with pytest.raises(FileFormatError, match="holds an earlier run"):  # or its last answers would be taken for ours
+    with pytest.raises(FileFormatError, match="holds an earlier run"):  # or its evaluations would be taken for ours
         go(task, output_dir=tmp_path)
     assert task.asked == 0
 
@@ -556,8 +556,8 @@ def test_damaged_files_are_named(quadratic: Callable[..., Any], tmp_path: Path) 
     assert task.asked == 3  # that task alone
     assert content(damaged) == before
     for rubbish in ("{", "[]", "3"):
-        (tmp_path / "answers.json").write_text(rubbish)
-        with pytest.raises(FileFormatError, match=re.escape(str(tmp_path / "answers.json"))):
+        (tmp_path / "evaluations.json").write_text(rubbish)
+        with pytest.raises(FileFormatError, match=re.escape(str(tmp_path / "evaluations.json"))):
             go(quadratic(), output_dir=tmp_path, resume=True)
 
 
@@ -604,7 +604,7 @@ def test_files(quadratic: Callable[..., Any], tmp_path: Path, learner: Any) -> N
     assert names == {
         "trajectories",
         "identity.json",
-        "answers.json",
+        "evaluations.json",
         "value_function.safetensors",
         "adapter.safetensors",
     }

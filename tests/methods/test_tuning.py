@@ -12,7 +12,7 @@ from metricopt_ext.methods.pipeline import meta_train
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.tuning import FRESH, choose, finetune, metric_policy, tune_start
 from metricopt_ext.search.direct import CMAES
-from metricopt_ext.tasks.metric import Answer, Metric
+from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
 from metricopt_ext.value.value_function import load_value_function
@@ -34,7 +34,7 @@ def test_ends_are_those_of_the_step_rules(quadratic: Callable[..., Any], start: 
     expected = finetune(task, metric_policy(fit.f, RECIPE, (0.2, 0.3)), 10, 2, start, FRESH + 5)
     assert torch.equal(tuned.ends["start"], expected[0])
     assert torch.equal(tuned.ends["metricopt"], expected[-1])
-    assert {name: answer.cost for name, answer in tuned.answers.items()} == {
+    assert {name: answer.cost for name, answer in tuned.evaluations.items()} == {
         name: task.true_cost(phi) for name, phi in tuned.ends.items()
     }
     assert tuned.chosen == tuned.best == "metricopt"
@@ -75,8 +75,8 @@ def test_adaptation_counts_its_queries_and_mends_an_f_of_another_goal(
         assert task.metric.ledger.spent_on["adapt"] == 4
         assert task.metric.ledger.spent_on["guard"] == 4
         assert recipe.start_queries == 10
-        assert tuned.answers["adapted"].cost == task.true_cost(tuned.ends["adapted"])
-        assert tuned.answers["adapted"].cost < 0.9 * tuned.answers["metricopt"].cost
+        assert tuned.evaluations["adapted"].cost == task.true_cost(tuned.ends["adapted"])
+        assert tuned.evaluations["adapted"].cost < 0.9 * tuned.evaluations["metricopt"].cost
 
 
 def test_refinement_goes_on_from_the_best_end(quadratic: Callable[..., Any]) -> None:
@@ -86,7 +86,7 @@ def test_refinement_goes_on_from_the_best_end(quadratic: Callable[..., Any]) -> 
     tuned = tune_start(task, fit, recipe=recipe, seed=1)
     found = CMAES()(task, tuned.ends["metricopt"], 30, seed=1)
     assert torch.equal(tuned.ends["refined"], found.phi)
-    assert tuned.answers["refined"].cost == found.cost < tuned.answers["metricopt"].cost
+    assert tuned.evaluations["refined"].cost == found.cost < tuned.evaluations["metricopt"].cost
     assert tuned.chosen == "refined"
     assert recipe.start_queries == 35
 
@@ -107,7 +107,7 @@ def test_refinement_goes_on_from_the_best_end(quadratic: Callable[..., Any]) -> 
 def test_the_start_is_kept_unless_something_gains_more_than_chance_and_optimism(
     costs: dict[str, float], chance: float, optimism: float, chosen: str
 ) -> None:
-    assert choose({name: Answer(cost) for name, cost in costs.items()}, chance, optimism) == chosen
+    assert choose({name: Evaluation(cost) for name, cost in costs.items()}, chance, optimism) == chosen
 
 
 @pytest.mark.parametrize("trusted", [True, False])

@@ -7,8 +7,8 @@ import pytest
 from torch import nn
 
 from metricopt_ext.errors import FileFormatError, MetricError
-from metricopt_ext.tasks.cached_metric import RememberedMetric
-from metricopt_ext.tasks.metric import Answer, Ledger, Metric
+from metricopt_ext.tasks.cached_metric import CachedMetric
+from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
 
 
 def counting(stop: int = 99, halves: bool = False) -> Metric:
@@ -26,25 +26,27 @@ def counting(stop: int = 99, halves: bool = False) -> Metric:
 
 @pytest.mark.parametrize("halves", [False, True])
 def test_what_is_on_file_is_answered_and_booked_but_not_asked(tmp_path: Path, halves: bool) -> None:
-    path, model = tmp_path / "answers.json", nn.Identity()
-    broken = RememberedMetric(counting(3, halves), path)
+    path, model = tmp_path / "evaluations.json", nn.Identity()
+    broken = CachedMetric(counting(3, halves), path)
     for _ in range(3):
-        broken.ask(model, "first")
+        broken.evaluate(model, "first")
     with pytest.raises(MetricError, match="down"):
-        broken.ask(model, "first")
+        broken.evaluate(model, "first")
     metric = counting(halves=halves)
-    again = RememberedMetric(metric, path)
-    told = [again.ask(model, "first" if i < 3 else "second") for i in range(5)]
-    assert told[:3] == broken.answers
+    again = CachedMetric(metric, path)
+    told = [again.evaluate(model, "first" if i < 3 else "second") for i in range(5)]
+    assert told[:3] == broken.evaluations
     assert [answer.cost for answer in told] == [0.0, 0.1, 0.2, 0.0, 0.1]  # the metric itself was first asked at the 4th
     assert all((answer.halves is not None) == halves for answer in told)
     assert metric.ledger.spent_on == {"first": 3, "second": 2}
-    assert [Answer(cost, halves and tuple(halves)) for cost, halves in json.loads(path.read_text())["answers"]] == told
+    assert [
+        Evaluation(cost, halves and tuple(halves)) for cost, halves in json.loads(path.read_text())["evaluations"]
+    ] == told
 
 
 def test_without_a_file_it_is_the_metric(tmp_path: Path) -> None:
     metric = counting()
-    remembered = RememberedMetric(metric, None)
+    remembered = CachedMetric(metric, None)
     assert [remembered.cost(nn.Identity(), "x") for _ in range(3)] == [0.0, 0.1, 0.2]
     assert remembered.ledger is metric.ledger
     assert (remembered.name, remembered.to_value(0.3)) == (metric.name, metric.to_value(0.3))
@@ -53,17 +55,21 @@ def test_without_a_file_it_is_the_metric(tmp_path: Path) -> None:
 
 def test_a_metric_with_an_ask_of_its_own_is_asked_by_it() -> None:
     class Doubled(Metric):
-        def ask(self, model: nn.Module, purpose: str) -> Answer:
-            return Answer(2 * super().ask(model, purpose).cost)
+        def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
+            return Evaluation(2 * super().evaluate(model, purpose).cost)
 
     metric = Doubled(lambda: 0.25, maximize=False)
-    assert RememberedMetric(metric, None).ask(nn.Identity(), "x") == metric.ask(nn.Identity(), "x") == Answer(0.5)
+    assert (
+        CachedMetric(metric, None).evaluate(nn.Identity(), "x")
+        == metric.evaluate(nn.Identity(), "x")
+        == Evaluation(0.5)
+    )
     assert metric.ledger.spent == 2
 
 
-@pytest.mark.parametrize("content", ['{"other": 1}', '{"answers": [1]}', '{"answers": [[0.5, [1]]]}'])
+@pytest.mark.parametrize("content", ['{"other": 1}', '{"evaluations": [1]}', '{"evaluations": [[0.5, [1]]]}'])
 def test_a_foreign_file_is_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "answers.json"
+    path = tmp_path / "evaluations.json"
     path.write_text(content)
-    with pytest.raises(FileFormatError, match="holds no answers of a metric"):
-        RememberedMetric(counting(), path)
+    with pytest.raises(FileFormatError, match="holds no evaluations of a metric"):
+        CachedMetric(counting(), path)

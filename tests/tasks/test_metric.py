@@ -255,11 +255,11 @@ def test_evaluation_mode_without_gradients(grad: bool, failing: bool) -> None:
 @pytest.mark.parametrize(("maximize", "cost", "halves"), [(True, 0.25, (0.5, 0.0)), (False, 0.75, (0.5, 1.0))])
 def test_halves_are_turned_into_costs_for_one_query(maximize: bool, cost: float, halves: tuple[float, float]) -> None:
     metric = Metric(lambda model: (0.75, (0.5, torch.tensor(1.0))), maximize=maximize)
-    assert metric.ask(nn.Identity(), "x") == (cost, halves)
+    assert metric.evaluate(nn.Identity(), "x") == (cost, halves)
     assert metric.cost(nn.Identity(), "x") == cost
     assert metric.ledger.spent == 2
     for alone in (0.75, (0.75, None)):
-        assert Metric(lambda model, alone=alone: alone, maximize=maximize).ask(nn.Identity(), "x") == (cost, None)
+        assert Metric(lambda model, alone=alone: alone, maximize=maximize).evaluate(nn.Identity(), "x") == (cost, None)
 
 
 @pytest.mark.parametrize(
@@ -277,4 +277,4 @@ def test_halves_are_turned_into_costs_for_one_query(maximize: bool, cost: float,
 )
 def test_wrong_halves_are_refused(answer: Any, message: str) -> None:
     with pytest.raises(MetricError, match=message):
-        Metric(lambda model: answer, maximize=True).ask(nn.Identity(), "x")
+        Metric(lambda model: answer, maximize=True).evaluate(nn.Identity(), "x")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from metricopt_ext.tasks.metric import Answer
+from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.split_half import (
     chance_of_gain,
     halves_where_used,
@@ -44,21 +44,21 @@ def test_chance_is_the_standard_error_of_an_accuracys_gain() -> None:
     start = np.zeros(n)
     wrong = (rng.random((models, n)) < changed) * rng.choice([-1.0, 1.0], size=(models, n))  # gains cancel on average
     halves = torch.tensor(np.stack([wrong[:, :200].mean(1), wrong[:, 200:].mean(1)], 1))
-    estimated = chance_of_gain(Answer(start.mean(), (0.0, 0.0)), halves)
+    estimated = chance_of_gain(Evaluation(start.mean(), (0.0, 0.0)), halves)
     assert estimated == pytest.approx(math.sqrt(changed / n), rel=0.05)
 
 
 def test_chance_does_not_count_what_both_halves_gain() -> None:
     elsewhere = torch.tensor([[0.1, 0.3], [0.2, 0.4]], dtype=torch.float64)
-    assert chance_of_gain(Answer(0.6, (0.5, 0.7)), elsewhere) == pytest.approx(0, abs=1e-15)
-    assert chance_of_gain(Answer(0.6, (0.6, 0.6)), elsewhere) == pytest.approx(0.1)
+    assert chance_of_gain(Evaluation(0.6, (0.5, 0.7)), elsewhere) == pytest.approx(0, abs=1e-15)
+    assert chance_of_gain(Evaluation(0.6, (0.6, 0.6)), elsewhere) == pytest.approx(0.1)
 
 
 def test_chance_is_unknown_without_halves() -> None:
     told = torch.ones(3, 2, dtype=torch.float64)
-    assert chance_of_gain(Answer(0.6), told) == 0
-    assert chance_of_gain(Answer(0.6, (0.5, 0.7)), None) == 0
-    assert chance_of_gain(Answer(0.6, (0.5, 0.7)), told[:0]) == 0
+    assert chance_of_gain(Evaluation(0.6), told) == 0
+    assert chance_of_gain(Evaluation(0.6, (0.5, 0.7)), None) == 0
+    assert chance_of_gain(Evaluation(0.6, (0.5, 0.7)), told[:0]) == 0
 
 
 def test_halves_are_those_of_late_points_on_policy() -> None:
@@ -83,9 +83,9 @@ def test_optimism_is_that_of_least_squares() -> None:
         y = rng.normal(size=n)
         halves = y[::2], y[1::2]
 
-        def answer(c: float, halves: tuple[np.ndarray, ...] = halves) -> Answer:
+        def answer(c: float, halves: tuple[np.ndarray, ...] = halves) -> Evaluation:
             costs = [float(((half - c) ** 2).mean()) for half in halves]
-            return Answer(sum(costs) / 2, (costs[0], costs[1]))
+            return Evaluation(sum(costs) / 2, (costs[0], costs[1]))
 
         found.append(optimism_of_gain([answer(half.mean()) for half in halves]))  # never below 0 here, so not cut
         true.append((1 + y.mean() ** 2) - ((y - y.mean()) ** 2).mean())  # on new data, less on its own
@@ -94,10 +94,12 @@ def test_optimism_is_that_of_least_squares() -> None:
 
 
 def test_optimism_is_never_below_0_and_0_where_unknown() -> None:
-    assert optimism_of_gain([Answer(0.5, (0.4, 0.6)), Answer(0.5, (0.7, 0.4))]) == pytest.approx((0.2 + 0.3) / 4)
-    assert optimism_of_gain([Answer(0.5, (0.6, 0.4)), Answer(0.5, (0.4, 0.6))]) == 0
+    assert optimism_of_gain([Evaluation(0.5, (0.4, 0.6)), Evaluation(0.5, (0.7, 0.4))]) == pytest.approx(
+        (0.2 + 0.3) / 4
+    )
+    assert optimism_of_gain([Evaluation(0.5, (0.6, 0.4)), Evaluation(0.5, (0.4, 0.6))]) == 0
     assert optimism_of_gain([]) == 0
-    assert optimism_of_gain([Answer(0.5, (0.1, 0.9)), Answer(0.5)]) == 0  # the second half may just be harder
+    assert optimism_of_gain([Evaluation(0.5, (0.1, 0.9)), Evaluation(0.5)]) == 0  # the second half may just be harder
 
 
 def test_a_half_is_judged_by_itself() -> None:

@@ -22,7 +22,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from metricopt_ext import run_config
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.classification import build
 from metricopt_ext.classification.build import attach, classifier, load_splits, model_metric, predict
@@ -31,6 +30,7 @@ from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
+from metricopt_ext.evidence import run_config
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
@@ -143,7 +143,7 @@ def test_everything_is_written(finished: Path) -> None:
             assert min(image.size) > 200
     for seed in (0, 1):
         folder = finished / f"seed-{seed}"
-        assert {"record.json", "examples.png", "answers.json"} <= {path.name for path in folder.iterdir()}
+        assert {"record.json", "examples.png", "evaluations.json"} <= {path.name for path in folder.iterdir()}
         assert len(list((folder / "trajectories").glob("round-0-task-*.safetensors"))) == 4
         f = load_value_function(folder / "value_function.safetensors", dim=3)
         assert f(torch.zeros(3)).shape == ()
@@ -264,11 +264,11 @@ def test_metrics_tell_halves_of_equal_make_up() -> None:
 
     part = Split(torch.randn(13, 5), y)
     model = nn.Linear(5, 3)
-    told = model_metric(METRICS["accuracy"], part, (a, b)).ask(model, "test")
+    told = model_metric(METRICS["accuracy"], part, (a, b)).evaluate(model, "test")
     assert told.halves is not None
     for half, cost in zip((a, b), told.halves, strict=True):
         assert cost == model_metric(METRICS["accuracy"], Split(part.x[half], y[half])).cost(model, "test")
-    assert model_metric(METRICS["accuracy"], part).ask(model, "test") == (told.cost, None)
+    assert model_metric(METRICS["accuracy"], part).evaluate(model, "test") == (told.cost, None)
 
 
 def test_any_metric_of_scikit_learn(tmp_path: Path) -> None:

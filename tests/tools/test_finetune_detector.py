@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchvision")
 
-from metricopt_ext import run_config
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.detection import build, scenes
 from metricopt_ext.detection.build import build_toolkit, check_definition
@@ -28,6 +27,7 @@ from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence import run_config
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
@@ -245,9 +245,9 @@ def test_an_interrupted_run_resumes_to_the_same_report(
             raise KeyboardInterrupt
         return asked(self, *arguments)
 
-    asked = FinetuneTask.answers_at
+    asked = FinetuneTask.evaluate_at
     with monkeypatch.context() as patched:
-        patched.setattr(FinetuneTask, "answers_at", stop)
+        patched.setattr(FinetuneTask, "evaluate_at", stop)
         with pytest.raises(KeyboardInterrupt):
             tool.run(config_of(*FINISHED), tmp_path / "run", resume=True)
     assert 0 < len(list((folder / "trajectories").glob("*.safetensors"))) < 4

@@ -17,7 +17,6 @@ from detectron2.engine import DefaultPredictor
 from detectron2.modeling import build_model
 from detectron2.utils.events import EventStorage
 
-from metricopt_ext import run_config
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection import scenes
 from metricopt_ext.detection.ap50 import average_precision
@@ -30,6 +29,7 @@ from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence import run_config
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.value.learners import RidgeLearner

@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from metricopt_ext import run_config
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError, MetricError
+from metricopt_ext.evidence import run_config
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.retrieval import build
 from metricopt_ext.retrieval.build import build_loss, build_metric, class_batches, class_halves, load_splits
@@ -134,7 +134,7 @@ def test_everything_is_written(finished: Path) -> None:
             assert min(image.size) > 200
     for seed in (0, 1):
         folder = finished / f"seed-{seed}"
-        kept = {"record.json", "model.safetensors", "adapter.safetensors", "neighbours.png", "answers.json"}
+        kept = {"record.json", "model.safetensors", "adapter.safetensors", "neighbours.png", "evaluations.json"}
         assert kept <= {path.name for path in folder.iterdir()}
         assert len(list((folder / "trajectories").glob("round-0-task-*.safetensors"))) == 4
         assert load_value_function(folder / "value_function.safetensors", dim=3).quality is not None
@@ -194,9 +194,9 @@ def test_an_interrupted_run_resumes_to_the_same_report(
             raise KeyboardInterrupt
         return asked(self, *arguments)
 
-    asked = FinetuneTask.answers_at
+    asked = FinetuneTask.evaluate_at
     with monkeypatch.context() as patched:
-        patched.setattr(FinetuneTask, "answers_at", stop)
+        patched.setattr(FinetuneTask, "evaluate_at", stop)
         with pytest.raises(KeyboardInterrupt):
             tool.run(config_of(), tmp_path / "run", resume=False)
     assert len(list((tmp_path / "run" / "seed-0" / "trajectories").glob("*.safetensors"))) == 2
@@ -344,7 +344,7 @@ def test_the_metric_and_its_halves_against_the_definition() -> None:
     part = Split(torch.randn(30, 7, generator=rng), y)
     halves = class_halves(y, seed=1)
     model = nn.Linear(7, 4)
-    answer = build_metric(MetricConfig([1, 3]), part, halves).ask(model, "test")
+    answer = build_metric(MetricConfig([1, 3]), part, halves).evaluate(model, "test")
     with torch.no_grad():
         embeddings = model(part.x)
 
@@ -353,7 +353,7 @@ def test_the_metric_and_its_halves_against_the_definition() -> None:
 
     assert answer.cost == pytest.approx(cost(torch.arange(30)))
     assert answer.halves == (pytest.approx(cost(halves[0])), pytest.approx(cost(halves[1])))
-    assert build_metric(MetricConfig([1, 3]), part).ask(model, "test") == (answer.cost, None)
+    assert build_metric(MetricConfig([1, 3]), part).evaluate(model, "test") == (answer.cost, None)
 
 
 def test_embeddings_that_do_not_match_their_labels_are_refused() -> None:
@@ -365,9 +365,9 @@ def test_embeddings_that_do_not_match_their_labels_are_refused() -> None:
 
     metric = build_metric(MetricConfig([1]), part)
     with pytest.raises(MetricError, match="embeddings and labels must be equally many, got 3 and 6"):
-        metric.ask(Halving(), "test")
+        metric.evaluate(Halving(), "test")
     with pytest.raises(MetricError, match="embeddings must be n x d"):
-        metric.ask(nn.Unflatten(1, (3, 1)), "test")
+        metric.evaluate(nn.Unflatten(1, (3, 1)), "test")
 
 
 LOSSES = ["fast_ap", "triplet_margin", "margin", "contrastive", "multi_similarity", "recall", "smooth_ap"]

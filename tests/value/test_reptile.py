@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metricopt_ext import reptile
+from metricopt_ext.value import reptile
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.objective import CollapseWarning, Objective, hardest_triplets
 from metricopt_ext.value.observations import Observations

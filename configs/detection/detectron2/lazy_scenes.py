@@ -2,7 +2,7 @@
 
 `with_film` takes any lazy model; this one is read from the YAML file. `ap_loss.use_ap_loss` around that gives it the AP
 loss. A trainer sets ``optimizer.params.model``, as
-Detectron2's tool does, and to ask AP50 on val and record a trajectory, it sets ``hooks.model`` too and registers
+Detectron2's tool does, and to evaluate AP50 on val and record a trajectory, it sets ``hooks.model`` too and registers
 ``instantiate(cfg.hooks)`` before its other hooks.
 """
 

@@ -195,7 +195,7 @@ def test_tool_trains_and_finetunes(
         (["--eval-only", "DATASETS.TEST", "('train',)"], "error: --eval-only needs MODEL.WEIGHTS"),
         (["--eval-only", "DATASETS.TEST", "('train',)", "MODEL.WEIGHTS", __file__], ".py can't be loaded"),
         (["DATASETS.TEST", "('elsewhere',)"], "error: Detectron2's catalog has no dataset 'elsewhere'"),
-        (["TEST.AUG.ENABLED", True], "error: TEST.AUG.ENABLED: AP50 is asked without"),
+        (["TEST.AUG.ENABLED", True], "error: TEST.AUG.ENABLED: AP50 is evaluated without"),
         (["METRICOPT.SCENES_SHIFT", "(1, 2)"], "METRICOPT.SCENES_SHIFT is (1, 2); it must be three numbers"),
         (["METRICOPT.SCENES", "digits", "METRICOPT.SCENES_SHIFT", "(0, 0, 1)"], "contrast must be in (0, 1]"),
         (["METRICOPT.SIZE", 3], "Non-existent key: METRICOPT.SIZE"),
