@@ -2,6 +2,7 @@
 
 import sqlite3
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +21,45 @@ from metricopt_ext.utils.seeding import generator
 torch.set_num_threads(1)  # the tests' tensors are small: threads would only wait for each other
 
 
-class Quadratic(FinetuneTask):
-    """loss = 1/2 sum_i h_i (phi_i - c_i - noise_i)^2 with batch = noise; metric = |phi - goal|^2, lower is better."""
+class Problem:
+    """The numbers of a `Quadratic` and what was done with them."""
 
-    def __init__(self, dim: int, *, population: int, noise: float, dtype: torch.dtype, budget: int | None) -> None:
+    def __init__(self, dim: int, noise: float, dtype: torch.dtype) -> None:
         rng = torch.Generator().manual_seed(11)
         self.curvature = torch.rand(dim, generator=rng, dtype=dtype) + 0.5
         self.centre = torch.randn(dim, generator=rng, dtype=dtype)
         self.goal = torch.randn(dim, generator=rng, dtype=dtype)
-        self.noise = noise
+        self.dim, self.noise = dim, noise
         self.fail_after: int | None = None
-        self.asked = 0
-        layer = nn.Linear(2, 3)
-        nn.init.normal_(layer.weight, generator=rng)  # each process of a resumed run makes the same model
-        nn.init.zeros_(layer.bias)
-        super().__init__(
-            attach_input_bias(layer.to(dtype), dim=dim),
-            loss=self._quadratic,
-            batches=self.batch,
-            metric=Metric(self._distance, maximize=False, bounds=None, name="distance", ledger=Ledger(budget)),
-            population=population,
-        )
+        self.queries = 0
+        self.layer = nn.Linear(2, 3)
+        nn.init.normal_(self.layer.weight, generator=rng)  # each process of a resumed run makes the same model
+        nn.init.zeros_(self.layer.bias)
 
     def batch(self, seed: int, task: int, step: int) -> Tensor:
         return self.noise * torch.randn(self.dim, generator=generator(seed, "batch", task, step)).to(self.centre)
 
-    def _quadratic(self, model: Any, batch: Tensor) -> Tensor:
+    def loss(self, model: Any, batch: Tensor) -> Tensor:
         return (self.curvature * (model.metricopt.value() - self.centre - batch) ** 2).sum() / 2
 
     def true_cost(self, phi: Tensor) -> float:
         return float(((phi - self.goal) ** 2).sum())
 
-    def _distance(self, model: Any) -> float:
-        self.asked += 1
-        if self.fail_after is not None and self.asked > self.fail_after:
+    def distance(self, model: Any) -> float:
+        self.queries += 1
+        if self.fail_after is not None and self.queries > self.fail_after:
             raise OSError("the evaluation server is down")
         return self.true_cost(model.metricopt.phi)
+
+
+@dataclass(frozen=True, eq=False)
+class Quadratic(FinetuneTask):
+    """loss = 1/2 sum_i h_i (phi_i - c_i - noise_i)^2 with batch = noise; metric = |phi - goal|^2, lower is better."""
+
+    problem: Problem
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.problem, name)
 
 
 @pytest.fixture
@@ -70,7 +74,15 @@ def quadratic() -> Callable[..., Quadratic]:
         dtype: torch.dtype = torch.float64,
         budget: int | None = None,
     ) -> Quadratic:
-        return Quadratic(dim, population=population, noise=noise, dtype=dtype, budget=budget)
+        problem = Problem(dim, noise, dtype)
+        return Quadratic(
+            attach_input_bias(problem.layer.to(dtype), dim=dim),
+            loss=problem.loss,
+            batches=problem.batch,
+            metric=Metric(problem.distance, maximize=False, bounds=None, name="distance", ledger=Ledger(budget)),
+            population=population,
+            problem=problem,
+        )
 
     return make
 

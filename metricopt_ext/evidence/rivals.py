@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -73,8 +74,7 @@ def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Ten
 
 def finetune_on(task: FinetuneTask, batches: Batches, lr: float, steps: int, seed: int) -> Tensor:
     """Finetune phi by the loss on other batches, e.g. of labelled validation data; the visited phi, ``(T + 1) x d``."""
-    other = FinetuneTask(task.adapter, loss=task.loss, batches=batches, metric=task.metric, population=task.population)
-    return finetune(other, LossStep(lr), steps, seed)
+    return finetune(replace(task, batches=batches), LossStep(lr), steps, seed)
 
 
 def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Tensor]) -> nn.Module | None:

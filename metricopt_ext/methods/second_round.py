@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -96,5 +96,4 @@ def unfrozen_theta(adapter: Adapter) -> Iterator[nn.Module]:
 
 def copied_task(task: FinetuneTask) -> FinetuneTask:
     """Return the same task on a copy of the model, whose theta may be changed."""
-    adapter = Adapter(copy.deepcopy(task.adapter.model))
-    return FinetuneTask(adapter, loss=task.loss, batches=task.batches, metric=task.metric, population=task.population)
+    return replace(task, adapter=Adapter(copy.deepcopy(task.adapter.model)))

@@ -1,7 +1,7 @@
 """What is finetuned for what: one frozen model with its loss, its batches and its metric (paper, section 3.1)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ def _affine_batch_norm(
     return torch.addcmul(shift.view(channels), x, scale.view(channels)).to(x.dtype)
 
 
+@dataclass(frozen=True, eq=False)
 class FinetuneTask:
     """A frozen model whose phi is to be finetuned.
 
@@ -78,7 +79,7 @@ class FinetuneTask:
     of the network before the first modulated layer once where the input is shared, and folds the population into the
     batch behind it.
 
-    Args:
+    Attributes:
         adapter: Handle on the model's adapter.
         loss: ``loss(model, batch) -> scalar``, the surrogate loss l(phi); an `OutputLoss` where only the model's part
             of it can be computed for a population at once.
@@ -90,25 +91,31 @@ class FinetuneTask:
             depend on it in the last bits.
     """
 
-    def __init__(self, adapter: Adapter, *, loss: Loss, batches: Batches, metric: Metric, population: int = 32) -> None:
-        if population < 1:
-            raise ValueError(f"population is {population}; it must be at least 1")
-        if not callable(batches):
+    adapter: Adapter
+    _: KW_ONLY
+    loss: Loss
+    batches: Batches
+    metric: Metric
+    population: int = 32
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be computed with.
+
+        Raises:
+            ValueError: ``population`` is below 1.
+            TypeError: ``batches`` can't be replayed.
+        """
+        if self.population < 1:
+            raise ValueError(f"population is {self.population}; it must be at least 1")
+        if not callable(self.batches):
             raise TypeError(
-                f"batches is a {type(batches).__name__}, which can't be replayed; it must be a function"
+                f"batches is a {type(self.batches).__name__}, which can't be replayed; it must be a function"
                 " batches(seed, task, step) -> batch, e.g. DatasetBatches(dataset, batch_size)"
             )
-        self.adapter = adapter
-        self.loss = loss
-        self.batches = batches
-        self.metric = metric
-        self.population = population
 
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""
-        return FinetuneTask(
-            self.adapter, loss=self.loss, batches=self.batches, metric=metric, population=self.population
-        )
+        return replace(self, metric=metric)
 
     @property
     def dim(self) -> int:

@@ -123,7 +123,9 @@ def test_outcomes_are_what_the_phis_are_worth(quadratic: Callable[..., Any], tmp
 
 def test_metrics_of_higher_is_better_keep_their_units(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     lower, higher = quadratic(), quadratic()
-    higher.metric = Metric(lambda model: 100 - higher._distance(model), maximize=True, bounds=(0.0, 100.0))
+    higher = replace(
+        higher, metric=Metric(lambda model: 100 - higher.distance(model), maximize=True, bounds=(0.0, 100.0))
+    )
     a, b = beside(lower, tmp_path / "a")[0], beside(higher, tmp_path / "b")[0]
     for name in ALWAYS[:3]:
         assert b.outcomes[name].validation == pytest.approx(100 - a.outcomes[name].validation)
@@ -145,7 +147,7 @@ def test_the_best_step_is_the_best_of_the_evaluated_ones(
     assert (outcome.queries_total, outcome.queries_per_start) == (evals, evals)
     twin = quadratic(noise=2.0)
     assert task.true_cost(best_of_loss_finetune(twin, path, best_evals)) == outcome.validation
-    assert twin.asked == evals
+    assert twin.queries == evals
 
 
 def test_each_method_is_charged_with_what_it_asked(quadratic: Callable[..., Any], tmp_path: Path) -> None:
@@ -194,7 +196,7 @@ def test_seconds_are_booked_on_who_took_them(
 
     def takes_a_second(model: nn.Module) -> float:
         now[0] += 1
-        return task._distance(model)
+        return task.distance(model)
 
     def slow(task: FinetuneTask, result: Any) -> None:
         now[0] += 100
@@ -203,7 +205,7 @@ def test_seconds_are_booked_on_who_took_them(
         now[0] += 7
         return task.adapter.model
 
-    task.metric = Metric(takes_a_second, maximize=False, bounds=None, name="distance")
+    task = replace(task, metric=Metric(takes_a_second, maximize=False, bounds=None, name="distance"))
     record, _ = beside(task, tmp_path, {"slow": slow, "model": model})
     assert {name: outcome.seconds for name, outcome in record.outcomes.items()} == {
         "pretrained": 0,
@@ -367,7 +369,7 @@ def test_finetuning_on_other_batches_uses_them(quadratic: Callable[..., Any]) ->
     path = finetune_on(task, lambda seed, index, step: batches(seed, index, step)[0][0], 0.2, 6, seed=5)
     torch.testing.assert_close(path, torch.stack(expected))
     assert not torch.allclose(path, finetune(task, LossStep(0.2), 6, seed=5))
-    assert task.asked == 0
+    assert task.queries == 0
 
 
 # --- Several seeds ---------------------------------------------------------------------------------------------

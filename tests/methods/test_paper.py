@@ -54,7 +54,7 @@ def test_meta_test_is_lines_9_to_16(quadratic: Callable[..., Any]) -> None:
         u = es_direction(f, phi, torch.stack(past, 1), generator=rng, count=3, variance=0.01)
         phi = phi - 0.05 * u
     assert torch.allclose(points[6], phi[0], atol=1e-6)
-    assert task.asked == 0
+    assert task.queries == 0
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -75,7 +75,7 @@ def test_learns_f_from_loss_only_trajectories_and_lowers_the_metric_with_it(
         steps=20, evals=5, lr=0.05, metric_rate=0.05, start_std=1.5, optimizer=optimizer, learner=RidgeLearner()
     )
     f = settings.meta_train(task, tasks=30)
-    assert task.asked == 30 * 5
+    assert task.queries == 30 * 5
     start = torch.zeros(3)
     end = settings.meta_test(task, f, start)[-1]
     assert task.true_cost(end) < 0.7 * task.true_cost(start)
@@ -89,7 +89,7 @@ def test_online_and_offline_meta_training_lower_a_metric_that_the_loss_does_not_
     task = quadratic(dim=3, dtype=torch.float32)
     settings = Algorithm1(steps=20, evals=6, lr=0.05, metric_rate=0.05, start_std=1.5, learner=learner)
     f = settings.meta_train(task, tasks=60)
-    assert task.asked == 60 * 6
+    assert task.queries == 60 * 6
     ends = [settings.meta_test(task, f, start, index=i)[-1] for i, start in enumerate(task.starts(0.5, 9, range(8)))]
     starts = task.starts(0.5, 9, range(8))
     before, after = (sum(map(task.true_cost, points)) for points in (starts, ends))

@@ -69,7 +69,9 @@ def test_the_metric_gets_better_than_the_loss_can_make_it(
 ) -> None:
     task = quadratic()
     if maximize:
-        task.metric = Metric(lambda model: -task._distance(model), maximize=True, bounds=None, name="closeness")
+        task = replace(
+            task, metric=Metric(lambda model: -task.distance(model), maximize=True, bounds=None, name="closeness")
+        )
     sign = -1 if maximize else 1
     times = torch.linspace(0, 20, 400, dtype=torch.float64)[:, None]
     flow = task.centre * (1 - torch.exp(-task.curvature * times))  # the loss's gradient flow from phi = 0
@@ -90,7 +92,7 @@ def test_the_metric_gets_better_than_the_loss_can_make_it(
 @pytest.mark.parametrize("goal", [-1.0, -0.2, 0.0, 0.3])
 def test_it_never_ends_worse_than_it_began(quadratic: Callable[..., Any], goal: float, seed: int) -> None:
     task = quadratic(noise=2.0)
-    task.goal = goal * task.centre  # behind the start as the loss sees it, at the start, or on the way
+    task.problem.goal = goal * task.centre  # behind the start as the loss sees it, at the start, or on the way
     result = go(task, seed=seed)
     reached = {name: task.true_cost(phi) for name, phi in result.ends.items()}
     assert result.before == reached["start"] == task.true_cost(torch.zeros(4, dtype=torch.float64))
@@ -109,7 +111,7 @@ def test_a_phi_that_the_model_held_before_counts_for_nothing(quadratic: Callable
 
 def test_the_guard_keeps_a_start_that_nothing_beats(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     task = quadratic()
-    task.goal = torch.zeros_like(task.goal)
+    task.problem.goal = torch.zeros_like(task.goal)
     result = go(task, output_dir=tmp_path)
     assert (result.chosen, result.before, result.after) == ("start", 0.0, 0.0)
     assert result.loss_finetune > 0.1
@@ -125,7 +127,7 @@ def test_an_f_without_skill_is_not_followed(quadratic: Callable[..., Any]) -> No
         asked.append(float(torch.rand((), generator=rng)))
         return asked[-1]
 
-    task.metric = Metric(noise, maximize=True, name="noise")
+    task = replace(task, metric=Metric(noise, maximize=True, name="noise"))
     said: list[str] = []
     watcher = Watcher()
     watcher.say = said.append  # type: ignore[method-assign]
@@ -144,7 +146,7 @@ def test_an_f_without_skill_is_not_followed(quadratic: Callable[..., Any]) -> No
 
 def test_a_metric_that_does_not_react_to_phi_is_named(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
-    task.metric = Metric(lambda: 0.25, maximize=False, name="constant")
+    task = replace(task, metric=Metric(lambda: 0.25, maximize=False, name="constant"))
     with pytest.raises(ValueFunctionError, match="does not react to phi"):
         go(task)
 
@@ -159,7 +161,7 @@ def test_every_query_is_booked_and_none_is_beyond_the_budget(
     task = quadratic()
     result = go(task, queries=queries)
     assert result.queries == {"collect": 2 * tasks * 3, "choose": 6, "guard": 3} == task.metric.ledger.spent_on
-    assert task.asked == sum(result.queries.values()) == 6 * tasks + 9 <= queries
+    assert task.queries == sum(result.queries.values()) == 6 * tasks + 9 <= queries
     assert result.queries_per_start == 3
 
 
@@ -168,7 +170,7 @@ def test_a_single_setting_needs_no_choice(quadratic: Callable[..., Any]) -> None
     result = go(task, recipe=replace(RECIPE, settings=((0.1, 0.2),)))
     assert result.setting == (0.1, 0.2)
     assert result.queries == {"collect": 42, "guard": 3}
-    assert task.asked == 45
+    assert task.queries == 45
 
 
 def test_small_rounds_make_do_with_fewer_parts(quadratic: Callable[..., Any]) -> None:
@@ -191,12 +193,12 @@ def test_too_small_a_budget_says_what_would_do(quadratic: Callable[..., Any], re
     task = quadratic()
     with pytest.raises(BudgetError, match="20 queries are too few") as caught:
         go(task, queries=20, recipe=recipe)
-    assert task.asked == 0
+    assert task.queries == 0
     enough = int(re.search(r"give at least (\d+)", str(caught.value)).group(1))
     with pytest.raises(BudgetError, match=f"at least {enough}"):
         go(task, queries=enough - 1, recipe=recipe)
     go(task, queries=enough, recipe=recipe)
-    assert 0 < task.asked <= enough
+    assert 0 < task.queries <= enough
 
 
 def test_the_metrics_own_budget_is_checked_before_anything_is_asked_or_written(
@@ -206,7 +208,7 @@ def test_the_metrics_own_budget_is_checked_before_anything_is_asked_or_written(
     task.metric.ledger.spend("elsewhere", 6)
     with pytest.raises(BudgetError, match=r"47 queries requested, 44 are left in the metric's own budget"):
         go(task, output_dir=tmp_path / "run")
-    assert task.asked == 0
+    assert task.queries == 0
     assert not (tmp_path / "run").exists()
     task.metric.ledger = Ledger(47)
     assert go(task, output_dir=tmp_path / "run").chosen == "metricopt"
@@ -251,13 +253,13 @@ def test_finetuning_is_gradient_descent_on_fresh_batches_and_asks_nothing(quadra
         path.append(phi)
     torch.testing.assert_close(finetune(task, LossStep(0.2), 5, seed=3), torch.stack(path))
     assert torch.equal(finetune(task, LossStep(0.2), 5, seed=3, start=path[2])[0], path[2])
-    assert task.asked == 0
+    assert task.queries == 0
 
 
 def test_the_first_round_follows_the_loss_and_later_ones_f(quadratic: Callable[..., Any]) -> None:
     task, store = quadratic(), TrajectoryStore()
     fit = meta_train(task, tasks=6, recipe=RECIPE, seed=2, store=store)
-    assert task.asked == store.queries == 36
+    assert task.queries == store.queries == 36
     assert [(t.round, t.index) for t in store] == [(i // 6, i) for i in range(12)]
     off_loss = []
     for trajectory in store:
@@ -268,13 +270,13 @@ def test_the_first_round_follows_the_loss_and_later_ones_f(quadratic: Callable[.
     assert max(distance for round, distance in off_loss if round == 0) < 1e-12
     assert min(distance for round, distance in off_loss if round == 1) > 1e-3
     again = meta_train(task, tasks=6, recipe=RECIPE, seed=2, store=store)
-    assert task.asked == 36
+    assert task.queries == 36
     assert torch.equal(again.f.coefficients, fit.f.coefficients)
 
 
 def test_an_f_without_skill_is_followed_in_collection_to_be_corrected(quadratic: Callable[..., Any]) -> None:
     task, store, rng = quadratic(), TrajectoryStore(), torch.Generator().manual_seed(5)
-    task.metric = Metric(lambda: float(torch.rand((), generator=rng)), maximize=True, name="noise")
+    task = replace(task, metric=Metric(lambda: float(torch.rand((), generator=rng)), maximize=True, name="noise"))
     assert not meta_train(task, tasks=6, recipe=RECIPE, seed=2, store=store).f.trusted
     off_loss = []
     for trajectory in store:
@@ -292,7 +294,7 @@ def test_choice_and_finetuning_meet_batches_that_collection_did_not(quadratic: C
         met.append(index)
         return task.batch(seed, index, step)
 
-    task.batches = batches
+    task = replace(task, batches=batches)
     go(task)
     collected, fresh = set(met[: 12 * 10]), set(met[12 * 10 :])
     assert collected == set(range(12))
@@ -373,15 +375,15 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     whole = quadratic(population=4)
     expected = go(whole, recipe=BOTH, output_dir=tmp_path / "whole")
     broken = quadratic(population=4)
-    broken.fail_after = after
+    broken.problem.fail_after = after
     with pytest.raises(MetricError, match="the evaluation server is down"):
         go(broken, recipe=BOTH, output_dir=tmp_path / "broken")
-    assert broken.asked == after + 1
+    assert broken.queries == after + 1
     assert not (tmp_path / "broken" / "adapter.safetensors").exists()
 
     resumed = quadratic(population=4)
     result = go(resumed, recipe=BOTH, output_dir=tmp_path / "broken", resume=True)
-    assert resumed.asked == SPENT - kept_of(after)
+    assert resumed.queries == SPENT - kept_of(after)
     assert_same(result, expected)
     assert torch.equal(resumed.adapter.phi, whole.adapter.phi)
     assert resumed.metric.ledger.spent_on == whole.metric.ledger.spent_on == result.queries
@@ -395,10 +397,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
 def test_the_same_task_resumes_under_its_own_budget(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     expected = go(quadratic())
     task = quadratic(budget=QUERIES)
-    task.fail_after = 20
+    task.problem.fail_after = 20
     with pytest.raises(MetricError):
         go(task, output_dir=tmp_path)
-    task.fail_after = None
+    task.problem.fail_after = None
     assert_same(go(task, output_dir=tmp_path, resume=True), expected)
 
 
@@ -406,7 +408,7 @@ def test_a_finished_run_is_told_again_without_a_query(quadratic: Callable[..., A
     expected = go(quadratic(), output_dir=tmp_path)
     task = quadratic()
     assert_same(go(task, output_dir=tmp_path, resume=True), expected)
-    assert task.asked == 0
+    assert task.queries == 0
     assert torch.equal(task.adapter.phi, expected.ends["metricopt"])
     assert task.metric.ledger.spent == SPENT
 
@@ -416,7 +418,7 @@ def test_a_resumed_run_without_a_trusted_f_books_the_same_queries(
 ) -> None:
     def noisy() -> Any:
         task, rng = quadratic(), torch.Generator().manual_seed(5)
-        task.metric = Metric(lambda: float(torch.rand((), generator=rng)), maximize=True, name="noise")
+        task = replace(task, metric=Metric(lambda: float(torch.rand((), generator=rng)), maximize=True, name="noise"))
         return task
 
     expected = go(noisy(), output_dir=tmp_path)
@@ -433,20 +435,21 @@ def test_an_earlier_run_is_not_written_over(quadratic: Callable[..., Any], tmp_p
     (tmp_path / "trajectories").rmdir()
     with pytest.raises(FileFormatError, match="holds an earlier run"):  # or its evaluations would be taken for ours
         go(task, output_dir=tmp_path)
-    assert task.asked == 0
+    assert task.queries == 0
 
 
-def other_adapter(task: Any) -> None:
-    task.adapter.remove()
-    task.adapter = attach_input_bias(task.adapter.model, dim=4, seed=1)
+def other_adapter(task: Any) -> Any:
+    return replace(task, adapter=attach_input_bias(task.adapter.remove(), dim=4, seed=1))
 
 
-def other_metric(**change: Any) -> Callable[[Any], None]:
-    def changed(task: Any) -> None:
-        settings = {"maximize": False, "bounds": (0.0, 50.0), "name": "distance", **change}
-        task.metric = Metric(task._distance, **settings)
+def other_metric(**change: Any) -> Callable[[Any], Any]:
+    settings = {"maximize": False, "bounds": (0.0, 50.0), "name": "distance", **change}
+    return lambda task: replace(task, metric=Metric(task.distance, **settings))
 
-    return changed
+
+def other_weights(task: Any) -> Any:
+    nn.init.ones_(task.adapter.model.bias)
+    return task
 
 
 @pytest.mark.parametrize(
@@ -469,30 +472,28 @@ def other_metric(**change: Any) -> Callable[[Any], None]:
         ),
         ("seed", None, {"seed": 1}),
         ("tasks", None, {"queries": 53}),
-        ("population", lambda task: setattr(task, "population", 5), {}),
+        ("population", lambda task: replace(task, population=5), {}),
         ("metric", other_metric(name="length"), {}),
         ("metric", other_metric(maximize=True), {}),
         ("metric", other_metric(bounds=(0.0, 60.0)), {}),
         ("adapter", other_adapter, {}),
-        ("weights", lambda task: nn.init.ones_(task.adapter.model.bias), {}),
+        ("weights", other_weights, {}),
     ],
 )
 def test_a_run_is_not_resumed_under_other_settings(
     quadratic: Callable[..., Any], tmp_path: Path, key: str, change: Any, arguments: dict[str, Any]
 ) -> None:
-    first = quadratic()
-    other_metric()(first)
-    first.fail_after = 20
+    first = other_metric()(quadratic())
+    first.problem.fail_after = 20
     with pytest.raises(MetricError):
         go(first, output_dir=tmp_path)
-    task = quadratic()
-    other_metric()(task)
+    task = other_metric()(quadratic())
     if change:
-        change(task)
+        task = change(task)
     with pytest.raises(FileFormatError, match=rf"holds another run: {key} was .*, now ") as caught:
         go(task, output_dir=tmp_path, resume=True, **arguments)
     assert str(tmp_path) in str(caught.value)
-    assert task.asked == 0
+    assert task.queries == 0
 
 
 @pytest.mark.parametrize(("first", "second"), [(RECIPE, CMAES()), (CMAES(), RECIPE)], ids=["search", "recipe"])
@@ -504,7 +505,7 @@ def test_a_strategy_is_not_given_the_answers_of_another(
     arguments = {"queries": QUERIES, "output_dir": tmp_path, "resume": True, "watcher": Watcher()}
     with pytest.raises(FileFormatError, match="holds another run"):
         optimize_metric(task, strategy=second, **arguments)
-    assert task.asked == 0
+    assert task.queries == 0
 
 
 def test_answers_do_not_outlive_the_trajectories_of_other_settings(
@@ -531,12 +532,12 @@ def test_a_function_of_the_users_own_resumes_in_another_process(quadratic: Calla
     first, second = with_functions(), with_functions()
     expected, task = go(quadratic(), recipe=first, output_dir=tmp_path), quadratic()
     assert_same(go(task, recipe=second, output_dir=tmp_path, resume=True), expected)
-    assert task.asked == 0
+    assert task.queries == 0
 
 
 def test_queries_that_change_nothing_may_be_added(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     expected, first, task = go(quadratic()), quadratic(), quadratic()
-    first.fail_after = 20
+    first.problem.fail_after = 20
     with pytest.raises(MetricError):
         go(first, output_dir=tmp_path)
     assert_same(go(task, output_dir=tmp_path, resume=True, queries=QUERIES + 5), expected)
@@ -553,7 +554,7 @@ def test_damaged_files_are_named(quadratic: Callable[..., Any], tmp_path: Path) 
     damaged.unlink()
     task = quadratic()
     go(task, output_dir=tmp_path, resume=True)
-    assert task.asked == 3  # that task alone
+    assert task.queries == 3  # that task alone
     assert content(damaged) == before
     for rubbish in ("{", "[]", "3"):
         (tmp_path / "evaluations.json").write_text(rubbish)
@@ -578,10 +579,10 @@ def test_a_metric_gone_wrong_is_reported_with_its_place_and_the_mended_run_finis
         task = quadratic()
 
         def metric(model: nn.Module) -> float:
-            value = task._distance(model)
-            return wrong if wrong is not None and task.asked > at else value
+            value = task.distance(model)
+            return wrong if wrong is not None and task.queries > at else value
 
-        task.metric = Metric(metric, maximize=False, bounds=(0.0, 50.0), name="distance")
+        task = replace(task, metric=Metric(metric, maximize=False, bounds=(0.0, 50.0), name="distance"))
         return task
 
     expected = go(bounded(None))
@@ -590,7 +591,7 @@ def test_a_metric_gone_wrong_is_reported_with_its_place_and_the_mended_run_finis
     assert re.search(where, str(caught.value))
     task = bounded(None)
     assert_same(go(task, output_dir=tmp_path, resume=True), expected)
-    assert task.asked == SPENT - kept_of(at)
+    assert task.queries == SPENT - kept_of(at)
 
 
 # --- What is left behind ---------------------------------------------------------------------------------------
@@ -651,10 +652,10 @@ def test_a_failed_run_is_charged_unless_its_work_is_kept(
 ) -> None:
     for folder, charged in ((None, 31), (tmp_path, 0)):
         task = quadratic(budget=100)
-        task.fail_after = 30
+        task.problem.fail_after = 30
         with pytest.raises(MetricError, match="server is down"):
             optimize_metric(task, queries=QUERIES, strategy=strategy, output_dir=folder, watcher=Watcher())
-        assert task.asked == 31
+        assert task.queries == 31
         assert task.metric.ledger.spent == charged
 
 
@@ -673,7 +674,7 @@ def test_direct_search_is_a_strategy_on_the_same_ledger(quadratic: Callable[...,
     assert result.after == result.best == found.cost == task.true_cost(task.adapter.phi.detach()) < result.before
     assert (result.chosen, result.queries_per_start) == ("search", 100)
     assert result.queries == task.metric.ledger.spent_on == {"search": 100}
-    assert task.asked == 100
+    assert task.queries == 100
     assert "kept the best point found\nqueries: 100 (search 100); 100 for each further start" in str(result)
 
 
@@ -684,7 +685,7 @@ def test_a_resumed_search_asks_nothing_twice(
 ) -> None:
     expected = optimize_metric(quadratic(), queries=100, strategy=search, watcher=Watcher())
     broken, resumed = quadratic(), quadratic()
-    broken.fail_after = after
+    broken.problem.fail_after = after
     with pytest.raises(MetricError, match="server is down"):
         optimize_metric(broken, queries=100, strategy=search, output_dir=tmp_path, watcher=Watcher())
     with pytest.raises(FileFormatError, match="holds an earlier run"):
@@ -699,7 +700,7 @@ def test_a_resumed_search_asks_nothing_twice(
     result = optimize_metric(resumed, queries=100, strategy=search, output_dir=tmp_path, resume=True, watcher=Watcher())
     assert str(result) == str(expected)
     assert torch.equal(result.ends["search"], expected.ends["search"])
-    assert resumed.asked == 100 - after
+    assert resumed.queries == 100 - after
     assert resumed.metric.ledger.spent_on == {"search": 100}
     assert torch.equal(
         load_adapter(nn.Linear(2, 3).double(), tmp_path / "adapter.safetensors").phi, result.ends["search"]
@@ -712,7 +713,7 @@ def test_too_small_a_budget_for_a_search_is_refused(quadratic: Callable[..., Any
     least = search.least_queries(4)
     with pytest.raises(BudgetError, match=f"{least - 1} queries are too few: .* needs at least {least}"):
         optimize_metric(task, queries=least - 1, strategy=search, watcher=Watcher())
-    assert task.asked == 0
+    assert task.queries == 0
 
 
 def test_metricopt_followed_by_a_search(quadratic: Callable[..., Any], tmp_path: Path) -> None:
@@ -721,19 +722,19 @@ def test_metricopt_followed_by_a_search(quadratic: Callable[..., Any], tmp_path:
     before = go(plain)
     result = go(task, queries=QUERIES + 40, recipe=refined)
     assert result.queries == task.metric.ledger.spent_on == before.queries | {"search": 40}
-    assert task.asked == SPENT + 40
+    assert task.queries == SPENT + 40
     assert result.queries_per_start == 43
     assert result.chosen == "refined"
     assert result.after < 0.8 * before.after
     found = refined.refine(plain, before.ends["metricopt"], 40, seed=0)  # type: ignore[misc]
     assert torch.equal(result.ends["refined"], found.phi)
 
-    broken.fail_after = SPENT + 10
+    broken.problem.fail_after = SPENT + 10
     with pytest.raises(MetricError):
         go(broken, queries=QUERIES + 40, recipe=refined, output_dir=tmp_path)
-    broken.fail_after = None
+    broken.problem.fail_after = None
     assert_same(go(broken, queries=QUERIES + 40, recipe=refined, output_dir=tmp_path, resume=True), result)
-    assert broken.asked == SPENT + 40 + 1  # the one that failed
+    assert broken.queries == SPENT + 40 + 1  # the one that failed
 
 
 def test_a_search_to_refine_with_needs_its_queries(quadratic: Callable[..., Any]) -> None:
@@ -742,7 +743,7 @@ def test_a_search_to_refine_with_needs_its_queries(quadratic: Callable[..., Any]
         go(task, queries=100, recipe=replace(RECIPE, refine=CMAES(), refine_queries=5))
     with pytest.raises(ValueError, match="refine is None and refine_queries is 9; give both, or neither"):
         replace(RECIPE, refine_queries=9)
-    assert task.asked == 0
+    assert task.queries == 0
 
 
 # --- Gains beyond chance -----------------------------------------------------------------------------------------
@@ -752,11 +753,11 @@ def halved(task: Any, apart: float) -> Any:
     """Let the metric tell halves that differ by up to ``apart``, whose mean is the metric."""
 
     def metric(model: Any) -> Any:
-        value = task._distance(model)
+        value = task.distance(model)
         luck = apart * math.sin(float(model.metricopt.phi.sum()))
         return value, (value + luck, value - luck)
 
-    task.metric = Metric(metric, maximize=False, bounds=None, name="distance")
+    task = replace(task, metric=Metric(metric, maximize=False, bounds=None, name="distance"))
     return task
 
 
@@ -788,7 +789,7 @@ def test_halves_come_back_from_files(quadratic: Callable[..., Any], tmp_path: Pa
     expected = go(halved(quadratic(), 0.1), output_dir=tmp_path)
     task = halved(quadratic(), 0.1)
     assert_same(go(task, output_dir=tmp_path, resume=True), expected)
-    assert task.asked == 0
+    assert task.queries == 0
     assert expected.split_half > 0.9
     assert "the metric's halves correlate at 0.9" in str(expected)
     assert math.isnan(go(quadratic()).split_half)

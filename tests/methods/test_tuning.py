@@ -70,7 +70,7 @@ def test_adaptation_counts_its_queries_and_mends_an_f_of_another_goal(
         task = quadratic(dtype=torch.float32)
         recipe = replace(RECIPE, adapt_queries=4, learners=(learner,))
         fit = learned(task, recipe, seed)
-        task.goal = factor * task.goal
+        task.problem.goal = factor * task.goal
         tuned = tune_start(task, fit, recipe=recipe, seed=seed)
         assert task.metric.ledger.spent_on["adapt"] == 4
         assert task.metric.ledger.spent_on["guard"] == 4
@@ -120,7 +120,7 @@ def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any], 
         halves = tuple(float(((model.metricopt.phi - goal) ** 2).sum()) for goal in goals)
         return sum(halves) / 2, halves
 
-    task.metric = Metric(metric, maximize=False, bounds=None, name="distance")
+    task = replace(task, metric=Metric(metric, maximize=False, bounds=None, name="distance"))
     fit = learned(task)
     before = task.metric.ledger.spent
     ends = [finetune(task, metric_policy(f, RECIPE, (0.2, 0.3)), 10, 0)[-1] for f in fit.half_fits]
@@ -137,8 +137,10 @@ def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any], 
 
 def test_a_half_that_never_differs_is_not_cross_checked(quadratic: Callable[..., Any]) -> None:
     task = quadratic(dtype=torch.float32)
-    distance = task._distance
-    task.metric = Metric(lambda model: (distance(model), (distance(model), 1.0)), maximize=False, bounds=None)
+    distance = task.distance
+    task = replace(
+        task, metric=Metric(lambda model: (distance(model), (distance(model), 1.0)), maximize=False, bounds=None)
+    )
     fit = learned(task)
     assert fit.half_fits == ()
     assert tune_start(task, fit, recipe=RECIPE).optimism == 0

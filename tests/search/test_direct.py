@@ -104,7 +104,7 @@ def test_budget_is_spent_to_the_query(quadratic: Make, search: Search, dim: int)
         seen: list[float] = []
         result = search(task, task.origin(), queries, on_query=seen.append)
         assert task.metric.ledger.spent_on == {"search": queries}
-        assert task.asked == len(seen) == queries
+        assert task.queries == len(seen) == queries
         assert_follows(result, seen)
         assert result.cost <= seen[0] == task.true_cost(task.origin())
         assert result.cost == task.true_cost(result.phi)
@@ -143,7 +143,7 @@ def test_ledger_without_the_budget_is_refused_before_any_query(quadratic: Make, 
     task.metric.ledger.spend("collect", 30)
     with pytest.raises(BudgetError, match="71 queries requested, 70 are left"):
         search(task, task.origin(), 71)
-    assert task.asked == 0
+    assert task.queries == 0
     search(task, task.origin(), 70)
     assert task.metric.ledger.spent_on == {"collect": 30, "search": 70}
 
@@ -152,7 +152,7 @@ def test_ledger_without_the_budget_is_refused_before_any_query(quadratic: Make, 
 def test_failing_metric_says_where(quadratic: Make, search: Search) -> None:
     task = quadratic(budget=60)
     before = task.adapter.phi.detach().clone()
-    task.fail_after = 24
+    task.problem.fail_after = 24
     with pytest.raises(MetricError, match=r"server is down.*query 25 of 60"):
         search(task, task.origin(), 60)
     assert task.metric.ledger.spent == 25
@@ -267,5 +267,5 @@ def test_missing_cma_says_what_to_install(quadratic: Make, monkeypatch: pytest.M
     task = quadratic()
     with pytest.raises(ImportError, match="pip install 'cma"):
         CMAES()(task, task.origin(), 50)
-    assert task.asked == 0
+    assert task.queries == 0
     GuidedES()(task, task.origin(), 50)

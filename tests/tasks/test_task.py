@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -182,7 +183,7 @@ def test_population_one_allows_control_flow() -> None:
         return value if value.item() > 0 else -value
 
     task, plain = make_task(mlp, population=1), make_task(mlp)
-    task.loss = loss
+    task = replace(task, loss=loss)
     results = [each.loss_and_gradient(rand(3, 5), 0, range(3), 0) for each in (task, plain)]
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
@@ -421,7 +422,7 @@ def test_a_data_loader_is_no_batches() -> None:
 )
 def test_loss_must_be_a_scalar(loss: Any, message: str, population: int) -> None:
     task = make_task(mlp, population=population)
-    task.loss = loss
+    task = replace(task, loss=loss)
     with pytest.raises(AdapterError, match=message):
         task.loss_and_gradient(rand(2, 5), 0, [0, 1], 0)
     assert task.adapter.context.override is None
@@ -431,7 +432,7 @@ def test_loss_must_be_a_scalar(loss: Any, message: str, population: int) -> None
 @pytest.mark.parametrize("population", [1, 2, 4])
 def test_gradient_that_is_not_finite(bad: float, slope: float, population: int) -> None:
     task = make_task(mlp, population=population)
-    task.loss = lambda model, batch: model.metricopt.value().sqrt().sum()
+    task = replace(task, loss=lambda model, batch: model.metricopt.value().sqrt().sum())
     phi = torch.ones(4, 5).double()
     _, gradient = task.loss_and_gradient(phi, 0, range(10, 14), 6)
     assert torch.equal(gradient, phi / 2)
@@ -490,8 +491,8 @@ def test_losses_of_outputs(make: Callable[[], tuple[Adapter, Tensor]]) -> None:
         return {"logits": model(batch[0])}
 
     task, single = make_task(make, population=4), make_task(make, population=1)
-    task.loss = OutputLoss(forward, hardest_half)
-    single.loss = lambda model, batch: hardest_half({"logits": model(batch[0])}, batch)
+    task = replace(task, loss=OutputLoss(forward, hardest_half))
+    single = replace(single, loss=lambda model, batch: hardest_half({"logits": model(batch[0])}, batch))
     task = task.judged_by(task.metric)
     phi, indices = rand(9, 5, seed=2), range(9)
     loss, gradient = task.loss_and_gradient(phi, 0, indices, step=4)
@@ -504,6 +505,8 @@ def test_losses_of_outputs(make: Callable[[], tuple[Adapter, Tensor]]) -> None:
 def test_losses_of_outputs_must_be_scalars() -> None:
     for population in (1, 2):
         task = make_task(mlp, population=population)
-        task.loss = OutputLoss(lambda model, batch: model(batch[0]), lambda outputs, batch: outputs.sum(dim=0))
+        task = replace(
+            task, loss=OutputLoss(lambda model, batch: model(batch[0]), lambda outputs, batch: outputs.sum(dim=0))
+        )
         with pytest.raises(AdapterError, match=r"returned \(3,\); it must return a scalar tensor"):
             task.loss_and_gradient(rand(2, 5), 0, [0, 1], step=0)

@@ -123,7 +123,7 @@ def test_collected_trajectories(quadratic: Make, population: int) -> None:
     found = run(task, store, indices, round=2, on_query=costs.append)
     assert [trajectory.index for trajectory in found] == indices
     assert task.metric.ledger.spent_on == {"collect": 15}
-    assert task.asked == store.queries == 15
+    assert task.queries == store.queries == 15
     assert len(store) == 5
     for trajectory in found:
         assert trajectory.round == 2
@@ -169,7 +169,7 @@ def test_collecting_leaves_phi_alone(quadratic: Make) -> None:
 @pytest.mark.parametrize("failing", range(1, 15, 3))
 def test_a_failing_metric_is_located(quadratic: Make, failing: int) -> None:
     task, store = quadratic(population=2), TrajectoryStore()
-    task.fail_after = failing
+    task.problem.fail_after = failing
     index, query = divmod(failing, 3)
     step = int(observation_steps(6, 3, 8, index)[query])
     message = rf"'distance' raised OSError: .* is down \(round 4, task {index}, step {step}; {index} finished"
@@ -197,10 +197,10 @@ def test_resumed_run_is_the_uninterrupted_run(
 
     folder = tmp_path / "resumed"
     killed = quadratic(population=population, budget=after if stopped_by == "budget" else None)
-    killed.fail_after = after if stopped_by == "metric" else None
+    killed.problem.fail_after = after if stopped_by == "metric" else None
     with pytest.raises(MetricError if stopped_by == "metric" else BudgetError):
         run(killed, TrajectoryStore(folder, identity))
-    assert killed.asked == after + (stopped_by == "metric")
+    assert killed.queries == after + (stopped_by == "metric")
     finished = after // 3
     names = ["identity.json", *(f"round-0-task-{i:05d}.safetensors" for i in range(finished))]
     assert list(files(folder)) == names
@@ -209,7 +209,7 @@ def test_resumed_run_is_the_uninterrupted_run(
     task, store = quadratic(population=population), TrajectoryStore(folder, identity)
     assert len(store) == finished
     resumed = run(task, store)
-    assert task.asked == task.metric.ledger.spent == (5 - finished) * 3
+    assert task.queries == task.metric.ledger.spent == (5 - finished) * 3
     assert all(same(a, b) for a, b in zip(resumed, whole, strict=True))
     assert files(folder).keys() == files(tmp_path / "whole").keys()
     assert all(same(a, b) for a, b in zip(TrajectoryStore(folder, identity), whole, strict=True))
@@ -217,7 +217,7 @@ def test_resumed_run_is_the_uninterrupted_run(
 
     again = quadratic(population=population)
     run(again, TrajectoryStore(folder, identity))
-    assert again.asked == 0
+    assert again.queries == 0
 
 
 def make_trajectory(round: int = 0, index: int = 0) -> Trajectory:

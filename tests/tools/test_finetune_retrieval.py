@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -391,7 +392,7 @@ def test_losses_by_name_reach_phi(name: str) -> None:
     assert loss.shape == (3,)
     assert gradient.isfinite().all()
     assert gradient.any()
-    task.population = 3
+    task = replace(task, population=3)
     together = task.loss_and_gradient(phi, 0, range(3), 0)
     torch.testing.assert_close(together[0], loss, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(together[1], gradient, rtol=1e-3, atol=1e-4)
