@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from metricopt_ext.classification.config import (
     SecondRoundConfig,
 )
 from metricopt_ext.classification.data import (
-    Splits,
     hold_out,
     load_a9a,
     load_cifar10,
@@ -33,10 +31,11 @@ from metricopt_ext.classification.data import (
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.shift import shift_class_ratio
-from metricopt_ext.data.images import flip_and_shift, load_image_folder
+from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.pretrained import pretrained
-from metricopt_ext.data.shift import ImageShift
+from metricopt_ext.data.splits import Splits
+from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
@@ -169,7 +168,7 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
     if config.data.standardise:
         splits = standardise(splits)
     if splits.train.x.dtype == torch.uint8:
-        splits = _each(splits, lambda x, name: x.float() / 255)
+        splits = splits.map(lambda part, name: Split(part.x.float() / 255, part.y))
     with settings_of("shift"):
         return _shifted(splits, config, seed)
 
@@ -191,22 +190,10 @@ def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: 
 
 
 def train(model: nn.Module, part: Split, config: ModelConfig | SecondRoundConfig, balanced: bool, seed: int) -> None:
-    """Train what can be trained in a model by cross-entropy, with Adam under a one-cycle schedule."""
+    """Train what can be trained in a model by cross-entropy, see `train_supervised`."""
     batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)
     steps = max(1, config.epochs * len(part) // config.batch_size)
-    optimizer = torch.optim.Adam(model.parameters(), config.lr)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, total_steps=steps)
-    model.train()
-    for step in range(steps):
-        x, y = batches(seed, 0, step)
-        if config.augment:
-            x = flip_and_shift(x, generator(seed, "augment", step))
-        loss = cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    model.eval()
+    train_supervised(model, classification_loss, batches, steps=steps, lr=config.lr, seed=seed, augment=config.augment)
 
 
 def attach(model: nn.Module, config: ClassificationConfig, seed: int) -> Adapter:
@@ -221,15 +208,6 @@ def attach(model: nn.Module, config: ClassificationConfig, seed: int) -> Adapter
     raise ConfigError(f"adapter.kind={config.adapter.kind!r} is neither film nor input_bias")
 
 
-def to_device(splits: Splits, device: torch.device) -> Splits:
-    """Move all parts to a device."""
-
-    def moved(part: Split) -> Split:
-        return Split(part.x.to(device), part.y.to(device))
-
-    return replace(splits, train=moved(splits.train), validation=moved(splits.validation), test=moved(splits.test))
-
-
 def _divided(data: DataConfig, seed: int) -> Splits:
     if data.name != "cifar10" and data.name not in LOADERS:
         raise ConfigError(f"data.name={data.name!r} is none of cifar10, {', '.join(LOADERS)}")
@@ -238,7 +216,7 @@ def _divided(data: DataConfig, seed: int) -> Splits:
     if data.name == "cifar10":
         train, test = load_cifar10(data.root)
         rest, validation = hold_out(train, data.validation_size, seed)
-        return Splits(rest, validation, test, len(train.class_names), train.class_names)
+        return Splits(rest, validation, test, train.class_names)
     whole = LOADERS[data.name](data)
     return split(whole.x, whole.y, data.fractions, seed, class_names=whole.class_names)
 
@@ -253,14 +231,4 @@ def _shifted(splits: Splits, config: ClassificationConfig, seed: int) -> Splits:
         raise ConfigError(f"shift.kind={settings.kind!r} must be none, image or class_ratio")
     if splits.train.x.dim() != 4:
         raise ConfigError(f"shift.kind=image needs images, {config.data.name} has {tuple(splits.train.x.shape[1:])}")
-    shift = ImageShift(settings.contrast, settings.brightness, settings.noise_std, settings.rotation_degrees)
-    drawn = {name: generator(seed, "shift", i).initial_seed() for i, name in enumerate(("validation", "test"))}
-    return _each(splits, lambda x, name: shift(x, seed=drawn[name]) if name in drawn else x)
-
-
-def _each(splits: Splits, change: Callable[[Tensor, str], Tensor]) -> Splits:
-    def changed(name: str) -> Split:
-        part = getattr(splits, name)
-        return Split(change(part.x, name), part.y)
-
-    return replace(splits, train=changed("train"), validation=changed("validation"), test=changed("test"))
+    return splits.shifted(settings.image_shift(), seed)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.run_config import RunConfig, check_at_least
+from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
+from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
 from metricopt_ext.value.value_function import load_value_function
 
 
@@ -24,24 +24,18 @@ class DataConfig:
 
 
 @dataclass
-class ModelConfig:
-    """The classifier and how it is trained before anything else happens."""
+class ModelConfig(TrainingConfig):
+    """The classifier and how it is trained."""
 
     name: str = MISSING  # tabular_mlp, small_cnn, or a torchvision classifier
-    weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use in place of training
-    epochs: int = 10
-    lr: float = 1e-3  # peak rate of Adam under a one-cycle schedule
     batch_size: int = 100
-    augment: bool = False  # images: random flips and shifts by up to 4 pixels while training
 
 
 @dataclass
-class AdapterConfig:
+class ClassifierAdapterConfig(AdapterConfig):
     """Where phi acts."""
 
-    kind: str = "film"  # film or input_bias
-    layers: list[str] = field(default_factory=list)  # name patterns; empty: all norms (film), first linear (input_bias)
-    dim: int = 16
+    kind: str = "film"  # film (layers: all norms by default) or input_bias (the first linear layer)
 
 
 @dataclass
@@ -59,14 +53,10 @@ class MetricConfig:
 
 
 @dataclass
-class ShiftConfig:
-    """How validation and test differ from what the loss sees."""
+class ClassifierShiftConfig(ShiftConfig):
+    """How validation and test differ from what the loss sees: in their images, or in their classes' shares."""
 
     kind: str = "none"  # none, image or class_ratio
-    contrast: float = 1.0  # factor on each image's contrast, in (0, 1]
-    brightness: float = 0.0  # added to every pixel, in [-1, 1]
-    noise_std: float = 0.0  # standard deviation of pixel noise
-    rotation_degrees: float = 0.0  # angles are uniform within plus or minus this
     ratio: list[float] = field(default_factory=list)  # class_ratio: share of each class, above 0, summing to 1
 
 
@@ -75,8 +65,8 @@ class TransferConfig:
     """Reuse of another run's value function, for no query, beside the same turned at random (a placebo)."""
 
     value_function: str = ""  # a value_function.safetensors for phi of the same dimension; empty: no transfer
-    loss_weight: float = 0.3
-    metric_step: float = 0.15
+    loss_weight: float = LOSS_WEIGHT
+    metric_step: float = METRIC_STEP
 
 
 @dataclass
@@ -95,9 +85,9 @@ class ClassificationConfig(RunConfig):
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    adapter: ClassifierAdapterConfig = field(default_factory=ClassifierAdapterConfig)
     metric: MetricConfig = field(default_factory=MetricConfig)
-    shift: ShiftConfig = field(default_factory=ShiftConfig)
+    shift: ClassifierShiftConfig = field(default_factory=ClassifierShiftConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     second_round: SecondRoundConfig = field(default_factory=SecondRoundConfig)
     batch_size: int = 100  # of the loss while finetuning
@@ -110,11 +100,8 @@ class ClassificationConfig(RunConfig):
             FileFormatError: The value function to transfer can't be read.
             ValueFunctionError: It was fitted for another dimension.
         """
-        check_at_least(1, {"batch_size": self.batch_size})
-        check_at_least(1, {"model.epochs": self.model.epochs, "model.batch_size": self.model.batch_size})
-        if not self.model.lr > 0:
-            raise ConfigError(f"model.lr={self.model.lr}: it must be above 0")
-        self.check_searches(self.adapter.dim)
+        check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
+        self.model.check()
+        super().check()
         if self.transfer.value_function:
             load_value_function(self.transfer.value_function, self.adapter.dim)
-        super().check()

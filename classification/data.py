@@ -5,7 +5,6 @@ import difflib
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from metricopt_ext.data.images import check_limit, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split
+from metricopt_ext.data.splits import Splits, check_fractions
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing, listed
 
@@ -23,49 +23,6 @@ StrPath = str | os.PathLike[str]
 Array = npt.NDArray[Any]
 
 _SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
-
-
-@dataclass(frozen=True, eq=False)
-class Splits:
-    """The three parts of a set.
-
-    Attributes:
-        train: What the surrogate loss is computed on.
-        validation: What the metric is queried on.
-        test: What the result is reported on.
-        num_classes: Number of classes c.
-        class_names: Their ``c`` names.
-
-    Raises:
-        DataError: For fewer than two classes, another number of names, an empty part, inputs of unequal shape or type,
-            or labels outside 0..c-1.
-    """
-
-    train: Split
-    validation: Split
-    test: Split
-    num_classes: int
-    class_names: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        """Check that the parts fit together."""
-        if self.num_classes < 2:
-            raise DataError(f"a classifier needs at least two classes, got {self.num_classes}")
-        if len(self.class_names) != self.num_classes:
-            raise DataError(f"there must be {self.num_classes} class names, got {len(self.class_names)}")
-        for name in ("train", "validation", "test"):
-            part: Split = getattr(self, name)
-            if len(part) == 0:
-                raise DataError(f"the {name} part is empty")
-            if part.x.shape[1:] != self.train.x.shape[1:] or part.x.dtype != self.train.x.dtype:
-                raise DataError(
-                    f"the {name} inputs must be {self.train.x.dtype} of shape n x {tuple(self.train.x.shape[1:])} as "
-                    f"those of train, got {part.x.dtype} of {tuple(part.x.shape[1:])}"
-                )
-            low, high = (int(bound) for bound in part.y.aminmax())
-            if low < 0 or high >= self.num_classes:
-                wrong = low if low < 0 else high
-                raise DataError(f"the {name} labels must be in 0..{self.num_classes - 1}, got {wrong}")
 
 
 def split(
@@ -90,8 +47,7 @@ def split(
         ValueError: For fractions out of range.
         DataError: For a set too small to divide so.
     """
-    if len(fractions) != 3 or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
-        raise ValueError(f"fractions must be three numbers above 0 that sum to 1, got {tuple(fractions)}")
+    check_fractions(fractions)
     whole = Split(x, y)
     if len(whole) == 0:
         raise DataError("the set to split is empty")
@@ -99,7 +55,7 @@ def split(
     _, validation, test = (round(share * len(whole)) for share in fractions)
     rest, test_part = hold_out(whole, test, seed, stratify)
     train_part, validation_part = hold_out(rest, validation, seed, stratify)
-    return Splits(train_part, validation_part, test_part, len(names), names)
+    return Splits(train_part, validation_part, test_part, names)
 
 
 def hold_out(data: Split, size: int | float, seed: int = 0, stratify: bool = True) -> tuple[Split, Split]:
@@ -147,10 +103,7 @@ def standardise(splits: Splits) -> Splits:
     mean, std = x.double().mean(0), x.double().std(0, correction=0)
     std = torch.where(x.amax(0) > x.amin(0), std, 1)
 
-    def scale(part: Split) -> Split:
-        return Split(((part.x.double() - mean) / std).float(), part.y)
-
-    return replace(splits, train=scale(splits.train), validation=scale(splits.validation), test=scale(splits.test))
+    return splits.map(lambda part, name: Split(((part.x.double() - mean) / std).float(), part.y))
 
 
 def load_libsvm(paths: StrPath | Sequence[StrPath], num_features: int | None = None) -> Labelled:

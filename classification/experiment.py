@@ -1,9 +1,6 @@
 """One seed of a classification run: train a classifier, finetune it for the metric, and run the rivals."""
 
-import math
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -17,134 +14,100 @@ from metricopt_ext.classification.build import (
     model_metric,
     predict_classes,
     stratified_halves,
-    to_device,
     train,
 )
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.classification.data import Splits
 from metricopt_ext.classification.metrics import check_split
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.classification.threshold import tune_threshold
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.evidence.experiment import Experiment, run_experiment
-from metricopt_ext.evidence.record import SeedRecord
-from metricopt_ext.evidence.rivals import usual_rivals
+from metricopt_ext.data.splits import PARTS, Splits, in_parts
+from metricopt_ext.evidence.experiment import Experiment
+from metricopt_ext.evidence.method import Method, ending_at, following_metricopt
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.methods.second_round import copied_task, run_second_round
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import MetricOptStep
-from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.tasks.batches import Batches, TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.rotated import RotatedValueFunction
-from metricopt_ext.value.value_function import load_value_function
+from metricopt_ext.value.value_function import ValueFunction, load_value_function
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A trained classifier with an adapter, ready to be finetuned.
+class ClassificationExperiment(Experiment[ClassificationConfig]):
+    """A trained classifier, and the splits that it was trained on and is judged by."""
 
-    Attributes:
-        task: Its loss sees the train data, its metric the validation data.
-        test_metric: The same metric on the test data.
-        splits: The data.
-        config: What all of it was made from.
-    """
-
-    task: FinetuneTask
-    test_metric: Metric
+    config_type = ClassificationConfig
     splits: Splits
-    config: ClassificationConfig
 
-    def batches(self, part: Split) -> TensorBatches:
-        """Return batches of a part of the data as the loss is given them."""
+    def prepare(self) -> tuple[FinetuneTask, Metric]:
+        """Load the data, train the classifier or take it from the folder, and return the task and the test metric."""
+        config, seed = self.config, self.seed
+        self.splits = splits = load_splits(config, seed).to(choose_device(config.device))
+        for name in PARTS:
+            check_split(getattr(splits, name).y, splits.num_classes, name)
+        metric = build_metric(config.metric)
+        task = FinetuneTask(
+            attach(classifier(config, splits, seed, self.folder), config, seed),
+            loss=classification_loss,
+            batches=self._batches(splits.train),
+            metric=model_metric(metric, splits.validation, stratified_halves(splits.validation.y, seed)),
+            population=config.population,
+        )
+        return task, model_metric(metric, splits.test)
+
+    def validation_inputs(self) -> Sequence[Tensor]:
+        """Return the validation inputs in parts."""
+        return in_parts(self.splits.validation.x, EVALUATION_BATCH)
+
+    def validation_batches(self) -> Batches:
+        """Return batches of the labelled validation data, as the loss takes them."""
+        return self._batches(self.splits.validation)
+
+    def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
+        """Return the usual methods, a tuned threshold, and what else the settings say."""
+        config = self.config
+        methods = super().methods(resume, watcher)
+        methods["threshold"] = ending_at(lambda task: tune_threshold(task, self.splits.validation.x))
+        if config.transfer.value_function:
+            f = load_value_function(config.transfer.value_function, self.task.dim).to(self.task.adapter.phi.device)
+            methods["transferred"] = ending_at(lambda task: self._follow(task, f))
+            methods["placebo"] = ending_at(lambda task: self._follow(task, RotatedValueFunction(f, self.seed)))
+        if config.second_round.epochs:
+            methods["second_round"] = following_metricopt(self._second_round)
+        return methods
+
+    def finish(self) -> None:
+        """Draw some test images, with their classes before and after."""
+        test, adapter = self.splits.test, self.task.adapter
+        if test.x.dim() == 4:
+            ends = self.task.origin(), adapter.phi.detach()
+            before, after = (predict_classes(adapter, phi, test.x) for phi in ends)
+            plot_examples(test, before, after, self.splits.class_names, self.folder / "examples.png", self.seed)
+
+    def _batches(self, part: Split) -> TensorBatches:
         return TensorBatches(part.x, part.y, self.config.batch_size, balanced=self.config.balanced)
 
+    def _follow(self, task: FinetuneTask, f: ValueFunction) -> Tensor:
+        """Return the end of finetuning under another run's f, trusted or not."""
+        recipe, transfer = self.config.recipe, self.config.transfer
+        policy = MetricOptStep(
+            f, recipe.lr, transfer.metric_step, transfer.loss_weight, recipe.steps, even_untrusted=True
+        )
+        return finetune(task, policy, recipe.steps, self.seed)[-1]
 
-def prepare(config: ClassificationConfig, folder: Path, seed: int) -> Prepared:
-    """Load the data, train the classifier (or take it from ``folder``) and attach the adapter.
-
-    Raises:
-        MetricOptError: Data, settings or metric are not usable; the message says which.
-    """
-    splits = to_device(load_splits(config, seed), choose_device(config.device))
-    for part, where in ((splits.train, "train"), (splits.validation, "validation"), (splits.test, "test")):
-        check_split(part.y, splits.num_classes, where)
-    metric = build_metric(config.metric)
-    adapter = attach(classifier(config, splits, seed, folder), config, seed)
-    task = FinetuneTask(
-        adapter,
-        loss=classification_loss,
-        batches=TensorBatches(splits.train.x, splits.train.y, config.batch_size, balanced=config.balanced),
-        metric=model_metric(metric, splits.validation, stratified_halves(splits.validation.y, seed)),
-        population=config.population,
-    )
-    return Prepared(task, model_metric(metric, splits.test), splits, config)
-
-
-def run_seed(config: ClassificationConfig, folder: Path, resume: bool, seed: int, watcher: Watcher) -> SeedRecord:
-    """Run one seed and keep model, trajectories, value function, adapter and record in ``folder/seed-N``.
-
-    Raises:
-        MetricOptError: Data, settings or metric are not usable; the message says which.
-    """
-    recipe = config.recipe.build()
-
-    def set_up(folder: Path) -> Experiment:
-        prepared = prepare(config, folder, seed)
-        task, splits = prepared.task, prepared.splits
-
-        def threshold(task: FinetuneTask, result: MetricOptResult) -> nn.Module | None:
-            return tune_threshold(task, splits.validation.x)
-
-        def transferred(task: FinetuneTask, result: MetricOptResult, placebo: bool = False) -> Tensor | None:
-            if not config.transfer.value_function:
-                return None
-            f = load_value_function(config.transfer.value_function, task.dim).to(task.adapter.phi.device)
-            policy = MetricOptStep(
-                RotatedValueFunction(f, seed) if placebo else f,
-                recipe.lr,
-                config.transfer.metric_step,
-                config.transfer.loss_weight,
-                recipe.steps,
-                even_untrusted=True,
-            )
-            return finetune(task, policy, recipe.steps, seed)
+    def _second_round(self, task: FinetuneTask, result: MetricOptResult) -> nn.Module:
+        """Return the merged model of a second round."""
+        config, seed, again = self.config, self.seed, copied_task(task)
+        again.adapter.set_phi(result.ends[result.chosen])
 
         def train_theta(model: nn.Module) -> None:
-            train(model, splits.train, config.second_round, config.balanced, seed)
+            train(model, self.splits.train, config.second_round, config.balanced, seed)
 
-        def second_round(task: FinetuneTask, result: MetricOptResult) -> nn.Module | None:
-            if not config.second_round.epochs:
-                return None
-            again = copied_task(task)
-            again.adapter.set_phi(result.ends[result.chosen])
-            run_second_round(again, result.fit, train_theta, recipe=recipe, setting=result.setting, seed=seed)
-            return again.adapter.merge()
-
-        x = splits.validation.x
-        parts = x.tensor_split(math.ceil(len(x) / EVALUATION_BATCH))
-        rivals, follow_ups = usual_rivals(config, parts, prepared.batches(splits.validation), seed)
-
-        def finish() -> None:
-            if splits.test.x.dim() == 4:
-                ends = task.origin(), task.adapter.phi.detach()
-                before, after = (predict_classes(task.adapter, phi, splits.test.x) for phi in ends)
-                plot_examples(splits.test, before, after, splits.class_names, folder / "examples.png", seed)
-
-        return Experiment(
-            task,
-            prepared.test_metric,
-            {
-                "threshold": threshold,
-                **rivals,
-                "transferred": transferred,
-                "placebo": partial(transferred, placebo=True),
-            },
-            {**follow_ups, "second_round": second_round},
-            finish,
+        run_second_round(
+            again, result.fit, train_theta, recipe=config.recipe.build(), setting=result.setting, seed=seed
         )
-
-    return run_experiment(set_up, config, folder, resume, seed, watcher)
+        return again.adapter.merge()

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from metricopt_ext.classification.data import Splits
 from metricopt_ext.data.labelled import Split
+from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.seeding import generator
 

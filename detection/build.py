@@ -10,8 +10,8 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.detection.ap50 import Definition
-from metricopt_ext.detection.config import AdapterConfig, DetectionConfig
-from metricopt_ext.detection.data import Splits
+from metricopt_ext.detection.config import DetectionConfig, DetectorAdapterConfig
+from metricopt_ext.detection.data import DetectionSplits
 from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
 from metricopt_ext.detection.task import ExampleBatches
 from metricopt_ext.detection.toolkit import Toolkit
@@ -93,7 +93,7 @@ def check_definition(config: DetectionConfig) -> Definition:
     return definition
 
 
-def detector(config: DetectionConfig, toolkit: Toolkit, splits: Splits, seed: int, folder: Path) -> nn.Module:
+def detector(config: DetectionConfig, toolkit: Toolkit, splits: DetectionSplits, seed: int, folder: Path) -> nn.Module:
     """Return the detector: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
 
     Training keeps a checkpoint in ``folder`` until then, and goes on from one that a killed run has left.
@@ -123,7 +123,7 @@ def detector(config: DetectionConfig, toolkit: Toolkit, splits: Splits, seed: in
     return model
 
 
-def attach(toolkit: Toolkit, model: nn.Module, config: AdapterConfig, seed: int) -> Adapter:
+def attach(toolkit: Toolkit, model: nn.Module, config: DetectorAdapterConfig, seed: int) -> Adapter:
     """Attach the adapter that the settings describe.
 
     Raises:
@@ -133,7 +133,7 @@ def attach(toolkit: Toolkit, model: nn.Module, config: AdapterConfig, seed: int)
     return attach_film(model, layers, dim=config.dim, seed=seed)
 
 
-def remembering(toolkit: Toolkit, adapter: Adapter, config: AdapterConfig) -> Toolkit:
+def remembering(toolkit: Toolkit, adapter: Adapter, config: DetectorAdapterConfig) -> Toolkit:
     """Return a toolkit that computes features and proposals once, where phi can't change them and settings allow it."""
     in_box_head = all(layer.startswith(BOX_HEAD) for layer in adapter.layers)
     if isinstance(toolkit, TorchvisionToolkit) and config.keep_features and in_box_head:

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
+from metricopt_ext.detection.scenes import SceneShift
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.run_config import RunConfig, check_at_least
+from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, check_at_least
 
 
 @dataclass
@@ -34,18 +35,18 @@ class SceneConfig:
 
 
 @dataclass
-class ShiftConfig:
+class SceneShiftConfig:
     """How validation and test scenes differ from what the loss sees; defaults change nothing."""
 
-    contrast: float = 1.0  # factor on the distance from middle grey, in (0, 1]
-    brightness: float = 0.0  # added to every value, in [-1, 1]
-    noise_std: float = 0.0  # standard deviation of pixel noise
-    scale: float = 1.0  # factor on the size of the digits
+    contrast: float = SceneShift.contrast  # factor on the distance from middle grey, in (0, 1]
+    brightness: float = SceneShift.brightness  # added to every value, in [-1, 1]
+    noise_std: float = SceneShift.noise_std  # standard deviation of pixel noise
+    scale: float = SceneShift.scale  # factor on the size of the digits
 
     @property
     def is_none(self) -> bool:
         """Whether nothing changes."""
-        return self == ShiftConfig()
+        return self == SceneShiftConfig()
 
 
 @dataclass
@@ -68,11 +69,10 @@ class ModelConfig:
 
 
 @dataclass
-class AdapterConfig:
-    """Where phi acts, by FiLM."""
+class DetectorAdapterConfig(AdapterConfig):
+    """Where phi acts, by FiLM: at the layers, or else at a placement."""
 
     placement: str = "roi_head"  # a name that the toolkit knows, see its PLACEMENTS
-    layers: list[str] = field(default_factory=list)  # name patterns in place of it
     dim: int = 32
     keep_features: bool = True  # compute features and proposals once where phi can't change them (torchvision) ...
     keep_gib: float = 4.0  # ... while they fit into this many GiB, for each seed that runs
@@ -92,9 +92,9 @@ class DetectionConfig(RunConfig):
     toolkit: str = "torchvision"  # or detectron2
     data: DataConfig = field(default_factory=DataConfig)
     scene: SceneConfig = field(default_factory=SceneConfig)
-    shift: ShiftConfig = field(default_factory=ShiftConfig)
+    shift: SceneShiftConfig = field(default_factory=SceneShiftConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    adapter: DetectorAdapterConfig = field(default_factory=DetectorAdapterConfig)
     metric: MetricConfig = field(default_factory=MetricConfig)
     classification_loss: str = "cross_entropy"  # of the box head; or ap
     batch_size: int = 4  # of finetuning
@@ -102,8 +102,7 @@ class DetectionConfig(RunConfig):
 
     def check(self) -> None:
         """Refuse what would only fail after work was done (see `RunConfig.check`)."""
-        numbers = {"batch_size": self.batch_size, "adapter.dim": self.adapter.dim}
-        check_at_least(1, {**numbers, "model.batch_size": self.model.batch_size})
+        check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
         check_at_least(0, {"data.size": self.data.size, "model.steps": self.model.steps})
         if self.population != 1:
             raise ConfigError(f"population={self.population}: detectors compute one task at a time, so it must be 1")
@@ -120,7 +119,6 @@ class DetectionConfig(RunConfig):
             raise ConfigError(f"data.images={self.data.images}: each must be at least 0")
         if not 0 < self.data.validation_share < 1:
             raise ConfigError(f"data.validation_share={self.data.validation_share}: it must be between 0 and 1")
-        self.check_searches(self.adapter.dim)
         for name, value in (("scene.digits", self.scene.digits), ("scene.scale", self.scene.scale)):
             if len(value) != 2:
                 raise ConfigError(f"{name}={value}: it must be two numbers, the least and the most")

@@ -19,7 +19,7 @@ PARTS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
-class Splits:
+class DetectionSplits:
     """Images in memory.
 
     Attributes:
@@ -35,7 +35,7 @@ class Splits:
     test: list[Example]
 
 
-def load_splits(config: DetectionConfig, seed: int, folder: Path) -> Splits:
+def load_splits(config: DetectionConfig, seed: int, folder: Path) -> DetectionSplits:
     """Read the parts, or draw them into ``folder/scenes``.
 
     Args:
@@ -58,7 +58,7 @@ def load_splits(config: DetectionConfig, seed: int, folder: Path) -> Splits:
             raise DataError(
                 f"none of the {len(part)} images for {name} has a box that is neither difficult nor a crowd region"
             )
-    return Splits(classes, *(load_examples(part, config.data.size or None) for part in drawn))
+    return DetectionSplits(classes, *(load_examples(part, config.data.size or None) for part in drawn))
 
 
 def _read(config: DetectionConfig, seed: int, folder: Path) -> tuple[DetectionSet, DetectionSet, DetectionSet]:

@@ -17,9 +17,10 @@ from metricopt_ext.errors import (
     MetricOptError,
     ValueFunctionError,
 )
-from metricopt_ext.methods.pipeline import meta_train, optimize_metric
+from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import MetricOptResult, Result
+from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.tuning import Tuned, tune_start
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import MetricOpt

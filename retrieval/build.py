@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,14 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.data.images import flip_and_shift, load_image_folder
+from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.pretrained import pretrained
-from metricopt_ext.data.shift import ImageShift
+from metricopt_ext.data.splits import Splits
+from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.retrieval.config import DataConfig, LossConfig, MetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.data import (
-    Splits,
     hold_out_classes,
     load_digits,
     load_omniglot,
@@ -158,7 +157,11 @@ def load_splits(config: RetrievalConfig, seed: int) -> Splits:
     with settings_of("data"):
         splits = _divided(config.data, seed)
     with settings_of("shift"):
-        return _shifted(splits, config, seed)
+        if config.shift.kind == "none":
+            return splits
+        if config.shift.kind != "image":
+            raise ConfigError(f"shift.kind={config.shift.kind!r} must be none or image")
+        return splits.shifted(config.shift.image_shift(), seed)
 
 
 def embedder(config: RetrievalConfig, splits: Splits, seed: int, folder: Path) -> nn.Module:
@@ -179,32 +182,15 @@ def embedder(config: RetrievalConfig, splits: Splits, seed: int, folder: Path) -
 
 
 def train(model: nn.Module, part: Split, config: RetrievalConfig, seed: int) -> None:
-    """Train an embedder by the surrogate loss, with Adam under a one-cycle schedule."""
+    """Train an embedder by the surrogate loss, see `train_supervised`."""
     loss, batches = build_loss(config.loss), class_batches(part, config.loss)
     steps = max(1, config.model.epochs * len(part) // (batches.classes * batches.samples))
-    optimizer = torch.optim.Adam(model.parameters(), config.model.lr)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.model.lr, total_steps=steps)
-    model.train()
-    for step in range(steps):
-        x, y = batches(seed, 0, step)
-        if config.model.augment:
-            x = flip_and_shift(x, generator(seed, "augment", step))
-        value = loss(model, (x, y))
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        schedule.step()
-    model.eval()
+    train_supervised(model, loss, batches, steps=steps, lr=config.model.lr, seed=seed, augment=config.model.augment)
 
 
 def attach(model: nn.Module, config: RetrievalConfig, seed: int) -> Adapter:
     """Attach the adapter that the settings describe."""
     return attach_film(model, config.adapter.layers or None, dim=config.adapter.dim, seed=seed)
-
-
-def to_device(splits: Splits, device: torch.device) -> Splits:
-    """Move all parts to a device."""
-    return _each(splits, lambda part, name: Split(part.x.to(device), part.y.to(device)))
 
 
 def _divided(data: DataConfig, seed: int) -> Splits:
@@ -216,33 +202,6 @@ def _divided(data: DataConfig, seed: int) -> Splits:
         train, test = load_stanford_online_products(data.root, data.image_size or 224)
         return hold_out_classes(train, test, data.validation_share, seed)
     return split_classes(LOADERS[data.name](data), data.fractions, seed, last_test=data.last_test)
-
-
-def _shifted(splits: Splits, config: RetrievalConfig, seed: int) -> Splits:
-    settings = config.shift
-    if settings.kind == "none":
-        return splits
-    if settings.kind != "image":
-        raise ConfigError(f"shift.kind={settings.kind!r} must be none or image")
-    shift = ImageShift(settings.contrast, settings.brightness, settings.noise_std, settings.rotation_degrees)
-    drawn = {name: generator(seed, "shift", i).initial_seed() for i, name in enumerate(("validation", "test"))}
-
-    def shifted(part: Split, name: str) -> Split:
-        if name not in drawn:
-            return part
-        x = part.x.float() / 255 if part.x.dtype == torch.uint8 else part.x
-        return Split(shift(x, seed=drawn[name]), part.y)
-
-    return _each(splits, shifted)
-
-
-def _each(splits: Splits, change: Callable[[Split, str], Split]) -> Splits:
-    return replace(
-        splits,
-        train=change(splits.train, "train"),
-        validation=change(splits.validation, "validation"),
-        test=change(splits.test, "test"),
-    )
 
 
 def _snake(name: str) -> str:

@@ -5,8 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.run_config import RunConfig, check_at_least
+from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 
 
 @dataclass
@@ -23,24 +22,19 @@ class DataConfig:
 
 
 @dataclass
-class ModelConfig:
-    """The embedder and how it is trained before anything else happens, by the same loss."""
+class ModelConfig(TrainingConfig):
+    """The embedder and how it is trained, by the surrogate loss."""
 
     name: str = MISSING  # conv4, or a torchvision classifier
     embedding: int = 64  # dimension of the embedding
     width: int = 48  # conv4: channels of each convolution
-    weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use in place of training
     trunk_weights: str = ""  # torchvision classifiers: the classifier's own, e.g. ImageNet's, to start training from
-    epochs: int = 10
-    lr: float = 1e-3  # peak rate of Adam under a one-cycle schedule
-    augment: bool = False  # random flips and shifts by up to 4 pixels while training
 
 
 @dataclass
-class AdapterConfig:
+class EmbedderAdapterConfig(AdapterConfig):
     """Where phi acts, by FiLM."""
 
-    layers: list[str] = field(default_factory=list)  # name patterns; empty: all norms
     dim: int = 64
 
 
@@ -63,23 +57,12 @@ class MetricConfig:
 
 
 @dataclass
-class ShiftConfig:
-    """How validation and test images differ from what the loss sees."""
-
-    kind: str = "none"  # none or image
-    contrast: float = 1.0  # factor on each image's contrast, in (0, 1]
-    brightness: float = 0.0  # added to every pixel, in [-1, 1]
-    noise_std: float = 0.0  # standard deviation of pixel noise
-    rotation_degrees: float = 0.0  # angles are uniform within plus or minus this
-
-
-@dataclass
 class RetrievalConfig(RunConfig):
     """A whole run of `tools/finetune_retrieval.py`."""
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    adapter: EmbedderAdapterConfig = field(default_factory=EmbedderAdapterConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     metric: MetricConfig = field(default_factory=MetricConfig)
     shift: ShiftConfig = field(default_factory=ShiftConfig)
@@ -87,11 +70,8 @@ class RetrievalConfig(RunConfig):
 
     def check(self) -> None:
         """Refuse what would only fail after work was done (see `RunConfig.check`)."""
-        check_at_least(1, {"model.epochs": self.model.epochs, "model.embedding": self.model.embedding})
-        check_at_least(1, {"model.width": self.model.width})
+        self.model.check()
+        check_at_least(1, {"model.embedding": self.model.embedding, "model.width": self.model.width})
         check_at_least(2, {"loss.classes": self.loss.classes, "loss.samples": self.loss.samples})
         check_at_least(0, {"metric.query_subset": self.metric.query_subset, "data.image_size": self.data.image_size})
-        if not self.model.lr > 0:
-            raise ConfigError(f"model.lr={self.model.lr}: it must be above 0")
-        self.check_searches(self.adapter.dim)
         super().check()

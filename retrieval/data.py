@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from metricopt_ext.data.images import load_image_folder, read_images, reader
 from metricopt_ext.data.labelled import Labelled, Split
+from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing
 from metricopt_ext.utils.seeding import generator
@@ -17,47 +17,6 @@ from metricopt_ext.utils.seeding import generator
 StrPath = str | os.PathLike[str]
 
 _COLUMNS = ["image_id", "class_id", "super_class_id", "path"]  # of the lists of Stanford Online Products
-
-
-@dataclass(frozen=True, eq=False)
-class Splits:
-    """Three parts of a set; no class is in two of them.
-
-    Attributes:
-        train: What the embedding and the surrogate loss see.
-        validation: What the metric is queried on: each image searches all others.
-        test: What the result is reported on, likewise.
-        class_names: The names of all classes; labels index them.
-
-    Raises:
-        DataError: For a part with fewer than two classes, a class in two parts, images of unequal shape, or a label
-            without a name.
-    """
-
-    train: Split
-    validation: Split
-    test: Split
-    class_names: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        """Check that the parts fit together."""
-        seen: dict[int, str] = {}
-        for name in ("train", "validation", "test"):
-            part: Split = getattr(self, name)
-            classes = part.y.unique().tolist()
-            if len(classes) < 2:
-                raise DataError(f"the {name} part must hold at least two classes, got {len(classes)}")
-            for label in classes:
-                if not 0 <= label < len(self.class_names):
-                    raise DataError(f"the {name} labels must be in 0..{len(self.class_names) - 1}, got {label}")
-                if label in seen:
-                    raise DataError(f"class {self.class_names[label]!r} is in {seen[label]} and in {name}")
-                seen[label] = name
-            if part.x.ndim != 4 or part.x.shape[1:] != self.train.x.shape[1:]:
-                raise DataError(
-                    f"the {name} part must hold images of one shape c x h x w as those of train, got "
-                    f"{tuple(part.x.shape[1:])} and {tuple(self.train.x.shape[1:])}"
-                )
 
 
 def split_classes(whole: Labelled, fractions: Sequence[float], seed: int = 0, *, last_test: bool = False) -> Splits:
@@ -74,8 +33,7 @@ def split_classes(whole: Labelled, fractions: Sequence[float], seed: int = 0, *,
         ValueError: For fractions out of range.
         DataError: For too few classes.
     """
-    if len(fractions) != 3 or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
-        raise ValueError(f"fractions must be three numbers above 0 that sum to 1, got {tuple(fractions)}")
+    check_fractions(fractions)
     n = len(whole.class_names)
     validation, test = (round(share * n) for share in fractions[1:])
     if min(n - validation - test, validation, test) < 2:
@@ -88,7 +46,7 @@ def split_classes(whole: Labelled, fractions: Sequence[float], seed: int = 0, *,
     order = torch.cat([order, torch.arange(len(order), n)])
     classes = order.split([n - validation - test, validation, test])
     train_part, validation_part, test_part = (_of_classes(whole, part) for part in classes)
-    return Splits(train_part, validation_part, test_part, whole.class_names)
+    return disjoint(Splits(train_part, validation_part, test_part, whole.class_names))
 
 
 def hold_out_classes(train: Labelled, test: Labelled, share: float, seed: int = 0) -> Splits:
@@ -112,7 +70,25 @@ def hold_out_classes(train: Labelled, test: Labelled, share: float, seed: int = 
     n = len(train.class_names)
     order = torch.randperm(n, generator=generator(seed, "classes"))
     rest, held = (_of_classes(train, classes) for classes in order.tensor_split([n - round(share * n)]))
-    return Splits(rest, held, Split(test.x, test.y + n), train.class_names + test.class_names)
+    return disjoint(Splits(rest, held, Split(test.x, test.y + n), train.class_names + test.class_names))
+
+
+def disjoint(splits: Splits) -> Splits:
+    """Return the splits if no class is in two parts, and each part has two classes or more.
+
+    Raises:
+        DataError: Otherwise; the message names part and class.
+    """
+    seen: dict[int, str] = {}
+    for name in PARTS:
+        classes = getattr(splits, name).y.unique().tolist()
+        if len(classes) < 2:
+            raise DataError(f"the {name} part must hold at least two classes, got {len(classes)}")
+        for label in classes:
+            if label in seen:
+                raise DataError(f"class {splits.class_names[label]!r} is in {seen[label]} and in {name}")
+            seen[label] = name
+    return splits
 
 
 def load_digits() -> Labelled:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.evidence.plots import COLOURS
-from metricopt_ext.evidence.report import TITLES
+from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.retrieval.recall import nearest, recall_at_k
 from metricopt_ext.utils.files import read_json, write_json
@@ -86,8 +85,8 @@ def plot_recalls(files: Sequence[Path], path: Path) -> Path:
     for name in (name for name in seeds[0] if name != "ks"):
         values = np.array([seed[name][: len(ks)] for seed in seeds])
         mean, std = values.mean(0), values.std(0)
-        axes.plot(ks, mean, "o-", markersize=4, color=COLOURS[name], label=TITLES[name])
-        axes.fill_between(ks, mean - std, mean + std, color=COLOURS[name], alpha=0.15, linewidth=0)
+        axes.plot(ks, mean, "o-", markersize=4, color=METHODS[name].colour, label=METHODS[name].title)
+        axes.fill_between(ks, mean - std, mean + std, color=METHODS[name].colour, alpha=0.15, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ks, [str(k) for k in ks])
     axes.grid(alpha=0.25)

@@ -23,19 +23,19 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.classification.experiment import Prepared, prepare
+from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.errors import MetricOptError
-from metricopt_ext.evidence.compare import RUN_AGAIN_KEYS
 from metricopt_ext.evidence.report import paired_interval, spread
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import MetricOptResult
+from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.files import claim, read_json, write_atomically, write_json
+from metricopt_ext.utils.files import read_json, write_atomically, write_json
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
@@ -204,8 +204,7 @@ def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watche
     """Run every variant on one seed; those that are on file are not run again."""
     folder = folder / f"seed-{seed}"
     config = load_config(ClassificationConfig, file, overrides)
-    settings = {key: value for key, value in config.as_dict().items() if key not in RUN_AGAIN_KEYS}
-    claim(folder / "identity.json", settings)
+    open_run(folder, config.as_dict(), resume=True)
     record = folder / "rows.json"
     rows = {name: Row(**row) for name, row in read_json(record).items()} if record.exists() else {}
 
@@ -215,7 +214,7 @@ def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watche
             rows[name] = compute()
             write_json(record, {variant: asdict(row) for variant, row in rows.items()})
 
-    ready, recipe = prepare(config, folder, seed), config.recipe.build()
+    ready, recipe = ClassificationExperiment(config, folder, seed), config.recipe.build()
     watcher.stage(DEFAULT)
     result = run(ready, config.queries, recipe, seed)
     spent = sum(result.queries.values())
@@ -234,7 +233,7 @@ def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watche
     return rows
 
 
-def run(ready: Prepared, queries: int, recipe: Recipe, seed: int) -> MetricOptResult:
+def run(ready: ClassificationExperiment, queries: int, recipe: Recipe, seed: int) -> MetricOptResult:
     """Run the whole recipe on queries that are counted apart."""
     task = ready.task.judged_by(ready.task.metric.with_new_ledger())
     return optimize_metric(task, queries=queries, strategy=recipe, seed=seed, watcher=Watcher())
@@ -243,24 +242,24 @@ def run(ready: Prepared, queries: int, recipe: Recipe, seed: int) -> MetricOptRe
 def whole(file: str, overrides: list[str], folder: Path, seed: int) -> Row:
     """Run a changed config from the start, with the same trained classifier."""
     config = load_config(ClassificationConfig, file, overrides)
-    ready = prepare(config, folder, seed)
+    ready = ClassificationExperiment(config, folder, seed)
     result = run(ready, config.queries, config.recipe.build(), seed)
     return Row(spearman(result.fit), test_metric(ready, result.ends["metricopt"]), sum(result.queries.values()))
 
 
-def fitted(ready: Prepared, result: MetricOptResult, recipe: Recipe, seed: int) -> Row:
+def fitted(ready: ClassificationExperiment, result: MetricOptResult, recipe: Recipe, seed: int) -> Row:
     """Fit a value function to the default's trajectories in another way, and follow it whether trusted or not."""
     fit = recipe.fit(result.trajectories, seed)
     policy = replace(metric_policy(fit.f, recipe, result.setting), even_untrusted=True)
     return Row(spearman(fit), followed(ready, policy, recipe, seed), sum(result.queries.values()))
 
 
-def followed(ready: Prepared, policy: MetricOptStep, recipe: Recipe, seed: int) -> float:
+def followed(ready: ClassificationExperiment, policy: MetricOptStep, recipe: Recipe, seed: int) -> float:
     """Return the test metric at the end of a step rule."""
     return test_metric(ready, finetune(ready.task, policy, recipe.steps, seed)[-1])
 
 
-def test_metric(ready: Prepared, phi: Tensor) -> float:
+def test_metric(ready: ClassificationExperiment, phi: Tensor) -> float:
     """Return the test metric at phi, ``d``."""
     task = ready.task.judged_by(ready.test_metric)
     return task.metric.to_value(task.cost(phi, "ablation"))

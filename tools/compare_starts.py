@@ -18,7 +18,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +25,25 @@ import numpy as np
 from torch import Tensor
 
 from metricopt_ext.errors import MetricOptError
-from metricopt_ext.evidence.compare import RUN_AGAIN_KEYS
-from metricopt_ext.evidence.plots import COLOURS
-from metricopt_ext.evidence.report import TITLES, spread
+from metricopt_ext.evidence.experiment import Experiment
+from metricopt_ext.evidence.method import METHODS
+from metricopt_ext.evidence.report import spread
 from metricopt_ext.evidence.rivals import best_of_loss_finetune
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import FRESH, finetune, tune_start
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.files import claim, read_json, write_atomically, write_json
+from metricopt_ext.utils.files import read_json, write_atomically, write_json
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
 
 BUDGETS = (25, 50, 100, 200, 400, 800)
-CONFIGS = {"classification": "ClassificationConfig", "detection": "DetectionConfig", "retrieval": "RetrievalConfig"}
+TASKS = ("classification", "detection", "retrieval")
 
 Points = dict[str, list[tuple[int, float]]]
 """Of each method (queries per start, test metric), averaged over the starts of a seed."""
@@ -53,7 +53,7 @@ def main() -> None:
     """Parse the command line, run all seeds, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config-file", required=True, help="YAML file; its keys are those of the task's tool")
-    parser.add_argument("--task", choices=CONFIGS, default="classification", help="what the config file is for")
+    parser.add_argument("--task", choices=TASKS, default="classification", help="what the config file is for")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for everything that is written")
     parser.add_argument("--starts", type=int, default=4, help="new starts of each seed")
     parser.add_argument("--budgets", type=int, nargs="*", default=BUDGETS, help="queries of the searches at each start")
@@ -62,11 +62,25 @@ def main() -> None:
     try:
         if arguments.starts < 1:
             raise SystemExit(f"error: --starts is {arguments.starts}; it must be at least 1")
-        config_type = getattr(import_module(f"metricopt_ext.{arguments.task}.config"), CONFIGS[arguments.task])
-        config = load_config(config_type, arguments.config_file, arguments.overrides)
+        config = load_config(experiment_of(arguments.task).config_type, arguments.config_file, arguments.overrides)
         compare_starts(arguments.task, config, arguments.output_dir, arguments.starts, tuple(arguments.budgets))
     except (MetricOptError, FloatingPointError, OSError, ValueError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
+
+
+def experiment_of(task: str) -> type[Experiment[Any]]:
+    """Return a task's experiment; only its own toolkit is imported."""
+    if task == "classification":
+        from metricopt_ext.classification.experiment import ClassificationExperiment
+
+        return ClassificationExperiment
+    if task == "detection":
+        from metricopt_ext.detection.experiment import DetectionExperiment
+
+        return DetectionExperiment
+    from metricopt_ext.retrieval.experiment import RetrievalExperiment
+
+    return RetrievalExperiment
 
 
 def compare_starts(
@@ -75,8 +89,7 @@ def compare_starts(
     """Run every seed and write the report; returns it."""
     config.check()
     seeds = range(config.seed, config.seed + config.seeds)
-    settings = {key: value for key, value in config.as_dict().items() if key not in RUN_AGAIN_KEYS}
-    claim(folder / "run.json", {"config": settings, "starts": starts, "budgets": list(budgets)})
+    open_run(folder, {**config.as_dict(), "starts": starts, "budgets": list(budgets)}, resume=True)
     rows = run_seeds(
         partial(run_seed, task, config, folder, starts, budgets),
         seeds,
@@ -112,7 +125,7 @@ def run_seed(
         found: dict[str, Any] = read_json(record)
         return found
     watcher.stage("train the model")
-    ready = import_module(f"metricopt_ext.{kind}.experiment").prepare(config, folder, seed)
+    ready = experiment_of(kind)(config, folder, seed)
     recipe = config.recipe.build()
     result = optimize_metric(
         ready.task, queries=config.queries, strategy=recipe, seed=seed, output_dir=folder, resume=True, watcher=watcher
@@ -213,25 +226,25 @@ def markdown(content: dict[str, Any]) -> str:
         "|---|---|---|",
     ]
     for name, points in content["methods"].items():
-        title = "the start itself" if name == "pretrained" else TITLES[name]
+        title = "the start itself" if name == "pretrained" else METHODS[name].title
         lines += [f"| {title} | {point['queries']:.0f} | {spread(point['test'])} |" for point in points]
     lines.append("")
     for rival in ("cma_es", "guided_es"):
         if rival not in content["methods"]:
             continue  # no budget was enough for it
         most = max(point["queries"] for point in content["methods"][rival])
-        queries, starts = pays_from(content, rival)
+        (queries, starts), title = pays_from(content, rival), METHODS[rival].title
         if math.isinf(queries):
             least = math.ceil(content["queries_once"] / max(1, most - ours["queries"]))
             lines.append(
-                f"- {TITLES[rival]} did not reach MetricOpt's mean with up to {most:.0f} queries per start: learning f"
+                f"- {title} did not reach MetricOpt's mean with up to {most:.0f} queries per start: learning f"
                 f" pays from at most {least} starts on."
             )
         elif math.isinf(starts):
-            lines.append(f"- {TITLES[rival]} reaches MetricOpt's mean with no more queries: learning f does not pay.")
+            lines.append(f"- {title} reaches MetricOpt's mean with no more queries: learning f does not pay.")
         else:
             lines.append(
-                f"- {TITLES[rival]} reaches MetricOpt's mean with {queries:.0f} queries per start: learning f pays from"
+                f"- {title} reaches MetricOpt's mean with {queries:.0f} queries per start: learning f pays from"
                 f" {starts:.0f} starts on."
             )
     return "\n".join([*lines, ""])
@@ -249,8 +262,8 @@ def plot(content: dict[str, Any], path: Path) -> None:
         x = [max(1.0, point["queries"]) for point in points]
         mean = np.array([np.mean(point["test"]) for point in points])
         error = np.array([standard_error(point["test"]) for point in points])
-        label = "the start itself" if name == "pretrained" else TITLES[name]
-        axes.errorbar(x, mean, error, color=COLOURS[name], marker="o", markersize=4, capsize=2, label=label)
+        label = "the start itself" if name == "pretrained" else METHODS[name].title
+        axes.errorbar(x, mean, error, color=METHODS[name].colour, marker="o", markersize=4, capsize=2, label=label)
     axes.set_xscale("log")
     axes.set_xlabel("metric queries for each new start, guard included (1: none)")
     axes.set_ylabel(f"test {content['metric']['name']}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from metricopt_ext.classification.build import build_metric
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.classification.experiment import run_seed
+from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.evidence.cli import main_of, run_and_report
 from metricopt_ext.evidence.report import Report
 
@@ -30,7 +30,7 @@ def run(config: ClassificationConfig, folder: Path, resume: bool) -> Report:
         config,
         folder,
         resume,
-        run_seed,
+        ClassificationExperiment,
         task=f"classification/{config.data.name}",
         title=f"{config.model.name} on {data}",
         metric=metric.name,

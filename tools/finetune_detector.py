@@ -11,7 +11,7 @@ from pathlib import Path
 
 from metricopt_ext.detection.build import TOOLKITS, build_toolkit, check_definition
 from metricopt_ext.detection.config import DetectionConfig
-from metricopt_ext.detection.experiment import run_seed
+from metricopt_ext.detection.experiment import DetectionExperiment
 from metricopt_ext.evidence.cli import main_of, run_and_report
 from metricopt_ext.evidence.report import Report
 
@@ -32,7 +32,7 @@ def run(config: DetectionConfig, folder: Path, resume: bool) -> Report:
         config,
         folder,
         resume,
-        run_seed,
+        DetectionExperiment,
         task=f"detection/{config.data.name}",
         title=f"{config.toolkit}'s {model} on {data}",
         metric="AP50",

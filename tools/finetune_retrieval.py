@@ -13,7 +13,7 @@ from metricopt_ext.evidence.cli import main_of, run_and_report
 from metricopt_ext.evidence.report import Report
 from metricopt_ext.retrieval.build import build_loss, check_ks, metric_name
 from metricopt_ext.retrieval.config import RetrievalConfig
-from metricopt_ext.retrieval.experiment import run_seed
+from metricopt_ext.retrieval.experiment import RetrievalExperiment
 from metricopt_ext.retrieval.pictures import plot_recalls
 
 
@@ -32,7 +32,7 @@ def run(config: RetrievalConfig, folder: Path, resume: bool) -> Report:
         config,
         folder,
         resume,
-        run_seed,
+        RetrievalExperiment,
         task=f"retrieval/{config.data.name}",
         title=f"{config.model.name} on {data}",
         metric=metric_name(config.metric),

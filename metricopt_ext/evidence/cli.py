@@ -5,17 +5,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from metricopt_ext.errors import MetricOptError
-from metricopt_ext.evidence.compare import open_run
+from metricopt_ext.evidence.experiment import Experiment, run_seed
 from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_value_function
-from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.report import Report, write_events
 from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.parallel import run_seeds
-from metricopt_ext.utils.progress import Watcher
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -59,7 +58,7 @@ def run_and_report(
     config: Config,
     folder: Path,
     resume: bool,
-    run_seed: Callable[[Config, Path, bool, int, Watcher], SeedRecord],
+    experiment: type[Experiment[Any]],
     *,
     task: str,
     title: str,
@@ -73,7 +72,7 @@ def run_and_report(
         config: The settings.
         folder: Receives everything that is written.
         resume: Go on with an interrupted run in the folder.
-        run_seed: Runs one seed; picklable where there are several workers.
+        experiment: What a seed runs.
         task: What was finetuned, e.g. ``"classification/a9a"``.
         title: The same in words, for the first line.
         metric: The metric's name.
@@ -83,7 +82,7 @@ def run_and_report(
     open_run(folder, config.as_dict(), resume)
     print(f"{title}: {metric}, {config.seeds} seeds of {config.queries} queries")
     seeds = range(config.seed, config.seed + config.seeds)
-    run = partial(run_seed, config, folder, resume)
+    run = partial(run_seed, experiment, config, folder, resume)
     records = run_seeds(run, seeds, queries=config.queries, workers=config.workers, threads=config.threads)
     report = Report(task, metric, maximize, records, config.as_dict())
     written = [

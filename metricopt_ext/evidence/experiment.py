@@ -1,49 +1,91 @@
 """One seed of any task's tool: set it up, run MetricOpt beside its rivals, keep the record."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
 
 from metricopt_ext.evidence.compare import compare
+from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.record import SeedRecord
-from metricopt_ext.evidence.rivals import Rival
+from metricopt_ext.evidence.rivals import usual_methods
 from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.evidence.trivial import trivial_predictors
+from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher
 
+Config = TypeVar("Config", bound=RunConfig)
 
-@dataclass(frozen=True)
-class Experiment:
-    """What one seed runs.
+
+class Experiment(ABC, Generic[Config]):
+    """A trained model with an adapter, ready to be finetuned: one seed of one task's tool.
+
+    Args:
+        config: The settings.
+        folder: The seed's folder; the model is kept there, and taken from there once it is trained.
+        seed: A fresh split, model and value function for each.
 
     Attributes:
+        config_type: The settings' class.
         task: Its loss sees the train data, its metric the validation data.
         test_metric: The same metric on the test data.
-        rivals: Further methods by name, see `evidence.compare`.
-        follow_ups: Further methods that go on from MetricOpt's result.
-        finish: Writes what else is to be kept, e.g. pictures, once the model has MetricOpt's phi.
+
+    Raises:
+        MetricOptError: Data, settings or metric are not usable; the message says which.
     """
 
-    task: FinetuneTask
-    test_metric: Metric
-    rivals: Mapping[str, Rival]
-    follow_ups: Mapping[str, Rival]
-    finish: Callable[[], object]
+    config_type: ClassVar[type[RunConfig]]
+
+    def __init__(self, config: Config, folder: Path, seed: int) -> None:
+        self.config, self.folder, self.seed = config, folder, seed
+        self.task, self.test_metric = self.prepare()
+
+    @abstractmethod
+    def prepare(self) -> tuple[FinetuneTask, Metric]:
+        """Load the data, train the model or take it from the folder, and return the task and the test metric."""
+
+    @abstractmethod
+    def validation_inputs(self) -> Sequence[Any]:
+        """Return the validation data's inputs in parts of about one size, as the model takes them."""
+
+    @abstractmethod
+    def validation_batches(self) -> Batches:
+        """Return batches of the labelled validation data, as the loss takes them."""
+
+    def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
+        """Return the methods to compare, by name; see `rivals.usual_methods`."""
+        return usual_methods(
+            self.config,
+            self.seed,
+            inputs=self.validation_inputs(),
+            batches=self.validation_batches(),
+            folder=self.folder,
+            resume=resume,
+            watcher=watcher,
+        )
+
+    def finish(self) -> None:
+        """Write what else is to be kept, e.g. pictures, once the model has MetricOpt's phi."""
 
 
-def run_experiment(
-    set_up: Callable[[Path], Experiment], config: RunConfig, folder: Path, resume: bool, seed: int, watcher: Watcher
+def run_seed(
+    experiment_type: type[Experiment[Any]], config: RunConfig, folder: Path, resume: bool, seed: int, watcher: Watcher
 ) -> SeedRecord:
     """Run one seed and keep all of it in ``folder/seed-N``; a seed whose record is there is not run again.
 
     Args:
-        set_up: Makes the experiment; is given the seed's folder.
+        experiment_type: What to run.
         config: The settings.
         folder: The run's folder.
         resume: Go on with what an interrupted run left there.
         seed: The seed.
         watcher: Is told of the progress.
+
+    Raises:
+        MetricOptError: Data, settings or metric are not usable; the message says which.
     """
     folder = folder / f"seed-{seed}"
     record_file = folder / "record.json"
@@ -51,21 +93,37 @@ def run_experiment(
         watcher.done()
         return SeedRecord.load(record_file)
     watcher.stage("train the model")
-    experiment = set_up(folder)
-    record = compare(
-        experiment.task,
-        experiment.test_metric,
-        experiment.rivals,
-        experiment.follow_ups,
-        queries=config.queries,
-        recipe=config.recipe.build(),
+    experiment = experiment_type(config, folder, seed)
+    comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, watcher))
+    task, result = experiment.task, comparison.results["metricopt"].details
+    assert result is not None
+    assert result.fit.f.quality is not None
+    task.adapter.set_phi(result.ends[result.chosen])
+    to_value, folds = task.metric.to_value, config.recipe.build().folds_for(len(result.trajectories))
+    record = SeedRecord(
         seed=seed,
-        folder=folder,
-        best_evals=config.best_evals,
-        pictures=config.pictures and seed == config.seed,
-        resume=resume,
-        watcher=watcher,
+        outcomes=comparison.outcomes,
+        quality=result.fit.f.quality,
+        candidates=result.fit.candidates,
+        trivial=trivial_predictors(result.trajectories, folds=folds, seed=seed),
+        kept=result.chosen,
+        setting=result.setting,
+        split_half=None if math.isnan(result.split_half) else result.split_half,
+        chance=result.chance,
+        curves=comparison.curves,
+        true=[to_value(cost) for cost in result.fit.true.tolist()],
+        predicted=[to_value(cost) for cost in result.fit.predicted.tolist()],
     )
+    if config.pictures and seed == config.seed:
+        from metricopt_ext.evidence.value_plots import draw_value_function
+
+        shown = {name: comparison.results[name].path for name in ("loss_finetune", "metricopt")}
+        draw_value_function(
+            task.judged_by(task.metric.with_new_ledger()),
+            result,
+            {name: path for name, path in shown.items() if path is not None},
+            folder,
+        )
     experiment.finish()
     record.save(record_file)
     return record

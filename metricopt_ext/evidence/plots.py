@@ -4,24 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from metricopt_ext.evidence.report import TITLES, Report
+from metricopt_ext.evidence.method import METHODS
+from metricopt_ext.evidence.report import Report
 from metricopt_ext.evidence.style import new_figure, save_figure
-
-COLOURS = {
-    "pretrained": "#9a9a9a",
-    "loss_finetune": "#d98c3f",
-    "loss_finetune_best": "#b5651d",
-    "threshold": "#5b7db1",
-    "batchnorm_validation": "#8a6fb0",
-    "loss_finetune_validation": "#4f8f8b",
-    "guided_es": "#2f6fa3",
-    "cma_es": "#6aa3cf",
-    "transferred": "#7f9c3c",
-    "placebo": "#b9c58f",
-    "metricopt": "#c02942",
-    "refined": "#e0607a",
-    "second_round": "#7a1f3d",
-}
 
 
 def plot_methods(report: Report, path: str | Path) -> Path:
@@ -29,10 +14,10 @@ def plot_methods(report: Report, path: str | Path) -> Path:
     names = report.methods
     figure, ((axes,),) = new_figure(6.4, 0.9 + 0.36 * len(names))
     for row, name in enumerate(reversed(names)):
-        values = report.values(name, "test")
-        axes.plot(values, [row] * len(values), "o", color=COLOURS[name], markersize=5, alpha=0.6, markeredgewidth=0)
-        axes.plot([np.mean(values)] * 2, [row - 0.33, row + 0.33], color=COLOURS[name], linewidth=2.5)
-    axes.set_yticks(range(len(names)), [TITLES[name] for name in reversed(names)])
+        values, colour = report.values(name, "test"), METHODS[name].colour
+        axes.plot(values, [row] * len(values), "o", color=colour, markersize=5, alpha=0.6, markeredgewidth=0)
+        axes.plot([np.mean(values)] * 2, [row - 0.33, row + 0.33], color=colour, linewidth=2.5)
+    axes.set_yticks(range(len(names)), [report.title(name) for name in reversed(names)])
     axes.grid(axis="x", alpha=0.25)
     direction = "higher" if report.maximize else "lower"
     axes.set_xlabel(f"test {report.metric} ({direction} is better)\ndots: seeds, stroke: mean")
@@ -42,12 +27,14 @@ def plot_methods(report: Report, path: str | Path) -> Path:
 def plot_finetuning(report: Report, path: str | Path) -> Path:
     """Draw the validation metric along finetuning, mean and standard deviation over seeds."""
     figure, ((axes,),) = new_figure(6.4, 4.0)
-    for name in (name for name in report.methods if name in report.records[0].curves):
-        values = np.array([record.curves[name] for record in report.records])
+    for name in report.methods:
+        values = np.array([record.curves[name] for record in report.records if name in record.curves])
+        if not len(values):
+            continue
         mean, std = values.mean(0), values.std(0)
         steps = np.arange(values.shape[1])
-        axes.plot(steps, mean, color=COLOURS[name], label=TITLES[name])
-        axes.fill_between(steps, mean - std, mean + std, color=COLOURS[name], alpha=0.15, linewidth=0)
+        axes.plot(steps, mean, color=METHODS[name].colour, label=report.title(name))
+        axes.fill_between(steps, mean - std, mean + std, color=METHODS[name].colour, alpha=0.15, linewidth=0)
     axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("finetuning step")
     axes.set_ylabel(f"validation {report.metric}")

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from metricopt_ext.errors import FileFormatError
+from metricopt_ext.methods.recipe import Setting
 from metricopt_ext.utils.files import read_json, write_json
 from metricopt_ext.value.value_function import Quality
 
@@ -33,14 +34,14 @@ class SeedRecord:
 
     Attributes:
         seed: The seed.
-        outcomes: Outcome by method.
+        outcomes: By method, one for each number of queries that it answers for.
         quality: Held-out quality of the value function in use.
         candidates: Held-out quality of each kind of value function that was fitted.
         trivial: The same of trivial predictors, on the same points.
         kept: Which end point the guard kept.
-        setting: The (loss weight, metric step) in use.
-        split_half: Correlation of the metric's halves over random phi; None if it does not tell them.
-        chance: Standard deviation of the chance part of a validation gain; 0 if the metric does not tell halves.
+        setting: How boldly f was followed.
+        split_half: Correlation of the metric's halves over random phi; None if it does not report them.
+        chance: Standard deviation of the chance part of a validation gain; 0 if the metric does not report halves.
         curves: Validation metric along finetuning by method, ``steps + 1`` numbers each. Evaluated for the plot; no
             method sees them.
         true: Metric at held-out points where f is used.
@@ -48,12 +49,12 @@ class SeedRecord:
     """
 
     seed: int
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, list[Outcome]]
     quality: Quality
     candidates: dict[str, Quality]
     trivial: dict[str, Quality]
     kept: str
-    setting: tuple[float, float]
+    setting: Setting
     split_half: float | None
     chance: float
     curves: dict[str, list[float]]
@@ -73,11 +74,13 @@ class SeedRecord:
         """
         content = read_json(path)
         try:
-            content["outcomes"] = {name: Outcome(**outcome) for name, outcome in content["outcomes"].items()}
+            content["outcomes"] = {
+                name: [Outcome(**outcome) for outcome in outcomes] for name, outcomes in content["outcomes"].items()
+            }
             for name in ("candidates", "trivial"):
                 content[name] = {kind: Quality(**quality) for kind, quality in content[name].items()}
             content["quality"] = Quality(**content["quality"])
-            content["setting"] = tuple(content["setting"])
+            content["setting"] = Setting(*content["setting"])
             return cls(**content)
         except (KeyError, TypeError, AttributeError) as error:
             raise FileFormatError(

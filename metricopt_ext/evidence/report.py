@@ -7,10 +7,11 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.tasks.split_half import CERTAINTY
 from metricopt_ext.utils.files import write_atomically, write_json
@@ -21,21 +22,13 @@ PACKAGES = (
     *("faiss-cpu", "faiss-gpu", "faiss-gpu-cu12", "pytorch-metric-learning"),
 )
 
-TITLES = {
-    "pretrained": "pretrained",
-    "loss_finetune": "loss finetune",
-    "loss_finetune_best": "loss finetune, best step",
-    "threshold": "tuned threshold",
-    "batchnorm_validation": "BatchNorm on validation",
-    "loss_finetune_validation": "loss on validation labels",
-    "guided_es": "Guided ES on the metric",
-    "cma_es": "CMA-ES on the metric",
-    "transferred": "f of another run",
-    "placebo": "the same f, turned",
-    "metricopt": "MetricOpt",
-    "refined": "MetricOpt, then CMA-ES",
-    "second_round": "MetricOpt, second round",
-}
+
+class Interval(NamedTuple):
+    """A mean with the ends of its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -58,12 +51,22 @@ class Report:
 
     @property
     def methods(self) -> list[str]:
-        """Names of the methods, in the order of the tables."""
-        return [name for name in TITLES if name in self.records[0].outcomes]
+        """Names of the methods that any seed has, in the order of the tables."""
+        return [name for name in METHODS if any(name in record.outcomes for record in self.records)]
+
+    def title(self, method: str) -> str:
+        """Return what tables and plots call a method; how many seeds have it, if some lack it."""
+        seeds, missing = len(self.records), sum(method not in record.outcomes for record in self.records)
+        return METHODS[method].title + (f" ({seeds - missing} of {seeds} seeds)" if missing else "")
 
     def values(self, method: str, column: str) -> list[float]:
-        """Return one number per seed of a method's `Outcome`, e.g. ``"test"``."""
-        return [getattr(record.outcomes[method], column) for record in self.records]
+        """Return one number of a method's last `Outcome`, e.g. ``"test"``, for each seed that has the method."""
+        return [value for value in self._by_seed(method, column) if value is not None]
+
+    def _by_seed(self, method: str, column: str) -> list[float | None]:
+        """Return one number of a method's last `Outcome` for each seed, None where the method is missing."""
+        found = [record.outcomes.get(method) for record in self.records]
+        return [getattr(outcomes[-1], column) if outcomes else None for outcomes in found]
 
     @property
     def quality(self) -> list[Quality]:
@@ -82,8 +85,8 @@ class Report:
             "seeds": [record.seed for record in self.records],
             "methods": {
                 name: {
-                    "validation": self.values(name, "validation"),
-                    "test": self.values(name, "test"),
+                    "validation": self._by_seed(name, "validation"),
+                    "test": self._by_seed(name, "test"),
                     "queries_total": max(self.values(name, "queries_total")),
                     "queries_per_start": max(self.values(name, "queries_per_start")),
                     "seconds": mean(self.values(name, "seconds")),
@@ -107,13 +110,14 @@ class Report:
             "config": self.config,
         }
 
-    def gain(self, over: str, part: str = "test") -> tuple[float, float, float]:
-        """Return MetricOpt's gain over a method: mean over seeds and the ends of its paired 95% interval.
+    def gain(self, over: str, part: str = "test") -> Interval:
+        """Return MetricOpt's gain over a method, over the seeds that have it; see `paired_interval`.
 
         Positive is better whatever the metric's direction.
         """
-        ours, theirs = (np.array(self.values(name, part)) for name in ("metricopt", over))
-        return paired_interval((ours - theirs) * (1 if self.maximize else -1))
+        pairs = zip(self._by_seed("metricopt", part), self._by_seed(over, part), strict=True)
+        gains = [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
+        return paired_interval(np.array(gains) * (1 if self.maximize else -1))
 
     def markdown(self) -> str:
         """Return the content of report.md."""
@@ -124,11 +128,15 @@ class Report:
             "",
             f"Mean and standard deviation over {seeds}; each is a fresh split, model and value function.",
             "",
-            "| " + " | ".join(self._header()) + " |",
-            "|---|---|---|---|---|---|",
-            *("| " + " | ".join(row) + " |" for row in self._rows()),
+            "| " + " | ".join([*self._header(), "needs"]) + " |",
+            "|---|---|---|---|---|---|---|",
+            *(
+                "| " + " | ".join([*row, METHODS[name].needs]) + " |"
+                for name, row in zip(self.methods, self._rows(), strict=True)
+            ),
             "",
             "`queries`: metric queries in all; `per start`: of these, what finetuning one more start costs again.",
+            "`needs`: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too.",
             "",
             *(f"- {line}" for line in self.findings()),
             "",
@@ -149,11 +157,11 @@ class Report:
                 continue
             mean, low, high = self.gain(name)
             if math.isnan(low):
-                lines.append(f"MetricOpt against {TITLES[name]}: {mean:+.4f} on test (one seed, no interval)")
+                lines.append(f"MetricOpt against {self.title(name)}: {mean:+.4f} on test (one seed, no interval)")
                 continue
             verdict = "a gain" if low > 0 else "a loss" if high < 0 else "no gain shown"
             lines.append(
-                f"MetricOpt against {TITLES[name]}: {mean:+.4f} on test, 95% interval [{low:+.4f}, {high:+.4f}]:"
+                f"MetricOpt against {self.title(name)}: {mean:+.4f} on test, 95% interval [{low:+.4f}, {high:+.4f}]:"
                 f" {verdict}"
             )
         trivial = {
@@ -225,7 +233,7 @@ class Report:
     def _rows(self) -> list[list[str]]:
         return [
             [
-                TITLES[name],
+                self.title(name),
                 spread(self.values(name, "validation")),
                 spread(self.values(name, "test")),
                 f"{max(self.values(name, 'queries_total')):.0f}",
@@ -250,7 +258,7 @@ def write_events(report: Report, folder: str | Path) -> None:
                     writer.add_scalar(f"validation/{report.metric}", value, step)
 
 
-def paired_interval(differences: Any, level: float = 0.95) -> tuple[float, float, float]:
+def paired_interval(differences: Any, level: float = 0.95) -> Interval:
     """Return the mean of paired differences and the ends of its Student-t interval (NaN for a single pair).
 
     Args:
@@ -262,9 +270,9 @@ def paired_interval(differences: Any, level: float = 0.95) -> tuple[float, float
     values = np.asarray(differences, dtype=float)
     mean, n = float(values.mean()), len(values)
     if n < 2:
-        return mean, math.nan, math.nan
+        return Interval(mean, math.nan, math.nan)
     half = float(t.ppf((1 + level) / 2, n - 1) * values.std(ddof=1) / math.sqrt(n))
-    return mean, mean - half, mean + half
+    return Interval(mean, mean - half, mean + half)
 
 
 def spread(values: Sequence[float]) -> str:

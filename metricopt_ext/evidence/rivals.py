@@ -1,62 +1,94 @@
-"""The rivals that any task's tool can run beside MetricOpt."""
+"""The methods that every task's tool runs: MetricOpt, and what a user could do instead."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
+from metricopt_ext.evidence.method import Meter, Method, MethodResult, Reached, ending_at, following_metricopt
 from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.methods.result import MetricOptResult
-from metricopt_ext.methods.tuning import finetune
-from metricopt_ext.search.direct import CMAES, GuidedES, Search
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.tuning import finetune, metric_policy
+from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.progress import Watcher
 
-Rival = Callable[[FinetuneTask, MetricOptResult], Tensor | nn.Module | None]
 
-
-def usual_rivals(
-    config: RunConfig, inputs: Sequence[Tensor], batches: Batches, seed: int
-) -> tuple[dict[str, Rival], dict[str, Rival]]:
-    """Return rivals and follow-ups by name, as `evidence.compare` takes them; some run only if the settings say so.
+def usual_methods(
+    config: RunConfig,
+    seed: int,
+    *,
+    inputs: Sequence[Any],
+    batches: Batches,
+    folder: Path | None = None,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> dict[str, Method]:
+    """Return the methods that the settings say, by name.
 
     Args:
         config: The run.
+        seed: Seed of batches and searches.
         inputs: The validation data's inputs in parts of about one size, for BatchNorm to be re-estimated on.
         batches: Batches of the labelled validation data, as the loss takes them.
-        seed: Seed of batches and searches.
+        folder: Receives what MetricOpt keeps.
+        resume: Let it go on with what an interrupted run left there.
+        watcher: Is told of its progress.
     """
-    recipe = config.recipe
+    recipe, queries = config.recipe.build(), config.search_queries
 
-    def batchnorm_on_validation(task: FinetuneTask, result: MetricOptResult) -> nn.Module | None:
-        return reestimate_batchnorm(task.adapter.model, inputs)
+    def metricopt(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
+        meter = Meter(task)
+        result = optimize_metric(
+            task,
+            queries=config.queries,
+            strategy=recipe,
+            seed=seed,
+            output_dir=folder,
+            resume=resume,
+            watcher=watcher or Watcher(),
+        )
+        spent = meter.reached(result.ends[result.chosen])
+        path = finetune(task, metric_policy(result.fit.f, recipe, result.setting), recipe.steps, seed)
+        return MethodResult((replace(spent, queries_per_start=result.queries_per_start),), path, result)
 
-    def finetune_on_validation(task: FinetuneTask, result: MetricOptResult) -> Tensor:
-        return finetune_on(task, batches, recipe.lr, recipe.steps, seed)
+    def loss_finetune(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
+        meter = Meter(task)
+        path = finetune(task, LossStep(recipe.lr), recipe.steps, seed)
+        return MethodResult((meter.reached(path[-1]),), path)
 
-    def searched(task: FinetuneTask, result: MetricOptResult, search: Search) -> Tensor | None:
-        if not config.search_queries:
-            return None
-        return search(task, task.origin(), config.search_queries, seed=seed).phi
+    def loss_finetune_best(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
+        before = earlier["loss_finetune"]
+        assert before.path is not None
+        meter = Meter(task, on_top_of=before.reached[-1])
+        return MethodResult((meter.reached(best_of_loss_finetune(task, before.path, config.best_evals)),))
 
-    def refined(task: FinetuneTask, result: MetricOptResult) -> Tensor | None:
-        if not config.refine_queries:
-            return None
-        return CMAES()(task, result.ends[result.chosen], config.refine_queries, seed=seed).phi
-
-    rivals: dict[str, Rival] = {
-        "batchnorm_validation": batchnorm_on_validation,
-        "loss_finetune_validation": finetune_on_validation,
-        "guided_es": partial(searched, search=GuidedES(lr=recipe.lr)),
-        "cma_es": partial(searched, search=CMAES()),
+    methods: dict[str, Method] = {
+        "pretrained": lambda task, earlier: MethodResult((Reached(task.origin(), 0, 0, 0.0),)),
+        "metricopt": metricopt,
+        "loss_finetune": loss_finetune,
+        "loss_finetune_best": loss_finetune_best,
+        "batchnorm_validation": ending_at(lambda task: reestimate_batchnorm(task.adapter.model, inputs)),
+        "loss_finetune_validation": ending_at(
+            lambda task: finetune(replace(task, batches=batches), LossStep(recipe.lr), recipe.steps, seed)[-1]
+        ),
     }
-    return rivals, {"refined": refined}
+    if queries:
+        for name, search in (("guided_es", GuidedES(lr=recipe.lr)), ("cma_es", CMAES())):
+            methods[name] = ending_at(lambda task, search=search: search(task, task.origin(), queries, seed=seed).phi)  # type: ignore[misc]
+    if config.refine_queries:
+        methods["refined"] = following_metricopt(
+            lambda task, result: CMAES()(task, result.ends[result.chosen], config.refine_queries, seed=seed).phi
+        )
+    return methods
 
 
 def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Tensor:
@@ -72,12 +104,7 @@ def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Ten
     return points[chosen[costs.argmin()]]
 
 
-def finetune_on(task: FinetuneTask, batches: Batches, lr: float, steps: int, seed: int) -> Tensor:
-    """Finetune phi by the loss on other batches, e.g. of labelled validation data; the visited phi, ``(T + 1) x d``."""
-    return finetune(replace(task, batches=batches), LossStep(lr), steps, seed)
-
-
-def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Tensor]) -> nn.Module | None:
+def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module | None:
     """Return a copy of a model whose BatchNorm statistics are those of other inputs, or None if it has no BatchNorm.
 
     Args:

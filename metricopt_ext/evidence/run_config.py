@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES
@@ -15,16 +16,16 @@ from metricopt_ext.value.reptile import ReptileLearner
 class RecipeConfig:
     """The fields of `metricopt_ext.Recipe` that a run may set; see there."""
 
-    steps: int = 50
-    lr: float = 0.1
-    evals: int = 5
-    rounds: int = 6
-    start_std: float = 0.2
-    trials: int = 3
-    folds: int = 4
+    steps: int = Recipe.steps
+    lr: float = Recipe.lr
+    evals: int = Recipe.evals
+    rounds: int = Recipe.rounds
+    start_std: float = Recipe.start_std
+    trials: int = Recipe.trials
+    folds: int = Recipe.folds
     labels: str = "observed"  # observed, linear, gp (interpolated where that shows skill) or gp_always
     learners: list[str] = field(default_factory=lambda: ["neural", "ridge"])  # of neural, ridge, reptile
-    adapt_queries: int = 0  # spent along each start's finetuning to adapt f to it; 0 uses f as it is
+    adapt_queries: int = Recipe.adapt_queries  # spent along each start's finetuning to adapt f to it; 0 uses f as it is
 
     def build(self) -> Recipe:
         """Return the recipe.
@@ -60,9 +61,57 @@ class RecipeConfig:
 
 
 @dataclass
+class AdapterConfig:
+    """Where phi acts, by FiLM."""
+
+    layers: list[str] = field(default_factory=list)  # name patterns; empty: all norms
+    dim: int = 16
+
+
+@dataclass
+class TrainingConfig:
+    """How a model is trained before anything else happens."""
+
+    weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use in place of training
+    epochs: int = 10
+    lr: float = 1e-3  # peak rate of Adam under a one-cycle schedule
+    augment: bool = False  # images: random flips and shifts by up to 4 pixels while training
+
+    def check(self) -> None:
+        """Refuse what can't be trained with.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        check_at_least(1, {"model.epochs": self.epochs})
+        if not self.lr > 0:
+            raise ConfigError(f"model.lr={self.lr}: it must be above 0")
+
+
+@dataclass
+class ShiftConfig:
+    """How validation and test images differ from what the loss sees; see `ImageShift`."""
+
+    kind: str = "none"  # none or image
+    contrast: float = ImageShift.contrast  # factor on each image's contrast, in (0, 1]
+    brightness: float = ImageShift.brightness  # added to every pixel, in [-1, 1]
+    noise_std: float = ImageShift.noise_std  # standard deviation of pixel noise
+    rotation_degrees: float = ImageShift.rotation_degrees  # angles are uniform within plus or minus this
+
+    def image_shift(self) -> ImageShift:
+        """Return the shift of images.
+
+        Raises:
+            ValueError: A value is out of range.
+        """
+        return ImageShift(self.contrast, self.brightness, self.noise_std, self.rotation_degrees)
+
+
+@dataclass
 class RunConfig:
     """What the run of any task's tool can be told; a task adds its data, model and metric."""
 
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
     queries: int = 600  # metric queries of MetricOpt, all in
     population: int = 32  # tasks computed together
@@ -84,20 +133,16 @@ class RunConfig:
             BudgetError: There are too few queries; the message says how many would do.
         """
         check_at_least(1, {n: getattr(self, n) for n in ("population", "best_evals", "seeds", "workers", "threads")})
+        check_at_least(1, {"adapter.dim": self.adapter.dim})
         check_at_least(0, {"seed": self.seed})
-        self.recipe.build().tasks_per_round(self.queries)
-
-    def check_searches(self, dim: int) -> None:
-        """Refuse direct searches with too few queries for phi of a dimension.
-
-        Raises:
-            ConfigError: One of them has; the message says how many would do.
-        """
         searches = {"search_queries": (GuidedES(), CMAES()), "refine_queries": (CMAES(),)}
         for name, used in searches.items():
-            value = getattr(self, name)
-            if value and value < (least := max(search.least_queries(max(1, dim)) for search in used)):
-                raise ConfigError(f"{name}={value}: it must be at least {least} for adapter.dim={dim}, or 0")
+            value, least = getattr(self, name), max(search.least_queries(self.adapter.dim) for search in used)
+            if value and value < least:
+                raise ConfigError(
+                    f"{name}={value}: it must be at least {least} for adapter.dim={self.adapter.dim}, or 0"
+                )
+        self.recipe.build().tasks_per_round(self.queries, self.adapter.dim)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metricopt_ext.evidence.plots import COLOURS
-from metricopt_ext.evidence.report import TITLES
+from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.tasks.task import FinetuneTask
@@ -129,8 +128,8 @@ def plot_landscape(
         figure.colorbar(filled, ax=axes, label=task.metric.name)
         for name, line in flat.items():
             axes.plot(line[:, 0], line[:, 1], color="white", linewidth=3.2)
-            axes.plot(line[:, 0], line[:, 1], color=COLOURS[name], linewidth=1.8, label=TITLES[name])
-            axes.plot(line[-1, 0], line[-1, 1], "o", color=COLOURS[name], markeredgecolor="white", markersize=7)
+            axes.plot(line[:, 0], line[:, 1], color=METHODS[name].colour, linewidth=1.8, label=METHODS[name].title)
+            axes.plot(line[-1, 0], line[-1, 1], "o", color=METHODS[name].colour, markeredgecolor="white", markersize=7)
         axes.plot(0, 0, "s", color="white", markeredgecolor="black", markersize=6)
         axes.set_title(title, fontsize=9)
     panels[0, 0].legend(fontsize=7, loc="best")

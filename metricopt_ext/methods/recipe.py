@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,18 @@ from metricopt_ext.value.fitting import Fit, fit_value_function
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
 from metricopt_ext.value.observations import Labeller, Observations
 
-Setting = tuple[float, float]
+
+class Setting(NamedTuple):
+    """How boldly f is followed.
+
+    Attributes:
+        loss_weight: Weight w of the loss step, at least 0.
+        metric_step: Length of the first metric step in units of f's data radius, at least 0.
+    """
+
+    loss_weight: float
+    metric_step: float
+
 
 # Tasks of the first round, from which f is to be learned and measured: two to learn from while two are held out.
 LEAST_TASKS = 4
@@ -33,7 +45,7 @@ class Recipe:
         start_std: Standard deviation of the tasks' starts phi_0.
         explored_step: Centre of the metric step in on-policy rounds, drawn log-uniformly within a factor of 3; the
             loss weight is drawn from [0, 1].
-        settings: Candidate pairs (loss weight, metric step) for finetuning; a few queries choose among them.
+        settings: Candidate `Setting` s for finetuning, or pairs of numbers; a few queries choose among them.
         trials: Random starts, besides phi = 0, on which each setting is tried, one query each.
         folds: Parts of the trajectories; each is held out from some members of f's ensemble, to measure it by. Early
             rounds with fewer than two trajectories for each make do with fewer parts.
@@ -52,7 +64,7 @@ class Recipe:
     rounds: int = 6
     start_std: float = 0.2
     explored_step: float = 0.15
-    settings: tuple[Setting, ...] = ((0.0, 0.15), (0.3, 0.15), (0.3, 0.3))
+    settings: tuple[Setting, ...] = (Setting(0.0, 0.15), Setting(0.3, 0.15), Setting(0.3, 0.3))
     trials: int = 3
     folds: int = 4
     labels: Labeller = Observations.of
@@ -87,6 +99,7 @@ class Recipe:
             )
         if not self.settings:
             raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
+        object.__setattr__(self, "settings", tuple(Setting(*pair) for pair in self.settings))
 
     def explored_settings(self, seed: int, indices: Sequence[int]) -> Tensor:
         """Return (loss weight, metric step) of on-policy tasks, ``n x 2``, drawn from the seed for each index."""
@@ -117,12 +130,21 @@ class Recipe:
         folds = self.folds_for(len(trajectories))
         return fit_value_function(self.labels(trajectories), self.learners, folds=folds, seed=seed)
 
-    def tasks_per_round(self, queries: int) -> int:
+    def tasks_per_round(self, queries: int, dim: int) -> int:
         """Return how many tasks a round can have.
 
+        Args:
+            queries: The budget.
+            dim: Dimension d of phi, which the least budget of ``refine`` depends on.
+
         Raises:
-            BudgetError: Fewer than `LEAST_TASKS`; the message says how many queries would do.
+            BudgetError: Fewer than `LEAST_TASKS`, or ``refine_queries`` are too few; the message says how many would
+                do.
         """
+        if self.refine is not None and self.refine_queries < (least := self.refine.least_queries(dim)):
+            raise BudgetError(
+                f"refine_queries is {self.refine_queries}; {self.refine} in {dim} dimensions needs at least {least}"
+            )
         fixed, per_task = self.choice_queries + self.start_queries, self.rounds * self.evals
         tasks = (queries - fixed) // per_task
         if tasks < LEAST_TASKS:

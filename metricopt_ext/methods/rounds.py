@@ -2,17 +2,74 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.tuning import query_callback
+from metricopt_ext.search.optimizer import LossStep, MetricOptStep
+from metricopt_ext.tasks.rollout import Policy, collect
 from metricopt_ext.tasks.split_half import halves_where_used, seen_on_half
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction
+
+
+def meta_train(
+    task: FinetuneTask,
+    *,
+    tasks: int,
+    recipe: Recipe | None = None,
+    seed: int = 0,
+    store: TrajectoryStore | None = None,
+    watcher: Watcher | None = None,
+) -> Fit:
+    """Learn a value function from rounds of ``tasks`` trajectories (Algorithm 1, meta-training).
+
+    The first round follows the loss alone; each later one follows the f fitted so far, with step lengths and loss
+    weights drawn at random, so that f is corrected where it is going to be used.
+
+    Args:
+        task: Model, loss, batches and metric; ``rounds * tasks * evals`` queries are spent.
+        tasks: Number of tasks per round.
+        recipe: How to work.
+        seed: Seed of all draws.
+        store: Keeps the trajectories; those that it has are not collected again.
+        watcher: Is told of the progress.
+    """
+    recipe = recipe or Recipe()
+    store = TrajectoryStore() if store is None else store
+    watcher = watcher or Watcher()
+
+    def collect_round(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
+        collect(
+            task,
+            store,
+            partial(_collection_policy, fit, recipe, seed),
+            round=round,
+            indices=indices,
+            start_std=recipe.start_std,
+            steps=recipe.steps,
+            evals=recipe.evals,
+            seed=seed,
+            on_query=query_callback(task, watcher),
+        )
+        return [trajectory for trajectory in store if trajectory.round <= round]
+
+    return learn_in_rounds(collect_round, recipe, tasks=tasks, seed=seed, watcher=watcher, device=task.origin().device)
+
+
+def _collection_policy(fit: Fit | None, recipe: Recipe, seed: int, chunk: Sequence[int]) -> Policy:
+    """Round 0 follows the loss; later rounds follow f, trusted or not: this is how it gets corrected."""
+    if fit is None:
+        return LossStep(recipe.lr)
+    weight, metric_step = recipe.explored_settings(seed, chunk).to(fit.f.radius.device).unbind(1)
+    return MetricOptStep(fit.f, recipe.lr, metric_step, weight, recipe.steps, even_untrusted=True)
 
 
 class Collect(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.recipe import Recipe, Setting
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.value.fitting import Fit
@@ -39,7 +39,7 @@ def run_second_round(
     train_theta: Callable[[nn.Module], None],
     *,
     recipe: Recipe,
-    setting: tuple[float, float],
+    setting: Setting,
     seed: int = 0,
 ) -> SecondRound:
     """Finetune theta by the user's own training, then phi again under the f of the first round; three queries.
@@ -53,7 +53,7 @@ def run_second_round(
         train_theta: Trains the model it is given, e.g. a few epochs at a low rate; theta is unfrozen meanwhile, phi
             and the normalisation layers' running statistics are not touched.
         recipe: The first round's recipe.
-        setting: The (loss weight, metric step) to use.
+        setting: How boldly f is followed.
         seed: Seed of the batches.
     """
     adapter = task.adapter

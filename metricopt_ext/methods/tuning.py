@@ -1,6 +1,6 @@
 """One start: finetune it under a value function, and keep the change only if the metric agrees beyond chance."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,7 +71,7 @@ def tune_start(
         fit: The value function with its held-out quality; without skill it is not followed. For one from a file,
             ``Fit(load_value_function(path))``, on the device of phi: chance and optimism are then unknown.
         recipe: How to work.
-        setting: (loss weight, metric step); by default the recipe's first.
+        setting: How boldly f is followed; by default the recipe's first.
         start: phi_0, ``d``; by default 0, the model as it was trained.
         index: The task index, for the batches; another one for each start.
         seed: Seed of batches and search.
@@ -117,7 +117,7 @@ def tune_start(
     if recipe.refine is not None:
         watcher.stage("refine on the metric")
         best = ends[min(evaluations, key=lambda name: evaluations[name].cost)]
-        found = recipe.refine(task, best, recipe.refine_queries, seed=seed, on_query=teller(task, watcher))
+        found = recipe.refine(task, best, recipe.refine_queries, seed=seed, on_query=query_callback(task, watcher))
         ends["refined"], evaluations["refined"] = found.phi, Evaluation(found.cost)
     chance = chance_of_gain(evaluations["start"], fit.halves)
     return Tuned(ends, evaluations, choose(evaluations, chance, optimism), chance, optimism)
@@ -137,6 +137,26 @@ def choose(evaluations: Mapping[str, Evaluation], chance: float, optimism: float
     return best if corrected["start"] - corrected[best] > CERTAINTY * chance else "start"
 
 
+def choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int, watcher: Watcher) -> Setting:
+    """Try each setting from phi = 0 and a few random starts; the least mean cost wins."""
+    if len(recipe.settings) == 1 or not fit.f.trusted:
+        return recipe.settings[0]
+    indices = range(FRESH + 1, FRESH + 1 + recipe.trials)
+    starts = task.origin()[None]
+    if recipe.trials:
+        starts = torch.cat([starts, task.starts(recipe.start_std, seed, indices)])
+    n, m = len(starts), len(recipe.settings)
+    settings = torch.tensor(recipe.settings, dtype=starts.dtype, device=starts.device)
+    weight, metric_step = settings.repeat_interleave(n, dim=0).unbind(1)
+    policy = MetricOptStep(fit.f, recipe.lr, metric_step, weight, recipe.steps)
+    trial_tasks = [FRESH + 1 + recipe.trials, *indices] * m
+    points, _ = rollout(task, starts.repeat(m, 1), policy, steps=recipe.steps, seed=seed, indices=trial_tasks)
+    costs: list[float] = []
+    for phi in points[:, -1]:
+        costs.append(evaluate(task, phi, "choose", f"choosing settings, trial {len(costs)}", watcher).cost)
+    return recipe.settings[int(torch.tensor(costs).view(m, n).mean(1).argmin())]
+
+
 def finetune(
     task: FinetuneTask, policy: Policy, steps: int, seed: int, start: Tensor | None = None, index: int = FRESH
 ) -> Tensor:
@@ -146,20 +166,20 @@ def finetune(
     return points[0]
 
 
-def metric_policy(f: ValueFunction, recipe: Recipe, setting: Sequence[float]) -> MetricOptStep:
-    """Return the step rule of finetuning under a setting (loss weight, metric step)."""
-    weight, metric_step = setting
-    return MetricOptStep(f, recipe.lr, metric_step, weight, recipe.steps)
+def metric_policy(f: ValueFunction, recipe: Recipe, setting: Setting) -> MetricOptStep:
+    """Return the step rule of finetuning under a setting."""
+    loss_weight, metric_step = setting
+    return MetricOptStep(f, recipe.lr, metric_step, loss_weight, recipe.steps)
 
 
 def evaluate(task: FinetuneTask, phi: Tensor, purpose: str, where: str, watcher: Watcher) -> Evaluation:
     """Evaluate the metric at one phi, ``d``, and tell the watcher."""
     (evaluation,) = task.evaluate_at(phi[None], purpose, f"{where}; ")
-    teller(task, watcher)(evaluation.cost)
+    query_callback(task, watcher)(evaluation.cost)
     return evaluation
 
 
-def teller(task: FinetuneTask, watcher: Watcher) -> Callable[[float], None]:
+def query_callback(task: FinetuneTask, watcher: Watcher) -> Callable[[float], None]:
     """Return a function that tells a watcher of an observed cost and of the queries spent."""
     metric = task.metric
     return lambda cost: watcher.query(metric.ledger.spent, f"{metric.name} {metric.to_value(cost):.4f}")

@@ -11,6 +11,9 @@ from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.search.guided_es import analytic_direction
 from metricopt_ext.value.value_function import ValueFunction
 
+# How boldly f is followed by default, see `MetricOptStep`.
+METRIC_STEP, LOSS_WEIGHT, TRUST, HISTORY = 0.15, 0.3, 1.2, 3
+
 
 @dataclass(frozen=True)
 class LossStep:
@@ -43,10 +46,10 @@ class MetricOptStep:
 
     f: ValueFunction
     lr: float | Tensor
-    metric_step: float | Tensor = 0.15
-    loss_weight: float | Tensor = 0.3
+    metric_step: float | Tensor = METRIC_STEP
+    loss_weight: float | Tensor = LOSS_WEIGHT
     steps: int | None = None
-    trust: float = 1.2
+    trust: float = TRUST
     even_untrusted: bool = False
 
     def __call__(self, phi: Tensor, history: Tensor, step: int) -> Tensor:
@@ -112,11 +115,11 @@ class MetricOpt(torch.optim.Optimizer):
         f: ValueFunction,
         *,
         lr: float = 0.1,
-        metric_step: float = 0.15,
-        loss_weight: float = 0.3,
+        metric_step: float = METRIC_STEP,
+        loss_weight: float = LOSS_WEIGHT,
         steps: int | None = None,
-        trust: float = 1.2,
-        history: int = 3,
+        trust: float = TRUST,
+        history: int = HISTORY,
         even_untrusted: bool = False,
     ) -> None:
         for name, value in (("lr", lr), ("metric_step", metric_step), ("loss_weight", loss_weight)):

@@ -10,6 +10,7 @@ import torch
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.progress import Bars, QueueWatcher, Watcher, relay
+from metricopt_ext.utils.threads import num_threads
 
 Record = TypeVar("Record")
 
@@ -35,8 +36,8 @@ def run_seeds(
         raise ConfigError(f"workers={workers}, threads={threads}: both must be at least 1")
     with Bars() as bars:
         if workers == 1 or len(seeds) == 1:
-            torch.set_num_threads(threads)
-            return [run(seed, bars.watch(_name(seed), queries)) for seed in seeds]
+            with num_threads(threads):
+                return [run(seed, bars.watch(_name(seed), queries)) for seed in seeds]
         context = multiprocessing.get_context("spawn")
         with context.Manager() as manager:
             queue = manager.Queue()

@@ -7,11 +7,14 @@ import torch
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute on one thread: tensors here are so small that several only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def num_threads(number: int) -> Iterator[None]:
+    """Compute on this many CPU threads, and put the number back afterwards; works as a decorator too.
+
+    One thread is fastest where tensors are so small that several would only wait for each other.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.threads import one_thread
+from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import Quality, ValueFunction
@@ -37,7 +37,7 @@ class Fit:
     half_fits: tuple[ValueFunction, ...] = ()
 
 
-@one_thread()
+@num_threads(1)
 def fit_value_function(
     data: Observations, learners: Sequence[Learner] | None = None, *, folds: int = 4, seed: int = 0
 ) -> Fit:

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.trajectory import Trajectory
-from metricopt_ext.utils.threads import one_thread
+from metricopt_ext.utils.threads import num_threads
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # linear_operator compiles with torch.jit
@@ -122,7 +122,7 @@ class GaussianProcess:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and finite")
 
     @classmethod
-    @one_thread()
+    @num_threads(1)
     def fit(cls, trajectories: Sequence[Trajectory], *, warped: bool = False) -> "GaussianProcess":
         """Maximise the exact marginal likelihood, summed over trajectories (Rasmussen & Williams, Eq. 5.8).
 
@@ -145,7 +145,7 @@ class GaussianProcess:
         fits = [replace(start, length_scale=length)._climb(varying) for length in LENGTH_SCALE_STARTS]
         return max(fits, key=lambda process: process.log_likelihood(varying))
 
-    @one_thread()
+    @num_threads(1)
     def log_likelihood(self, trajectories: Sequence[Trajectory]) -> float:
         """Return the log marginal likelihood of all observed costs."""
         model = _Model(self)
@@ -153,7 +153,7 @@ class GaussianProcess:
             standardised = sum(float(model(*data)) for data in self._batches(trajectories))
         return standardised - math.log(self.std) * sum(len(t.cost) for t in trajectories)
 
-    @one_thread()
+    @num_threads(1)
     def posterior(self, trajectories: Sequence[Trajectory]) -> list[tuple[Tensor, Tensor]]:
         """Return mean and standard deviation of each trajectory's noise-free metric at steps 0 ... T.
 
@@ -181,7 +181,7 @@ class GaussianProcess:
                 posteriors[row] = torch.full_like(mean, float(trajectory.cost[0])), torch.zeros_like(std)
         return posteriors
 
-    @one_thread()
+    @num_threads(1)
     def predict_left_out(self, trajectories: Sequence[Trajectory]) -> list[Tensor]:
         """Predict each observed cost from the others of its trajectory.
 

@@ -16,7 +16,6 @@ from sklearn.datasets import load_iris
 from torch import Tensor
 
 from metricopt_ext.classification.data import (
-    Splits,
     hold_out,
     load_a9a,
     load_cifar10,
@@ -30,6 +29,7 @@ from metricopt_ext.classification.shift import shift_class_ratio
 from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.shift import ImageShift, rotate
+from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import DataError
 
 LIBSVM = "-1 1:0.5 3:2\n+1 2:1\n-1\n"
@@ -352,15 +352,13 @@ def test_split_checks_its_tensors(x: Tensor, y: Tensor, message: str) -> None:
 def test_splits_check_that_parts_fit() -> None:
     two, other = Split(torch.zeros(2, 1), torch.tensor([0, 1])), Split(torch.zeros(2, 3), torch.tensor([0, 1]))
     with pytest.raises(DataError, match="the test labels must be in"):
-        Splits(two, two, Split(torch.zeros(2, 1), torch.tensor([0, 2])), 2, ("a", "b"))
+        Splits(two, two, Split(torch.zeros(2, 1), torch.tensor([0, 2])), ("a", "b"))
     with pytest.raises(DataError, match="the validation inputs"):
-        Splits(two, other, two, 2, ("a", "b"))
+        Splits(two, other, two, ("a", "b"))
     with pytest.raises(DataError, match="the test part is empty"):
-        Splits(two, two, two.take(torch.tensor([False, False])), 2, ("a", "b"))
-    with pytest.raises(DataError, match="2 class names, got 1"):
-        Splits(two, two, two, 2, ("a",))
+        Splits(two, two, two.take(torch.tensor([False, False])), ("a", "b"))
     with pytest.raises(DataError, match="at least two classes, got 1"):
-        Splits(two, two, two, 1, ("a",))
+        Splits(two, two, two, ("a",))
 
 
 @pytest.fixture
@@ -476,7 +474,7 @@ def _labels(counts: list[int]) -> Split:
 
 def _splits(validation: list[int], test: list[int]) -> Splits:
     names = tuple("abc"[: len(test)])
-    return Splits(_labels([9] * len(test)), _labels(validation), _labels(test), len(test), names)
+    return Splits(_labels([9] * len(test)), _labels(validation), _labels(test), names)
 
 
 @pytest.mark.parametrize(

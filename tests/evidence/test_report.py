@@ -12,27 +12,29 @@ import scipy.stats
 import torch
 from PIL import Image
 
-from metricopt_ext.evidence.plots import COLOURS, plot_finetuning, plot_methods, plot_value_function
+from metricopt_ext.evidence.method import METHODS
+from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_value_function
 from metricopt_ext.evidence.record import Outcome, SeedRecord
-from metricopt_ext.evidence.report import TITLES, Report, paired_interval, spread, versions, write_events
+from metricopt_ext.evidence.report import Report, paired_interval, spread, versions, write_events
+from metricopt_ext.methods.recipe import Setting
 from metricopt_ext.value.value_function import Quality
 
 GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40)
 POOR = Quality(spearman=0.1, mae=0.2, constant_mae=0.1, points=100, trajectories=40)
-BASE = {name: 0.5 + 0.05 * i for i, name in enumerate(TITLES)}
+BASE = {name: 0.5 + 0.05 * i for i, name in enumerate(METHODS)}
 
 
 def report(tests: dict[str, list[float]] | None = None, *, seeds: int = 3, maximize: bool = True) -> Report:
     """Make a report; ``tests`` gives methods' test metrics by seed, in place of a trend with some noise."""
     rng, records = np.random.default_rng(0), []
-    noise = rng.normal(size=(seeds, len(TITLES), 2)) / 100
+    noise = rng.normal(size=(seeds, len(METHODS), 2)) / 100
     for row in range(seeds):
         outcomes = {}
         for column, (name, value) in enumerate(BASE.items()):
             validation, test = (value + noise[row, column]).tolist()
             if tests and name in tests:
                 test = tests[name][row]
-            outcomes[name] = Outcome(validation, test, 10 * column, column, seconds=float(row + column))
+            outcomes[name] = [Outcome(validation, test, 10 * column, column, seconds=float(row + column))]
         records.append(
             SeedRecord(
                 seed=row + 4,
@@ -41,7 +43,7 @@ def report(tests: dict[str, list[float]] | None = None, *, seeds: int = 3, maxim
                 candidates={"neural": POOR, "ridge": GOOD if row else POOR},
                 trivial={"constant": POOR, "full_quadratic": GOOD},
                 kept="metricopt" if row else "start",
-                setting=(0.3, 0.15),
+                setting=Setting(0.3, 0.15),
                 split_half=0.75,
                 chance=0.01,
                 curves={name: (0.5 + noise[row, :3, 0]).tolist() for name in ("loss_finetune", "metricopt")},
@@ -63,11 +65,11 @@ def test_report_json(tmp_path: Path) -> None:
     assert content["task"] == "classification/toy"
     assert content["metric"] == {"name": "accuracy", "maximize": True}
     assert content["seeds"] == [4, 5, 6]
-    assert list(content["methods"]) == list(TITLES)
+    assert list(content["methods"]) == list(METHODS)
     for column, (name, method) in enumerate(content["methods"].items()):
         assert set(method) == {"validation", "test", "queries_total", "queries_per_start", "seconds"}
-        assert method["validation"] == [record.outcomes[name].validation for record in made.records]
-        assert method["test"] == [record.outcomes[name].test for record in made.records]
+        assert method["validation"] == [record.outcomes[name][-1].validation for record in made.records]
+        assert method["test"] == [record.outcomes[name][-1].test for record in made.records]
         assert (method["queries_total"], method["queries_per_start"]) == (10 * column, column)
         assert method["seconds"] == pytest.approx(1 + column)
     f = content["value_function"]
@@ -162,24 +164,40 @@ def test_the_markdown_table_has_a_row_per_method(maximize: bool, tmp_path: Path)
     assert text == made.markdown()
     assert text.startswith(f"# classification/toy: accuracy ({'higher' if maximize else 'lower'} is better)\n")
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    header, rule, *rows = table[: len(TITLES) + 2]
+    header, rule, *rows = table[: len(METHODS) + 2]
     assert header[:4] == ["method", "validation", "test", "queries"]
-    assert len(rule) == len(header) == 6
-    assert [row[0] for row in rows] == list(TITLES.values())
-    for name, row in zip(TITLES, rows, strict=True):
+    assert len(rule) == len(header) == 7
+    assert [row[0] for row in rows] == [entry.title for entry in METHODS.values()]
+    for name, row in zip(METHODS, rows, strict=True):
         for part, cell in (("validation", row[1]), ("test", row[2])):
             values = made.values(name, part)
             assert cell == f"{statistics.mean(values):.4f} ±{statistics.stdev(values):.4f}"
-        assert row[3] == str(10 * list(TITLES).index(name))
-        assert row[4] == str(list(TITLES).index(name))
+        assert row[3] == str(10 * list(METHODS).index(name))
+        assert row[4] == str(list(METHODS).index(name))
+        assert row[6] == METHODS[name].needs
 
 
 def test_methods_that_did_not_run_are_left_out() -> None:
     made = report()
     for record in made.records:
         del record.outcomes["batchnorm_validation"]
-    assert made.methods == [name for name in TITLES if name != "batchnorm_validation"]
+    assert made.methods == [name for name in METHODS if name != "batchnorm_validation"]
     assert "BatchNorm" not in made.markdown()
+
+
+def test_a_method_that_some_seeds_lack_is_shown_as_such(tmp_path: Path) -> None:
+    made = report()
+    del made.records[1].outcomes["cma_es"]
+    ours = made.values("metricopt", "test")
+    theirs = [record.outcomes["cma_es"][-1].test for record in (made.records[0], made.records[2])]
+    assert made.values("cma_es", "test") == theirs
+    assert made.gain("cma_es") == paired_interval([ours[0] - theirs[0], ours[2] - theirs[1]])
+    assert made.title("cma_es") == "CMA-ES on the metric (2 of 3 seeds)"
+    assert made.title("metricopt") == "MetricOpt"
+    assert made.to_json()["methods"]["cma_es"]["test"] == [theirs[0], None, theirs[1]]
+    assert f"| CMA-ES on the metric (2 of 3 seeds) | {spread(made.values('cma_es', 'validation'))} |" in made.markdown()
+    assert any("against CMA-ES on the metric (2 of 3 seeds): " in line for line in made.findings())
+    assert plot_methods(made, tmp_path / "methods.png").stat().st_size > 1000
 
 
 def test_spread() -> None:
@@ -197,13 +215,13 @@ def test_the_table_fits_into_80_columns(
     shown = capsys.readouterr().out
     assert "…" not in shown
     assert "classification/toy: accuracy (higher is better), 3 seeds" in shown
-    for name, title in TITLES.items():
-        (line,) = (line for line in shown.splitlines() if line.startswith(f"{title} ") and "±" in line)
+    for name, entry in METHODS.items():
+        (line,) = (line for line in shown.splitlines() if line.startswith(f"{entry.title} ") and "±" in line)
         assert len(line) <= 80
         assert line.count("±") == 2
         assert spread(made.values(name, "test")) in line
         assert spread(made.values(name, "validation")) in line
-        assert line.split()[-2:] == [str(10 * list(TITLES).index(name)), str(list(TITLES).index(name))]
+        assert line.split()[-2:] == [str(10 * list(METHODS).index(name)), str(list(METHODS).index(name))]
     for finding in made.findings():
         assert finding in shown
 
@@ -217,14 +235,10 @@ def test_plots_are_pictures(tmp_path: Path, draw: Any, seeds: int) -> None:
     with Image.open(path) as image:
         assert min(image.size) > 200
         pixels = np.asarray(image.convert("RGB"))
-    ours = np.array([int(COLOURS["metricopt"][i : i + 2], 16) for i in (1, 3, 5)])
+    ours = np.array([int(METHODS["metricopt"].colour[i : i + 2], 16) for i in (1, 3, 5)])
     if draw is not plot_value_function:
         assert (np.abs(pixels - ours).sum(-1) == 0).sum() > 50  # MetricOpt's colour is there
     assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 10
-
-
-def test_every_method_has_a_title_and_a_colour() -> None:
-    assert set(TITLES) == set(COLOURS)
 
 
 def test_events_hold_each_curve_once(tmp_path: Path) -> None:

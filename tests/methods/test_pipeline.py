@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_input_bias, load_adapter
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError, ValueFunctionError
-from metricopt_ext.methods.pipeline import meta_train, optimize_metric
+from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import MetricOptResult
+from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
 from metricopt_ext.search.direct import CMAES, GuidedES, Search
 from metricopt_ext.search.optimizer import LossStep

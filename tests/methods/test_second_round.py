@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.methods.pipeline import meta_train
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.second_round import copied_task, run_second_round, unfrozen_theta
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask

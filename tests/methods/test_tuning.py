@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from metricopt_ext.methods.pipeline import meta_train
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.tuning import FRESH, choose, finetune, metric_policy, tune_start
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.metric import Evaluation, Metric

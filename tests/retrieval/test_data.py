@@ -10,10 +10,11 @@ import torch
 from PIL import Image
 
 from metricopt_ext.data.labelled import Labelled, Split
+from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.build import class_halves
 from metricopt_ext.retrieval.data import (
-    Splits,
+    disjoint,
     hold_out_classes,
     load_digits,
     load_omniglot,
@@ -91,12 +92,12 @@ def test_impossible_parts_are_refused() -> None:
     x, names = torch.zeros(4, 1, 2, 2), tuple("abcdef")
     a, b, c = (Split(x, torch.tensor([i, i, i + 1, i + 1])) for i in (0, 2, 4))
     with pytest.raises(DataError, match="the test part must hold at least two classes, got 1"):
-        Splits(a, b, Split(x, torch.full((4,), 5)), names)
+        disjoint(Splits(a, b, Split(x, torch.full((4,), 5)), names))
     with pytest.raises(DataError, match="class 'b' is in train and in validation"):
-        Splits(a, Split(x, torch.tensor([1, 1, 2, 2])), c, names)
+        disjoint(Splits(a, Split(x, torch.tensor([1, 1, 2, 2])), c, names))
     with pytest.raises(DataError, match=r"the test labels must be in 0\.\.4, got 5"):
         Splits(a, b, c, names[:5])
-    with pytest.raises(DataError, match="the validation part must hold images of one shape"):
+    with pytest.raises(DataError, match="the validation inputs must be of shape"):
         Splits(a, Split(torch.zeros(4, 1, 3, 3), b.y), c, names)
     with pytest.raises(DataError, match="y must hold 4 int64 labels, one per row of x"):
         Split(x, torch.tensor([0, 0, 1]))

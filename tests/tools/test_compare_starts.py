@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import scipy.stats
 
-from metricopt_ext.classification import experiment
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.utils.config import load_config
@@ -54,7 +53,7 @@ def test_all_methods_are_asked_for_their_budgets(tmp_path: Path, monkeypatch: py
     assert json.loads((tmp_path / "starts.json").read_text()) == content
     assert (tmp_path / "starts.png").stat().st_size > 10_000
 
-    monkeypatch.setattr(experiment, "prepare", lambda *_: pytest.fail("ran a seed again that is on file"))
+    monkeypatch.setattr(tool, "experiment_of", lambda *_: pytest.fail("ran a seed again that is on file"))
     config.device = "auto"  # may change: how it is run, not what
     assert tool.compare_starts("classification", config, tmp_path, 2, (8, 20)) == content
     with pytest.raises(FileFormatError, match="starts was 2, now 3"):

@@ -1,0 +1,97 @@
+"""The three parts of a labelled set: what the loss sees, what the metric sees, and what the report is about."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.data.labelled import Split
+from metricopt_ext.data.shift import ImageShift
+from metricopt_ext.errors import DataError
+from metricopt_ext.utils.seeding import generator
+
+PARTS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """Train, validation and test examples of one set.
+
+    Attributes:
+        train: What the surrogate loss is computed on.
+        validation: What the metric is queried on.
+        test: What the result is reported on.
+        class_names: The names of all c classes; labels index them.
+
+    Raises:
+        DataError: For fewer than two classes, an empty part, inputs of another shape than train's, or a label without
+            a name.
+    """
+
+    train: Split
+    validation: Split
+    test: Split
+    class_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Check that the parts fit together."""
+        if self.num_classes < 2:
+            raise DataError(f"a set needs at least two classes, got {self.num_classes}")
+        for name in PARTS:
+            part: Split = getattr(self, name)
+            if len(part) == 0:
+                raise DataError(f"the {name} part is empty")
+            shape, wanted = tuple(part.x.shape[1:]), tuple(self.train.x.shape[1:])
+            if shape != wanted:
+                raise DataError(f"the {name} inputs must be of shape n x {wanted} as those of train, got {shape}")
+            wrong = [label for label in part.y.unique().tolist() if not 0 <= label < self.num_classes]
+            if wrong:
+                raise DataError(f"the {name} labels must be in 0..{self.num_classes - 1}, got {wrong[0]}")
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes c."""
+        return len(self.class_names)
+
+    def map(self, change: Callable[[Split, str], Split]) -> "Splits":
+        """Return what ``change(part, name)`` makes of each part."""
+        train, validation, test = (change(getattr(self, name), name) for name in PARTS)
+        return replace(self, train=train, validation=validation, test=test)
+
+    def to(self, device: torch.device) -> "Splits":
+        """Return all parts on a device."""
+        return self.map(lambda part, name: Split(part.x.to(device), part.y.to(device)))
+
+    def shifted(self, shift: ImageShift, seed: int) -> "Splits":
+        """Return the images of validation and test shifted, as floats in [0, 1]; train stays as it is.
+
+        Args:
+            shift: The shift of images, ``n x c x h x w``, uint8 or floats in [0, 1].
+            seed: Seed of its draws, which differ between the two parts.
+        """
+        drawn = {name: generator(seed, "shift", i).initial_seed() for i, name in enumerate(PARTS[1:])}
+
+        def change(part: Split, name: str) -> Split:
+            if name not in drawn:
+                return part
+            x = part.x.float() / 255 if part.x.dtype == torch.uint8 else part.x
+            return Split(shift(x, seed=drawn[name]), part.y)
+
+        return self.map(change)
+
+
+def in_parts(x: Tensor, size: int) -> tuple[Tensor, ...]:
+    """Divide inputs, ``n x ...``, into parts of about one size, at most ``size`` each."""
+    return x.tensor_split(math.ceil(len(x) / size))
+
+
+def check_fractions(fractions: Sequence[float]) -> None:
+    """Refuse shares of train, validation and test that are not above 0 or do not sum to 1.
+
+    Raises:
+        ValueError: With the shares.
+    """
+    if len(fractions) != 3 or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
+        raise ValueError(f"fractions must be three numbers above 0 that sum to 1, got {tuple(fractions)}")

@@ -1,0 +1,46 @@
+"""Supervised training of a model in memory, before it is finetuned for a metric."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.data.images import flip_and_shift
+from metricopt_ext.utils.seeding import generator
+
+
+def train_supervised(
+    model: nn.Module,
+    loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor],
+    batches: Callable[[int, int, int], Any],
+    *,
+    steps: int,
+    lr: float,
+    seed: int,
+    augment: bool = False,
+) -> None:
+    """Train what can be trained in a model, with Adam under a one-cycle schedule; ends in evaluation mode.
+
+    Args:
+        model: Changed in place.
+        loss: ``loss(model, (x, y)) -> scalar``.
+        batches: ``batches(seed, 0, step)`` returns the inputs and labels of a step.
+        steps: Number of steps, at least 1.
+        lr: Peak rate.
+        seed: Seed of batches and augmentation.
+        augment: Whether images are flipped and shifted at random, see `images.flip_and_shift`.
+    """
+    optimizer = torch.optim.Adam(model.parameters(), lr)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
+    model.train()
+    for step in range(steps):
+        x, y = batches(seed, 0, step)
+        if augment:
+            x = flip_and_shift(x, generator(seed, "augment", step))
+        value = loss(model, (x, y))
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        schedule.step()
+    model.eval()

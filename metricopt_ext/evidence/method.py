@@ -1,0 +1,166 @@
+"""What a method is to a comparison: its name and title, what it needs, and what it returns."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.methods.result import MetricOptResult
+from metricopt_ext.tasks.task import FinetuneTask
+
+Kind = Literal["free", "queries", "follow_up"]
+Needs = Literal["scores", "inputs", "labels", "another f"]
+End = Tensor | nn.Module
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method as tables and plots show it.
+
+    Attributes:
+        title: What it is called.
+        colour: Its colour, ``#rrggbb``.
+        kind: ``free`` spends no metric query, ``queries`` does, and ``follow_up`` goes on from MetricOpt's result, so
+            that what this spent counts as its own too.
+        needs: What it needs of the data that the metric sees: the metric's scores alone, the inputs, or the labels too;
+            or the value function of another run.
+    """
+
+    title: str
+    colour: str
+    kind: Kind
+    needs: Needs = "scores"
+
+
+# Every method that a comparison can run, by name, in the order of tables.
+METHODS: dict[str, Entry] = {
+    "pretrained": Entry("pretrained", "#9a9a9a", "free"),
+    "loss_finetune": Entry("loss finetune", "#d98c3f", "free"),
+    "loss_finetune_best": Entry("loss finetune, best step", "#b5651d", "queries"),
+    "threshold": Entry("tuned threshold", "#5b7db1", "queries", "inputs"),
+    "batchnorm_validation": Entry("BatchNorm on validation", "#8a6fb0", "free", "inputs"),
+    "loss_finetune_validation": Entry("loss on validation labels", "#4f8f8b", "free", "labels"),
+    "guided_es": Entry("Guided ES on the metric", "#2f6fa3", "queries"),
+    "cma_es": Entry("CMA-ES on the metric", "#6aa3cf", "queries"),
+    "transferred": Entry("f of another run", "#7f9c3c", "free", "another f"),
+    "placebo": Entry("the same f, turned", "#b9c58f", "free", "another f"),
+    "metricopt": Entry("MetricOpt", "#c02942", "queries"),
+    "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "follow_up"),
+    "second_round": Entry("MetricOpt, second round", "#7a1f3d", "follow_up"),
+}
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Where a method stood after a number of metric queries.
+
+    Attributes:
+        end: phi, ``d``, of the task's model; or a model of its own, whose weights it may have trained.
+        queries: Metric queries spent by then.
+        queries_per_start: Of these, what each further start costs again.
+        seconds: Wall-clock seconds spent by then.
+    """
+
+    end: End
+    queries: int
+    queries_per_start: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """What a method returns.
+
+    Attributes:
+        reached: Where it stood, for each number of queries that it answers for, in ascending order; at least one.
+        path: The visited phi, ``(T + 1) x d``, for a plot along finetuning; None where there is none.
+        details: What `optimize_metric` returned, for methods that go on from it.
+    """
+
+    reached: tuple[Reached, ...]
+    path: Tensor | None = None
+    details: MetricOptResult | None = None
+
+
+class Method(Protocol):
+    """One method of a comparison."""
+
+    def __call__(self, task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult | None:
+        """Run on a task whose metric counts this method's queries alone.
+
+        Args:
+            task: What is finetuned; the model may be left with any phi, and with the weights that it came with.
+            earlier: The results of the methods before this one.
+
+        Returns:
+            What came out, or None where the method does not apply.
+        """
+        ...
+
+
+class Meter:
+    """Counts what a method spends from now on: queries of its task's ledger, and seconds.
+
+    Args:
+        task: The method's task.
+        on_top_of: What it goes on from: that counts as its own too.
+    """
+
+    def __init__(self, task: FinetuneTask, on_top_of: Reached | None = None) -> None:
+        self.ledger, self.before = task.metric.ledger, on_top_of or Reached(torch.empty(0), 0, 0, 0.0)
+        self.spent, self.began = self.ledger.spent, now()
+
+    def reached(self, end: End) -> Reached:
+        """Return where the method stands."""
+        spent = self.ledger.spent - self.spent
+        return Reached(
+            end,
+            self.before.queries + spent,
+            self.before.queries_per_start + spent,
+            self.before.seconds + now() - self.began,
+        )
+
+
+def now() -> float:
+    """Return seconds on a clock, once the GPU has finished what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def ending_at(run: Callable[[FinetuneTask], End | None]) -> Method:
+    """Make a method of a function of the task that returns an end, or None where it does not apply."""
+
+    def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult | None:
+        meter = Meter(task)
+        end = run(task)
+        return None if end is None else MethodResult((meter.reached(end),))
+
+    return method
+
+
+def following_metricopt(run: Callable[[FinetuneTask, MetricOptResult], End]) -> Method:
+    """Make a method of a function that goes on from MetricOpt's result and returns an end."""
+
+    def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
+        before = earlier["metricopt"]
+        assert before.details is not None
+        meter = Meter(task, on_top_of=before.reached[-1])
+        return MethodResult((meter.reached(run(task, before.details)),))
+
+    return method
+
+
+def check_known(names: Iterable[str]) -> None:
+    """Refuse methods that `METHODS` does not have, before anything runs.
+
+    Raises:
+        ConfigError: One of them is not there; the message names it.
+    """
+    for name in names:
+        if name not in METHODS:
+            raise ConfigError(f"method {name!r} has no entry in METHODS; there are {', '.join(METHODS)}")

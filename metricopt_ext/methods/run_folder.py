@@ -1,0 +1,135 @@
+"""What a run keeps in its folder: whose it is, its trajectories and its evaluations, so that it can be resumed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.search.direct import Search
+from metricopt_ext.tasks.cached_metric import CachedMetric
+from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.utils.files import claim, fingerprint
+from metricopt_ext.value.value_function import ValueFunction
+
+IDENTITY, TRAJECTORIES, EVALUATIONS = "identity.json", "trajectories", "evaluations.json"
+
+# Settings of a tool's run that a resumed one may change: which seeds to run, and how.
+RUN_AGAIN_KEYS = ("seed", "seeds", "workers", "device")
+
+
+class RunFolder:
+    """The folder of one run of `optimize_metric`; without a path nothing is kept.
+
+    Args:
+        path: The folder; None for memory only.
+        identity: What the run depends on, see `identity_of`: a folder that holds another run is refused.
+        resume: Go on with what an interrupted run left there.
+
+    Attributes:
+        trajectories: What was collected, empty in a new run.
+
+    Raises:
+        FileFormatError: The folder holds a run and ``resume`` is False, or it holds another run: the message names the
+            first difference.
+    """
+
+    def __init__(self, path: str | Path | None, identity: dict[str, Any], resume: bool) -> None:
+        self.path = None if path is None else Path(path)
+        if self.path is None:
+            self.trajectories = TrajectoryStore()
+            return
+        if not resume and any((self.path / name).exists() for name in (IDENTITY, TRAJECTORIES, EVALUATIONS)):
+            raise FileFormatError(f"{self.path} holds an earlier run; resume it, or use another output folder")
+        claim(self.path / IDENTITY, identity)  # of the evaluations too: another strategy must not be given them
+        self.trajectories = TrajectoryStore(self.path / TRAJECTORIES, identity)
+
+    @contextmanager
+    def counted(self, metric: Metric, queries: int) -> Iterator[CachedMetric]:
+        """Count the run in a ledger of its own, and charge the metric's own once the run is over.
+
+        What an interrupted run evaluated comes from its files and is booked as it was. A run that fails charges nothing
+        if it has a folder: what it did comes back when it is resumed. Without one it is charged for what it spent.
+
+        Args:
+            metric: Has the run's ledger meanwhile. What is collected by it has files of its own.
+            queries: The run's budget.
+
+        Yields:
+            The metric that keeps its evaluations in the folder.
+        """
+        own, metric.ledger = metric.ledger, Ledger(queries)
+        run, finished = metric.ledger, False
+        try:
+            if len(self.trajectories):
+                run.spend("collect", self.trajectories.queries)
+            yield CachedMetric(metric, None if self.path is None else self.path / EVALUATIONS)
+            finished = True
+        finally:
+            metric.ledger = own
+            if finished or self.path is None:
+                for purpose, spent in run.spent_on.items():
+                    own.spend(purpose, spent)
+
+    def keep(self, task: FinetuneTask, f: ValueFunction | None) -> None:
+        """Write the adapter, with the phi that it holds, and the value function, if there is one."""
+        if self.path is None:
+            return
+        task.adapter.save(self.path / "adapter.safetensors")
+        if f is not None:
+            f.save(self.path / "value_function.safetensors")
+
+
+def identity_of(strategy: Recipe | Search, task: FinetuneTask, *, seed: int, size: dict[str, int]) -> dict[str, Any]:
+    """Return what a run depends on, by which other runs are told from it.
+
+    Args:
+        strategy: The recipe or search.
+        task: Its model's weights count, so that a model that was trained again is another.
+        seed: The run's seed.
+        size: What follows from the budget: the tasks of a round, or the queries of a search.
+    """
+    if isinstance(strategy, Recipe):
+        parts = {name: _described(getattr(strategy, name)) for name in ("labels", "learners", "refine")}
+        settings = {**asdict(strategy), **parts}
+    else:
+        settings = {"search": repr(strategy)}
+    context, metric = task.adapter.context, task.metric
+    return {
+        **settings,
+        **size,
+        "seed": seed,
+        "population": task.population,
+        "metric": [metric.name, metric.maximize, metric.bounds],  # stored costs depend on the last two
+        "adapter": [context.kind, task.dim, context.layers, context.seed],
+        "weights": fingerprint(task.adapter.base_state_dict()),
+    }
+
+
+def _described(part: Any) -> str:
+    """Return what ``repr`` does, but functions by name: their own repr holds an address, which no other process has."""
+    if isinstance(part, tuple):
+        return f"({', '.join(map(_described, part))})"
+    if isinstance(part, FunctionType):
+        return f"{part.__module__}.{part.__qualname__}"
+    return repr(part)
+
+
+def open_run(folder: Path, settings: dict[str, Any], resume: bool) -> None:
+    """Make the output folder of a tool's run its own; seeds may be added to a run, other settings may not change.
+
+    A run that failed before it made anything, a ``seed-N`` folder that is, does not hold the folder.
+
+    Raises:
+        FileFormatError: The folder holds a run, and ``resume`` is False or its settings differ.
+    """
+    if not any(folder.glob("seed-*")):
+        (folder / "run.json").unlink(missing_ok=True)
+    if (folder / "run.json").exists() and not resume:
+        raise FileFormatError(f"{folder} holds an earlier run: add --resume to go on with it, or use another folder")
+    claim(folder / "run.json", {key: value for key, value in settings.items() if key not in RUN_AGAIN_KEYS})

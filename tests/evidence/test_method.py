@@ -1,0 +1,42 @@
+"""What a method is to a comparison."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.method import METHODS, Meter, MethodResult, Reached, check_known, ending_at
+
+
+def test_every_method_has_a_title_and_a_colour_of_its_own() -> None:
+    for value in ("title", "colour"):
+        assert len({getattr(entry, value) for entry in METHODS.values()}) == len(METHODS)
+    assert all(len(entry.colour) == 7 and int(entry.colour[1:], 16) >= 0 for entry in METHODS.values())
+
+
+def test_unknown_methods_are_refused_by_name() -> None:
+    check_known(METHODS)
+    with pytest.raises(ConfigError, match="method 'tresholds' has no entry in METHODS; there are pretrained"):
+        check_known(["metricopt", "tresholds"])
+
+
+def test_a_meter_counts_from_where_it_was_made(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [5.0]
+    monkeypatch.setattr("metricopt_ext.evidence.method.now", lambda: clock[0])
+    task, end = quadratic(), torch.ones(4, dtype=torch.float64)
+    task.cost(end, "before")
+    meter = Meter(task)
+    above = Meter(task, on_top_of=Reached(end, queries=100, queries_per_start=10, seconds=1.5))
+    task.costs_at(end[None].repeat(3, 1), "search")
+    clock[0] = 7.0
+    assert meter.reached(end) == Reached(end, 3, 3, 2.0)
+    assert above.reached(end) == Reached(end, 103, 13, 3.5)
+
+
+def test_a_method_that_does_not_apply_returns_nothing(quadratic: Callable[..., Any]) -> None:
+    assert ending_at(lambda task: None)(quadratic(), {}) is None
+    result = ending_at(lambda task: task.origin())(quadratic(), {})
+    assert isinstance(result, MethodResult)
+    assert torch.equal(result.reached[-1].end, torch.zeros(4, dtype=torch.float64))
