@@ -21,8 +21,8 @@ from .trajectory import Policy, Trajectory, TrajectoryStore, collect, rollout
 from .value_function import ValueFunction
 
 
-class SGD:
-    """Stochastic gradient descent on the loss, for a population."""
+class SGDStep:
+    """The step of stochastic gradient descent on the loss, for a population."""
 
     def __init__(self, lr: float) -> None:
         self.lr = lr
@@ -32,8 +32,8 @@ class SGD:
         return self.lr * gradient
 
 
-class Adam:
-    """Adam on the loss, for a population (Kingma and Ba, 2015); it has state, so each rollout needs its own.
+class AdamStep:
+    """The step of Adam on the loss, for a population (Kingma and Ba, 2015); its state asks for one in each rollout.
 
     Args:
         lr: Learning rate.
@@ -155,9 +155,9 @@ class Algorithm1:
         rule = self.rule()
         return lambda phi, history, step: phi - rule.update(history[..., -1, :])
 
-    def rule(self) -> SGD | Adam:
+    def rule(self) -> SGDStep | AdamStep:
         """Return a fresh loss optimizer."""
-        return SGD(self.lr) if self.optimizer == "sgd" else Adam(self.lr)
+        return SGDStep(self.lr) if self.optimizer == "sgd" else AdamStep(self.lr)
 
 
 class GuidedSearch:

@@ -18,7 +18,7 @@ Weights = list[Tensor]
 
 
 class InnerOptimizer(Protocol):
-    """Makes the optimizer of one inner loop: `AdamW`, `SGD`."""
+    """Makes the optimizer of one inner loop: `InnerAdamW`, `InnerSGD`."""
 
     def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer without any history."""
@@ -26,7 +26,7 @@ class InnerOptimizer(Protocol):
 
 
 @dataclass(frozen=True)
-class AdamW:
+class InnerAdamW:
     """Adam with decoupled weight decay.
 
     Attributes:
@@ -43,7 +43,7 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class SGD:
+class InnerSGD:
     """Plain gradient descent (Algorithm 1, line 5).
 
     Attributes:
@@ -81,7 +81,7 @@ class ReptileLearner:
     iterations: int = 120
     tasks: int = 32
     points: int | None = 4
-    inner: InnerOptimizer = AdamW()
+    inner: InnerOptimizer = InnerAdamW()
     inner_steps: int = 5
     objective: Objective = field(default=Objective())
     resolution: float = 0.1
@@ -111,7 +111,7 @@ class ReptileLearner:
             iterations=2000,
             tasks=1,
             points=None,
-            inner=SGD(alpha=0.005),
+            inner=InnerSGD(alpha=0.005),
             inner_steps=1,
             objective=Objective(gamma=10.0, beta=1.0, miner=hardest_triplets),
             standardise=False,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metricopt_ext.fitting import NeuralLearner, RidgeLearner
 from metricopt_ext.guided_es import es_direction
-from metricopt_ext.paper import SGD, Adam, Algorithm1
+from metricopt_ext.paper import AdamStep, Algorithm1, SGDStep
 from metricopt_ext.reptile import ReptileLearner
 from metricopt_ext.seeding import generator
 from metricopt_ext.value_function import NeuralValueFunction, RidgeValueFunction
@@ -28,7 +28,7 @@ def known_f(task: Any) -> RidgeValueFunction:
 def test_adam_is_torchs_for_every_member_of_a_population(betas: tuple[float, float]) -> None:
     torch.manual_seed(0)
     gradients = torch.randn(7, 3, 4, dtype=torch.float64)
-    rule, phi = Adam(0.05, betas), torch.zeros(3, 4, dtype=torch.float64)
+    rule, phi = AdamStep(0.05, betas), torch.zeros(3, 4, dtype=torch.float64)
     reference = [torch.zeros(4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     optimizers = [torch.optim.Adam([p], 0.05, betas) for p in reference]
     for gradient in gradients:
@@ -37,7 +37,7 @@ def test_adam_is_torchs_for_every_member_of_a_population(betas: tuple[float, flo
             p.grad = g
             optimizer.step()
     assert torch.allclose(phi, torch.stack([p.detach() for p in reference]), atol=1e-12)
-    assert torch.equal(SGD(0.3).update(gradients[0]), 0.3 * gradients[0])
+    assert torch.equal(SGDStep(0.3).update(gradients[0]), 0.3 * gradients[0])
 
 
 def test_meta_test_is_lines_9_to_16(quadratic: Callable[..., Any]) -> None:

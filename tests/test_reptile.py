@@ -16,7 +16,7 @@ from metricopt_ext import reptile
 from metricopt_ext.fitting import fit_value_function
 from metricopt_ext.objective import CollapseWarning, Objective, hardest_triplets
 from metricopt_ext.observations import Observations
-from metricopt_ext.reptile import SGD, AdamW, ReptileLearner, Tasks, interpolate, set_statistics
+from metricopt_ext.reptile import InnerAdamW, InnerSGD, ReptileLearner, Tasks, interpolate, set_statistics
 from metricopt_ext.value_function import NeuralValueFunction
 
 DIM = 4
@@ -98,7 +98,7 @@ def recorder() -> Recorder:
 def test_with_one_step_of_sgd_it_is_plain_sgd_at_rate_alpha_eta() -> None:
     """w + eta (w - alpha g - w) = w - alpha eta g."""
     data, spy = observations(), recorder()
-    learner = replace(QUICK, iterations=8, inner=SGD(alpha=0.01), inner_steps=1, objective=spy)
+    learner = replace(QUICK, iterations=8, inner=InnerSGD(alpha=0.01), inner_steps=1, objective=spy)
     f = learner(data, folded(data, 3), 3, seed=1)
 
     plain = spy.initial[0]
@@ -122,7 +122,9 @@ PLAIN: Callable[..., Any] = lambda p: torch.optim.SGD(p, lr=0.01)  # noqa: E731
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(
-    ("inner", "reference"), [(AdamW(lr=0.02, weight_decay=0.5), ADAMW), (SGD(alpha=0.01), PLAIN)], ids=["adamw", "sgd"]
+    ("inner", "reference"),
+    [(InnerAdamW(lr=0.02, weight_decay=0.5), ADAMW), (InnerSGD(alpha=0.01), PLAIN)],
+    ids=["adamw", "sgd"],
 )
 def test_the_outer_loop(inner: Any, reference: Any, adapted: bool) -> None:
     data, spy = observations(), recorder()
@@ -337,7 +339,7 @@ def test_equal_uncertainties_do() -> None:
 
 def test_collapse_is_said() -> None:
     data = observations()
-    learner = replace(QUICK, iterations=20, inner=AdamW(lr=1e-2, weight_decay=50))
+    learner = replace(QUICK, iterations=20, inner=InnerAdamW(lr=1e-2, weight_decay=50))
     with pytest.warns(CollapseWarning, match="2 of the value function's 2 members predict nearly the same cost"):
         learner(data, folded(data, 2), 2, seed=0)
 
