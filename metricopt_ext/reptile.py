@@ -228,7 +228,7 @@ class Tasks:
         """Draw different tasks for each member, ``M x tasks``; all that a member may see, if those are fewer."""
         return torch.multinomial(self.seen.float(), self._at_once(tasks), generator=rng)
 
-    def draw_all(self, tasks: int, rng: torch.Generator) -> tuple[Tensor, ...]:
+    def draw_all(self, tasks: int, rng: torch.Generator) -> list[Tensor]:
         """Shuffle each member's tasks and divide them into meta-batches as `draw` returns them.
 
         Every task is in one of them. Where they do not divide evenly, a member starts again with its first.
@@ -238,7 +238,7 @@ class Tasks:
         shuffled = keys.masked_fill(~self.seen, 2.0).argsort(-1)  # what the member may not see comes last
         at_once = self._at_once(tasks)
         places = torch.arange(self.draws_per_pass(tasks) * at_once) % own
-        return shuffled.gather(-1, places).split(at_once, dim=-1)
+        return list(shuffled.gather(-1, places).split(at_once, dim=-1))
 
     def draws_per_pass(self, tasks: int) -> int:
         """Return the number of meta-batches of `draw_all`."""
