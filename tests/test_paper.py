@@ -86,19 +86,36 @@ def test_learns_f_from_loss_only_trajectories_and_lowers_the_metric_with_it(
     assert task.true_cost(end) < 0.7 * task.true_cost(start)
 
 
-@pytest.mark.parametrize("learner", [ReptileLearner.paper(), NeuralLearner.offline()], ids=["reptile", "offline"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("learner", "seeds"),
+    [
+        (replace(ReptileLearner.paper(), passes=150, tasks=32, points=4), range(5)),
+        (NeuralLearner.offline(), range(3)),
+    ],
+    ids=["reptile", "offline"],
+)
 def test_online_and_offline_meta_training_lower_a_metric_that_the_loss_does_not_know(
-    quadratic: Callable[..., Any], learner: Any
+    quadratic: Callable[..., Any], learner: Any, seeds: range
 ) -> None:
-    """The two schemes of Fig. 3b, on the same trajectories of a toy problem whose optimum is known."""
-    task = quadratic(dim=3, dtype=torch.float32)
+    """The two schemes of Fig. 3b on toy problems whose optima are known, in the mean of several seeds.
+
+    Reptile is given meta-batches of many tasks: with one task in each, as printed, it did not lower the metric in the
+    mean of 20 seeds. These bounds are more than four standard errors from what 20 seeds gave.
+    """
     settings = Algorithm1(steps=20, evals=6, lr=0.05, metric_rate=0.05, start_std=1.5, learner=learner)
-    f = settings.meta_train(task, tasks=60)
-    assert task.asked == 60 * 6
-    ends = [settings.meta_test(task, f, start, index=i)[-1] for i, start in enumerate(task.starts(0.5, 9, range(8)))]
-    starts = task.starts(0.5, 9, range(8))
-    before, after = (sum(map(task.true_cost, points)) for points in (starts, ends))
-    assert after < 0.8 * before
+    changes = []
+    for seed in seeds:
+        task, rng = quadratic(dim=3, dtype=torch.float32), torch.Generator().manual_seed(1000 + seed)
+        task.centre, task.goal = torch.randn(2, 3, generator=rng)
+        f = settings.meta_train(task, tasks=60, seed=seed)
+        assert task.asked == 60 * 6
+        assert f.trusted
+        starts = task.starts(0.5, 10_000 + seed, range(8))
+        ends = [settings.meta_test(task, f, start, seed=seed, index=i)[-1] for i, start in enumerate(starts)]
+        before, after = (sum(map(task.true_cost, points)) for points in (starts, ends))
+        changes.append(after / before - 1)
+    assert sum(changes) / len(changes) < -0.4
 
 
 def test_the_papers_learner_is_the_default_and_gives_the_papers_network(quadratic: Callable[..., Any]) -> None:
