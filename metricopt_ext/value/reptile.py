@@ -1,8 +1,11 @@
 """Meta-trains value functions by first-order Reptile (paper, section 3.1; Algorithm 1, lines 1-8)."""
 
-from collections.abc import Callable, Iterable
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -16,9 +19,12 @@ from metricopt_ext.value.value_function import NeuralValueFunction
 
 Weights = list[Tensor]
 
+# Fewer updates hardly train f, see `ReptileLearner.paper`.
+LEAST_UPDATES = 300
+
 
 class InnerOptimizer(Protocol):
-    """Makes the optimizer of one inner loop: `AdamW`, `SGD`."""
+    """Makes the optimizer of one inner loop: `InnerAdamW`, `InnerSGD`."""
 
     def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer without any history."""
@@ -26,7 +32,7 @@ class InnerOptimizer(Protocol):
 
 
 @dataclass(frozen=True)
-class AdamW:
+class InnerAdamW:
     """Adam with decoupled weight decay.
 
     Attributes:
@@ -43,7 +49,7 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class SGD:
+class InnerSGD:
     """Plain gradient descent (Algorithm 1, line 5).
 
     Attributes:
@@ -66,7 +72,8 @@ class ReptileLearner:
     average of the weights.
 
     Attributes:
-        iterations: Meta-iterations, each with one meta-batch per member.
+        iterations: Meta-iterations, each with one meta-batch per member, its tasks drawn anew; not used with `passes`.
+        passes: How many times each task is taken instead: in each pass over the tasks every one once, in random order.
         tasks: Tasks in a meta-batch; all that the member may see, if those are fewer.
         points: Points drawn from each of them, without repetition while there are enough; None draws as many as the
             longest task has.
@@ -79,9 +86,10 @@ class ReptileLearner:
     """
 
     iterations: int = 120
+    passes: int | None = None
     tasks: int = 32
     points: int | None = 4
-    inner: InnerOptimizer = AdamW()
+    inner: InnerOptimizer = InnerAdamW()
     inner_steps: int = 5
     objective: Objective = field(default=Objective())
     resolution: float = 0.1
@@ -94,8 +102,8 @@ class ReptileLearner:
         Raises:
             ValueError: A value is out of range; the message prints it.
         """
-        for name in ("iterations", "tasks", "inner_steps"):
-            if getattr(self, name) < 1:
+        for name in ("iterations", "passes", "tasks", "inner_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not self.resolution > 0:
             raise ValueError(f"resolution is {self.resolution}; it must be above 0")
@@ -106,21 +114,24 @@ class ReptileLearner:
 
     @classmethod
     def paper(cls) -> "ReptileLearner":
-        """Return Algorithm 1 as printed: a task per step, plain SGD, hard mining, raw costs, the last w~."""
+        """Return Algorithm 1 as printed: one step of plain SGD on each task, hard mining, raw costs, the last w~.
+
+        It trains f badly, and more passes do not help. On a quadratic metric of three dimensions, with 30 tasks to
+        learn from and five seeds, its held-out Spearman correlation was at most 0.42 in the mean with any number of
+        updates from 30 to 2,400. With meta-batches of all tasks and 4 points of each, all else the same, it was 0.97 by
+        300 updates; and where the metric was divided by 30, so that most of it lay in [0, 1], 0.86 by 300 and 0.95 by
+        2,400.
+        """
         return cls(
-            iterations=2000,
+            passes=1,
             tasks=1,
             points=None,
-            inner=SGD(alpha=0.005),
+            inner=InnerSGD(alpha=0.005),
             inner_steps=1,
             objective=Objective(gamma=10.0, beta=1.0, miner=hardest_triplets),
             standardise=False,
             adapted=True,
         )
-
-    def eta(self, iteration: int) -> float:
-        """Return the meta learning rate: 1 at iteration 0, falling linearly towards 0."""
-        return 1 - iteration / self.iterations
 
     def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> NeuralValueFunction:
         """Fit an ensemble; member m draws from the tasks outside fold m only.
@@ -144,10 +155,10 @@ class ReptileLearner:
             return self.objective(f, data.phi[batch], data.cost[batch], sigma[batch], rng)
 
         w = export_weights(f)
-        for iteration in range(self.iterations):
-            batch = tasks.draw(self.tasks, self.points, rng)
+        for eta, drawn in self._schedule(tasks, rng):
+            batch = tasks.points_of(drawn, self.points, rng)
             w_tilde = inner_loop(f, self.inner, self.inner_steps, partial(loss, batch))
-            w = interpolate(w, w_tilde, self.eta(iteration))
+            w = interpolate(w, w_tilde, eta)
             import_weights(f, w)
         if self.adapted:
             import_weights(f, w_tilde)
@@ -155,6 +166,28 @@ class ReptileLearner:
         set_statistics(f, data.phi, seen)
         warn_of_collapse(f, data.phi, data.cost)
         return f
+
+    def _schedule(self, tasks: "Tasks", rng: torch.Generator) -> Iterator[tuple[float, Tensor]]:
+        """Yield the meta learning rate eta, 1 at first and falling linearly towards 0, and the tasks of a meta-batch.
+
+        Each meta-batch is drawn when it is asked for, as the points and the triplets come from the same stream.
+        """
+        if self.passes is None:
+            for iteration in range(self.iterations):
+                yield 1 - iteration / self.iterations, tasks.draw(self.tasks, rng)
+            return
+        iterations = self.passes * tasks.draws_per_pass(self.tasks)
+        updates = iterations * self.inner_steps
+        if updates < LEAST_UPDATES:
+            enough = math.ceil(self.passes * LEAST_UPDATES / updates)
+            warnings.warn(
+                f"f gets only {updates} updates, and fewer than {LEAST_UPDATES} hardly train it: set passes to {enough}"
+                f" or more (it is {self.passes}), and let meta-batches mix many tasks (tasks is {self.tasks})",
+                stacklevel=4,
+            )
+        batches = chain.from_iterable(tasks.draw_all(self.tasks, rng) for _ in range(self.passes))
+        for iteration, drawn in enumerate(batches):
+            yield 1 - iteration / iterations, drawn
 
     def _initialise(self, data: Observations, members: int, rng: torch.Generator) -> NeuralValueFunction:
         with torch.random.fork_rng(devices=[]):
@@ -193,14 +226,40 @@ class Tasks:
         points = pad_sequence(list(by_task), batch_first=True)
         return cls(points, count, seen[points[:, 0]].T)
 
-    def draw(self, tasks: int, points: int | None, rng: torch.Generator) -> Tensor:
-        """Draw a meta-batch per member: some of its tasks, then some points of each; see `ReptileLearner`.
+    def draw(self, tasks: int, rng: torch.Generator) -> Tensor:
+        """Draw different tasks for each member, ``M x tasks``; all that a member may see, if those are fewer."""
+        return torch.multinomial(self.seen.float(), self._at_once(tasks), generator=rng)
+
+    def draw_all(self, tasks: int, rng: torch.Generator) -> list[Tensor]:
+        """Shuffle each member's tasks and divide them into meta-batches as `draw` returns them.
+
+        Every task is in one of them. Where they do not divide evenly, a member starts again with its first.
+        """
+        own = self.seen.sum(1, keepdim=True)  # M x 1
+        keys = torch.rand(self.seen.shape, generator=rng)
+        shuffled = keys.masked_fill(~self.seen, 2.0).argsort(-1)  # what the member may not see comes last
+        at_once = self._at_once(tasks)
+        places = torch.arange(self.draws_per_pass(tasks) * at_once) % own
+        return list(shuffled.gather(-1, places).split(at_once, dim=-1))
+
+    def draws_per_pass(self, tasks: int) -> int:
+        """Return the number of meta-batches of `draw_all`."""
+        return math.ceil(int(self.seen.sum(1).max()) / self._at_once(tasks))
+
+    def _at_once(self, tasks: int) -> int:
+        return min(tasks, int(self.seen.sum(1).min()))
+
+    def points_of(self, drawn: Tensor, points: int | None, rng: torch.Generator) -> Tensor:
+        """Draw some points of each task; see `ReptileLearner`.
+
+        Args:
+            drawn: The tasks of each member, ``M x tasks``.
+            points: Points of each of them; None for as many as the longest task has.
+            rng: Source of the draws.
 
         Returns:
             Indices of points, ``B x M``, where B is tasks times points.
         """
-        available = int(self.seen.sum(1).min())
-        drawn = torch.multinomial(self.seen.float(), min(tasks, available), generator=rng)  # M x tasks
         count, longest = self.count[drawn][..., None], self.points.shape[1]
         keys = torch.rand(*drawn.shape, longest, generator=rng)
         shuffled = keys.masked_fill(torch.arange(longest) >= count, 2.0).argsort(-1)  # padding comes last

@@ -121,24 +121,27 @@ def test_the_phi_gradient_is_the_slope_of_the_loss() -> None:
     torch.testing.assert_close(gradient, slopes, rtol=1e-4, atol=1e-6)
 
 
-def train(steps: int) -> tuple[nn.Module, list[float]]:
-    model = TOOLKIT.build(2, seed=0)
-    losses = train_detector(TOOLKIT, model, ExampleBatches(squares(64), 8), steps=steps, lr=0.1, warmup=5)
-    return model, losses
+def train(steps: int, seed: int = 0) -> tuple[nn.Module, list[float]]:
+    model = TOOLKIT.build(2, seed=seed)
+    batches = ExampleBatches(squares(64), 8)
+    return model, train_detector(TOOLKIT, model, batches, steps=steps, lr=0.05, warmup=5, seed=seed)
 
 
 @pytest.mark.slow
 def test_training_finds_the_squares() -> None:
-    model, losses = train(steps=100)
-    assert len(losses) == 100
-    assert losses[-1] < losses[0] / 2
-    examples = squares(10)
-    found = zip(examples, TOOLKIT.detect(model, examples), strict=True)
-    right = [
-        int(best.labels[0]) == int(example.truth.labels[0]) and iou(best.boxes[0], example.truth.boxes[0]) > 0.5
-        for example, best in found
-    ]
-    assert sum(right) >= 8
+    """In the mean of three seeds: any one of them depends on roundings, and so on the processor."""
+    examples, right, left = squares(64), [], []
+    for seed in range(3):
+        model, losses = train(steps=120, seed=seed)
+        assert len(losses) == 120
+        left.append(losses[-1] / losses[0])
+        right += [
+            int(found.labels[0]) == int(example.truth.labels[0]) and iou(found.boxes[0], example.truth.boxes[0]) > 0.5
+            for example, found in zip(examples, TOOLKIT.detect(model, examples), strict=True)
+            if len(found)
+        ]
+    assert sum(left) / 3 < 0.5
+    assert sum(right) / (3 * 64) > 0.7
 
 
 def iou(first: Tensor, second: Tensor) -> float:

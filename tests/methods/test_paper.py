@@ -1,16 +1,22 @@
 """Algorithm 1 as printed, against its formulas and on a toy problem with a known answer."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import spearmanr
 from torch import Tensor
 
-from metricopt_ext.methods.paper import SGD, Adam, Algorithm1
+from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.methods.paper import AdamStep, Algorithm1, SGDStep
 from metricopt_ext.search.guided_es import es_direction
+from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.value.fitting import assign_folds
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import NeuralValueFunction, RidgeValueFunction
 
@@ -28,7 +34,7 @@ def known_f(task: Any) -> RidgeValueFunction:
 def test_adam_is_torchs_for_every_member_of_a_population(betas: tuple[float, float]) -> None:
     torch.manual_seed(0)
     gradients = torch.randn(7, 3, 4, dtype=torch.float64)
-    rule, phi = Adam(0.05, betas), torch.zeros(3, 4, dtype=torch.float64)
+    rule, phi = AdamStep(0.05, betas), torch.zeros(3, 4, dtype=torch.float64)
     reference = [torch.zeros(4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     optimizers = [torch.optim.Adam([p], 0.05, betas) for p in reference]
     for gradient in gradients:
@@ -37,7 +43,7 @@ def test_adam_is_torchs_for_every_member_of_a_population(betas: tuple[float, flo
             p.grad = g
             optimizer.step()
     assert torch.allclose(phi, torch.stack([p.detach() for p in reference]), atol=1e-12)
-    assert torch.equal(SGD(0.3).update(gradients[0]), 0.3 * gradients[0])
+    assert torch.equal(SGDStep(0.3).update(gradients[0]), 0.3 * gradients[0])
 
 
 def test_meta_test_is_lines_9_to_16(quadratic: Callable[..., Any]) -> None:
@@ -81,32 +87,97 @@ def test_learns_f_from_loss_only_trajectories_and_lowers_the_metric_with_it(
     assert task.true_cost(end) < 0.7 * task.true_cost(start)
 
 
-@pytest.mark.parametrize("learner", [ReptileLearner.paper(), NeuralLearner.offline()], ids=["reptile", "offline"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("learner", "seeds"),
+    [
+        (replace(ReptileLearner.paper(), passes=150, tasks=32, points=4), range(5)),
+        (NeuralLearner.offline(), range(3)),
+    ],
+    ids=["reptile", "offline"],
+)
 def test_online_and_offline_meta_training_lower_a_metric_that_the_loss_does_not_know(
-    quadratic: Callable[..., Any], learner: Any
+    quadratic: Callable[..., Any], learner: Any, seeds: range
 ) -> None:
-    """The two schemes of Fig. 3b, on the same trajectories of a toy problem whose optimum is known."""
-    task = quadratic(dim=3, dtype=torch.float32)
+    """The two schemes of Fig. 3b on toy problems whose optima are known, in the mean of several seeds.
+
+    Reptile is given meta-batches of many tasks: with one task in each, as printed, it did not lower the metric in the
+    mean of 20 seeds. These bounds are more than four standard errors from what 20 seeds gave.
+    """
     settings = Algorithm1(steps=20, evals=6, lr=0.05, metric_rate=0.05, start_std=1.5, learner=learner)
-    f = settings.meta_train(task, tasks=60)
-    assert task.queries == 60 * 6
-    ends = [settings.meta_test(task, f, start, index=i)[-1] for i, start in enumerate(task.starts(0.5, 9, range(8)))]
-    starts = task.starts(0.5, 9, range(8))
-    before, after = (sum(map(task.true_cost, points)) for points in (starts, ends))
-    assert after < 0.8 * before
+    changes = []
+    for seed in seeds:
+        task, rng = quadratic(dim=3, dtype=torch.float32), torch.Generator().manual_seed(1000 + seed)
+        task.problem.centre, task.problem.goal = torch.randn(2, 3, generator=rng)
+        f = settings.meta_train(task, tasks=60, seed=seed)
+        assert task.queries == 60 * 6
+        assert f.trusted
+        starts = task.starts(0.5, 10_000 + seed, range(8))
+        ends = [settings.meta_test(task, f, start, seed=seed, index=i)[-1] for i, start in enumerate(starts)]
+        before, after = (sum(map(task.true_cost, points)) for points in (starts, ends))
+        changes.append(after / before - 1)
+    assert sum(changes) / len(changes) < -0.4
 
 
 def test_the_papers_learner_is_the_default_and_gives_the_papers_network(quadratic: Callable[..., Any]) -> None:
     task = quadratic(dim=3, dtype=torch.float32)
     settings = Algorithm1(steps=10, evals=4, lr=0.05)
-    f = settings.meta_train(task, tasks=6)
+    with pytest.warns(UserWarning, match="f gets only 6 updates") as warned:
+        f = settings.meta_train(task, tasks=6)
+    assert sum("updates" in str(warning.message) for warning in warned) == 1  # and none of the fits that measure it
     assert isinstance(f, NeuralValueFunction)
     assert f.members_count == 1
     assert not f.training
     assert f(torch.randn(7, 3)).shape == (7,)
     paper = ReptileLearner.paper()
-    assert (paper.eta(0), paper.objective.gamma, paper.objective.beta) == (1, 10, 1)
+    assert (paper.passes, paper.objective.gamma, paper.objective.beta) == (1, 10, 1)
     assert paper.inner.alpha == 0.005  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_quality_is_that_of_the_same_learner_on_tasks_it_has_not_seen(
+    quadratic: Callable[..., Any], noise: bool
+) -> None:
+    """A metric that is noise is predicted by no f; f itself has seen all tasks."""
+    task, rng = quadratic(dim=3, dtype=torch.float32), torch.Generator().manual_seed(0)
+    if noise:
+        task.problem.true_cost = lambda phi: float(torch.rand((), generator=rng))
+    learner = RidgeLearner()
+    settings = Algorithm1(steps=20, evals=5, lr=0.05, start_std=1.5, learner=learner, labels=Observations.of)
+    store = TrajectoryStore()
+    f = settings.meta_train(task, tasks=20, seed=1, store=store)
+    assert task.queries == 20 * 5
+    data = Observations.of(store)
+    alone = learner(data, torch.full_like(data.trajectory, -1), 1, 1)
+    assert torch.equal(f(data.phi), alone(data.phi))
+
+    fold = assign_folds(data.trajectory, 4, 1)
+    predicted = torch.empty(len(fold))
+    for held_out in range(4):  # each fold by a learner that is given nothing of it
+        inside = fold == held_out
+        rest = replace(data, **{name: value[~inside] for name, value in vars(data).items()})
+        fitted = learner(rest, torch.full_like(rest.trajectory, -1), 1, 1)
+        predicted[inside] = fitted(data.phi[inside])
+    late = data.progress >= 0.5
+    assert f.quality is not None
+    assert f.quality.trajectories == 20
+    assert f.quality.spearman == pytest.approx(spearmanr(predicted[late], data.cost[late]).statistic, abs=0.01)
+    assert f.quality.mae == pytest.approx(
+        float((predicted - data.cost)[late].abs().mean()), abs=1e-4 * f.quality.constant_mae
+    )
+    assert f.trusted != noise
+
+
+def test_too_few_tasks_to_measure_quality_are_refused_before_any_query(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dim=3, dtype=torch.float32)
+    settings = Algorithm1(steps=10, evals=4, lr=0.05, learner=RidgeLearner())
+    with pytest.raises(ValueFunctionError, match=r"3 tasks are too few .* give at least 4"):
+        settings.meta_train(task, tasks=3)
+    assert task.queries == 0
+    store = TrajectoryStore()
+    settings.meta_train(task, tasks=4, store=store)
+    with pytest.raises(ValueFunctionError, match="3 tasks are too few"):
+        settings.learn(list(store)[:3])
 
 
 def test_trajectories_of_meta_training_follow_the_loss_alone(quadratic: Callable[..., Any]) -> None:
@@ -118,7 +189,16 @@ def test_trajectories_of_meta_training_follow_the_loss_alone(quadratic: Callable
 
 
 @pytest.mark.parametrize(
-    ("wrong", "value"), [("optimizer", "lbfgs"), ("steps", 0), ("count", 0), ("lr", 0.0), ("variance", -1.0)]
+    ("wrong", "value"),
+    [
+        ("optimizer", "lbfgs"),
+        ("steps", 0),
+        ("evals", 1),
+        ("evals", 202),
+        ("count", 0),
+        ("lr", 0.0),
+        ("variance", -1.0),
+    ],
 )
 def test_impossible_settings_are_printed(wrong: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{wrong} is {value!r}"):

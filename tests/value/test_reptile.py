@@ -16,7 +16,7 @@ from metricopt_ext.value import reptile
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.objective import CollapseWarning, Objective, hardest_triplets
 from metricopt_ext.value.observations import Observations
-from metricopt_ext.value.reptile import SGD, AdamW, ReptileLearner, Tasks, interpolate, set_statistics
+from metricopt_ext.value.reptile import InnerAdamW, InnerSGD, ReptileLearner, Tasks, interpolate, set_statistics
 from metricopt_ext.value.value_function import NeuralValueFunction
 
 DIM = 4
@@ -98,7 +98,7 @@ def recorder() -> Recorder:
 def test_with_one_step_of_sgd_it_is_plain_sgd_at_rate_alpha_eta() -> None:
     """w + eta (w - alpha g - w) = w - alpha eta g."""
     data, spy = observations(), recorder()
-    learner = replace(QUICK, iterations=8, inner=SGD(alpha=0.01), inner_steps=1, objective=spy)
+    learner = replace(QUICK, iterations=8, inner=InnerSGD(alpha=0.01), inner_steps=1, objective=spy)
     f = learner(data, folded(data, 3), 3, seed=1)
 
     plain = spy.initial[0]
@@ -122,7 +122,9 @@ PLAIN: Callable[..., Any] = lambda p: torch.optim.SGD(p, lr=0.01)  # noqa: E731
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(
-    ("inner", "reference"), [(AdamW(lr=0.02, weight_decay=0.5), ADAMW), (SGD(alpha=0.01), PLAIN)], ids=["adamw", "sgd"]
+    ("inner", "reference"),
+    [(InnerAdamW(lr=0.02, weight_decay=0.5), ADAMW), (InnerSGD(alpha=0.01), PLAIN)],
+    ids=["adamw", "sgd"],
 )
 def test_the_outer_loop(inner: Any, reference: Any, adapted: bool) -> None:
     data, spy = observations(), recorder()
@@ -148,17 +150,22 @@ def test_the_outer_loop(inner: Any, reference: Any, adapted: bool) -> None:
     assert_differ(parameters(f), parameters(w if adapted else w_tilde), 1e-3)
 
 
-def test_eta_falls_linearly(monkeypatch: pytest.MonkeyPatch) -> None:
-    etas: list[float] = []
+def etas(monkeypatch: pytest.MonkeyPatch, learner: ReptileLearner) -> list[float]:
+    """The meta learning rates of a fit to 20 tasks in two folds."""
+    seen: list[float] = []
 
     def spy(old: Any, new: Any, eta: float) -> Any:
-        etas.append(eta)
+        seen.append(eta)
         return interpolate(old, new, eta)
 
     monkeypatch.setattr(reptile, "interpolate", spy)
     data = observations()
-    replace(QUICK, iterations=10)(data, folded(data, 2), 2, seed=0)
-    np.testing.assert_allclose(etas, np.linspace(1, 0, 11)[:-1])
+    learner(data, folded(data, 2), 2, seed=0)
+    return seen
+
+
+def test_eta_falls_linearly(monkeypatch: pytest.MonkeyPatch) -> None:
+    np.testing.assert_allclose(etas(monkeypatch, replace(QUICK, iterations=10)), np.linspace(1, 0, 11)[:-1])
 
 
 @pytest.mark.parametrize(("eta", "expected"), [(0.0, [1.0, 2.0]), (1.0, [3.0, -2.0]), (0.25, [1.5, 1.0])])
@@ -168,17 +175,19 @@ def test_interpolate(eta: float, expected: list[float]) -> None:
 
 
 @pytest.mark.usefixtures("double")
+@pytest.mark.filterwarnings("ignore:f gets only 6 updates")
 def test_paper_preset_is_algorithm_1_as_printed() -> None:
     data, spy = observations(tasks=6, points=5), recorder()
     learner = ReptileLearner.paper()
     assert (learner.objective.gamma, learner.objective.beta, learner.objective.miner) == (10, 1, hardest_triplets)
-    f = replace(learner, iterations=4, objective=spy)(data, torch.full_like(data.trajectory, -1), 1, seed=0)
+    f = replace(learner, objective=spy)(data, torch.full_like(data.trajectory, -1), 1, seed=0)
     assert (float(f.cost_mean), float(f.cost_std)) == (0, 1)
 
-    w = spy.initial[0]
-    assert len(spy.calls) == 4
+    w, taken = spy.initial[0], []
+    assert len(spy.calls) == 6
     for i, (phi, cost, sigma) in enumerate(spy.calls):
         (task,) = {int(data.trajectory[(data.phi == p).all(1)]) for p in phi[:, 0]}  # one task, all of it
+        taken.append(task)
         own = data.trajectory == task
         assert sorted(cost[:, 0].tolist()) == sorted(data.cost[own].tolist())
         w_tilde = deepcopy(w)
@@ -187,8 +196,48 @@ def test_paper_preset_is_algorithm_1_as_printed() -> None:
         with torch.no_grad():
             for p, q, g in zip(w.parameters(), w_tilde.parameters(), gradients, strict=True):
                 q -= 0.005 * g
-                p += (1 - i / 4) * (q - p)
+                p += (1 - i / 6) * (q - p)
+    assert sorted(taken) == list(range(6))
     assert_same(parameters(f), parameters(w_tilde), 1e-9)
+
+
+@pytest.mark.parametrize(("tasks", "per_pass"), [(1, 8), (3, 3), (7, 2), (50, 2)])
+def test_passes_take_every_task_that_a_member_sees_and_as_many_times(tasks: int, per_pass: int) -> None:
+    data, passes, spy = observations(tasks=11, points=5), 4, recorder()
+    fold = folded(data, 3)  # the members see 7, 7 and 8 tasks
+    with pytest.warns(UserWarning, match=f"f gets only {2 * 4 * per_pass} updates"):
+        replace(QUICK, passes=passes, tasks=tasks, objective=spy, inner=InnerSGD())(data, fold, 3, seed=0)
+    batches = [phi for phi, _, _ in spy.calls[::2]]  # two inner steps on each
+    assert len(batches) == passes * per_pass
+    for member in range(3):
+        seen = sorted({int(t) for t in data.trajectory[fold != member]})
+        drawn = [
+            {int(data.trajectory[(data.phi == p).all(1)]) for p in phi[:, member]} for phi in batches
+        ]  # of each meta-batch
+        assert {len(one) for one in drawn} == {min(tasks, 7)}
+        for start in range(0, len(drawn), per_pass):
+            assert sorted(set().union(*drawn[start : start + per_pass])) == seen
+        counts = [sum(task in one for one in drawn) for task in seen]
+        assert min(counts) >= passes
+        if tasks == 1 and len(seen) == 8:
+            assert counts == [passes] * 8
+            orders = [drawn[start : start + per_pass] for start in range(0, len(drawn), per_pass)]
+            assert len({str(order) for order in orders}) == passes  # each pass in an order of its own
+
+
+def test_eta_falls_over_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert etas(monkeypatch, replace(QUICK, passes=30, tasks=1)) == pytest.approx(np.linspace(1, 0, 301)[:-1])
+
+
+def test_so_few_updates_that_f_is_not_trained_are_said_with_the_passes_that_train_it() -> None:
+    data = observations(tasks=20)
+    learner, all_seen = ReptileLearner.paper(), torch.full_like(data.trajectory, -1)
+    with pytest.warns(UserWarning, match=r"only 40 updates, and fewer than 300 .* to 15 or more \(it is 2\)"):
+        replace(learner, passes=2)(data, all_seen, 1, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", CollapseWarning)
+        replace(learner, passes=15)(data, all_seen, 1, seed=0)
 
 
 # --- Meta-batches and folds ----------------------------------------------------------------------------------
@@ -200,7 +249,7 @@ def test_meta_batches() -> None:
     tasks = Tasks.of(data.trajectory, fold[:, None] != torch.arange(folds))
     generator, drawn = rng(), np.zeros((folds, 11))
     for _ in range(300):
-        batch = tasks.draw(4, 4, generator)
+        batch = tasks.points_of(tasks.draw(4, generator), 4, generator)
         assert batch.shape == (16, folds)
         for member in range(folds):
             ids, counts = np.unique(batch[:, member], return_counts=True)
@@ -223,7 +272,7 @@ def test_points_of_a_task_are_drawn_uniformly() -> None:
     tasks, generator = Tasks.of(data.trajectory, torch.ones(len(data.phi), 1, dtype=torch.bool)), rng()
     counts = np.zeros(len(data.phi))
     for _ in range(2000):
-        np.add.at(counts, tasks.draw(4, 2, generator)[:, 0].numpy(), 1)
+        np.add.at(counts, tasks.points_of(tasks.draw(4, generator), 2, generator)[:, 0].numpy(), 1)
     expected = np.array([2 / (5 if t % 2 == 0 else 3) for t in data.trajectory.tolist()])
     assert np.abs(counts / 2000 - expected).max() < 5 * math.sqrt(0.25 / 2000)
 
@@ -233,13 +282,15 @@ def test_size_of_meta_batches(tasks: int, points: int | None, size: int) -> None
     data = observations(tasks=10, uneven=True)
     seen = folded(data, 3)[:, None] != torch.arange(3)  # the members see 6, 7 and 7 tasks
     size = size if tasks == 3 else 6 * 2
-    assert Tasks.of(data.trajectory, seen).draw(tasks, points, rng()).shape == (size, 3)
+    of = Tasks.of(data.trajectory, seen)
+    assert of.points_of(of.draw(tasks, rng()), points, rng()).shape == (size, 3)
 
 
 def test_tasks_need_not_be_in_order() -> None:
     shuffle = torch.randperm(20, generator=rng())
     trajectory = torch.arange(4).repeat_interleave(5)[shuffle] * 10
-    batch = Tasks.of(trajectory, torch.ones(20, 2, dtype=torch.bool)).draw(4, 5, rng())
+    tasks = Tasks.of(trajectory, torch.ones(20, 2, dtype=torch.bool))
+    batch = tasks.points_of(tasks.draw(4, rng()), 5, rng())
     for member in range(2):
         assert sorted(batch[:, member].tolist()) == list(range(20))
 
@@ -337,7 +388,7 @@ def test_equal_uncertainties_do() -> None:
 
 def test_collapse_is_said() -> None:
     data = observations()
-    learner = replace(QUICK, iterations=20, inner=AdamW(lr=1e-2, weight_decay=50))
+    learner = replace(QUICK, iterations=20, inner=InnerAdamW(lr=1e-2, weight_decay=50))
     with pytest.warns(CollapseWarning, match="2 of the value function's 2 members predict nearly the same cost"):
         learner(data, folded(data, 2), 2, seed=0)
 
@@ -346,6 +397,7 @@ def test_collapse_is_said() -> None:
     ("settings", "message"),
     [
         ({"iterations": 0}, "iterations is 0; it must be at least 1"),
+        ({"passes": 0}, "passes is 0; it must be at least 1"),
         ({"tasks": 0}, "tasks is 0; it must be at least 1"),
         ({"inner_steps": -1}, "inner_steps is -1; it must be at least 1"),
         ({"resolution": 0.0}, r"resolution is 0\.0; it must be above 0"),
