@@ -2,33 +2,31 @@
 
 Attach an adapter (`attach_film`, `attach_input_bias`), describe the task (`FinetuneTask`, `Metric`), and call
 `optimize_metric` with a number of metric queries. `meta_train` and the optimizer `MetricOpt` are the pieces for your
-own loop.
+own loop. What can go wrong is in `metricopt_ext.errors`.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from metricopt_ext import errors
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, load_adapter
-from metricopt_ext.errors import (
-    AdapterError,
-    BudgetError,
-    ConfigError,
-    DataError,
-    FileFormatError,
-    MetricError,
-    MetricOptError,
-    ValueFunctionError,
-)
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.recipe import Recipe, Setting
 from metricopt_ext.methods.result import MetricOptResult, Result
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.tuning import Tuned, tune_start
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import MetricOpt
-from metricopt_ext.tasks.batches import DatasetBatches, TensorBatches
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.batches import ClassBatches, DatasetBatches, TensorBatches
+from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
-from metricopt_ext.value.fitting import Fit
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.value.fitting import Fit, fit_value_function
+from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import (
     NeuralValueFunction,
     Quality,
@@ -37,41 +35,58 @@ from metricopt_ext.value.value_function import (
     load_value_function,
 )
 
+if TYPE_CHECKING:
+    from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
+
 __all__ = [
     "CMAES",
     "Adapter",
-    "AdapterError",
-    "BudgetError",
-    "ConfigError",
-    "DataError",
+    "ClassBatches",
     "DatasetBatches",
-    "FileFormatError",
+    "Evaluation",
     "FinetuneTask",
     "Fit",
+    "GaussianProcessLabels",
     "GuidedES",
     "Ledger",
+    "LinearLabels",
     "Metric",
-    "MetricError",
     "MetricOpt",
-    "MetricOptError",
     "MetricOptResult",
+    "NeuralLearner",
     "NeuralValueFunction",
+    "Observations",
     "OutputLoss",
     "Quality",
     "Recipe",
+    "ReptileLearner",
     "Result",
+    "RidgeLearner",
     "RidgeValueFunction",
+    "Setting",
     "TensorBatches",
     "Trajectory",
     "TrajectoryStore",
     "Tuned",
     "ValueFunction",
-    "ValueFunctionError",
+    "Watcher",
     "attach_film",
     "attach_input_bias",
+    "errors",
+    "fit_value_function",
     "load_adapter",
     "load_value_function",
     "meta_train",
     "optimize_metric",
     "tune_start",
 ]
+
+LAZY = dict.fromkeys(("GaussianProcessLabels", "LinearLabels"), "metricopt_ext.value.labels")  # import gpytorch
+
+
+def __getattr__(name: str) -> Any:
+    if name in LAZY:
+        return getattr(import_module(LAZY[name]), name)
+    if name in errors.__all__:
+        raise AttributeError(f"metricopt_ext.{name} is now metricopt_ext.errors.{name}")
+    raise AttributeError(f"module 'metricopt_ext' has no attribute {name!r}")

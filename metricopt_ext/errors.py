@@ -1,5 +1,16 @@
 """The errors a user can meet. Each one names the offending value and what would be right."""
 
+__all__ = [
+    "AdapterError",
+    "BudgetError",
+    "ConfigError",
+    "DataError",
+    "FileFormatError",
+    "MetricError",
+    "MetricOptError",
+    "ValueFunctionError",
+]
+
 
 class MetricOptError(Exception):
     """Base of every error that metricopt-ext raises on purpose."""

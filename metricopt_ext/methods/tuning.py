@@ -13,6 +13,7 @@ from metricopt_ext.tasks.rollout import Policy, rollout
 from metricopt_ext.tasks.split_half import CERTAINTY, chance_of_gain, optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.renamed import Renamed
 from metricopt_ext.value.adapted import AdaptedValueFunction
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction
@@ -41,6 +42,8 @@ class Tuned:
     chosen: str
     chance: float
     optimism: float
+
+    answers = Renamed("evaluations")
 
     @property
     def best(self) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.renamed import Renamed
 
 
 class Ledger:
@@ -99,6 +100,8 @@ class Metric:
         self.name = name or getattr(function, "__name__", "metric").strip("<>")
         self.ledger = ledger or Ledger()
         self._takes_model = _takes_model(function)
+
+    ask = Renamed("evaluate")
 
     def with_new_ledger(self) -> "Metric":
         """Return the same metric with an empty ledger without a budget."""

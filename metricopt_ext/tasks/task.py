@@ -14,6 +14,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.utils.renamed import Renamed
 from metricopt_ext.utils.seeding import generator
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -112,6 +113,8 @@ class FinetuneTask:
                 f"batches is a {type(self.batches).__name__}, which can't be replayed; it must be a function"
                 " batches(seed, task, step) -> batch, e.g. DatasetBatches(dataset, batch_size)"
             )
+
+    ask, answers_at = Renamed("evaluate"), Renamed("evaluate_at")
 
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""
