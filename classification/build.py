@@ -68,7 +68,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def predict(model: nn.Module, x: Tensor) -> Tensor:
-    """Return the logits of inputs ``n x ...``, in batches; the caller sees to evaluation mode and gradients."""
+    """Return the logits of inputs ``n x ...``, in batches; the caller sets evaluation mode and turns gradients off."""
     return torch.cat([model(part) for part in x.split(EVALUATION_BATCH)])
 
 
@@ -86,7 +86,7 @@ def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] = ()) -
     Args:
         spec: The metric.
         part: Inputs and labels.
-        halves: Indices of two halves of them, for a metric that tells its value on each as well; none for one that
+        halves: Indices of two halves of them, for a metric that reports its value on each as well; none for one that
             does not.
     """
 

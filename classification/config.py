@@ -1,4 +1,4 @@
-"""What `tools/finetune_classifier.py` can be told; each key is a field here and nowhere else."""
+"""The settings of `tools/finetune_classifier.py`; each key is a field here and nowhere else."""
 
 from dataclasses import dataclass, field
 

@@ -264,7 +264,7 @@ def from_callable(
     while isinstance(inner, functools.partial):
         inner = inner.func
     label = str(name or getattr(inner, "__name__", type(inner).__name__))
-    torchmetrics = sys.modules.get("torchmetrics")  # whoever made such a metric has imported it
+    torchmetrics = sys.modules.get("torchmetrics")  # such a metric has imported it
     stateful = torchmetrics is not None and isinstance(fn, torchmetrics.Metric)
     takes_tensors = stateful or (getattr(inner, "__module__", None) or "").partition(".")[0] == "torchmetrics"
 

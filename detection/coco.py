@@ -44,7 +44,7 @@ def read_coco(
 
     Args:
         annotations: The JSON file.
-        images_dir: Folder of the images; None where only the boxes are needed, then nobody looks for the images.
+        images_dir: Folder of the images; None where only the boxes are needed, then the images are not looked for.
         dtype: Type of the boxes; float64 keeps all decimals of the file.
 
     Raises:

@@ -94,7 +94,7 @@ class FrozenFeatures:
         self.gib, self.bytes, self.warned = gib, {"detection": 0, "loss": 0}, False
 
     def build(self, classes: int, seed: int) -> nn.Module:
-        """Return a new detector, which this memory knows nothing of."""
+        """Return a new detector, to which this memory does not apply."""
         return self.toolkit.build(classes, seed)
 
     def film_layers(self, model: nn.Module, placements: Sequence[str]) -> list[str]:

@@ -38,13 +38,13 @@ def ap50_metric(
         examples: The images.
         classes: Names of the classes.
         definition: See `ap50`.
-        halves: Places of two halves of the images, for a metric that tells its value on each as well; none for one that
-            does not. They are not told where one of them has no object that counts.
+        halves: Places of two halves of the images, for a metric that reports its value on each as well; none for one
+            that does not. They are not reported where one of them has no object that counts.
     """
     truth = truth_of(examples, classes)
     nothing = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
     objects = match([nothing] * len(truth), truth, definition).objects
-    told = [torch.tensor(half) for half in halves] if all(objects[list(half)].any() for half in halves) else []
+    reported = [torch.tensor(half) for half in halves] if all(objects[list(half)].any() for half in halves) else []
 
     def function(model: nn.Module) -> Any:
         found = [each for batch in in_batches(examples) for each in toolkit.detect(model, batch)]
@@ -53,6 +53,6 @@ def ap50_metric(
         def value_on(half: Tensor | None) -> float:
             return matches.average_precision(None if half is None else half.tolist()).mean
 
-        return with_halves(value_on, told)
+        return with_halves(value_on, reported)
 
     return Metric(function, maximize=True, name="AP50")

@@ -77,7 +77,7 @@ def build_standard(
     options = {"min_size": min_size, "max_size": max_size, "box_score_thresh": score_threshold}
     model: nn.Module
     if name == "fasterrcnn_resnet50_fpn":
-        # The published weights are for frozen norms; nobody trains those from scratch.
+        # The published weights are for frozen norms; those are not trained from scratch.
         norm = FrozenBatchNorm2d if weights else nn.BatchNorm2d
         backbone = resnet_fpn_backbone(
             backbone_name="resnet50", weights=None, norm_layer=norm, trainable_layers=3 if weights else 5
@@ -97,7 +97,7 @@ def build_standard(
 def _add_to_variance(norm: FrozenBatchNorm2d) -> None:
     """Rescale a published norm, whose variance is used as it is, for one that adds ``eps``, as torchvision's others do.
 
-    Torchvision sets ``eps`` to 0 for its published weights alone, which the weights themselves don't tell.
+    Torchvision sets ``eps`` to 0 for its published weights alone, which the weights themselves don't show.
     """
     variance = norm.running_var.double()
     norm.weight.copy_(norm.weight * ((variance + norm.eps) / variance).sqrt())

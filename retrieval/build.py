@@ -42,7 +42,7 @@ LOADERS: dict[str, Callable[[DataConfig], Labelled]] = {
 
 
 def embed(model: nn.Module, x: Tensor) -> Tensor:
-    """Return the embeddings, ``n x d``, of images, in batches; the caller sees to evaluation mode and gradients."""
+    """Return the embeddings, ``n x d``, of images, in batches; evaluation mode is the caller's business."""
     return torch.cat([model(part) for part in x.split(EVALUATION_BATCH)])
 
 
@@ -59,8 +59,8 @@ def build_metric(config: MetricConfig, part: Split, halves: Sequence[Tensor] = (
     Args:
         config: The settings.
         part: Images and labels.
-        halves: Indices of two halves of them, for a metric that tells its value within each as well; none for one that
-            does not.
+        halves: Indices of two halves of them, for a metric that reports its value within each as well; none for one
+            that does not.
 
     Raises:
         ConfigError: The numbers of neighbours are impossible.

@@ -44,7 +44,7 @@ class Recall:
     """Recall@k of a set of queries.
 
     Attributes:
-        at: Recall in [0, 1] for each k, in the order asked for.
+        at: Recall in [0, 1] for each k, in the order given.
         queries: Number of queries that the recalls are means over.
         without_match: Number of queries left out because no other item of the gallery has their label. To count them
             as misses (all queries searched, no subset), multiply by ``queries / (queries + without_match)``.

@@ -82,7 +82,7 @@ def run_seed(
         folder: The run's folder.
         resume: Go on with what an interrupted run left there.
         seed: The seed.
-        watcher: Is told of the progress.
+        watcher: Is notified of the progress.
 
     Raises:
         MetricOptError: Data, settings or metric are not usable; the message says which.

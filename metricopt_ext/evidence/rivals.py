@@ -41,7 +41,7 @@ def usual_methods(
         batches: Batches of the labelled validation data, as the loss takes them.
         folder: Receives what MetricOpt keeps.
         resume: Let it go on with what an interrupted run left there.
-        watcher: Is told of its progress.
+        watcher: Is notified of its progress.
     """
     recipe, queries = config.recipe.build(), config.search_queries
 

@@ -1,4 +1,4 @@
-"""What the tools of all tasks can be told alike; each key is a field here and nowhere else."""
+"""The settings that the tools of all tasks share; each key is a field here and nowhere else."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -109,11 +109,11 @@ class ShiftConfig:
 
 @dataclass
 class RunConfig:
-    """What the run of any task's tool can be told; a task adds its data, model and metric."""
+    """The settings that every task's tool shares; a task adds its data, model and metric."""
 
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
-    queries: int = 600  # metric queries of MetricOpt, all in
+    queries: int = 600  # metric queries of MetricOpt in all
     population: int = 32  # tasks computed together
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     search_queries: int = 0  # of each direct search on the true metric, Guided ES and CMA-ES; 0: none

@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper as printed, for who wants to reproduce it. `optimize_metric` is what we recommend instead.
+"""Algorithm 1 of the paper as printed, for anyone who wants to reproduce it; we recommend `optimize_metric` instead.
 
 The paper leaves open the rate alpha_t of the metric step, the spread of phi_0 and the rate of SGD or Adam: they are
 arguments here. Everything else has the paper's value.

@@ -69,7 +69,7 @@ def optimize_metric(
         seed: Seed of all draws.
         output_dir: Keeps trajectories, ``value_function.safetensors`` and ``adapter.safetensors``; None keeps nothing.
         resume: Go on with what an interrupted run left in ``output_dir``; the result is the same bit for bit.
-        watcher: Is told of the progress; by default a bar on the terminal.
+        watcher: Is notified of the progress; by default a bar on the terminal.
 
     Returns:
         The result; the tuned phi is in the model.

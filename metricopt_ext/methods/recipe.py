@@ -74,7 +74,7 @@ class Recipe:
     refine_queries: int = 0
 
     def __post_init__(self) -> None:
-        """Check what a wrong value of would only show late.
+        """Refuse values that would only fail later.
 
         Raises:
             ValueError: A value is out of range; the message prints it.
@@ -117,7 +117,7 @@ class Recipe:
         """Most queries that one start can cost: its guard, adaptation and refinement.
 
         The guard evaluates the start, the loss-only end, MetricOpt's end, and the two cross-checked ends of a metric
-        that tells halves.
+        that reports halves.
         """
         return 5 + (self.adapt_queries + 1 if self.adapt_queries else 0) + self.refine_queries
 

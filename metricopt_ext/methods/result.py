@@ -30,9 +30,9 @@ class Result:
         after: Metric of the model as it is now.
         best: Metric of the best candidate; it differs from ``after`` if its gain may be chance.
         chosen: The candidate that was kept: ``"start"`` or another of ``ends``.
-        chance: Standard deviation of the chance part of a gain; 0 if the metric does not tell halves.
-        optimism: What the gain of following f is expected to lose on other data; 0 if the metric does not tell halves,
-            and for direct searches.
+        chance: Standard deviation of the chance part of a gain; 0 if the metric does not report halves.
+        optimism: What the gain of following f is expected to lose on other data; 0 if the metric does not report
+            halves, and for direct searches.
         queries: Queries spent, by purpose.
         queries_per_start: Queries that another start would cost.
         ends: End point phi, ``d``, of each candidate.
@@ -50,7 +50,7 @@ class Result:
     ends: dict[str, Tensor]
 
     def __str__(self) -> str:
-        """Tell the outcome, its cost and whether f was to be trusted, in a few lines."""
+        """State the outcome, its cost and whether f was to be trusted, in a few lines."""
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
@@ -79,7 +79,7 @@ class MetricOptResult(Result):
     Attributes:
         loss_finetune: Metric after the same number of steps on the loss alone.
         setting: The (loss weight, metric step) used.
-        split_half: Correlation of the metric's halves over random phi, NaN if it does not tell them.
+        split_half: Correlation of the metric's halves over random phi, NaN if it does not report them.
         fit: The value function with its held-out quality.
         trajectories: What it was learned from.
     """

@@ -40,7 +40,7 @@ def meta_train(
         recipe: How to work.
         seed: Seed of all draws.
         store: Keeps the trajectories; those that it has are not collected again.
-        watcher: Is told of the progress.
+        watcher: Is notified of the progress.
     """
     recipe = recipe or Recipe()
     store = TrajectoryStore() if store is None else store
@@ -105,7 +105,7 @@ def learn_in_rounds(
         recipe: Number of rounds, and how f is fitted.
         tasks: Number of tasks in a round.
         seed: Seed of the fits.
-        watcher: Is told of the progress.
+        watcher: Is notified of the progress.
         device: Where f is put.
     """
     fit: Fit | None = None

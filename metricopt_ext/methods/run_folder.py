@@ -86,7 +86,7 @@ class RunFolder:
 
 
 def identity_of(strategy: Recipe | Search, task: FinetuneTask, *, seed: int, size: dict[str, int]) -> dict[str, Any]:
-    """Return what a run depends on, by which other runs are told from it.
+    """Return what a run depends on, by which other runs are recognised.
 
     Args:
         strategy: The recipe or search.

@@ -64,8 +64,8 @@ def tune_start(
 ) -> Tuned:
     """Finetune one start under a value function that was learned before; at most ``recipe.start_queries`` queries.
 
-    The metric judges the start, the end of a loss-only finetune and MetricOpt's end, and, if it tells halves, two ends
-    that show how optimistic MetricOpt's gain is. If the recipe says so, f is then adapted to what the metric says along
+    The metric judges the start, the end of a loss-only finetune and MetricOpt's end, and, if it reports halves, two
+    ends that show how optimistic MetricOpt's gain is. If the recipe says so, f is then adapted to what the metric says along
     MetricOpt's way and followed once more, and a direct search goes on from the best end. The start is kept unless
     another end is better by more than chance and optimism (`split_half`).
 
@@ -78,7 +78,7 @@ def tune_start(
         start: phi_0, ``d``; by default 0, the model as it was trained.
         index: The task index, for the batches; another one for each start.
         seed: Seed of batches and search.
-        watcher: Is told of the progress.
+        watcher: Is notified of the progress.
     """
     recipe, watcher = recipe or Recipe(), watcher or Watcher()
     start = task.origin() if start is None else start
@@ -176,13 +176,13 @@ def metric_policy(f: ValueFunction, recipe: Recipe, setting: Setting) -> MetricO
 
 
 def evaluate(task: FinetuneTask, phi: Tensor, purpose: str, where: str, watcher: Watcher) -> Evaluation:
-    """Evaluate the metric at one phi, ``d``, and tell the watcher."""
+    """Evaluate the metric at one phi, ``d``, and notify the watcher."""
     (evaluation,) = task.evaluate_at(phi[None], purpose, f"{where}; ")
     query_callback(task, watcher)(evaluation.cost)
     return evaluation
 
 
 def query_callback(task: FinetuneTask, watcher: Watcher) -> Callable[[float], None]:
-    """Return a function that tells a watcher of an observed cost and of the queries spent."""
+    """Return a function that notifies a watcher of an observed cost and of the queries spent."""
     metric = task.metric
     return lambda cost: watcher.query(metric.ledger.spent, f"{metric.name} {metric.to_value(cost):.4f}")

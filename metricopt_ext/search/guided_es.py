@@ -108,7 +108,7 @@ def es_direction(
 ) -> Tensor:
     """Estimate the direction u_t from values of f alone, by antithetic perturbations (Eq. 4).
 
-    f may be a black box. Where its gradient is to be had, `analytic_direction` is what this estimates, without noise.
+    f may be a black box. Where its gradient is available, `analytic_direction` returns what this estimates, exactly.
 
     Args:
         f: Called once, with all 2P points, ``... x 2P x d``; returns their values, ``... x 2P``.

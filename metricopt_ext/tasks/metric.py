@@ -53,7 +53,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
         cost: The metric's cost.
-        halves: Its costs on two halves of its data, None from a metric that does not tell them.
+        halves: Its costs on two halves of its data, None from a metric that does not report them.
     """
 
     cost: float

@@ -27,7 +27,7 @@ def split_half_correlation(trajectories: Sequence[Trajectory]) -> float:
     Near 0 the metric says nothing about other data of its kind, and no method can help.
 
     Returns:
-        The correlation in [-1, 1]; NaN if the metric does not tell halves or never differs.
+        The correlation in [-1, 1]; NaN if the metric does not report halves or never differs.
     """
     starts = [t.halves[0] for t in trajectories if t.halves is not None and t.observed[0] == 0]
     if len(starts) < 3:
@@ -49,7 +49,7 @@ def chance_of_gain(start: Evaluation, elsewhere: Tensor | None) -> float:
         elsewhere: Costs on the two halves of points to compare with, ``m x 2``, best those that finetuning visits.
 
     Returns:
-        The standard deviation; 0 if the metric does not tell halves, for then nothing is known of it.
+        The standard deviation; 0 if the metric does not report halves, for then nothing is known of it.
     """
     if start.halves is None or elsewhere is None or len(elsewhere) == 0:
         return 0.0
@@ -58,7 +58,7 @@ def chance_of_gain(start: Evaluation, elsewhere: Tensor | None) -> float:
 
 
 def halves_where_used(trajectories: Sequence[Trajectory]) -> Tensor | None:
-    """Return the halves, ``m x 2``, observed where finetuning goes; None if the metric does not tell them.
+    """Return the halves, ``m x 2``, observed where finetuning goes; None if the metric does not report them.
 
     That is on the second half of on-policy trajectories, or of all while there are none on policy.
     """

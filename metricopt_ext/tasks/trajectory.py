@@ -23,7 +23,7 @@ class Trajectory:
         loss: The surrogate loss at phi_0 ... phi_{T-1}, each on its own batch, ``T``.
         observed: Steps at which the metric was evaluated, ascending, ``K``.
         cost: The metric there as a cost, float64, ``K``.
-        halves: The costs on two halves of the metric's data, float64, ``K x 2``; None if the metric does not tell them.
+        halves: The costs on two halves of the metric's data, float64, ``K x 2``; None if the metric reports none.
     """
 
     round: int

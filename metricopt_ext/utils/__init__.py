@@ -1,1 +1,1 @@
-"""What every floor uses and nobody else is named after: files, seeds, configs, progress, processes."""
+"""What every package uses: files, seeds, configs, progress, processes."""

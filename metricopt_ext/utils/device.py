@@ -16,4 +16,4 @@ def choose_device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device={name!r} is not to be had here: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"device={name!r} is not available here: {str(error).splitlines()[0]}") from error

@@ -56,7 +56,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def fingerprint(state: dict[str, Any]) -> str:
-    """Return 16 hexadecimal digits that tell a state dict's names and tensors from others, on whatever device."""
+    """Return 16 hexadecimal digits that distinguish a state dict's names and tensors from others, on any device."""
     digest = hashlib.blake2b(digest_size=8)
     for name, value in sorted(state.items()):
         if isinstance(value, Tensor):
@@ -116,7 +116,7 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
 def load_weights(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -> None:
     """Load a state dict, of safetensors or of torch without pickled code, into a model.
 
-    A checkpoint of Detectron2 will do too: its state dict is the entry ``model``.
+    A checkpoint of Detectron2 works too: its state dict is the entry ``model``.
 
     Args:
         model: The model.

@@ -1,23 +1,23 @@
-"""Progress for people who watch: a bar for each run with its stage, the metric last seen and the queries spent."""
+"""Progress as people watch it: a bar for each run with its stage, the metric last seen and the queries spent."""
 
 from contextlib import AbstractContextManager
 from typing import Any
 
 
 class Watcher:
-    """Told of a run's progress; this one shows nothing."""
+    """Is notified of a run's progress; this one shows nothing."""
 
     def stage(self, description: str) -> None:
-        """Learn what is being done from now on."""
+        """What is being done from now on."""
 
     def query(self, spent: int, seen: str) -> None:
-        """Learn of one more metric query: how many were spent, and what the metric said."""
+        """One more metric query was made: how many were spent, and the value it returned."""
 
     def say(self, line: str) -> None:
-        """Learn something worth a line of its own."""
+        """Something is worth a line of its own."""
 
     def done(self) -> None:
-        """Learn that the run is over, with whatever queries it left unspent."""
+        """The run is over, with whatever queries it left unspent."""
 
 
 class Bars(AbstractContextManager["Bars"]):

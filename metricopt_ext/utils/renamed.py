@@ -1,4 +1,4 @@
-"""Names that public attributes had before: using one is an error that tells the new one."""
+"""Names that public attributes had before: using one is an error that names the new one."""
 
 from typing import Any, NoReturn
 

@@ -25,7 +25,7 @@ class Fit:
         candidates: Held-out quality of each kind that was fitted.
         predicted: Held-out predictions where f is used, ``m``.
         true: The costs observed there, ``m``.
-        halves: The costs on two halves of the metric's data there, ``m x 2``; None if the metric does not tell them.
+        halves: The costs on two halves of the metric's data there, ``m x 2``; None if the metric does not report them.
         half_fits: Two more value functions, fitted to the costs on one half each; none if there are no halves.
     """
 

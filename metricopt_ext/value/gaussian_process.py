@@ -48,7 +48,7 @@ class Skill:
     Attributes:
         gp_mae: Mean absolute error of the Gaussian process.
         constant_mae: The same of each trajectory's level: the mean of its other points, shrunk towards the mean of all
-            trajectories as far as their spread suggests. A Gaussian process does as well where time tells nothing.
+            trajectories as far as their spread suggests. A Gaussian process does as well where time explains nothing.
         linear_mae: The same of linear interpolation in time.
         gain_error: Standard error of ``constant_mae - gp_mae`` over the trajectories; infinite for fewer than two.
         points: Number of observations left out.
@@ -69,11 +69,11 @@ class Skill:
 
     @property
     def skilful(self) -> bool:
-        """Whether time tells something: a tenth of the error is avoided, and not by luck (2 standard errors)."""
+        """Whether time explains something: a tenth of the error is avoided, and not by luck (2 standard errors)."""
         return self.skill > 0.1 and self.constant_mae - self.gp_mae > 2 * self.gain_error
 
     def __str__(self) -> str:
-        """Tell the errors in one line."""
+        """Return the errors in one line."""
         return (
             f"skill {self.skill:.2f}; left-out MAE {self.gp_mae:.4g}, levels {self.constant_mae:.4g},"
             f" linear {self.linear_mae:.4g} ({self.points} points of {self.trajectories} trajectories)"

@@ -25,7 +25,7 @@ class Labels(Observations):
     skill: Skill | None = None
 
     def __str__(self) -> str:
-        """Tell kind, number and skill in one line."""
+        """Return kind, number and skill in one line."""
         skill = "" if self.skill is None else f"; Gaussian process: {self.skill}"
         return f"{self.kind} labels at {len(self.cost)} points{skill}"
 

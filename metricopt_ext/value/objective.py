@@ -168,7 +168,7 @@ class Objective:
         return loss
 
     def __repr__(self) -> str:
-        """Tell the miner by name: a function's own repr holds its address, which no other process has."""
+        """Name the miner: a function's own repr holds its address, which no other process has."""
         miner = getattr(self.miner, "__qualname__", repr(self.miner))
         return f"Objective(gamma={self.gamma}, beta={self.beta}, miner={miner})"
 
@@ -176,7 +176,7 @@ class Objective:
 def comparable_sigma(data: Observations, resolution: float) -> Tensor:
     """Return sigma in units of the cost, ``n``, as Fisher's ratio needs it.
 
-    Where all labels are equally sure, sigma tells no unit; differences are then judged against the labels' spread.
+    Where all labels are equally sure, sigma carries no unit; differences are then judged against the labels' spread.
 
     Args:
         data: The labelled points.

@@ -420,7 +420,7 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["model.name=tabular_mlp"], r"model\.name=tabular_mlp takes vectors, the data has \(1, 8, 8\)"),
         (["model.weights=nowhere.pt"], r"nowhere\.pt holds no weights for SmallCNN"),
         (["batch_size=5"], r"batch_size is 5, too small for one example of each of 10 classes"),
-        (["device=abacus"], r"device='abacus' is not to be had here"),
+        (["device=abacus"], r"device='abacus' is not available here"),
         (["recipe.lr=1e30"], r"gradient of task \d is not finite .* lower the lr"),
         (["metric.name=sklearn.metrics:mean_squared_error"], r"must be within its bounds .*round 0, task 0"),
     ],
@@ -560,10 +560,10 @@ def test_adapters_that_cannot_be() -> None:
 def test_devices() -> None:
     assert choose_device("cpu") == torch.device("cpu")
     assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(ConfigError, match="device='abacus' is not to be had here"):
+    with pytest.raises(ConfigError, match="device='abacus' is not available here"):
         choose_device("abacus")
     missing = f"cuda:{torch.cuda.device_count()}"
-    with pytest.raises(ConfigError, match=f"device='{missing}' is not to be had here"):
+    with pytest.raises(ConfigError, match=f"device='{missing}' is not available here"):
         choose_device(missing)
 
 

@@ -405,7 +405,7 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["adapter.placement=head"], r"placement='head' is none of backbone, early, fpn, rpn, roi_head, predictor"),
         (["adapter.layers=[norm*]"], r"layers='norm\*' matches no layer"),
         (["model.lr=1e30"], r"step \d: .*(lower the lr|not finite)"),
-        (["device=abacus"], r"device='abacus' is not to be had here"),
+        (["device=abacus"], r"device='abacus' is not available here"),
     ],
 )
 def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:

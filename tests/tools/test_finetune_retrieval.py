@@ -313,7 +313,7 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["model.name=resnet18"], r"model\.name=resnet18 does not take images of shape \(1, "),
         (["model.weights=nowhere.pt"], r"nowhere\.pt holds no weights for Embedder"),
         (["model.trunk_weights=a.pt"], r"model\.trunk_weights is for torchvision's classifiers"),
-        (["device=abacus"], r"device='abacus' is not to be had here"),
+        (["device=abacus"], r"device='abacus' is not available here"),
     ],
 )
 def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
