@@ -39,7 +39,7 @@ try:
     from detectron2.utils import comm
 
     from metricopt_ext.detection.detectron2.build import unwrapped
-    from metricopt_ext.detection.detectron2.config import read_config, settings_of
+    from metricopt_ext.detection.detectron2.config import metricopt_settings, read_config
     from metricopt_ext.detection.detectron2.datasets import check_sets, register_entries, write_example
     from metricopt_ext.detection.detectron2.export import export
     from metricopt_ext.detection.detectron2.meta_train import meta_train
@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> Any:
     if arguments.eval_only:
         cfg.METRICOPT.START_STD = 0.0  # phi is what the checkpoint holds, or 0
     cfg.freeze()
-    settings = settings_of(cfg)
+    settings = metricopt_settings(cfg)
     check(cfg, arguments)
     write_example(settings)
     register_entries(settings.data, settings.data_root, settings.classes)
@@ -89,7 +89,7 @@ def evaluate(cfg: CfgNode, resume: bool) -> Any:
     weights = checkpointer.get_checkpoint_file() if resume else cfg.MODEL.WEIGHTS
     if not weights:
         raise ConfigError("--eval-only needs MODEL.WEIGHTS, the detector to evaluate")
-    load_weights(model, weights, tuned=settings_of(cfg).enabled)
+    load_weights(model, weights, tuned=metricopt_settings(cfg).enabled)
     return evaluate_model(cfg, model)
 
 
@@ -103,7 +103,7 @@ def evaluate_model(cfg: CfgNode, model: nn.Module) -> Any:
 
 def finetune(cfg: CfgNode, resume: bool) -> Any:
     """Finetune phi, and merge its best point, or its last where AP50 was not evaluated, into the weights."""
-    settings, training = settings_of(cfg), cfg.clone()
+    settings, training = metricopt_settings(cfg), cfg.clone()
     training.defrost()
     training.SOLVER.CHECKPOINT_PERIOD = min(cfg.SOLVER.CHECKPOINT_PERIOD, max(1, settings.steps // 10))
     training.DATASETS.TEST, training.TEST.EXPECTED_RESULTS = (), []  # not the last point is judged, but the chosen one

@@ -123,7 +123,7 @@ def add_metricopt_config(cfg: CfgNode) -> None:
     cfg.METRICOPT = CfgNode({field.name.upper(): field.default for field in fields(Settings)})
 
 
-def settings_of(cfg: CfgNode) -> Settings:
+def metricopt_settings(cfg: CfgNode) -> Settings:
     """Return the node METRICOPT as settings.
 
     Raises:

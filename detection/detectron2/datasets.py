@@ -72,7 +72,7 @@ def register(name: str, data: DetectionSet) -> None:
     MetadataCatalog.get(name).set(thing_classes=list(data.classes))
 
 
-def truth_of(name: str) -> DetectionSet:
+def registered_truth(name: str) -> DetectionSet:
     """Return a set of Detectron2's catalog, one that `register` entered or one of Detectron2's or the user's own.
 
     Raises:

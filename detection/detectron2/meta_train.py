@@ -12,8 +12,8 @@ from detectron2.config import CfgNode
 from detectron2.utils import comm
 
 from metricopt_ext.detection.detectron2.build import main_process_folder
-from metricopt_ext.detection.detectron2.config import Settings, settings_of
-from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, open_store
+from metricopt_ext.detection.detectron2.config import Settings, metricopt_settings
+from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.tasks.trajectory import TrajectoryStore
@@ -42,7 +42,7 @@ def meta_train(cfg: CfgNode, path: str | Path, resume: bool = False) -> Fit | No
         ConfigError: No trained detector is named, or no set to evaluate AP50 on.
         FileFormatError: There are trajectories and ``resume`` is False, or they are of runs with other settings.
     """
-    settings = settings_of(cfg)
+    settings = metricopt_settings(cfg)
     _check(cfg, settings)
     tasks, rounds, scratch = settings.tasks, settings.rounds, os.path.join(cfg.OUTPUT_DIR, "meta_train")
     recipe = Recipe(
@@ -113,7 +113,7 @@ def _run(cfg: CfgNode) -> None:
 
 
 def _store(cfg: CfgNode) -> TrajectoryStore:
-    return open_store(cfg, main_process_folder(cfg.METRICOPT.TRAJECTORIES))
+    return trajectory_store(cfg, main_process_folder(cfg.METRICOPT.TRAJECTORIES))
 
 
 def _stored(cfg: CfgNode, round: int, index: int) -> bool:

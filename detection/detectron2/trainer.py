@@ -19,8 +19,8 @@ from metricopt_ext.detection.detectron2.build import (
     phi_optimizer,
     with_film,
 )
-from metricopt_ext.detection.detectron2.config import settings_of
-from metricopt_ext.detection.detectron2.datasets import Mapper, truth_of
+from metricopt_ext.detection.detectron2.config import metricopt_settings
+from metricopt_ext.detection.detectron2.datasets import Mapper, registered_truth
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, validation_metric
 from metricopt_ext.detection.detectron2.identity import identity_of_run, identity_of_trajectories
 from metricopt_ext.detection.detectron2.weights import load_weights
@@ -43,7 +43,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     """
 
     def __init__(self, cfg: CfgNode) -> None:
-        settings = settings_of(cfg)
+        settings = metricopt_settings(cfg)
         if settings.enabled:
             cfg = cfg.clone()
             cfg.defrost()
@@ -62,7 +62,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             DataError: The checkpoint is of another kind of run, or the weights can't be loaded, see
                 `weights.load_weights`.
         """
-        if settings_of(self.cfg).enabled and comm.is_main_process():
+        if metricopt_settings(self.cfg).enabled and comm.is_main_process():
             self._claim_folder(resume)
         if resume and self.checkpointer.has_checkpoint():
             try:
@@ -75,7 +75,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
                     " OUTPUT_DIR, or leave --resume out"
                 ) from error
         elif self.cfg.MODEL.WEIGHTS:
-            load_weights(self.model, self.cfg.MODEL.WEIGHTS, strict=settings_of(self.cfg).enabled)
+            load_weights(self.model, self.cfg.MODEL.WEIGHTS, strict=metricopt_settings(self.cfg).enabled)
 
     def _claim_folder(self, resume: bool) -> None:
         """Check that the checkpoints in ``OUTPUT_DIR`` are of this run, or forget them where a new one starts."""
@@ -88,7 +88,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
         """Return the model, its FiLM attached and phi at its start."""
-        settings = settings_of(cfg)
+        settings = metricopt_settings(cfg)
         model: nn.Module = super().build_model(cfg)
         if settings.classification_loss == "ap":
             use_ap_loss(model)
@@ -106,7 +106,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Any:
         """Return MetricOpt on phi, or gradient descent on it where there is no value function."""
-        settings = settings_of(cfg)
+        settings = metricopt_settings(cfg)
         if not settings.enabled:
             return super().build_optimizer(cfg, model)
         return phi_optimizer(
@@ -124,14 +124,14 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     @classmethod
     def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> Any:
         """Return a constant rate for phi, the solver's schedule for ordinary training."""
-        if not settings_of(cfg).enabled:
+        if not metricopt_settings(cfg).enabled:
             return super().build_lr_scheduler(cfg, optimizer)
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
         """Return Detectron2's loader, its order another one for each trajectory."""
-        settings = settings_of(cfg)
+        settings = metricopt_settings(cfg)
         if settings.enabled:
             cfg = cfg.clone()
             cfg.defrost()
@@ -146,12 +146,12 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> AP50Evaluator:
         """Return the AP50 evaluator of a set."""
-        return AP50Evaluator(truth_of(dataset_name), settings_of(cfg).definition)
+        return AP50Evaluator(registered_truth(dataset_name), metricopt_settings(cfg).definition)
 
     def build_hooks(self) -> list[HookBase]:
         """Return ours and Detectron2's hooks."""
         stock: list[HookBase] = super().build_hooks()
-        settings = settings_of(self.cfg)
+        settings = metricopt_settings(self.cfg)
         if not settings.enabled:
             return stock
         for hook in stock:
@@ -169,7 +169,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         ours = finetuning_hooks(
             self.model,
             metric,
-            open_store(self.cfg, main_process_folder(settings.trajectories)),
+            trajectory_store(self.cfg, main_process_folder(settings.trajectories)),
             steps=settings.steps,
             evals=settings.evals,
             output_dir=self.cfg.OUTPUT_DIR,
@@ -180,7 +180,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         return [*ours, *stock]
 
 
-def open_store(cfg: CfgNode, folder: str | None) -> TrajectoryStore:
+def trajectory_store(cfg: CfgNode, folder: str | None) -> TrajectoryStore:
     """Return the trajectories in a folder, or an empty store in memory.
 
     Raises:

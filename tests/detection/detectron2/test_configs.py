@@ -24,7 +24,7 @@ from detectron2.utils.logger import setup_logger
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 import metricopt_ext as mo
-from metricopt_ext.detection.detectron2.config import read_config, settings_of
+from metricopt_ext.detection.detectron2.config import metricopt_settings, read_config
 from metricopt_ext.detection.detectron2.datasets import ENTRY
 from metricopt_ext.detection.detectron2.placements import film_layers
 from metricopt_ext.detection.records import DetectionSet
@@ -47,7 +47,7 @@ def test_there_are_configs() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_config_is_sound(name: str) -> None:
     cfg = read_config(CONFIGS / name, ["MODEL.DEVICE", "cpu"])
-    settings = settings_of(cfg)
+    settings = metricopt_settings(cfg)
     parts = {match["name"]: match for match in map(ENTRY.fullmatch, settings.data) if match is not None}
     assert len(parts) == len(settings.data)
     assert set(cfg.DATASETS.TRAIN) < set(parts)

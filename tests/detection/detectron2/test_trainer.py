@@ -25,12 +25,12 @@ from detectron2.utils.env import seed_all_rng
 import metricopt_ext as mo
 from metricopt_ext.detection.ap_loss import ap_loss
 from metricopt_ext.detection.detectron2 import trainer as trainer_module
-from metricopt_ext.detection.detectron2.config import Settings, add_metricopt_config, settings_of
+from metricopt_ext.detection.detectron2.config import Settings, add_metricopt_config, metricopt_settings
 from metricopt_ext.detection.detectron2.datasets import register
 from metricopt_ext.detection.detectron2.evaluator import validation_metric
 from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, TrajectoryRecorder
 from metricopt_ext.detection.detectron2.meta_train import meta_train
-from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, open_store
+from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.errors import ConfigError, DataError, FileFormatError
 from metricopt_ext.methods.recipe import Recipe
@@ -113,7 +113,7 @@ def test_resumed_run_is_the_run(followed: bool, tiny_config: Any, tmp_path: Path
             trained(cfg, kill_at=5)
             assert [file.name for file in folder.glob("model_0*")] == ["model_0000003.pth"]  # after the fourth
         made = trained(cfg, resume=name == "resumed")
-        (trajectory,) = open_store(cfg, str(kept))
+        (trajectory,) = trajectory_store(cfg, str(kept))
         best = torch.load(folder / "model_best.pth", weights_only=True)["model"]["metricopt.phi"]
         outcomes.append((phi_of(made), trajectory, best))
     (phi, straight, best), (again, resumed, best_again) = outcomes
@@ -366,7 +366,7 @@ def test_killed_meta_training_goes_on(
     train = MetricOptTrainer.train
 
     def counted(self: Any) -> Any:
-        runs.append(settings_of(self.cfg).index)
+        runs.append(metricopt_settings(self.cfg).index)
         return train(self)
 
     monkeypatch.setattr(MetricOptTrainer, "train", counted)
@@ -418,7 +418,7 @@ def test_recorded_costs_are_the_metric_s(tiny_config: Any, tmp_path: Path) -> No
     )  # fmt: skip
     made = trained(cfg)
     adapter = mo.Adapter(made.model)
-    (trajectory,) = open_store(cfg, str(tmp_path / "kept"))
+    (trajectory,) = trajectory_store(cfg, str(tmp_path / "kept"))
     metric = validation_metric(cfg, "squares_val", images=2)
     for phi, cost in zip(trajectory.observed_phi, trajectory.cost, strict=True):
         adapter.set_phi(phi)
@@ -438,7 +438,7 @@ def test_each_key_is_read_and_described() -> None:
     cfg = get_cfg()
     add_metricopt_config(cfg)
     assert {name.lower() for name in cfg.METRICOPT} == {field.name for field in fields(Settings)}
-    assert settings_of(cfg) == Settings()
+    assert metricopt_settings(cfg) == Settings()
 
 
 @pytest.mark.parametrize(
