@@ -174,9 +174,9 @@ def tiny_config(tmp_path: Path) -> Callable[..., Any]:
             "SOLVER.IMS_PER_BATCH": 2,
             "SOLVER.MAX_ITER": 6,
             "OUTPUT_DIR": str(tmp_path / "out"),
-            "METRICOPT.DIM": 4,
-            "METRICOPT.STEPS": 6,
-            "METRICOPT.EVALS": 3,
+            "METRICOPT.FILM.DIM": 4,
+            "METRICOPT.FINETUNE.STEPS": 6,
+            "METRICOPT.METRIC.EVALS": 3,
         }
         if kind == "fpn":
             options |= {

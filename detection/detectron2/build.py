@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.detection.detectron2.config import FilmNode
 from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, ReplayedSteps, TrajectoryRecorder
 from metricopt_ext.detection.detectron2.placements import film_layers
 from metricopt_ext.search.optimizer import MetricOpt
@@ -24,9 +25,9 @@ from metricopt_ext.value.value_function import load_value_function
 
 def with_film(
     model: nn.Module,
-    layers: Sequence[str] = ("backbone",),
+    layers: Sequence[str] = FilmNode.layers,
     *,
-    dim: int = 128,
+    dim: int = FilmNode.dim,
     seed: int = 0,
     start_std: float = 0.0,
     index: int = 0,

@@ -33,10 +33,10 @@ from metricopt_ext.utils.seeding import generator
 class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     """Finetunes phi if ``METRICOPT.ENABLED``, and trains as Detectron2 does if not; either is evaluated by AP50.
 
-    phi is finetuned for ``METRICOPT.STEPS`` steps. Where ``METRICOPT.VALIDATION`` names a set, AP50 on it is evaluated
-    at some of the points, the best of which is kept in ``OUTPUT_DIR/model_best.pth``. ``DATASETS.TEST`` is evaluated
-    once, at the end. Checkpoints, of which the last numbered one is kept, hold phi and the optimizer's past gradients;
-    a resumed run goes on from them as `hooks.ReplayedSteps` says.
+    phi is finetuned for ``METRICOPT.FINETUNE.STEPS`` steps. Where ``METRICOPT.METRIC.SET`` names a set, AP50 on it is
+    evaluated at some of the points, the best of which is kept in ``OUTPUT_DIR/model_best.pth``. ``DATASETS.TEST`` is
+    evaluated once, at the end. Checkpoints, of which the last numbered one is kept, hold phi and the optimizer's past
+    gradients; a resumed run goes on from them as `hooks.ReplayedSteps` says.
 
     Args:
         cfg: A config that has a METRICOPT node.
@@ -47,7 +47,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         if settings.enabled:
             cfg = cfg.clone()
             cfg.defrost()
-            cfg.SOLVER.MAX_ITER = settings.steps
+            cfg.SOLVER.MAX_ITER = settings.finetune.steps
             cfg.SOLVER.REFERENCE_WORLD_SIZE = 0  # which would scale the number of steps
             # Evaluating now and then, as Detectron2 does, would choose a model by the test set.
             cfg.TEST.EVAL_PERIOD = 0
@@ -96,11 +96,11 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             return model
         return with_film(
             model,
-            settings.layers,
-            dim=settings.dim,
+            settings.film.layers,
+            dim=settings.film.dim,
             seed=settings.seed,
-            start_std=settings.start_std,
-            index=settings.index,
+            start_std=settings.finetune.start_std,
+            index=settings.meta.index,
         )
 
     @classmethod
@@ -111,14 +111,14 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             return super().build_optimizer(cfg, model)
         return phi_optimizer(
             phi_of(model),
-            value_function=settings.value_function,
-            lr=settings.lr,
-            metric_step=settings.metric_step,
-            loss_weight=settings.loss_weight,
-            steps=settings.steps,
-            trust=settings.trust,
-            history=settings.history,
-            even_untrusted=settings.round > 0,  # whose trajectories are to correct f
+            value_function=settings.finetune.value_function,
+            lr=settings.finetune.lr,
+            metric_step=settings.finetune.metric_step,
+            loss_weight=settings.finetune.loss_weight,
+            steps=settings.finetune.steps,
+            trust=settings.finetune.trust,
+            history=settings.finetune.history,
+            even_untrusted=settings.meta.round > 0,  # whose trajectories are to correct f
         )
 
     @classmethod
@@ -135,7 +135,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         if settings.enabled:
             cfg = cfg.clone()
             cfg.defrost()
-            cfg.SEED = generator(settings.seed, "batches", settings.index).initial_seed() % 2**31
+            cfg.SEED = generator(settings.seed, "batches", settings.meta.index).initial_seed() % 2**31
         return build_detection_train_loader(cfg, mapper=Mapper(cfg, is_train=True))
 
     @classmethod
@@ -146,7 +146,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> AP50Evaluator:
         """Return the AP50 evaluator of a set."""
-        return AP50Evaluator(registered_truth(dataset_name), metricopt_settings(cfg).definition)
+        return AP50Evaluator(registered_truth(dataset_name), metricopt_settings(cfg).metric.definition)
 
     def build_hooks(self) -> list[HookBase]:
         """Return ours and Detectron2's hooks."""
@@ -158,24 +158,24 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             if isinstance(hook, PeriodicCheckpointer):
                 hook.max_to_keep = 1
         metric = None
-        if settings.validation:
+        if settings.metric.set:
             metric = validation_metric(
                 self.cfg,
-                settings.validation,
-                definition=settings.definition,
-                images=settings.validation_images,
+                settings.metric.set,
+                definition=settings.metric.definition,
+                images=settings.metric.images,
                 seed=settings.seed,
             )
         ours = finetuning_hooks(
             self.model,
             metric,
-            trajectory_store(self.cfg, main_process_folder(settings.trajectories)),
-            steps=settings.steps,
-            evals=settings.evals,
+            trajectory_store(self.cfg, main_process_folder(settings.meta.trajectories)),
+            steps=settings.finetune.steps,
+            evals=settings.metric.evals,
             output_dir=self.cfg.OUTPUT_DIR,
             seed=settings.seed,
-            round=settings.round,
-            index=settings.index,
+            round=settings.meta.round,
+            index=settings.meta.index,
         )
         return [*ours, *stock]
 

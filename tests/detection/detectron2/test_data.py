@@ -280,5 +280,5 @@ def test_validation_metric(tiny_config: Any, squares: Callable[..., DetectionSet
     assert metric.cost(Oracle(data, known=8), "test") == 0
     assert metric.cost(Oracle(data, known=0), "test") == 1
     assert 0 < validation_metric(cfg, "squares").cost(Oracle(data, known=4), "test") < 1
-    with pytest.raises(ConfigError, match="9 validation images asked for; 'squares' has 8"):
+    with pytest.raises(ConfigError, match="9 validation images requested; 'squares' has 8"):
         validation_metric(cfg, "squares", images=9)

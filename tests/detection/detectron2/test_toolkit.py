@@ -15,7 +15,6 @@ from detectron2.engine import DefaultPredictor
 from detectron2.modeling import build_model
 
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.detection.detectron2.config import read_config
 from metricopt_ext.detection.detectron2.placements import PLACEMENTS, film_layers
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 from metricopt_ext.detection.records import DetectionSet
@@ -188,15 +187,3 @@ def test_an_fpn_with_norms_has_film_at_these(tiny_config: Any) -> None:
 def test_patterns_are_taken_as_they_are(tiny_config: Any) -> None:
     model = build_model(tiny_config())
     assert film_layers(model, ["fpn", "backbone.fpn_lateral2"]) == ["backbone.fpn_output?", "backbone.fpn_lateral2"]
-
-
-def test_unknown_keys_are_refused(tmp_path: Any) -> None:
-    (tmp_path / "wrong.yaml").write_text("VERSION: 2\nMETRICOPT: {DIMENSION: 3}\n")
-    with pytest.raises(ConfigError, match="DIMENSION"):
-        read_config(tmp_path / "wrong.yaml")
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
-        read_config(tmp_path / "nowhere.yaml")
-    for content in ("VERSION: 2\nMETRICOPT: {DIM: [}\n", "VERSION: !!python/object:os.system 2\n"):
-        (tmp_path / "wrong.yaml").write_text(content)
-        with pytest.raises(ConfigError, match=r"wrong\.yaml: "):
-            read_config(tmp_path / "wrong.yaml")
