@@ -43,8 +43,8 @@ def with_film(
         index: Another start for each.
 
     Raises:
-        ConfigError: A placement is not in this model.
-        AdapterError: A pattern matches no layer that FiLM can modulate.
+        ConfigError: A placement or pattern is not in this model.
+        AdapterError: It matches no layer that FiLM can modulate.
     """
     adapter = attach_film(model, film_layers(model, layers), dim=dim, seed=seed)
     adapter.set_phi(start_std * torch.randn(dim, generator=generator(seed, "start", index)))
