@@ -18,6 +18,7 @@ from metricopt_ext.search.optimizer import MetricOpt
 
 Node = TypeVar("Node")
 
+# What keys below METRICOPT were called while they were flat, and where they are now.
 RENAMED = {
     "DATA": "DATASETS.REGISTER",
     "DATA_ROOT": "DATASETS.ROOT",
@@ -33,7 +34,7 @@ RENAMED = {
     **{name: f"FINETUNE.{name}" for name in ("START_STD", "VALUE_FUNCTION", "STEPS", "LR", "METRIC_STEP")},
     **{name: f"FINETUNE.{name}" for name in ("LOSS_WEIGHT", "TRUST", "HISTORY")},
     **{name: f"META.{name}" for name in ("TRAJECTORIES", "ROUND", "INDEX", "ROUNDS", "TASKS")},
-}  # keys below METRICOPT, once flat
+}
 
 
 def _default(function: Callable[..., Any], argument: str) -> Any:
@@ -59,7 +60,7 @@ class ScenesNode:
     Attributes:
         folder: Where they are written to if they are not there yet, below DATASETS.ROOT if relative; empty writes none.
         images: Numbers of scenes in the splits train, val and test, each at least 1.
-        shift: How val and test differ from train, see `scenes.SceneShift`; as it stands, not at all.
+        shift: How val and test differ from train, see `scenes.SceneShift`; by default not at all.
         seed: Draws the scenes, at least 0.
     """
 
@@ -110,7 +111,7 @@ class MetricNode:
         definition: ``voc_11_point``, ``voc`` (all points) or ``coco``.
         set: Name of the set that AP50 is evaluated on during finetuning; empty evaluates nothing. Hold it out of both
             training and test.
-        images: How many of its images, drawn by the seed; 0 for all.
+        images: How many of its images, at least 0, drawn by SEED; 0 for all.
         evals: How many of the T + 1 points of a run AP50 is evaluated at, both ends included: from 2 to T + 1.
     """
 
@@ -230,7 +231,7 @@ class Settings:
 
 def add_metricopt_config(cfg: CfgNode) -> None:
     """Add the node METRICOPT, with the defaults of `Settings`; names that keys had before are refused when merged."""
-    cfg.METRICOPT = _node_of(Settings())
+    cfg.METRICOPT = _as_node(Settings())
     for old, new in RENAMED.items():
         cfg.register_renamed_key(f"METRICOPT.{old}", f"METRICOPT.{new}")
 
@@ -244,19 +245,19 @@ def metricopt_settings(cfg: CfgNode) -> Settings:
     """
     for old in RENAMED.keys() & cfg.METRICOPT.keys():
         raise ConfigError(f"METRICOPT.{old} was renamed to METRICOPT.{RENAMED[old]}")
-    return _settings_of(cfg.METRICOPT, Settings())
+    return _as_settings(cfg.METRICOPT, Settings())
 
 
-def _node_of(settings: Any) -> CfgNode:
+def _as_node(settings: Any) -> CfgNode:
     values = vars(settings).items()
-    return CfgNode({name.upper(): _node_of(value) if is_dataclass(value) else value for name, value in values})
+    return CfgNode({name.upper(): _as_node(value) if is_dataclass(value) else value for name, value in values})
 
 
-def _settings_of(node: CfgNode, defaults: Node) -> Node:
+def _as_settings(node: CfgNode, defaults: Node) -> Node:
     values = {name.lower(): value for name, value in node.items()}
     for name, value in values.items():
         if isinstance(value, CfgNode):
-            values[name] = _settings_of(value, getattr(defaults, name))
+            values[name] = _as_settings(value, getattr(defaults, name))
     return replace(defaults, **values)  # type: ignore[type-var]
 
 
