@@ -4,7 +4,7 @@
     python tools/train_detector.py --config-file FILE --meta-train f.safetensors
         MODEL.WEIGHTS out/model_final.pth OUTPUT_DIR out/meta                                # 2: learn f
     python tools/train_detector.py --config-file FILE MODEL.WEIGHTS out/model_final.pth METRICOPT.ENABLED True
-        METRICOPT.FINETUNE.VALUE_FUNCTION f.safetensors OUTPUT_DIR out/tuned                          # 3: follow f
+        METRICOPT.FINETUNE.VALUE_FUNCTION f.safetensors OUTPUT_DIR out/tuned                 # 3: follow f
     python tools/train_detector.py --config-file FILE --eval-only MODEL.WEIGHTS out/tuned/model_merged.pth
         DATASETS.TEST "('voc07_test',)"                                                      # 4: judge on test
 

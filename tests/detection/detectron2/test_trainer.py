@@ -298,9 +298,13 @@ META = [
 def to_meta_train(tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Make the config of a meta-training, of one detector; its metric is a function of phi, as it finds nothing yet."""
 
+    def judge(model: Any) -> tuple[float, list[float]]:
+        total = model.metricopt.phi.detach().sum()
+        return float(total.sigmoid()), (total + torch.tensor([0.1, -0.1])).sigmoid().tolist()
+
     def metric(cfg: Any, name: str, **options: Any) -> Metric:
         assert name == "squares_val"
-        return Metric(lambda model: float(model.metricopt.phi.sum().sigmoid()), maximize=True)
+        return Metric(judge, maximize=True)
 
     monkeypatch.setattr(trainer_module, "validation_metric", metric)
 
@@ -317,7 +321,7 @@ def to_meta_train(tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_meta_training_follows_what_it_learned(to_meta_train: Callable[..., Any], tmp_path: Path) -> None:
     cfg = to_meta_train()
     fit = meta_train(cfg, tmp_path / "f.safetensors")
-    assert fit is not None
+    assert len(fit.half_fits) == 2  # one for each half that the metric tells
     folder = Path(cfg.OUTPUT_DIR) / "trajectories"
     store = TrajectoryStore(folder, json.loads((folder / "identity.json").read_text()))
     assert [(t.round, t.index, len(t.cost)) for t in store] == [(i // 4, i, 3) for i in range(8)]
