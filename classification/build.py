@@ -39,7 +39,7 @@ from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
-from metricopt_ext.utils.config import settings_of
+from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.seeding import generator
 
 EVALUATION_BATCH = 2048
@@ -163,13 +163,13 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
         ConfigError: A setting is unknown.
         DataError: The data are not there or not usable.
     """
-    with settings_of("data"):
+    with config_section("data"):
         splits = _divided(config.data, seed)
     if config.data.standardise:
         splits = standardise(splits)
     if splits.train.x.dtype == torch.uint8:
         splits = splits.map(lambda part, name: Split(part.x.float() / 255, part.y))
-    with settings_of("shift"):
+    with config_section("shift"):
         return _shifted(splits, config, seed)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
-from metricopt_ext.utils.files import load_weights
+from metricopt_ext.utils.files import load_checkpoint
 
 try:
     from torchvision.models import resnet18
@@ -87,7 +87,7 @@ def build_standard(
         model = fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=classes + 1, **options)
     if weights:
         predictor = [key for key in model.state_dict() if key.startswith("roi_heads.box_predictor.")]
-        load_weights(model, Path(weights), keep=() if strict else predictor)
+        load_checkpoint(model, Path(weights), keep=() if strict else predictor)
         for module in model.modules():
             if isinstance(module, FrozenBatchNorm2d):
                 _add_to_variance(module)

@@ -29,7 +29,7 @@ from metricopt_ext.retrieval.recall import check_options, recall_at_k
 from metricopt_ext.tasks.batches import ClassBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import Loss
-from metricopt_ext.utils.config import settings_of
+from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.seeding import generator
 
 EVALUATION_BATCH = 256
@@ -154,9 +154,9 @@ def load_splits(config: RetrievalConfig, seed: int) -> Splits:
         ConfigError: A setting is unknown.
         DataError: The data are not there or not usable.
     """
-    with settings_of("data"):
+    with config_section("data"):
         splits = _divided(config.data, seed)
-    with settings_of("shift"):
+    with config_section("shift"):
         if config.shift.kind == "none":
             return splits
         if config.shift.kind != "image":

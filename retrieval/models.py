@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.data.pretrained import torchvision_classifier
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.utils.files import load_weights
+from metricopt_ext.utils.files import load_checkpoint
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -91,5 +91,5 @@ def build_model(
     if trunk_weights:
         names = list(trunk.state_dict())
         last = names[-1].rpartition(".")[0]
-        load_weights(trunk, Path(trunk_weights), keep=[name for name in names if name.rpartition(".")[0] == last])
+        load_checkpoint(trunk, Path(trunk_weights), keep=[name for name in names if name.rpartition(".")[0] == last])
     return Embedder(trunk, imagenet=True)

@@ -1,19 +1,16 @@
-"""A finetuning task whose loss and metric are known in closed form, and a record keeper in memory."""
+"""A task whose loss and metric are known in closed form, a record keeper in memory, and a tiny config of Detectron2."""
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_input_bias
-from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.seeding import generator
@@ -122,45 +119,6 @@ def records() -> Records:
 
 
 @pytest.fixture
-def squares(tmp_path: Path) -> Callable[..., DetectionSet]:
-    """Make a set of small images, each with one or two squares: reds and greens, on noise."""
-
-    def make(images: int, *, width: int = 64, height: int = 64, seed: int = 0) -> DetectionSet:
-        rng = np.random.default_rng(seed)
-        made = []
-        for index in range(images):
-            pixels = rng.integers(90, 130, (height, width, 3), dtype=np.uint8)
-            count = index % 2 + 1
-            labels = rng.integers(0, 2, count)
-            left = rng.integers(0, width // 2 - 20, count) + np.arange(count) * width // 2  # side by side
-            top = rng.integers(0, height - 24, count)
-            side = rng.integers(14, 20, count)
-            boxes = np.stack([left, top, left + side, top + side], axis=1)
-            for (x0, y0, x1, y1), label in zip(boxes, labels, strict=True):
-                pixels[y0:y1, x0:x1] = (220, 30, 30) if label == 0 else (30, 220, 30)
-            path = tmp_path / f"squares-{seed}-{index}.png"
-            Image.fromarray(pixels).save(path)
-            nobody = torch.zeros(count, dtype=torch.bool)
-            sizes = {"width": width, "height": height}
-            truth = {"boxes": torch.from_numpy(boxes).float(), "labels": torch.from_numpy(labels)}
-            made.append(Annotated(f"{seed}-{index}", path, **sizes, **truth, difficult=nobody, crowd=nobody))
-        return DetectionSet(("red", "green"), made)
-
-    return make
-
-
-@pytest.fixture
-def catalog() -> Iterator[Any]:
-    """Detectron2's catalog of sets, from which is taken out again what a test put in."""
-    data = pytest.importorskip("detectron2.data", reason="needs Detectron2")
-    before = set(data.DatasetCatalog.list())
-    yield data.DatasetCatalog
-    for name in set(data.DatasetCatalog.list()) - before:
-        data.DatasetCatalog.remove(name)
-        data.MetadataCatalog.remove(name)
-
-
-@pytest.fixture
 def tiny_config(tmp_path: Path) -> Callable[..., Any]:
     """Make the config of a tiny R-CNN of Detectron2, ``kind`` being "fpn" or "c4"."""
     config = pytest.importorskip("metricopt_ext.detection.detectron2.config", reason="needs Detectron2")
@@ -186,9 +144,9 @@ def tiny_config(tmp_path: Path) -> Callable[..., Any]:
             "SOLVER.IMS_PER_BATCH": 2,
             "SOLVER.MAX_ITER": 6,
             "OUTPUT_DIR": str(tmp_path / "out"),
-            "METRICOPT.DIM": 4,
-            "METRICOPT.STEPS": 6,
-            "METRICOPT.EVALS": 3,
+            "METRICOPT.FILM.DIM": 4,
+            "METRICOPT.FINETUNE.STEPS": 6,
+            "METRICOPT.METRIC.EVALS": 3,
         }
         if kind == "fpn":
             options |= {

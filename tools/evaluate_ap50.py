@@ -114,7 +114,7 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
     from metricopt_ext.detection.task import load_examples
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.device import choose_device
-    from metricopt_ext.utils.files import load_weights
+    from metricopt_ext.utils.files import load_checkpoint
 
     config = load_config(DetectionConfig, arguments.config_file, [])
     classes = arguments.classes
@@ -123,7 +123,7 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
     truth = read_annotations(arguments.annotations, arguments.split, classes, arguments.images_dir)
     toolkit = build_toolkit(config)
     model = toolkit.build(len(truth.classes), seed=0)
-    load_weights(model, arguments.weights)
+    load_checkpoint(model, arguments.weights)
     model.to(choose_device(config.device)).eval()
     if arguments.adapter is not None:
         load_adapter(model, arguments.adapter)

@@ -163,7 +163,7 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
     from metricopt_ext.retrieval.config import RetrievalConfig
     from metricopt_ext.retrieval.models import build_model
     from metricopt_ext.utils.config import load_config
-    from metricopt_ext.utils.files import load_weights
+    from metricopt_ext.utils.files import load_checkpoint
     from metricopt_ext.utils.modes import evaluating
 
     config = load_config(RetrievalConfig, arguments.config_file, [])
@@ -177,7 +177,7 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
         if model is None:
             settings = config.model
             model = build_model(settings.name, images.x.shape[1:], settings.embedding, settings.width)
-            load_weights(model, arguments.weights)
+            load_checkpoint(model, arguments.weights)
             if arguments.adapter is not None:
                 load_adapter(model, arguments.adapter)
         known = torch.tensor([labels.setdefault(name, len(labels)) for name in images.class_names])

@@ -4,17 +4,17 @@
     python tools/train_detector.py --config-file FILE --meta-train f.safetensors
         MODEL.WEIGHTS out/model_final.pth OUTPUT_DIR out/meta                                # 2: learn f
     python tools/train_detector.py --config-file FILE MODEL.WEIGHTS out/model_final.pth METRICOPT.ENABLED True
-        METRICOPT.VALUE_FUNCTION f.safetensors OUTPUT_DIR out/tuned                          # 3: follow f
+        METRICOPT.FINETUNE.VALUE_FUNCTION f.safetensors OUTPUT_DIR out/tuned                 # 3: follow f
     python tools/train_detector.py --config-file FILE --eval-only MODEL.WEIGHTS out/tuned/model_merged.pth
         DATASETS.TEST "('voc07_test',)"                                                      # 4: judge on test
 
 FILE is one of configs/detection/detectron2. The options are those of train_net.py, --num-gpus 0 computes on the CPU;
-overrides are KEY VALUE pairs at the end. Each item above is one command. With METRICOPT.ENABLED False, training is
-Detectron2's own. Learning f evaluates AP50 on METRICOPT.VALIDATION METRICOPT.ROUNDS * TASKS * EVALS times and keeps its
-runs in OUTPUT_DIR/trajectories; --resume goes on with what a killed one left there. Finetuning keeps a checkpoint after
-each tenth of its steps, which --resume goes on from, and writes its best model, phi merged, to
-OUTPUT_DIR/model_merged.pth, which any program that uses Detectron2 loads and which is evaluated on DATASETS.TEST.
-Evaluation is by AP50.
+overrides are KEY VALUE pairs at the end; docs/detection.md lists those below METRICOPT. Each item above is one command.
+With METRICOPT.ENABLED False, training is Detectron2's own. Learning f takes METRICOPT.META.ROUNDS * TASKS runs, each of
+which evaluates AP50 on METRICOPT.METRIC.SET METRIC.EVALS times, and keeps them in OUTPUT_DIR/trajectories; --resume
+goes on with what a killed one left there. Finetuning keeps a checkpoint after each tenth of its steps, which --resume
+goes on from, and writes its best model, phi merged, to OUTPUT_DIR/model_merged.pth, which any program that uses
+Detectron2 loads and which is evaluated on DATASETS.TEST. Evaluation is by AP50.
 """
 
 import argparse
@@ -39,7 +39,7 @@ try:
     from detectron2.utils import comm
 
     from metricopt_ext.detection.detectron2.build import unwrapped
-    from metricopt_ext.detection.detectron2.config import read_config, settings_of
+    from metricopt_ext.detection.detectron2.config import metricopt_settings, read_config
     from metricopt_ext.detection.detectron2.datasets import check_sets, register_entries, write_example
     from metricopt_ext.detection.detectron2.export import export
     from metricopt_ext.detection.detectron2.meta_train import meta_train
@@ -60,14 +60,14 @@ def main(arguments: argparse.Namespace) -> Any:
     if arguments.num_gpus == 0:
         cfg.MODEL.DEVICE = "cpu"
     if arguments.eval_only:
-        cfg.METRICOPT.START_STD = 0.0  # phi is what the checkpoint holds, or 0
+        cfg.METRICOPT.FINETUNE.START_STD = 0.0  # phi is what the checkpoint holds, or 0
     cfg.freeze()
-    settings = settings_of(cfg)
+    settings = metricopt_settings(cfg)
     check(cfg, arguments)
-    write_example(settings)
-    register_entries(settings.data, settings.data_root, settings.classes)
+    write_example(settings.datasets)
+    register_entries(settings.datasets.register, settings.datasets.root, settings.datasets.classes)
     tuning = not arguments.eval_only and (settings.enabled or arguments.meta_train is not None)
-    evaluated = [settings.validation] if tuning and settings.validation else []
+    evaluated = [settings.metric.set] if tuning and settings.metric.set else []
     check_sets(cfg, [] if arguments.eval_only else cfg.DATASETS.TRAIN, [*evaluated, *cfg.DATASETS.TEST])
     default_setup(cfg, arguments)
     if arguments.meta_train is not None:
@@ -89,7 +89,7 @@ def evaluate(cfg: CfgNode, resume: bool) -> Any:
     weights = checkpointer.get_checkpoint_file() if resume else cfg.MODEL.WEIGHTS
     if not weights:
         raise ConfigError("--eval-only needs MODEL.WEIGHTS, the detector to evaluate")
-    load_weights(model, weights, tuned=settings_of(cfg).enabled)
+    load_weights(model, weights, tuned=metricopt_settings(cfg).enabled)
     return evaluate_model(cfg, model)
 
 
@@ -103,15 +103,15 @@ def evaluate_model(cfg: CfgNode, model: nn.Module) -> Any:
 
 def finetune(cfg: CfgNode, resume: bool) -> Any:
     """Finetune phi, and merge its best point, or its last where AP50 was not evaluated, into the weights."""
-    settings, training = settings_of(cfg), cfg.clone()
+    settings, training = metricopt_settings(cfg), cfg.clone()
     training.defrost()
-    training.SOLVER.CHECKPOINT_PERIOD = min(cfg.SOLVER.CHECKPOINT_PERIOD, max(1, settings.steps // 10))
+    training.SOLVER.CHECKPOINT_PERIOD = min(cfg.SOLVER.CHECKPOINT_PERIOD, max(1, settings.finetune.steps // 10))
     training.DATASETS.TEST, training.TEST.EXPECTED_RESULTS = (), []  # not the last point is judged, but the chosen one
     trainer = MetricOptTrainer(training)
     trainer.resume_or_load(resume=resume)
     trainer.train()
     model, folder = unwrapped(trainer.model), Path(cfg.OUTPUT_DIR)
-    if settings.validation:
+    if settings.metric.set:
         if comm.is_main_process():
             DetectionCheckpointer(model).load(os.fspath(folder / "model_best.pth"))
         adapter = Adapter(model)

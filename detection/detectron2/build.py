@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.detection.detectron2.config import FilmNode
 from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, ReplayedSteps, TrajectoryRecorder
 from metricopt_ext.detection.detectron2.placements import film_layers
 from metricopt_ext.search.optimizer import MetricOpt
@@ -24,9 +25,9 @@ from metricopt_ext.value.value_function import load_value_function
 
 def with_film(
     model: nn.Module,
-    layers: Sequence[str] = ("backbone",),
+    layers: Sequence[str] = FilmNode.layers,
     *,
-    dim: int = 128,
+    dim: int = FilmNode.dim,
     seed: int = 0,
     start_std: float = 0.0,
     index: int = 0,
@@ -42,8 +43,8 @@ def with_film(
         index: Another start for each.
 
     Raises:
-        ConfigError: A placement is not in this model.
-        AdapterError: A pattern matches no layer that FiLM can modulate.
+        ConfigError: A placement or pattern is not in this model.
+        AdapterError: It matches no layer that FiLM can modulate.
     """
     adapter = attach_film(model, film_layers(model, layers), dim=dim, seed=seed)
     adapter.set_phi(start_std * torch.randn(dim, generator=generator(seed, "start", index)))

@@ -1,137 +1,264 @@
-"""Our part of a Detectron2 config: the node METRICOPT."""
+"""Our part of a Detectron2 config: the node METRICOPT, each of its nodes a dataclass here, its keys in lower case."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from detectron2.config import CfgNode, get_cfg
 
 from metricopt_ext.detection.ap50 import Definition
 from metricopt_ext.detection.ap_loss import ClassificationLoss
+from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.methods.recipe import LEAST_TASKS
+from metricopt_ext.methods.recipe import LEAST_TASKS, Recipe
+from metricopt_ext.search.optimizer import MetricOpt
+
+Node = TypeVar("Node")
+
+# What keys below METRICOPT were called while they were flat, and where they are now.
+RENAMED = {
+    "DATA": "DATASETS.REGISTER",
+    "DATA_ROOT": "DATASETS.ROOT",
+    "CLASSES": "DATASETS.CLASSES",
+    "SCENES": "DATASETS.SCENES.FOLDER",
+    "SCENES_IMAGES": "DATASETS.SCENES.IMAGES",
+    "SCENES_SHIFT": "DATASETS.SCENES.SHIFT.CONTRAST, NOISE_STD and SCALE",
+    "SCENES_SEED": "DATASETS.SCENES.SEED",
+    "VALIDATION": "METRIC.SET",
+    "VALIDATION_IMAGES": "METRIC.IMAGES",
+    **{name: f"METRIC.{name}" for name in ("DEFINITION", "EVALS")},
+    **{name: f"FILM.{name}" for name in ("LAYERS", "DIM")},
+    **{name: f"FINETUNE.{name}" for name in ("START_STD", "VALUE_FUNCTION", "STEPS", "LR", "METRIC_STEP")},
+    **{name: f"FINETUNE.{name}" for name in ("LOSS_WEIGHT", "TRUST", "HISTORY")},
+    **{name: f"META.{name}" for name in ("TRAJECTORIES", "ROUND", "INDEX", "ROUNDS", "TASKS")},
+}
+
+
+def _default(function: Callable[..., Any], argument: str) -> Any:
+    return inspect.signature(function).parameters[argument].default
+
+
+def _check_least(least: int, node: str = "", **values: float) -> None:
+    for name, value in values.items():
+        if not value >= least:
+            raise ConfigError(f"METRICOPT.{node}{name.upper()} is {value}; it must be at least {least}")
+
+
+def _check_choice(choices: Any, node: str = "", **values: str) -> None:
+    for name, value in values.items():
+        if value not in get_args(choices):
+            raise ConfigError(f"METRICOPT.{node}{name.upper()} is {value!r}; it must be one of {get_args(choices)}")
+
+
+@dataclass(frozen=True)
+class ScenesNode:
+    """METRICOPT.DATASETS.SCENES: the scenes of `scenes.write_scenes`, to try detectors without a download.
+
+    Attributes:
+        folder: Where they are written to if they are not there yet, below DATASETS.ROOT if relative; empty writes none.
+        images: Numbers of scenes in the splits train, val and test, each at least 1.
+        shift: How val and test differ from train, see `scenes.SceneShift`; by default not at all.
+        seed: Draws the scenes, at least 0.
+    """
+
+    folder: str = ""
+    images: tuple[int, int, int] = _default(write_scenes, "images")
+    shift: SceneShift = field(default=SceneShift())
+    seed: int = _default(write_scenes, "seed")
+
+
+@dataclass(frozen=True)
+class DatasetsNode:
+    """METRICOPT.DATASETS: sets that are entered into Detectron2's catalog, where DATASETS and METRIC.SET name them.
+
+    Attributes:
+        register: ``NAME=FOLDER:SPLIT`` and the like, see `datasets.register_entries`; empty registers none.
+        root: Where relative folders are.
+        classes: Names of the classes of VOC folders; empty for all that a folder's annotations name.
+        scenes: The node SCENES.
+    """
+
+    register: tuple[str, ...] = ()
+    root: str = "datasets"
+    classes: tuple[str, ...] = ()
+    scenes: ScenesNode = ScenesNode()
+
+
+@dataclass(frozen=True)
+class FilmNode:
+    """METRICOPT.FILM: where phi acts.
+
+    Attributes:
+        layers: Names of `placements.PLACEMENTS`, or patterns of module names.
+        dim: Dimension d of phi, at least 1.
+    """
+
+    layers: tuple[str, ...] = ("backbone",)
+    dim: int = 128
+
+    def __post_init__(self) -> None:
+        _check_least(1, "FILM.", dim=self.dim)
+
+
+@dataclass(frozen=True)
+class MetricNode:
+    """METRICOPT.METRIC: AP50, by which a detector is judged and phi is tuned.
+
+    Attributes:
+        definition: ``voc_11_point``, ``voc`` (all points) or ``coco``.
+        set: Name of the set that AP50 is evaluated on during finetuning; empty evaluates nothing. Hold it out of both
+            training and test.
+        images: How many of its images, at least 0, drawn by SEED; 0 for all.
+        evals: How many of the T + 1 points of a run AP50 is evaluated at, both ends included: from 2 to T + 1.
+    """
+
+    definition: Definition = "voc"
+    set: str = ""
+    images: int = 0
+    evals: int = 10
+
+    def __post_init__(self) -> None:
+        _check_choice(Definition, "METRIC.", definition=self.definition)
+        _check_least(0, "METRIC.", images=self.images)
+        _check_least(2, "METRIC.", evals=self.evals)
+
+
+@dataclass(frozen=True)
+class FinetuneNode:
+    """METRICOPT.FINETUNE: the run that tunes phi, see `MetricOpt`.
+
+    Attributes:
+        start_std: Standard deviation of phi's start, at least 0; 0 starts from the model as it was trained.
+        value_function: File of f, which MetricOpt then follows; empty follows the loss alone.
+        steps: Number T of steps, at least 1, in place of SOLVER.MAX_ITER.
+        lr: Rate of the loss step, at least 0, constant: the solver's schedule and gradient clipping are for ordinary
+            training.
+        metric_step: Length of the first metric step in units of f's data radius, at least 0.
+        loss_weight: Weight of the loss step beside the metric step, at least 0.
+        trust: Trust radius in units of f's data radius, above 0.
+        history: Number of past loss gradients that guide the search, at least 1.
+    """
+
+    start_std: float = 0.0
+    value_function: str = ""
+    steps: int = 200
+    lr: float = _default(MetricOpt, "lr")
+    metric_step: float = _default(MetricOpt, "metric_step")
+    loss_weight: float = _default(MetricOpt, "loss_weight")
+    trust: float = _default(MetricOpt, "trust")
+    history: int = _default(MetricOpt, "history")
+
+    def __post_init__(self) -> None:
+        _check_least(0, "FINETUNE.", start_std=self.start_std, lr=self.lr)
+        _check_least(0, "FINETUNE.", metric_step=self.metric_step, loss_weight=self.loss_weight)
+        _check_least(1, "FINETUNE.", steps=self.steps, history=self.history)
+        if not self.trust > 0:
+            raise ConfigError(f"METRICOPT.FINETUNE.TRUST is {self.trust}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class MetaNode:
+    """METRICOPT.META: meta-training, whose runs learn f, and what each of them sets anew.
+
+    Attributes:
+        trajectories: Folder that a run's trajectory is added to, for fitting f. Empty keeps none; meta-training then
+            has them in OUTPUT_DIR/trajectories.
+        rounds: Number of rounds, at least 1: the first follows the loss alone, each later one the f fitted so far.
+        tasks: Runs in each round, at least 4.
+        round: The run's round: 0 follows an f that is to be trusted, or else the loss alone; later ones follow any f,
+            to correct it.
+        index: The run's index, at least 0, which draws its start and batches; another one for each run.
+    """
+
+    trajectories: str = ""
+    rounds: int = Recipe.rounds
+    tasks: int = LEAST_TASKS
+    round: int = 0
+    index: int = 0
+
+    def __post_init__(self) -> None:
+        _check_least(1, "META.", rounds=self.rounds)
+        _check_least(LEAST_TASKS, "META.", tasks=self.tasks)
+        _check_least(0, "META.", round=self.round, index=self.index)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The keys of METRICOPT, in lower case here.
+    """METRICOPT.
 
     Attributes:
         enabled: Whether phi is finetuned; False is ordinary training.
-        data: Sets to register, see `datasets.register_entries`.
-        data_root: Where relative folders in ``data`` are.
-        classes: Names of the classes of the registered VOC folders; empty for all that a folder's annotations name.
-        scenes: Folder, below ``data_root`` if relative, that the scenes of `scenes.write_scenes` are written to where
-            they are not there yet; empty writes none.
-        scenes_images: Numbers of scenes in the splits train, val and test.
-        scenes_shift: Contrast, standard deviation of the noise, and size of the digits in val and test, see
-            `scenes.SceneShift`; (1, 0, 1) for the same as in train.
-        scenes_seed: Draws the scenes.
-        definition: Of AP50: ``voc_11_point``, ``voc`` or ``coco``.
+        seed: At least 0; draws FiLM's matrices, the start, the observed steps, METRIC.IMAGES and what steps sample.
         classification_loss: Of the box head, in ordinary training too: the detector's own ``cross_entropy``, or ``ap``
             (`ap_loss.ap_loss`).
-        layers: Where FiLM goes: names of `placements.PLACEMENTS`, or patterns of module names.
-        dim: Dimension d of phi.
-        seed: Draws FiLM's matrices, the start, the observed steps, the validation images and what steps sample.
-        start_std: Standard deviation of phi's start; 0 starts from the model as it was trained.
-        value_function: File of f, which MetricOpt then follows; empty follows the loss alone.
-        steps: Number T of finetuning steps, in place of ``SOLVER.MAX_ITER``.
-        lr: Rate of the loss step, constant: the solver's schedule and gradient clipping are for ordinary training.
-        metric_step: Length of the first metric step in units of f's data radius.
-        loss_weight: Weight of the loss step beside the metric step.
-        trust: Trust radius in units of f's data radius.
-        history: Number of past loss gradients that guide the search.
-        validation: Name of the set that AP50 is evaluated on during training; empty evaluates nothing.
-        validation_images: How many of its images, drawn at random; 0 for all.
-        evals: How many of the T + 1 points AP50 is evaluated at, both ends included.
-        trajectories: Folder that the run's trajectory is added to, for fitting f; empty keeps none.
-        round: The trajectory's round: 0 where the loss alone is followed; later ones follow f even if it is not to be
-            trusted, to correct it.
-        index: The trajectory's index, which also draws the start; another one for each run.
-        rounds: Rounds of meta-training: the first follows the loss alone, each later one the f fitted so far.
-        tasks: Runs in each round.
+        datasets: The node DATASETS.
+        film: The node FILM.
+        metric: The node METRIC.
+        finetune: The node FINETUNE.
+        meta: The node META.
+
+    Raises:
+        ConfigError: A value is out of range, or a key lacks another one; those of the nodes raise it too.
     """
 
     enabled: bool = False
-    data: tuple[str, ...] = ()
-    data_root: str = "datasets"
-    classes: tuple[str, ...] = ()
-    scenes: str = ""
-    scenes_images: tuple[int, ...] = (600, 200, 400)
-    scenes_shift: tuple[float, ...] = (1.0, 0.0, 1.0)
-    scenes_seed: int = 0
-    definition: Definition = "voc"
-    classification_loss: ClassificationLoss = "cross_entropy"
-    layers: tuple[str, ...] = ("backbone",)
-    dim: int = 128
     seed: int = 0
-    start_std: float = 0.0
-    value_function: str = ""
-    steps: int = 200
-    lr: float = 0.1
-    metric_step: float = 0.15
-    loss_weight: float = 0.3
-    trust: float = 1.2
-    history: int = 3
-    validation: str = ""
-    validation_images: int = 0
-    evals: int = 10
-    trajectories: str = ""
-    round: int = 0
-    index: int = 0
-    rounds: int = 7
-    tasks: int = 4
+    classification_loss: ClassificationLoss = "cross_entropy"
+    datasets: DatasetsNode = DatasetsNode()
+    film: FilmNode = FilmNode()
+    metric: MetricNode = MetricNode()
+    finetune: FinetuneNode = FinetuneNode()
+    meta: MetaNode = MetaNode()
 
-    def check(self) -> None:
-        """Check the keys against each other.
-
-        Raises:
-            ConfigError: A value is out of range, or a key lacks another one.
-        """
-        at_least_0 = ("seed", "start_std", "lr", "metric_step", "loss_weight", "validation_images", "round", "index")
-        for least, names in ((0, at_least_0), (1, ("dim", "steps", "history", "rounds")), (LEAST_TASKS, ("tasks",))):
-            for name in names:
-                if getattr(self, name) < least:
-                    raise ConfigError(f"METRICOPT.{name.upper()} is {getattr(self, name)}; it must be at least {least}")
-        if not self.trust > 0:
-            raise ConfigError(f"METRICOPT.TRUST is {self.trust}; it must be above 0")
-        if not 2 <= self.evals <= self.steps + 1:
+    def __post_init__(self) -> None:
+        """Check the keys against each other."""
+        _check_least(0, seed=self.seed)
+        _check_choice(ClassificationLoss, classification_loss=self.classification_loss)
+        if self.metric.evals > self.finetune.steps + 1:
             raise ConfigError(
-                f"METRICOPT.EVALS is {self.evals}; it must be from 2 to METRICOPT.STEPS + 1 = {self.steps + 1}"
+                f"METRICOPT.METRIC.EVALS is {self.metric.evals}; it must be at most METRICOPT.FINETUNE.STEPS + 1 ="
+                f" {self.finetune.steps + 1}"
             )
-        for name, values in (("definition", Definition), ("classification_loss", ClassificationLoss)):
-            if getattr(self, name) not in get_args(values):
-                raise ConfigError(
-                    f"METRICOPT.{name.upper()} is {getattr(self, name)!r}; it must be one of {get_args(values)}"
-                )
-        for name, what in (("scenes_shift", "contrast, noise, size"), ("scenes_images", "train, val, test")):
-            if len(getattr(self, name)) != 3:
-                raise ConfigError(
-                    f"METRICOPT.{name.upper()} is {getattr(self, name)}; it must be three numbers: {what}"
-                )
-        if self.trajectories and not self.validation:
+        if self.meta.trajectories and not self.metric.set:
             raise ConfigError(
-                "METRICOPT.TRAJECTORIES needs METRICOPT.VALIDATION, the set that AP50 is evaluated on; hold it out of"
-                " both training and test"
+                "METRICOPT.META.TRAJECTORIES needs METRICOPT.METRIC.SET, the set that AP50 is evaluated on; hold it out"
+                " of both training and test"
             )
 
 
 def add_metricopt_config(cfg: CfgNode) -> None:
-    """Add the node METRICOPT, with the defaults of `Settings`."""
-    cfg.METRICOPT = CfgNode({field.name.upper(): field.default for field in fields(Settings)})
+    """Add the node METRICOPT, with the defaults of `Settings`; names that keys had before are refused when merged."""
+    cfg.METRICOPT = _as_node(Settings())
+    for old, new in RENAMED.items():
+        cfg.register_renamed_key(f"METRICOPT.{old}", f"METRICOPT.{new}")
 
 
-def settings_of(cfg: CfgNode) -> Settings:
+def metricopt_settings(cfg: CfgNode) -> Settings:
     """Return the node METRICOPT as settings.
 
     Raises:
-        ConfigError: A value is impossible.
+        ConfigError: A value is impossible, or a program set a key by the name that it had before.
+        DataError: The shift of the scenes is impossible.
     """
-    settings = Settings(**{name.lower(): value for name, value in cfg.METRICOPT.items()})
-    settings.check()
-    return settings
+    for old in RENAMED.keys() & cfg.METRICOPT.keys():
+        raise ConfigError(f"METRICOPT.{old} was renamed to METRICOPT.{RENAMED[old]}")
+    return _as_settings(cfg.METRICOPT, Settings())
+
+
+def _as_node(settings: Any) -> CfgNode:
+    values = vars(settings).items()
+    return CfgNode({name.upper(): _as_node(value) if is_dataclass(value) else value for name, value in values})
+
+
+def _as_settings(node: CfgNode, defaults: Node) -> Node:
+    values = {name.lower(): value for name, value in node.items()}
+    for name, value in values.items():
+        if isinstance(value, CfgNode):
+            values[name] = _as_settings(value, getattr(defaults, name))
+    return replace(defaults, **values)  # type: ignore[type-var]
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:

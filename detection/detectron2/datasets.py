@@ -15,9 +15,9 @@ from detectron2.utils import comm
 from detectron2.utils.file_io import PathHandler, PathManager
 
 from metricopt_ext.detection.coco import read_coco
-from metricopt_ext.detection.detectron2.config import Settings
+from metricopt_ext.detection.detectron2.config import DatasetsNode
 from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet
-from metricopt_ext.detection.scenes import SceneShift, write_scenes
+from metricopt_ext.detection.scenes import write_scenes
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.seeding import generator
@@ -72,7 +72,7 @@ def register(name: str, data: DetectionSet) -> None:
     MetadataCatalog.get(name).set(thing_classes=list(data.classes))
 
 
-def truth_of(name: str) -> DetectionSet:
+def registered_truth(name: str) -> DetectionSet:
     """Return a set of Detectron2's catalog, one that `register` entered or one of Detectron2's or the user's own.
 
     Raises:
@@ -88,7 +88,7 @@ def records_of(name: str) -> list[dict[str, Any]]:
         DataError: There is no such set.
     """
     if name not in DatasetCatalog.list():
-        raise DataError(f"Detectron2's catalog has no dataset {name!r}; register it, e.g. by METRICOPT.DATA")
+        raise DataError(f"Detectron2's catalog has no dataset {name!r}; METRICOPT.DATASETS.REGISTER enters one")
     records: list[dict[str, Any]] = DatasetCatalog.get(name)
     return records
 
@@ -159,30 +159,25 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
         if classes != classes_of(first):
             raise ConfigError(
                 f"{name} has the classes {', '.join(classes)}, but {first} has {', '.join(classes_of(first))};"
-                " METRICOPT.CLASSES gives VOC folders the same ones"
+                " METRICOPT.DATASETS.CLASSES gives VOC folders the same ones"
             )
 
 
-def write_example(settings: Settings) -> None:
-    """Write the scenes that ``METRICOPT.SCENES`` names, if any; one process of each machine does.
+def write_example(datasets: DatasetsNode) -> None:
+    """Write the scenes that METRICOPT.DATASETS.SCENES names, if any; one process of each machine does.
 
     Raises:
         DataError: A setting of the scenes is impossible.
         FileFormatError: The folder holds scenes with other settings.
     """
-    if settings.scenes and comm.get_local_rank() == 0:
-        contrast, noise_std, scale = settings.scenes_shift
-        write_scenes(
-            Path(settings.data_root) / settings.scenes,
-            images=settings.scenes_images,  # type: ignore[arg-type]
-            seed=settings.scenes_seed,
-            shift=SceneShift(contrast=contrast, noise_std=noise_std, scale=scale),
-        )
+    scenes = datasets.scenes
+    if scenes.folder and comm.get_local_rank() == 0:
+        write_scenes(Path(datasets.root) / scenes.folder, images=scenes.images, seed=scenes.seed, shift=scenes.shift)
     comm.synchronize()
 
 
 def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence[str] = ()) -> None:
-    """Register what METRICOPT.DATA lists, as far as the catalog lacks it.
+    """Register what METRICOPT.DATASETS.REGISTER lists, as far as the catalog lacks it.
 
     An entry is ``NAME=FOLDER:SPLIT`` for a VOC folder or its zip file, or ``NAME=FOLDER:FILE.json`` for images with
     annotations in COCO's format. ``[:80%]`` and ``[80%:]`` behind it choose parts of the images in an order that is
@@ -200,7 +195,9 @@ def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence
     for entry in entries:
         match = ENTRY.fullmatch(entry)
         if match is None:
-            raise ConfigError(f"METRICOPT.DATA: {entry!r} is not NAME=FOLDER:SPLIT, NAME=FOLDER:SPLIT[:80%] or so")
+            raise ConfigError(
+                f"METRICOPT.DATASETS.REGISTER: {entry!r} is not NAME=FOLDER:SPLIT, NAME=FOLDER:SPLIT[:80%] or so"
+            )
         name, folder, split = match["name"], Path(root) / match["folder"], match["split"]
         if name in DatasetCatalog.list():
             continue
@@ -215,11 +212,11 @@ def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence
 def _part(data: DetectionSet, first: int, last: int) -> DetectionSet:
     """Return the images between two percentages of a shuffled order, in the order of the set."""
     if not 0 <= first < last <= 100:
-        raise ConfigError(f"METRICOPT.DATA: [{first}%:{last}%] is no part of a set")
+        raise ConfigError(f"METRICOPT.DATASETS.REGISTER: [{first}%:{last}%] is no part of a set")
     order = torch.randperm(len(data), generator=generator(0, "part"))
     chosen = order[len(data) * first // 100 : len(data) * last // 100]
     if not len(chosen):
-        raise ConfigError(f"METRICOPT.DATA: [{first}%:{last}%] of {len(data)} images is none of them")
+        raise ConfigError(f"METRICOPT.DATASETS.REGISTER: [{first}%:{last}%] of {len(data)} images is none of them")
     return data.subset(chosen.sort().values.tolist())
 
 

@@ -27,7 +27,7 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
     returns the same result.
 
     Args:
-        truth: The set that the model is evaluated on, e.g. `datasets.truth_of` a name.
+        truth: The set that the model is evaluated on, e.g. `datasets.registered_truth` a name.
         definition: ``"voc_11_point"``, ``"voc"`` or ``"coco"``, see `ap50.average_precision`.
     """
 

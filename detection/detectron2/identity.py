@@ -10,9 +10,13 @@ from typing import Any
 from detectron2.config import CfgNode
 
 # What meta-training sets anew for each of its runs, whose trajectories belong together all the same.
-OF_ONE_RUN = ("ENABLED", "VALUE_FUNCTION", "METRIC_STEP", "LOSS_WEIGHT", "ROUND", "INDEX")
+OF_ONE_RUN = {
+    "METRICOPT.ENABLED",
+    *(f"METRICOPT.FINETUNE.{name}" for name in ("VALUE_FUNCTION", "METRIC_STEP", "LOSS_WEIGHT")),
+    *(f"METRICOPT.META.{name}" for name in ("ROUND", "INDEX")),
+}
 # Where and how long, not what: of no influence on a trajectory.
-WITHOUT_INFLUENCE = ("MODEL.DEVICE", "METRICOPT.TRAJECTORIES", "METRICOPT.ROUNDS")
+WITHOUT_INFLUENCE = ("MODEL.DEVICE", "METRICOPT.META.TRAJECTORIES", "METRICOPT.META.ROUNDS")
 
 
 def identity_of_run(cfg: CfgNode) -> dict[str, Any]:
@@ -24,15 +28,14 @@ def identity_of_run(cfg: CfgNode) -> dict[str, Any]:
         "DATASETS.TRAIN": cfg.DATASETS.TRAIN,
         "SOLVER.IMS_PER_BATCH": cfg.SOLVER.IMS_PER_BATCH,
     }
-    for key in ("MODEL.WEIGHTS", "METRICOPT.VALUE_FUNCTION"):
+    for key in ("MODEL.WEIGHTS", "METRICOPT.FINETUNE.VALUE_FUNCTION"):
         settings[key] = _described(settings[key])
     return {key: value for key, value in settings.items() if key not in WITHOUT_INFLUENCE}
 
 
 def identity_of_trajectories(cfg: CfgNode) -> dict[str, Any]:
     """Return the settings that all trajectories share which a value function is fitted to."""
-    others = {f"METRICOPT.{name}" for name in OF_ONE_RUN}
-    return {key: value for key, value in identity_of_run(cfg).items() if key not in others}
+    return {key: value for key, value in identity_of_run(cfg).items() if key not in OF_ONE_RUN}
 
 
 def _leaves(node: CfgNode, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,76 +12,76 @@ from detectron2.config import CfgNode
 from detectron2.utils import comm
 
 from metricopt_ext.detection.detectron2.build import main_process_folder
-from metricopt_ext.detection.detectron2.config import Settings, settings_of
-from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, open_store
+from metricopt_ext.detection.detectron2.config import Settings, metricopt_settings
+from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.methods.rounds import learn_in_rounds
+from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.progress import Bars, Watcher
 from metricopt_ext.value.fitting import Fit
 
 
-def meta_train(cfg: CfgNode, path: str | Path, resume: bool = False) -> Fit | None:
-    """Learn f for a trained detector and write it (Algorithm 1, meta-training, as `metricopt_ext.meta_train` does).
+def meta_train(cfg: CfgNode, path: str | Path, resume: bool = False) -> Fit:
+    """Learn f for a trained detector and write it (Algorithm 1, meta-training, see `rounds.learn_in_rounds`).
 
-    Each of ``METRICOPT.ROUNDS * METRICOPT.TASKS`` runs starts from a phi of its own and evaluates AP50 on
-    ``METRICOPT.VALIDATION`` ``METRICOPT.EVALS`` times. Trajectories are kept in ``METRICOPT.TRAJECTORIES``, or else in
-    ``OUTPUT_DIR/trajectories``.
+    Each of ``META.ROUNDS * META.TASKS`` runs starts from a phi of its own and evaluates AP50 on ``METRIC.SET``
+    ``METRIC.EVALS`` times. Trajectories are kept in ``META.TRAJECTORIES``, or else in ``OUTPUT_DIR/trajectories``.
 
     Args:
-        cfg: The config of the finetuning to come; ``MODEL.WEIGHTS`` is the trained detector. A ``METRICOPT.START_STD``
+        cfg: The config of the finetuning to come; ``MODEL.WEIGHTS`` is the trained detector. A ``FINETUNE.START_STD``
             of 0 stands for `Recipe`'s here, as f can't be learned from one start. On-policy runs take steps around
-            ``METRICOPT.METRIC_STEP``.
+            ``FINETUNE.METRIC_STEP``.
         path: Receives f at the end.
         resume: Go on with the trajectories that are there.
 
     Returns:
-        f with its held-out quality; None on all processes but the main one.
+        f with its held-out quality, fitted by each process to the same trajectories.
 
     Raises:
         ConfigError: No trained detector is named, or no set to evaluate AP50 on.
         FileFormatError: There are trajectories and ``resume`` is False, or they are of runs with other settings.
     """
-    settings = settings_of(cfg)
+    settings = metricopt_settings(cfg)
     _check(cfg, settings)
-    tasks, rounds, scratch = settings.tasks, settings.rounds, os.path.join(cfg.OUTPUT_DIR, "meta_train")
+    tuning, meta = settings.finetune, settings.meta
     recipe = Recipe(
-        start_std=settings.start_std or Recipe.start_std, explored_step=settings.metric_step or Recipe.explored_step
+        rounds=meta.rounds,
+        start_std=tuning.start_std or Recipe.start_std,
+        explored_step=tuning.metric_step or Recipe.explored_step,
     )
-    latest, fit = os.path.join(scratch, "f.safetensors"), None
+    runs, scratch = cfg.clone(), os.path.join(cfg.OUTPUT_DIR, "meta_train")
+    runs.defrost()
+    runs.OUTPUT_DIR, runs.DATASETS.TEST, runs.METRICOPT.ENABLED = scratch, (), True
+    runs.METRICOPT.FINETUNE.START_STD = recipe.start_std
+    runs.METRICOPT.META.TRAJECTORIES = meta.trajectories or os.path.join(cfg.OUTPUT_DIR, "trajectories")
+    if _stored(runs) and not resume:
+        raise FileFormatError(
+            f"{runs.METRICOPT.META.TRAJECTORIES} holds trajectories already: add --resume to go on with them, or use"
+            " another folder"
+        )
+
     with _progress(cfg, settings) as watcher:
-        for round in range(rounds):
-            skill = f"f at {fit.f.quality.spearman:.2f}" if fit and fit.f.quality else "loss only"
-            watcher.stage(f"round {round + 1}/{rounds}, {skill}")
-            for index in range(round * tasks, (round + 1) * tasks):
-                weight, metric_step = recipe.explored_settings(settings.seed, [index])[0].tolist()
-                task = cfg.clone()
-                task.defrost()
-                task.OUTPUT_DIR, task.DATASETS.TEST = scratch, ()
-                task.METRICOPT.update(
-                    ENABLED=True,
-                    TRAJECTORIES=settings.trajectories or os.path.join(cfg.OUTPUT_DIR, "trajectories"),
-                    START_STD=recipe.start_std,
-                    VALUE_FUNCTION=latest if round else "",
-                    METRIC_STEP=metric_step,
-                    LOSS_WEIGHT=weight,
-                    ROUND=round,
-                    INDEX=index,
-                )
-                if index == 0 and not resume:
-                    _refuse_mixing(task)
-                if not _stored(task, round, index):
-                    _run(task)
-                _tell(watcher, task, (index + 1) * settings.evals)
-            if comm.is_main_process():
-                fit = recipe.fit([each for each in _store(task) if each.round <= round], settings.seed)
-                fit.f.save(latest)
-            comm.synchronize()  # every process follows it in the next round
-        if fit is not None:
-            fit.f.save(path)
-            watcher.say(f"value function ({fit.f.kind}): {fit.f.quality}")
-            watcher.done()
-            shutil.rmtree(scratch)
+
+        def collect(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
+            followed = "" if fit is None else os.path.join(scratch, "f.safetensors")
+            if fit is not None and comm.is_main_process():
+                fit.f.save(followed)
+            comm.synchronize()  # every process follows it now
+            stored = _stored(runs)
+            for index in indices:
+                if (round, index) not in stored:
+                    _run(runs, recipe, followed, round, index)
+                    stored = _stored(runs)
+                first, last = (1 - stored[round, index].cost[[0, -1]]).tolist()  # AP50's cost is what it lacks to 1
+                watcher.query((index + 1) * settings.metric.evals, f"AP50 {first:.4f} -> {last:.4f}")
+            return [trajectory for trajectory in stored.values() if trajectory.round <= round]
+
+        fit = learn_in_rounds(collect, recipe, tasks=meta.tasks, seed=settings.seed, watcher=watcher)
+        watcher.done()
+    if comm.is_main_process():
+        fit.f.save(path)
+        shutil.rmtree(scratch, ignore_errors=True)
     return fit
 
 
@@ -91,41 +91,28 @@ def _check(cfg: CfgNode, settings: Settings) -> None:
             f"meta-training needs the trained detector: MODEL.WEIGHTS is {cfg.MODEL.WEIGHTS!r}; give e.g. the"
             " OUTPUT_DIR/model_final.pth of its training"
         )
-    if not settings.validation:
+    if not settings.metric.set:
         raise ConfigError(
-            "meta-training needs METRICOPT.VALIDATION, the set that AP50 is evaluated on; hold it out of both training"
+            "meta-training needs METRICOPT.METRIC.SET, the set that AP50 is evaluated on; hold it out of both training"
             " and test"
         )
 
 
-def _refuse_mixing(cfg: CfgNode) -> None:
-    if comm.all_gather(len(_store(cfg)))[0]:
-        raise FileFormatError(
-            f"{cfg.METRICOPT.TRAJECTORIES} holds trajectories already: add --resume to go on with them, or use another"
-            " folder"
-        )
+def _stored(cfg: CfgNode) -> dict[tuple[int, int], Trajectory]:
+    """Return the trajectories by (round, index), on every process those of the main one, which alone keeps them."""
+    store = trajectory_store(cfg, main_process_folder(cfg.METRICOPT.META.TRAJECTORIES))
+    trajectories = comm.all_gather(list(store))[0]
+    return {(trajectory.round, trajectory.index): trajectory for trajectory in trajectories}
 
 
-def _run(cfg: CfgNode) -> None:
+def _run(cfg: CfgNode, recipe: Recipe, followed: str, round: int, index: int) -> None:
+    weight, metric_step = recipe.explored_settings(cfg.METRICOPT.SEED, [index])[0].tolist()
+    cfg = cfg.clone()
+    cfg.METRICOPT.FINETUNE.update(VALUE_FUNCTION=followed, METRIC_STEP=metric_step, LOSS_WEIGHT=weight)
+    cfg.METRICOPT.META.update(ROUND=round, INDEX=index)
     trainer = MetricOptTrainer(cfg)
     trainer.resume_or_load(resume=False)
     trainer.train()
-
-
-def _store(cfg: CfgNode) -> TrajectoryStore:
-    return open_store(cfg, main_process_folder(cfg.METRICOPT.TRAJECTORIES))
-
-
-def _stored(cfg: CfgNode, round: int, index: int) -> bool:
-    """Return whether the main process, which alone keeps trajectories, has this one."""
-    return bool(comm.all_gather(_store(cfg).get(round, index) is not None)[0])
-
-
-def _tell(watcher: Watcher, cfg: CfgNode, spent: int) -> None:
-    trajectory = _store(cfg).get(cfg.METRICOPT.ROUND, cfg.METRICOPT.INDEX)
-    if trajectory is not None:
-        first, last = (1 - trajectory.cost[[0, -1]]).tolist()  # AP50's cost is what it lacks to 1
-        watcher.query(spent, f"AP50 {first:.4f} -> {last:.4f}")
 
 
 @contextmanager
@@ -143,7 +130,7 @@ def _progress(cfg: CfgNode, settings: Settings) -> Iterator[Watcher]:
     try:
         if comm.is_main_process():
             with Bars() as bars:
-                watcher = bars.watch("AP50", settings.rounds * settings.tasks * settings.evals)
+                watcher = bars.watch("AP50", settings.meta.rounds * settings.meta.tasks * settings.metric.evals)
                 if handlers:
                     watcher.say(f"what the runs log is in {cfg.OUTPUT_DIR}/log.txt")
                 yield watcher

@@ -30,16 +30,16 @@ def film_layers(model: nn.Module, layers: Sequence[str]) -> list[str]:
             patterns of module names.
 
     Raises:
-        ConfigError: A placement is not in this model.
+        ConfigError: A placement or pattern is not in this model.
     """
     chosen: list[str] = []
     for entry in layers:
-        patterns = patterns_in(model, PLACEMENTS[entry]) if entry in PLACEMENTS else [entry]
+        patterns = patterns_in(model, PLACEMENTS.get(entry, (entry,)))
         patterns = [pattern for pattern in patterns if f"{pattern}.norm" not in patterns]  # a convolution without bias
         if not patterns:
             raise ConfigError(
-                f"layers={entry!r}: {PLACEMENTS[entry]} match no layer of this model; choose from {sorted(PLACEMENTS)},"
-                " or give patterns of module names"
+                f"layers={entry!r} match no layer of this model; choose from {', '.join(PLACEMENTS)}, or give patterns"
+                " of module names"
             )
         chosen += patterns
     return chosen

@@ -19,8 +19,8 @@ from metricopt_ext.detection.detectron2.build import (
     phi_optimizer,
     with_film,
 )
-from metricopt_ext.detection.detectron2.config import settings_of
-from metricopt_ext.detection.detectron2.datasets import Mapper, truth_of
+from metricopt_ext.detection.detectron2.config import metricopt_settings
+from metricopt_ext.detection.detectron2.datasets import Mapper, registered_truth
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, validation_metric
 from metricopt_ext.detection.detectron2.identity import identity_of_run, identity_of_trajectories
 from metricopt_ext.detection.detectron2.weights import load_weights
@@ -33,21 +33,21 @@ from metricopt_ext.utils.seeding import generator
 class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     """Finetunes phi if ``METRICOPT.ENABLED``, and trains as Detectron2 does if not; either is evaluated by AP50.
 
-    phi is finetuned for ``METRICOPT.STEPS`` steps. Where ``METRICOPT.VALIDATION`` names a set, AP50 on it is evaluated
-    at some of the points, the best of which is kept in ``OUTPUT_DIR/model_best.pth``. ``DATASETS.TEST`` is evaluated
-    once, at the end. Checkpoints, of which the last numbered one is kept, hold phi and the optimizer's past gradients;
-    a resumed run goes on from them as `hooks.ReplayedSteps` says.
+    phi is finetuned for ``METRICOPT.FINETUNE.STEPS`` steps. Where ``METRICOPT.METRIC.SET`` names a set, AP50 on it is
+    evaluated at some of the points, the best of which is kept in ``OUTPUT_DIR/model_best.pth``. ``DATASETS.TEST`` is
+    evaluated once, at the end. Checkpoints, of which the last numbered one is kept, hold phi and the optimizer's past
+    gradients; a resumed run goes on from them as `hooks.ReplayedSteps` says.
 
     Args:
         cfg: A config that has a METRICOPT node.
     """
 
     def __init__(self, cfg: CfgNode) -> None:
-        settings = settings_of(cfg)
+        settings = metricopt_settings(cfg)
         if settings.enabled:
             cfg = cfg.clone()
             cfg.defrost()
-            cfg.SOLVER.MAX_ITER = settings.steps
+            cfg.SOLVER.MAX_ITER = settings.finetune.steps
             cfg.SOLVER.REFERENCE_WORLD_SIZE = 0  # which would scale the number of steps
             # Evaluating now and then, as Detectron2 does, would choose a model by the test set.
             cfg.TEST.EVAL_PERIOD = 0
@@ -62,7 +62,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             DataError: The checkpoint is of another kind of run, or the weights can't be loaded, see
                 `weights.load_weights`.
         """
-        if settings_of(self.cfg).enabled and comm.is_main_process():
+        if metricopt_settings(self.cfg).enabled and comm.is_main_process():
             self._claim_folder(resume)
         if resume and self.checkpointer.has_checkpoint():
             try:
@@ -75,7 +75,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
                     " OUTPUT_DIR, or leave --resume out"
                 ) from error
         elif self.cfg.MODEL.WEIGHTS:
-            load_weights(self.model, self.cfg.MODEL.WEIGHTS, strict=settings_of(self.cfg).enabled)
+            load_weights(self.model, self.cfg.MODEL.WEIGHTS, strict=metricopt_settings(self.cfg).enabled)
 
     def _claim_folder(self, resume: bool) -> None:
         """Check that the checkpoints in ``OUTPUT_DIR`` are of this run, or forget them where a new one starts."""
@@ -88,7 +88,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
         """Return the model, its FiLM attached and phi at its start."""
-        settings = settings_of(cfg)
+        settings = metricopt_settings(cfg)
         model: nn.Module = super().build_model(cfg)
         if settings.classification_loss == "ap":
             use_ap_loss(model)
@@ -96,46 +96,46 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             return model
         return with_film(
             model,
-            settings.layers,
-            dim=settings.dim,
+            settings.film.layers,
+            dim=settings.film.dim,
             seed=settings.seed,
-            start_std=settings.start_std,
-            index=settings.index,
+            start_std=settings.finetune.start_std,
+            index=settings.meta.index,
         )
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Any:
         """Return MetricOpt on phi, or gradient descent on it where there is no value function."""
-        settings = settings_of(cfg)
+        settings = metricopt_settings(cfg)
         if not settings.enabled:
             return super().build_optimizer(cfg, model)
         return phi_optimizer(
             phi_of(model),
-            value_function=settings.value_function,
-            lr=settings.lr,
-            metric_step=settings.metric_step,
-            loss_weight=settings.loss_weight,
-            steps=settings.steps,
-            trust=settings.trust,
-            history=settings.history,
-            even_untrusted=settings.round > 0,  # whose trajectories are to correct f
+            value_function=settings.finetune.value_function,
+            lr=settings.finetune.lr,
+            metric_step=settings.finetune.metric_step,
+            loss_weight=settings.finetune.loss_weight,
+            steps=settings.finetune.steps,
+            trust=settings.finetune.trust,
+            history=settings.finetune.history,
+            even_untrusted=settings.meta.round > 0,  # whose trajectories are to correct f
         )
 
     @classmethod
     def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> Any:
         """Return a constant rate for phi, the solver's schedule for ordinary training."""
-        if not settings_of(cfg).enabled:
+        if not metricopt_settings(cfg).enabled:
             return super().build_lr_scheduler(cfg, optimizer)
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
         """Return Detectron2's loader, its order another one for each trajectory."""
-        settings = settings_of(cfg)
+        settings = metricopt_settings(cfg)
         if settings.enabled:
             cfg = cfg.clone()
             cfg.defrost()
-            cfg.SEED = generator(settings.seed, "batches", settings.index).initial_seed() % 2**31
+            cfg.SEED = generator(settings.seed, "batches", settings.meta.index).initial_seed() % 2**31
         return build_detection_train_loader(cfg, mapper=Mapper(cfg, is_train=True))
 
     @classmethod
@@ -146,41 +146,41 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> AP50Evaluator:
         """Return the AP50 evaluator of a set."""
-        return AP50Evaluator(truth_of(dataset_name), settings_of(cfg).definition)
+        return AP50Evaluator(registered_truth(dataset_name), metricopt_settings(cfg).metric.definition)
 
     def build_hooks(self) -> list[HookBase]:
         """Return ours and Detectron2's hooks."""
         stock: list[HookBase] = super().build_hooks()
-        settings = settings_of(self.cfg)
+        settings = metricopt_settings(self.cfg)
         if not settings.enabled:
             return stock
         for hook in stock:
             if isinstance(hook, PeriodicCheckpointer):
                 hook.max_to_keep = 1
         metric = None
-        if settings.validation:
+        if settings.metric.set:
             metric = validation_metric(
                 self.cfg,
-                settings.validation,
-                definition=settings.definition,
-                images=settings.validation_images,
+                settings.metric.set,
+                definition=settings.metric.definition,
+                images=settings.metric.images,
                 seed=settings.seed,
             )
         ours = finetuning_hooks(
             self.model,
             metric,
-            open_store(self.cfg, main_process_folder(settings.trajectories)),
-            steps=settings.steps,
-            evals=settings.evals,
+            trajectory_store(self.cfg, main_process_folder(settings.meta.trajectories)),
+            steps=settings.finetune.steps,
+            evals=settings.metric.evals,
             output_dir=self.cfg.OUTPUT_DIR,
             seed=settings.seed,
-            round=settings.round,
-            index=settings.index,
+            round=settings.meta.round,
+            index=settings.meta.index,
         )
         return [*ours, *stock]
 
 
-def open_store(cfg: CfgNode, folder: str | None) -> TrajectoryStore:
+def trajectory_store(cfg: CfgNode, folder: str | None) -> TrajectoryStore:
     """Return the trajectories in a folder, or an empty store in memory.
 
     Raises:

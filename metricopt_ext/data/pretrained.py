@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.utils.files import load_weights, write_atomically
+from metricopt_ext.utils.files import load_checkpoint, write_atomically
 from metricopt_ext.utils.seeding import generator
 
 
@@ -39,9 +39,9 @@ def pretrained(
         torch.manual_seed(generator(seed, "model").initial_seed())
         model = build()
         if kept.exists():
-            load_weights(model, kept)
+            load_checkpoint(model, kept)
         elif weights:
-            load_weights(model, Path(weights))
+            load_checkpoint(model, Path(weights))
         else:
             train(model.to(device))
     if not kept.exists():

@@ -65,8 +65,8 @@ def tune_start(
     """Finetune one start under a value function that was learned before; at most ``recipe.start_queries`` queries.
 
     The metric judges the start, the end of a loss-only finetune and MetricOpt's end, and, if it reports halves, two
-    ends that show how optimistic MetricOpt's gain is. If the recipe says so, f is then adapted to what the metric says along
-    MetricOpt's way and followed once more, and a direct search goes on from the best end. The start is kept unless
+    ends that show how optimistic MetricOpt's gain is. If the recipe says so, f is then adapted to the metric along
+    MetricOpt's path and followed once more, and a direct search goes on from the best end. The start is kept unless
     another end is better by more than chance and optimism (`split_half`).
 
     Args:

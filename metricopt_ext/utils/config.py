@@ -72,7 +72,7 @@ def _nearest(key: str, known: list[str]) -> str:
 
 
 @contextmanager
-def settings_of(section: str) -> Iterator[None]:
+def config_section(section: str) -> Iterator[None]:
     """Turn a ValueError about a setting into a `ConfigError` that names its section of the config file."""
     try:
         yield

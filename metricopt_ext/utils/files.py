@@ -113,7 +113,7 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
         raise FileFormatError(f"{path} is corrupt: its description can't be read ({error})") from error
 
 
-def load_weights(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -> None:
+def load_checkpoint(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -> None:
     """Load a state dict, of safetensors or of torch without pickled code, into a model.
 
     A checkpoint of Detectron2 works too: its state dict is the entry ``model``.

@@ -35,7 +35,7 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
-from metricopt_ext.utils.files import load_weights
+from metricopt_ext.utils.files import load_checkpoint
 from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.value_function import load_value_function
 
@@ -113,7 +113,7 @@ def answers(config: ClassificationConfig, folder: Path, seed: int, tuned: bool) 
     splits = load_splits(config, seed)
     config.model.weights = str(folder / f"seed-{seed}" / "model.safetensors")
     model = build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes)
-    load_weights(model, Path(config.model.weights))
+    load_checkpoint(model, Path(config.model.weights))
     model.eval()
     if tuned:
         load_adapter(model, folder / f"seed-{seed}" / "adapter.safetensors")

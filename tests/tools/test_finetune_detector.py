@@ -31,7 +31,7 @@ from metricopt_ext.evidence import run_config
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.files import load_weights
+from metricopt_ext.utils.files import load_checkpoint
 from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.value_function import load_value_function
 
@@ -189,7 +189,7 @@ def test_the_report_states_what_pycocotools_says_of_the_kept_detectors(finished:
     folder = finished / "seed-0"
     test = read_voc(folder / "scenes", "test")
     model = STOCK.build(len(test.classes), seed=9)
-    load_weights(model, folder / "model.safetensors")
+    load_checkpoint(model, folder / "model.safetensors")
     expected = {"pretrained": pycocotools_ap50(model, test)}
     load_adapter(model, folder / "adapter.safetensors")
     expected["metricopt"] = pycocotools_ap50(model, test)
@@ -279,7 +279,7 @@ def test_the_ap_loss_in_the_backbone_by_the_command_line(
     assert recalls["pretrained"] == json.loads((finished / "seed-0" / "proposal_recall.json").read_text())["pretrained"]
     tuned = torch.load(tmp_path / "seed-0" / "tuned.pth", weights_only=True)
     kept = STOCK.build(len(read_voc(tmp_path / "seed-0" / "scenes").classes), seed=9)
-    load_weights(kept, finished / "seed-0" / "model.safetensors")
+    load_checkpoint(kept, finished / "seed-0" / "model.safetensors")
     changed = {name.split(".")[0] for name, value in kept.state_dict().items() if not torch.equal(value, tuned[name])}
     assert changed <= {"backbone"}  # nothing where phi ends at its origin
 

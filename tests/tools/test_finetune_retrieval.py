@@ -28,7 +28,7 @@ from metricopt_ext.retrieval.losses import SmoothAPLoss
 from metricopt_ext.retrieval.models import Conv4, Embedder, build_model
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.files import load_weights
+from metricopt_ext.utils.files import load_checkpoint
 from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.value_function import load_value_function
 
@@ -104,7 +104,7 @@ def kept_embeddings(config: RetrievalConfig, folder: Path, seed: int, tuned: boo
     """Return embeddings and labels of the test images by the model that a run left, bare or with its adapter."""
     splits = load_splits(config, seed)
     model = build_model(config.model.name, splits.test.x.shape[1:], config.model.embedding, config.model.width).eval()
-    load_weights(model, folder / f"seed-{seed}" / "model.safetensors")
+    load_checkpoint(model, folder / f"seed-{seed}" / "model.safetensors")
     if tuned:
         load_adapter(model, folder / f"seed-{seed}" / "adapter.safetensors")
     with torch.no_grad():

@@ -24,7 +24,7 @@ from detectron2.utils.logger import setup_logger
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 import metricopt_ext as mo
-from metricopt_ext.detection.detectron2.config import read_config, settings_of
+from metricopt_ext.detection.detectron2.config import metricopt_settings, read_config
 from metricopt_ext.detection.detectron2.datasets import ENTRY
 from metricopt_ext.detection.detectron2.placements import film_layers
 from metricopt_ext.detection.records import DetectionSet
@@ -47,21 +47,21 @@ def test_there_are_configs() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_config_is_sound(name: str) -> None:
     cfg = read_config(CONFIGS / name, ["MODEL.DEVICE", "cpu"])
-    settings = settings_of(cfg)
-    parts = {match["name"]: match for match in map(ENTRY.fullmatch, settings.data) if match is not None}
-    assert len(parts) == len(settings.data)
+    settings = metricopt_settings(cfg)
+    parts = {match["name"]: match for match in map(ENTRY.fullmatch, settings.datasets.register) if match is not None}
+    assert len(parts) == len(settings.datasets.register)
     assert set(cfg.DATASETS.TRAIN) < set(parts)
-    assert settings.validation in parts
-    assert settings.validation not in cfg.DATASETS.TRAIN
+    assert settings.metric.set in parts
+    assert settings.metric.set not in cfg.DATASETS.TRAIN
     assert cfg.DATASETS.TEST == ()  # nothing asks it by the way
     trained_on = [parts[name].group("folder", "split", "first", "last") for name in cfg.DATASETS.TRAIN]
-    folder, split, first, last = parts[settings.validation].group("folder", "split", "first", "last")
+    folder, split, first, last = parts[settings.metric.set].group("folder", "split", "first", "last")
     for other in trained_on:
         assert other[:2] != (folder, split) or (other[2:] == (None, first) and last is None)
-    if settings.classes:
-        assert len(settings.classes) == cfg.MODEL.ROI_HEADS.NUM_CLASSES
-    model = build_model(cfg)
-    assert mo.attach_film(model, film_layers(model, settings.layers), dim=settings.dim).dim == settings.dim
+    if settings.datasets.classes:
+        assert len(settings.datasets.classes) == cfg.MODEL.ROI_HEADS.NUM_CLASSES
+    model, film = build_model(cfg), settings.film
+    assert mo.attach_film(model, film_layers(model, film.layers), dim=film.dim).dim == film.dim
 
 
 @pytest.fixture
@@ -137,12 +137,12 @@ def test_tool_trains_and_finetunes(
 ) -> None:
     cfg = tiny_config("fpn", "BN", "SOLVER.MAX_ITER", 60, "SOLVER.BASE_LR", 0.01, "SOLVER.WARMUP_ITERS", 5)
     cfg.SOLVER.CLIP_GRADIENTS.ENABLED, cfg.SOLVER.CLIP_GRADIENTS.CLIP_TYPE = True, "norm"
-    cfg.METRICOPT.DATA = ["train=squares:train", "val=squares:val"]
-    cfg.METRICOPT.DATA_ROOT = str(tmp_path)
-    cfg.METRICOPT.VALIDATION = "val"
-    cfg.METRICOPT.EVALS = 3
-    cfg.METRICOPT.STEPS = 2
-    cfg.METRICOPT.ROUNDS = 2
+    cfg.METRICOPT.DATASETS.REGISTER = ["train=squares:train", "val=squares:val"]
+    cfg.METRICOPT.DATASETS.ROOT = str(tmp_path)
+    cfg.METRICOPT.METRIC.SET = "val"
+    cfg.METRICOPT.METRIC.EVALS = 3
+    cfg.METRICOPT.FINETUNE.STEPS = 2
+    cfg.METRICOPT.META.ROUNDS = 2
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST, cfg.SEED = ("train",), (), 1
     cfg.MODEL.DEVICE = "cuda"  # --num-gpus 0 says otherwise
     file, out, f = tmp_path / "all.yaml", tmp_path / "out", tmp_path / "f.safetensors"
@@ -165,8 +165,8 @@ def test_tool_trains_and_finetunes(
         return lines[-1].rsplit(" ", 1)[-1]
 
     tuned = score(
-        *weights, "METRICOPT.ENABLED", True, "METRICOPT.VALUE_FUNCTION", f, "OUTPUT_DIR", tmp_path / "tuned",
-        "METRICOPT.LR", 1.0,
+        *weights, "METRICOPT.ENABLED", True, "METRICOPT.FINETUNE.VALUE_FUNCTION", f, "OUTPUT_DIR", tmp_path / "tuned",
+        "METRICOPT.FINETUNE.LR", 1.0,
     )  # fmt: skip
 
     assert (tmp_path / "tuned" / "model_0000001.pth").exists()  # Detectron2's own period is 5000 steps
@@ -185,7 +185,10 @@ def test_tool_trains_and_finetunes(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["METRICOPT.DATA", "['train:squares']"], "error: METRICOPT.DATA: 'train:squares' is not NAME=FOLDER:SPLIT"),
+        (
+            ["METRICOPT.DATASETS.REGISTER", "['train:squares']"],
+            "error: METRICOPT.DATASETS.REGISTER: 'train:squares' is not NAME=FOLDER:SPLIT",
+        ),
         (
             ["MODEL.ROI_HEADS.NUM_CLASSES", 3],
             "error: MODEL.ROI_HEADS.NUM_CLASSES is 3; train has 2 classes: green, red",
@@ -196,20 +199,23 @@ def test_tool_trains_and_finetunes(
         (["--eval-only", "DATASETS.TEST", "('train',)", "MODEL.WEIGHTS", __file__], ".py can't be loaded"),
         (["DATASETS.TEST", "('elsewhere',)"], "error: Detectron2's catalog has no dataset 'elsewhere'"),
         (["TEST.AUG.ENABLED", True], "error: TEST.AUG.ENABLED: AP50 is evaluated without"),
-        (["METRICOPT.SCENES_SHIFT", "(1, 2)"], "METRICOPT.SCENES_SHIFT is (1, 2); it must be three numbers"),
-        (["METRICOPT.SCENES", "digits", "METRICOPT.SCENES_SHIFT", "(0, 0, 1)"], "contrast must be in (0, 1]"),
+        (["METRICOPT.DATASETS.SCENES.SHIFT.CONTRAST", 0.0], "a scene shift's contrast must be in (0, 1]"),
+        (
+            ["METRICOPT.DATASETS.SCENES.FOLDER", "digits", "METRICOPT.DATASETS.SCENES.IMAGES", "(1, 2)"],
+            "images must be three numbers",
+        ),
         (["METRICOPT.SIZE", 3], "Non-existent key: METRICOPT.SIZE"),
         (["--meta-train", "f.safetensors"], "meta-training needs the trained detector: MODEL.WEIGHTS is ''"),
         (["MODEL.WEIGHTS", "m.pth"], "error: MODEL.WEIGHTS=m.pth: there is no such file"),
-        (["--meta-train", "f.safetensors", "MODEL.WEIGHTS", __file__], "meta-training needs METRICOPT.VALIDATION"),
+        (["--meta-train", "f.safetensors", "MODEL.WEIGHTS", __file__], "meta-training needs METRICOPT.METRIC.SET"),
     ],
 )
 def test_tool_s_errors(
     options: list[Any], message: str, tool: Callable[..., Any], tiny_config: Any, folder: Path, tmp_path: Path
 ) -> None:
     cfg = tiny_config()
-    cfg.METRICOPT.DATA = ["train=squares:train"]
-    cfg.METRICOPT.DATA_ROOT = str(tmp_path)
+    cfg.METRICOPT.DATASETS.REGISTER = ["train=squares:train"]
+    cfg.METRICOPT.DATASETS.ROOT = str(tmp_path)
     cfg.DATASETS.TRAIN = ("train",)
     (tmp_path / "all.yaml").write_text(cfg.dump())
     with pytest.raises(SystemExit, match=re.escape(message)):
@@ -218,9 +224,10 @@ def test_tool_s_errors(
 
 def test_tool_writes_the_scenes(tool: Callable[..., Any], tiny_config: Any, tmp_path: Path) -> None:
     cfg = tiny_config("fpn", "BN", "MODEL.ROI_HEADS.NUM_CLASSES", 10, "SOLVER.MAX_ITER", 1)
-    cfg.METRICOPT.DATA, cfg.METRICOPT.DATA_ROOT = ["train=scenes:train"], str(tmp_path / "data")
-    cfg.METRICOPT.SCENES, cfg.METRICOPT.SCENES_IMAGES, cfg.METRICOPT.SCENES_SEED = "scenes", (3, 2, 1), 4
-    cfg.METRICOPT.SCENES_SHIFT, cfg.METRICOPT.CLASSES = (0.3, 0.03, 0.8), tuple("0123456789")
+    cfg.METRICOPT.DATASETS.REGISTER, cfg.METRICOPT.DATASETS.ROOT = ["train=scenes:train"], str(tmp_path / "data")
+    cfg.METRICOPT.DATASETS.CLASSES = tuple("0123456789")
+    cfg.METRICOPT.DATASETS.SCENES.update(FOLDER="scenes", IMAGES=(3, 2, 1), SEED=4)
+    cfg.METRICOPT.DATASETS.SCENES.SHIFT.update(CONTRAST=0.3, NOISE_STD=0.03, SCALE=0.8)
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("train",), ()
     (tmp_path / "all.yaml").write_text(cfg.dump())
     tool("--config-file", tmp_path / "all.yaml", "--num-gpus", 0)
@@ -244,7 +251,8 @@ def test_tool_does_not_write_over_the_detector(
     tool: Callable[..., Any], tiny_config: Any, folder: Path, tmp_path: Path
 ) -> None:
     cfg = tiny_config("fpn", "BN", "METRICOPT.ENABLED", True)
-    cfg.METRICOPT.DATA, cfg.METRICOPT.DATA_ROOT, cfg.DATASETS.TRAIN = ["train=squares:train"], str(tmp_path), ("train",)
+    cfg.METRICOPT.DATASETS.update(REGISTER=["train=squares:train"], ROOT=str(tmp_path))
+    cfg.DATASETS.TRAIN = ("train",)
     (tmp_path / "all.yaml").write_text(cfg.dump())
     Path(cfg.OUTPUT_DIR).mkdir()
     for name, message in (

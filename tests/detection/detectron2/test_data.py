@@ -27,7 +27,7 @@ from metricopt_ext.detection.detectron2.datasets import (
     records_of,
     register,
     register_entries,
-    truth_of,
+    registered_truth,
 )
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, validation_metric
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
@@ -81,14 +81,14 @@ def with_flags(data: DetectionSet) -> DetectionSet:
 def test_sets_come_back_from_the_catalog(squares: Callable[..., DetectionSet]) -> None:
     data = with_flags(squares(4))
     register("squares", data)
-    back = truth_of("squares")
+    back = registered_truth("squares")
     assert back.classes == data.classes
     for first, second in zip(data.images, back.images, strict=True):
         assert_same(first, second)
     with pytest.raises(DataError, match="'squares' already"):
         register("squares", data)
     with pytest.raises(DataError, match="no dataset 'circles'"):
-        truth_of("circles")
+        registered_truth("circles")
 
 
 @pytest.mark.parametrize("archived", [False, True])
@@ -109,7 +109,7 @@ def test_detectron2_s_own_mapper_reads_the_images(
     mapper = DatasetMapper(tiny_config("fpn", "BN", "INPUT.FORMAT", "RGB"), is_train=False)
     for record, expected in zip(records_of("squares"), pixels, strict=True):
         assert torch.equal(mapper(record)["image"], expected)
-    assert [image.archive for image in truth_of("squares").images] == [image.archive for image in data.images]
+    assert [image.archive for image in registered_truth("squares").images] == [image.archive for image in data.images]
 
 
 def test_voc_s_difficult_objects_are_found_in_its_files(squares: Callable[..., DetectionSet], tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_config_entries(squares: Callable[..., DetectionSet], tmp_path: Path) ->
     entries = ["all=VOC:trainval", "train=VOC:trainval[:70%]", "val=VOC:trainval[70%:]"]
     register_entries(entries, tmp_path, data.classes)
     register_entries(entries, tmp_path, data.classes)  # each process of a run does
-    everything, train, val = (truth_of(name) for name in ("all", "train", "val"))
+    everything, train, val = (registered_truth(name) for name in ("all", "train", "val"))
     assert everything.classes == data.classes
     for first, second in zip(data.images, everything.images, strict=True):
         assert torch.equal(first.boxes, second.boxes)
@@ -230,14 +230,14 @@ def test_config_entries_in_coco_s_format(squares: Callable[..., DetectionSet], t
     (tmp_path / "flat.json").write_text(json.dumps({**content, "annotations": [*annotations, flat]}))
     with pytest.warns(UserWarning, match="1 without area left out"):
         register_entries([f"coco_flat={tmp_path}:flat.json"], "elsewhere")
-    assert [len(image.boxes) for image in truth_of("coco_flat").images] == [1, 1, 1]
+    assert [len(image.boxes) for image in registered_truth("coco_flat").images] == [1, 1, 1]
     (tmp_path / "cut.json").write_text(json.dumps(content)[:50])
     with pytest.raises(DataError, match=r"cut\.json"):
         register_entries([f"coco_cut={tmp_path}:cut.json"], "elsewhere")
     part = f"coco_part={tmp_path}:marked.json[:70%]"
     register_entries([f"coco_squares={tmp_path}:marked.json", part], "elsewhere")
-    assert len(truth_of("coco_part")) == 2
-    truth = truth_of("coco_squares")
+    assert len(registered_truth("coco_part")) == 2
+    truth = registered_truth("coco_squares")
     assert truth.classes == ("square",)
     assert [image.boxes.tolist() for image in truth.images] == [[[3.0, 4.0, 13.0, 24.0]]] * 3
     assert [image.crowd.tolist() for image in truth.images] == [[False], [True], [False]]
@@ -250,7 +250,9 @@ def test_evaluator_agrees_with_ap50_on_what_the_model_put_out(
     data = squares(5, width=80)
     register("squares", data)
     loader = build_detection_test_loader(tiny_config(), "squares")
-    results = inference_on_dataset(Oracle(data, known=3), loader, AP50Evaluator(truth_of("squares"), definition))
+    results = inference_on_dataset(
+        Oracle(data, known=3), loader, AP50Evaluator(registered_truth("squares"), definition)
+    )
     nothing = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
     found = [Detections(i.boxes, torch.ones(len(i.labels)), i.labels) for i in data.images[:3]]
     expected = average_precision([*found, nothing, nothing], data, definition)
@@ -278,5 +280,5 @@ def test_validation_metric(tiny_config: Any, squares: Callable[..., DetectionSet
     assert metric.cost(Oracle(data, known=8), "test") == 0
     assert metric.cost(Oracle(data, known=0), "test") == 1
     assert 0 < validation_metric(cfg, "squares").cost(Oracle(data, known=4), "test") < 1
-    with pytest.raises(ConfigError, match="9 validation images asked for; 'squares' has 8"):
+    with pytest.raises(ConfigError, match="9 validation images requested; 'squares' has 8"):
         validation_metric(cfg, "squares", images=9)

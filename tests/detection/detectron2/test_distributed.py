@@ -102,19 +102,21 @@ def learn(rank: int, cfg: Any, folder: Path) -> None:
         lambda model: float(model.metricopt.phi.sum().sigmoid()), maximize=True
     )
     fit = meta_train(cfg, folder / "f.safetensors")
-    torch.save({"fitted": fit is not None}, folder / f"rank{rank}.pth")
+    torch.save({"told": fit.f(torch.eye(4))}, folder / f"rank{rank}.pth")
     distributed.destroy_process_group()
 
 
 def test_two_processes_learn_one_f(tiny_config: Any, tmp_path: Path) -> None:
     cfg = tiny_config(
-        *("fpn", "BN", "DATASETS.TRAIN", ("pair_train",), "METRICOPT.VALIDATION", "pair_val", "METRICOPT.ROUNDS", 2),
-        *("METRICOPT.STEPS", 2, "METRICOPT.EVALS", 2, "SOLVER.CHECKPOINT_PERIOD", 100),
+        *("fpn", "BN", "DATASETS.TRAIN", ("pair_train",), "METRICOPT.METRIC.SET", "pair_val"),
+        *("METRICOPT.METRIC.EVALS", 2, "METRICOPT.FINETUNE.STEPS", 2, "METRICOPT.META.ROUNDS", 2),
+        *("SOLVER.CHECKPOINT_PERIOD", 100),
     )
     cfg.MODEL.WEIGHTS = str(tmp_path / "detector.pth")
     torch.save({"model": build_model(cfg).state_dict()}, cfg.MODEL.WEIGHTS)
     mp.start_processes(learn, (cfg, tmp_path), nprocs=2, start_method="fork")
-    fitted = [torch.load(tmp_path / f"rank{rank}.pth", weights_only=True)["fitted"] for rank in (0, 1)]
-    assert fitted == [True, False]
+    f = load_value_function(tmp_path / "f.safetensors", 4)
+    for rank in (0, 1):
+        assert torch.equal(torch.load(tmp_path / f"rank{rank}.pth", weights_only=True)["told"], f(torch.eye(4)))
     assert len(list((Path(cfg.OUTPUT_DIR) / "trajectories").glob("round-*"))) == 8
-    assert load_value_function(tmp_path / "f.safetensors", 4).quality.trajectories > 0
+    assert f.quality.trajectories > 0

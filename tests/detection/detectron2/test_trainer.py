@@ -1,10 +1,9 @@
 """Detectron2's trainers finetune phi: MetricOpt under their optimizer, trajectories and the best model by hooks."""
 
-import inspect
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
 
 from detectron2.checkpoint import DetectionCheckpointer
-from detectron2.config import get_cfg
 from detectron2.data import build_detection_train_loader
 from detectron2.engine import DefaultTrainer, SimpleTrainer, hooks
 from detectron2.modeling import build_model
@@ -25,12 +23,12 @@ from detectron2.utils.env import seed_all_rng
 import metricopt_ext as mo
 from metricopt_ext.detection.ap_loss import ap_loss
 from metricopt_ext.detection.detectron2 import trainer as trainer_module
-from metricopt_ext.detection.detectron2.config import Settings, add_metricopt_config, settings_of
+from metricopt_ext.detection.detectron2.config import metricopt_settings
 from metricopt_ext.detection.detectron2.datasets import register
 from metricopt_ext.detection.detectron2.evaluator import validation_metric
 from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, TrajectoryRecorder
 from metricopt_ext.detection.detectron2.meta_train import meta_train
-from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, open_store
+from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.errors import ConfigError, DataError, FileFormatError
 from metricopt_ext.methods.recipe import Recipe
@@ -39,6 +37,7 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction, load_value_function
@@ -47,8 +46,8 @@ pytestmark = pytest.mark.detectron2
 
 ROOT = Path(__file__).resolve().parents[3]
 FINETUNING = [
-    *("METRICOPT.ENABLED", True, "METRICOPT.START_STD", 0.1, "METRICOPT.LR", 0.01),
-    *("METRICOPT.VALIDATION", "squares_val", "METRICOPT.EVALS", 3, "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0),
+    *("METRICOPT.ENABLED", True, "METRICOPT.FINETUNE.START_STD", 0.1, "METRICOPT.FINETUNE.LR", 0.01),
+    *("METRICOPT.METRIC.SET", "squares_val", "METRICOPT.METRIC.EVALS", 3, "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0),
     *("DATASETS.TRAIN", ("squares_train",), "DATASETS.TEST", ("squares_test",), "SOLVER.CHECKPOINT_PERIOD", 3),
 ]
 
@@ -101,19 +100,19 @@ def phi_of(made: Any) -> Tensor:
 
 @pytest.mark.parametrize("followed", [False, True])
 def test_resumed_run_is_the_run(followed: bool, tiny_config: Any, tmp_path: Path) -> None:
-    options = [*FINETUNING, "METRICOPT.INDEX", 5, "SOLVER.CHECKPOINT_PERIOD", 2]
+    options = [*FINETUNING, "METRICOPT.META.INDEX", 5, "SOLVER.CHECKPOINT_PERIOD", 2]
     if followed:
         save_f(tmp_path / "f.safetensors")
-        options += ["METRICOPT.VALUE_FUNCTION", str(tmp_path / "f.safetensors")]
+        options += ["METRICOPT.FINETUNE.VALUE_FUNCTION", str(tmp_path / "f.safetensors")]
     outcomes = []
     for name in ("straight", "resumed"):
         folder, kept = tmp_path / name, tmp_path / f"{name}-trajectories"
-        cfg = tiny_config("fpn", "BN", *options, "OUTPUT_DIR", str(folder), "METRICOPT.TRAJECTORIES", str(kept))
+        cfg = tiny_config("fpn", "BN", *options, "OUTPUT_DIR", str(folder), "METRICOPT.META.TRAJECTORIES", str(kept))
         if name == "resumed":
             trained(cfg, kill_at=5)
             assert [file.name for file in folder.glob("model_0*")] == ["model_0000003.pth"]  # after the fourth
         made = trained(cfg, resume=name == "resumed")
-        (trajectory,) = open_store(cfg, str(kept))
+        (trajectory,) = trajectory_store(cfg, str(kept))
         best = torch.load(folder / "model_best.pth", weights_only=True)["model"]["metricopt.phi"]
         outcomes.append((phi_of(made), trajectory, best))
     (phi, straight, best), (again, resumed, best_again) = outcomes
@@ -125,12 +124,12 @@ def test_resumed_run_is_the_run(followed: bool, tiny_config: Any, tmp_path: Path
     assert len(straight.phi.unique(dim=0)) == 7
     assert torch.equal(straight.observed, observation_steps(6, 3, 0, 5))
     assert torch.equal(best, straight.observed_phi[straight.cost.argmin()])
-    start = 0.1 * torch.randn(4, generator=mo.seeding.generator(0, "start", 5))
+    start = 0.1 * torch.randn(4, generator=generator(0, "start", 5))
     assert torch.equal(straight.phi[0], start)
 
 
 def test_a_run_does_not_go_on_from_another_kind_of_run(tiny_config: Any, tmp_path: Path) -> None:
-    options = [*FINETUNING, "SOLVER.MAX_ITER", 2, "METRICOPT.STEPS", 2, "DATASETS.TEST", ()]
+    options = [*FINETUNING, "SOLVER.MAX_ITER", 2, "METRICOPT.FINETUNE.STEPS", 2, "DATASETS.TEST", ()]
     ordinary = tiny_config("fpn", "BN", *options, "METRICOPT.ENABLED", False)
     trained(ordinary)
     with pytest.raises(DataError, match=r"model_final\.pth is no checkpoint of such a run .* use another OUTPUT_DIR"):
@@ -142,7 +141,7 @@ def test_a_run_does_not_go_on_from_another_kind_of_run(tiny_config: Any, tmp_pat
 
 
 def test_a_run_goes_on_from_its_own_checkpoints_alone(tiny_config: Any, tmp_path: Path) -> None:
-    options = [*FINETUNING, "METRICOPT.STEPS", 2, "METRICOPT.EVALS", 2, "DATASETS.TEST", ()]
+    options = [*FINETUNING, "METRICOPT.FINETUNE.STEPS", 2, "METRICOPT.METRIC.EVALS", 2, "DATASETS.TEST", ()]
     weights = [str(tmp_path / f"{name}.pth") for name in ("one", "other")]
     for path in weights:
         torch.save({"model": build_model(tiny_config()).state_dict()}, path)
@@ -151,8 +150,8 @@ def test_a_run_goes_on_from_its_own_checkpoints_alone(tiny_config: Any, tmp_path
     trained(one, resume=True)
     for change, key in (
         (["MODEL.WEIGHTS", weights[1]], r"MODEL\.WEIGHTS was 'one\.pth \(\w{16}\)', now 'other\.pth \("),
-        (["METRICOPT.LR", 5.0], r"METRICOPT\.LR was 0\.01, now 5\.0"),
-        (["METRICOPT.METRIC_STEP", 0.3], r"METRICOPT\.METRIC_STEP was 0\.15, now 0\.3"),
+        (["METRICOPT.FINETUNE.LR", 5.0], r"METRICOPT\.FINETUNE\.LR was 0\.01, now 5\.0"),
+        (["METRICOPT.FINETUNE.METRIC_STEP", 0.3], r"METRICOPT\.FINETUNE\.METRIC_STEP was 0\.15, now 0\.3"),
         (["SOLVER.IMS_PER_BATCH", 1], r"SOLVER\.IMS_PER_BATCH was 2, now 1"),
     ):
         with pytest.raises(FileFormatError, match=f"holds another run: {key}"):
@@ -174,7 +173,7 @@ def test_a_run_goes_on_from_its_own_checkpoints_alone(tiny_config: Any, tmp_path
 
 def test_a_run_starts_where_it_is_told_to(tiny_config: Any, tmp_path: Path) -> None:
     """A phi in the weights, left by an earlier finetuning, would take the place of the start."""
-    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.STEPS", 2, "METRICOPT.EVALS", 2)
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.FINETUNE.STEPS", 2, "METRICOPT.METRIC.EVALS", 2)
     trained(cfg)
     cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR) / "model_final.pth"), str(tmp_path / "again")
     with pytest.raises(DataError, match=r"model_final\.pth holds a phi"):
@@ -183,7 +182,7 @@ def test_a_run_starts_where_it_is_told_to(tiny_config: Any, tmp_path: Path) -> N
 
 def test_finetuning_moves_nothing_but_phi(tiny_config: Any, tmp_path: Path) -> None:
     save_f(tmp_path / "f.safetensors")
-    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.VALUE_FUNCTION", str(tmp_path / "f.safetensors"))
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.FINETUNE.VALUE_FUNCTION", str(tmp_path / "f.safetensors"))
     cfg.TEST.PRECISE_BN.ENABLED, cfg.SOLVER.REFERENCE_WORLD_SIZE = True, 2  # neither statistics nor steps follow these
     model = build_model(cfg)
     torch.save({"model": model.state_dict()}, tmp_path / "pretrained.pth")
@@ -202,7 +201,7 @@ def test_finetuning_moves_nothing_but_phi(tiny_config: Any, tmp_path: Path) -> N
 
 def test_each_trajectory_has_batches_of_its_own(tiny_config: Any) -> None:
     def order(index: int) -> list[str]:
-        cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.INDEX", index)
+        cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.META.INDEX", index)
         batches = iter(MetricOptTrainer.build_train_loader(cfg))
         return [image["image_id"] for _ in range(8) for image in next(batches)]
 
@@ -211,10 +210,10 @@ def test_each_trajectory_has_batches_of_its_own(tiny_config: Any) -> None:
 
 def test_the_ap_loss_is_trained_with(tiny_config: Any, tmp_path: Path) -> None:
     """The first step of a finetuning goes down the AP loss that the detector has where training starts."""
-    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.CLASSIFICATION_LOSS", "ap", "METRICOPT.STEPS", 2,
-                      "METRICOPT.LAYERS", ("roi_head",))  # fmt: skip
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.CLASSIFICATION_LOSS", "ap", "METRICOPT.FINETUNE.STEPS", 2,
+                      "METRICOPT.FILM.LAYERS", ("roi_head",))  # fmt: skip
     torch.save({"model": build_model(cfg).state_dict()}, tmp_path / "detector.pth")
-    cfg.MODEL.WEIGHTS, cfg.METRICOPT.VALIDATION = str(tmp_path / "detector.pth"), ""
+    cfg.MODEL.WEIGHTS, cfg.METRICOPT.METRIC.SET = str(tmp_path / "detector.pth"), ""
     losses, logits, labels = {}, [], []
     made = MetricOptTrainer(cfg)
     made.resume_or_load(resume=False)
@@ -289,16 +288,23 @@ def test_hooks_in_a_simple_trainer(tiny_config: Any, tmp_path: Path) -> None:
 
 # --- Meta-training -------------------------------------------------------------------------------------------
 
-META = ("METRICOPT.ROUNDS", 2, "METRICOPT.STEPS", 3, "SOLVER.CHECKPOINT_PERIOD", 100, "METRICOPT.START_STD", 0.0)
+META = [
+    *("METRICOPT.FINETUNE.STEPS", 3, "METRICOPT.FINETUNE.START_STD", 0.0, "METRICOPT.META.ROUNDS", 2),
+    *("SOLVER.CHECKPOINT_PERIOD", 100),
+]
 
 
 @pytest.fixture
 def to_meta_train(tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Make the config of a meta-training, of one detector; its metric is a function of phi, as it finds nothing yet."""
 
+    def judge(model: Any) -> tuple[float, list[float]]:
+        total = model.metricopt.phi.detach().sum()
+        return float(total.sigmoid()), (total + torch.tensor([0.1, -0.1])).sigmoid().tolist()
+
     def metric(cfg: Any, name: str, **options: Any) -> Metric:
         assert name == "squares_val"
-        return Metric(lambda model: float(model.metricopt.phi.sum().sigmoid()), maximize=True)
+        return Metric(judge, maximize=True)
 
     monkeypatch.setattr(trainer_module, "validation_metric", metric)
 
@@ -315,7 +321,7 @@ def to_meta_train(tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_meta_training_follows_what_it_learned(to_meta_train: Callable[..., Any], tmp_path: Path) -> None:
     cfg = to_meta_train()
     fit = meta_train(cfg, tmp_path / "f.safetensors")
-    assert fit is not None
+    assert len(fit.half_fits) == 2  # one for each half that the metric tells
     folder = Path(cfg.OUTPUT_DIR) / "trajectories"
     store = TrajectoryStore(folder, json.loads((folder / "identity.json").read_text()))
     assert [(t.round, t.index, len(t.cost)) for t in store] == [(i // 4, i, 3) for i in range(8)]
@@ -340,8 +346,10 @@ def test_meta_training_follows_what_it_learned(to_meta_train: Callable[..., Any]
 def gradient_of(cfg: Any, phi: Tensor, index: int) -> Tensor:
     """Compute the loss gradient at phi that the first step of a run sees."""
     cfg = cfg.clone()
-    cfg.METRICOPT.update(ENABLED=True, INDEX=index, START_STD=0.2, TRAJECTORIES="", VALIDATION="")
-    cfg.DATASETS.TEST, cfg.METRICOPT.STEPS = (), 2
+    cfg.METRICOPT.ENABLED, cfg.METRICOPT.METRIC.SET = True, ""
+    cfg.METRICOPT.FINETUNE.START_STD = 0.2
+    cfg.METRICOPT.META.update(INDEX=index, TRAJECTORIES="")
+    cfg.DATASETS.TEST, cfg.METRICOPT.FINETUNE.STEPS = (), 2
     made = MetricOptTrainer(cfg)
     made.resume_or_load(resume=False)
     seen: list[Tensor] = []
@@ -366,7 +374,7 @@ def test_killed_meta_training_goes_on(
     train = MetricOptTrainer.train
 
     def counted(self: Any) -> Any:
-        runs.append(settings_of(self.cfg).index)
+        runs.append(metricopt_settings(self.cfg).meta.index)
         return train(self)
 
     monkeypatch.setattr(MetricOptTrainer, "train", counted)
@@ -386,7 +394,7 @@ def test_killed_meta_training_goes_on(
     assert again.keys() == contents.keys()
     for name, tensors in contents.items():
         assert all(torch.equal(tensor, again[name][key]) for key, tensor in tensors.items()), name
-    for key, value in (("LR", 0.02), ("TASKS", 5), ("TRUST", 1.0)):
+    for key, value in (("FINETUNE.LR", 0.02), ("META.TASKS", 5), ("FINETUNE.TRUST", 1.0)):
         with pytest.raises(FileFormatError, match=rf"METRICOPT\.{key} was"):
             meta_train(to_meta_train(f"METRICOPT.{key}", value), tmp_path / "f.safetensors", resume=True)
 
@@ -400,8 +408,8 @@ def test_an_f_without_skill_is_followed_only_to_correct_it(
     f.save(tmp_path / "f.safetensors")
     warnings: list[str] = []
     monkeypatch.setattr(logging.getLogger("detectron2"), "warning", lambda text, *args: warnings.append(text % args))
-    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.VALUE_FUNCTION", str(tmp_path / "f.safetensors"))
-    cfg.METRICOPT.ROUND = round
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.FINETUNE.VALUE_FUNCTION", str(tmp_path / "f.safetensors"))
+    cfg.METRICOPT.META.ROUND = round
     model = MetricOptTrainer.build_model(cfg)
     phi, start = model.metricopt.phi, model.metricopt.phi.detach().clone()
     phi.grad = torch.arange(4.0)
@@ -413,48 +421,13 @@ def test_an_f_without_skill_is_followed_only_to_correct_it(
 
 def test_recorded_costs_are_the_metric_s(tiny_config: Any, tmp_path: Path) -> None:
     cfg = tiny_config(
-        "fpn", "BN", *FINETUNING, "METRICOPT.TRAJECTORIES", str(tmp_path / "kept"), "METRICOPT.STEPS", 2,
-        "METRICOPT.VALIDATION_IMAGES", 2,
+        "fpn", "BN", *FINETUNING, "METRICOPT.META.TRAJECTORIES", str(tmp_path / "kept"), "METRICOPT.FINETUNE.STEPS", 2,
+        "METRICOPT.METRIC.IMAGES", 2,
     )  # fmt: skip
     made = trained(cfg)
     adapter = mo.Adapter(made.model)
-    (trajectory,) = open_store(cfg, str(tmp_path / "kept"))
+    (trajectory,) = trajectory_store(cfg, str(tmp_path / "kept"))
     metric = validation_metric(cfg, "squares_val", images=2)
     for phi, cost in zip(trajectory.observed_phi, trajectory.cost, strict=True):
         adapter.set_phi(phi)
         assert metric.cost(made.model, "test") == cost
-
-
-# --- The config ----------------------------------------------------------------------------------------------
-
-
-def test_each_key_is_read_and_described() -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "detection" / "detectron2").glob("*.py"))
-    sources += (ROOT / "tools" / "train_detector.py").read_text()
-    documented = inspect.getdoc(Settings)
-    for field in fields(Settings):
-        assert f"settings.{field.name}" in sources, field.name
-        assert f"    {field.name}: " in documented, field.name
-    cfg = get_cfg()
-    add_metricopt_config(cfg)
-    assert {name.lower() for name in cfg.METRICOPT} == {field.name for field in fields(Settings)}
-    assert settings_of(cfg) == Settings()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["METRICOPT.SEED", -1], r"METRICOPT\.SEED is -1; it must be at least 0"),
-        (["METRICOPT.TASKS", 3], r"METRICOPT\.TASKS is 3; it must be at least 4"),
-        (["METRICOPT.DIM", 0], r"METRICOPT\.DIM is 0; it must be at least 1"),
-        (["METRICOPT.TRUST", 0.0], r"METRICOPT\.TRUST is 0.0; it must be above 0"),
-        (["METRICOPT.EVALS", 8], r"METRICOPT\.EVALS is 8; it must be from 2 to METRICOPT\.STEPS \+ 1 = 7"),
-        (["METRICOPT.CLASSIFICATION_LOSS", "focal"], r"CLASSIFICATION_LOSS is 'focal'; it must be one of .*'ap'"),
-        (["METRICOPT.DEFINITION", "best"], r"METRICOPT\.DEFINITION is 'best'; it must be one of .*'coco'"),
-        (["METRICOPT.TRAJECTORIES", "kept"], r"needs METRICOPT\.VALIDATION"),
-        (["METRICOPT.ENABLED", True, "METRICOPT.LAYERS", ("backbone", "necks")], "'necks'"),
-    ],
-)
-def test_impossible_settings(options: list[Any], message: str, tiny_config: Any) -> None:
-    with pytest.raises(mo.errors.MetricOptError, match=message):
-        MetricOptTrainer.build_model(tiny_config("fpn", "BN", *options))

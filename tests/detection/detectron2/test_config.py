@@ -1,0 +1,164 @@
+"""The node METRICOPT: its keys are described and read, impossible values and the keys' former names are refused."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
+
+from detectron2.config import CfgNode, get_cfg
+
+from metricopt_ext.detection.detectron2.config import (
+    RENAMED,
+    Settings,
+    add_metricopt_config,
+    metricopt_settings,
+    read_config,
+)
+from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
+from metricopt_ext.errors import ConfigError, MetricOptError
+
+pytestmark = pytest.mark.detectron2
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def defaults() -> Any:
+    cfg = get_cfg()
+    add_metricopt_config(cfg)
+    return cfg
+
+
+def keys(node: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, CfgNode):
+            yield from keys(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def nodes(settings: Any, name: str = "settings") -> Iterator[tuple[str, Any]]:
+    yield name, settings
+    for key, value in vars(settings).items():
+        if is_dataclass(value):
+            yield from nodes(value, key)
+
+
+def test_defaults_are_those_of_the_settings() -> None:
+    assert metricopt_settings(defaults()) == Settings()
+
+
+def test_each_key_is_read_and_described() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "detection" / "detectron2").glob("*.py"))
+    sources += (ROOT / "tools" / "train_detector.py").read_text()
+    for node, settings in nodes(Settings()):
+        if node == "shift":  # which the scenes are given whole
+            continue
+        documented = inspect.getdoc(type(settings)) or ""
+        for key in vars(settings):
+            assert re.search(rf"\b{node}\.{key}\b", sources), f"{node}.{key}"
+            assert f"    {key}: " in documented, f"{node}.{key}"
+
+
+def test_the_documentation_lists_each_key_with_its_default() -> None:
+    text = (ROOT / "docs" / "detection.md").read_text()
+    listed = re.findall(r"^\| `([A-Z_.]+)` \| `(.*?)` \| \S", text, re.MULTILINE)
+    assert listed == [(key, repr(default)) for key, default in keys(defaults().METRICOPT)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["SEED", -1], r"METRICOPT\.SEED is -1; it must be at least 0"),
+        (["META.TASKS", 3], r"METRICOPT\.META\.TASKS is 3; it must be at least 4"),
+        (["META.INDEX", -1], r"METRICOPT\.META\.INDEX is -1; it must be at least 0"),
+        (["FILM.DIM", 0], r"METRICOPT\.FILM\.DIM is 0; it must be at least 1"),
+        (["FINETUNE.LR", -0.1], r"METRICOPT\.FINETUNE\.LR is -0\.1; it must be at least 0"),
+        (["FINETUNE.METRIC_STEP", float("nan")], r"METRICOPT\.FINETUNE\.METRIC_STEP is nan; it must be at least 0"),
+        (["FINETUNE.HISTORY", 0], r"METRICOPT\.FINETUNE\.HISTORY is 0; it must be at least 1"),
+        (["FINETUNE.TRUST", 0.0], r"METRICOPT\.FINETUNE\.TRUST is 0.0; it must be above 0"),
+        (["METRIC.IMAGES", -1], r"METRICOPT\.METRIC\.IMAGES is -1; it must be at least 0"),
+        (["METRIC.EVALS", 1], r"METRICOPT\.METRIC\.EVALS is 1; it must be at least 2"),
+        (["METRIC.EVALS", 8], r"METRIC\.EVALS is 8; it must be at most METRICOPT\.FINETUNE\.STEPS \+ 1 = 7"),
+        (["METRIC.DEFINITION", "best"], r"METRICOPT\.METRIC\.DEFINITION is 'best'; it must be one of .*'coco'"),
+        (["CLASSIFICATION_LOSS", "focal"], r"METRICOPT\.CLASSIFICATION_LOSS is 'focal'; it must be one of .*'ap'"),
+        (["DATASETS.SCENES.SHIFT.NOISE_STD", -1.0], "a scene shift's noise_std must be finite and at least 0"),
+        (["META.TRAJECTORIES", "kept"], r"needs METRICOPT\.METRIC\.SET"),
+        (["ENABLED", True, "METRICOPT.FILM.LAYERS", ("backbone", "necks")], "'necks'"),
+    ],
+)
+def test_impossible_settings(options: list[Any], message: str, tiny_config: Any) -> None:
+    first, *others = options
+    with pytest.raises(MetricOptError, match=message):
+        MetricOptTrainer.build_model(tiny_config("fpn", "BN", f"METRICOPT.{first}", *others))
+
+
+def test_unknown_keys_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text("VERSION: 2\nMETRICOPT: {DIMENSION: 3}\n")
+    with pytest.raises(ConfigError, match="DIMENSION"):
+        read_config(tmp_path / "wrong.yaml")
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        read_config(tmp_path / "nowhere.yaml")
+    for content in ("VERSION: 2\nMETRICOPT: {FILM: [}\n", "VERSION: !!python/object:os.system 2\n"):
+        (tmp_path / "wrong.yaml").write_text(content)
+        with pytest.raises(ConfigError, match=r"wrong\.yaml: "):
+            read_config(tmp_path / "wrong.yaml")
+
+
+# The flat keys, written down from the time when they were.
+FLAT = {
+    "DATA": ["a=b:c"],
+    "DATA_ROOT": "data",
+    "CLASSES": ["digit"],
+    "SCENES": "scenes",
+    "SCENES_IMAGES": [3, 2, 1],
+    "SCENES_SHIFT": [0.3, 0.03, 0.8],
+    "SCENES_SEED": 1,
+    "DEFINITION": "coco",
+    "LAYERS": ["early"],
+    "DIM": 32,
+    "START_STD": 0.1,
+    "VALUE_FUNCTION": "f.safetensors",
+    "STEPS": 20,
+    "LR": 0.1,
+    "METRIC_STEP": 0.15,
+    "LOSS_WEIGHT": 0.3,
+    "TRUST": 1.2,
+    "HISTORY": 3,
+    "VALIDATION": "val",
+    "VALIDATION_IMAGES": 5,
+    "EVALS": 8,
+    "TRAJECTORIES": "kept",
+    "ROUND": 1,
+    "INDEX": 1,
+    "ROUNDS": 2,
+    "TASKS": 4,
+}
+
+
+@pytest.mark.parametrize(("key", "value"), FLAT.items())
+def test_a_former_key_is_refused_by_its_new_name(key: str, value: Any, tmp_path: Path) -> None:
+    message = rf"METRICOPT\.{key} was renamed to METRICOPT\.{RENAMED[key]}"
+    file = tmp_path / "old.yaml"
+    file.write_text(f"VERSION: 2\nMETRICOPT:\n  {key}: {value}\n")
+    with pytest.raises(ConfigError, match=message):
+        read_config(file)
+    file.write_text("VERSION: 2\n")
+    with pytest.raises(ConfigError, match=message):
+        read_config(file, [f"METRICOPT.{key}", str(value)])
+    cfg = defaults()
+    cfg.METRICOPT[key] = value
+    with pytest.raises(ConfigError, match=message):
+        metricopt_settings(cfg)
+
+
+def test_new_names_of_former_keys_exist() -> None:
+    assert RENAMED.keys() == FLAT.keys()
+    first = {new.partition(",")[0] for new in RENAMED.values()}
+    assert len(first) == len(RENAMED)
+    assert first <= {key for key, _ in keys(defaults().METRICOPT)}
