@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from metricopt_ext.detection.scenes import SceneShift
+from metricopt_ext.detection.scenes import SceneShift, write_scenes
+from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, check_at_least
+from metricopt_ext.utils.config import default_of
 
 
 @dataclass
@@ -29,9 +31,11 @@ class DataConfig:
 class SceneConfig:
     """How scenes are drawn (data.name=scenes)."""
 
-    size: int = 96  # pixels per side
-    digits: list[int] = field(default_factory=lambda: [1, 4])  # fewest and most in a scene
-    scale: list[int] = field(default_factory=lambda: [14, 36])  # pixels per side of a pasted digit
+    size: int = default_of(write_scenes, "size")  # pixels per side
+    # fewest and most in a scene
+    digits: list[int] = field(default_factory=lambda: list(default_of(write_scenes, "digits_per_scene")))
+    # least and most pixels per side of a pasted digit
+    scale: list[int] = field(default_factory=lambda: list(default_of(write_scenes, "scale")))
 
 
 @dataclass
@@ -54,10 +58,13 @@ class ModelConfig:
     """The detector and how it is trained before anything else happens."""
 
     # torchvision: fasterrcnn_resnet50_fpn, fasterrcnn_resnet50_fpn_v2, resnet18_fpn or small_fpn
-    name: str = "small_fpn"
-    min_size: int = 128  # torchvision: shorter side in pixels to which the network scales images ...
-    max_size: int = 128  # ... unless the longer one would then exceed this
-    proposals: int = 0  # torchvision: most proposals that an image's boxes are sought in; 0: the detector's own number
+    name: str = TorchvisionToolkit.name
+    min_size: int = (
+        TorchvisionToolkit.min_size
+    )  # torchvision: shorter side in pixels to which the network scales images ...
+    max_size: int = TorchvisionToolkit.max_size  # ... unless the longer one would then exceed this
+    # torchvision: most proposals that an image's boxes are sought in; 0: the detector's own number
+    proposals: int = TorchvisionToolkit.proposals
     # torchvision: file of its ResNet-50 detectors' weights, for COCO or trained on from these, to start training from
     coco_weights: str = ""
     config_file: str = ""  # detectron2: the YAML file that describes the detector
@@ -96,7 +103,7 @@ class DetectionConfig(RunConfig):
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: DetectorAdapterConfig = field(default_factory=DetectorAdapterConfig)
     metric: MetricConfig = field(default_factory=MetricConfig)
-    classification_loss: str = "cross_entropy"  # of the box head; or ap
+    classification_loss: str = TorchvisionToolkit.classification_loss  # of the box head; or ap
     batch_size: int = 4  # of finetuning
     population: int = 1  # detectors compute one task at a time
 

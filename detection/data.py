@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from metricopt_ext.data.splits import PARTS
 from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.config import DataConfig, DetectionConfig
 from metricopt_ext.detection.records import DetectionSet
@@ -14,8 +15,6 @@ from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.seeding import generator
-
-PARTS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,9 @@ def ablate(tasks: Sequence[Sequence[str]], folder: Path, seeds: Sequence[int], w
         config.check()
         name = title(config)
         print(f"{name}: {1 + len(FITS) + len(STEPS) + len(RUNS)} variants on seeds {seeds[0]} to {seeds[-1]}")
-        run = partial(ablate_seed, file, overrides, folder / name.replace(" ", "-"))
+        own = folder / name.replace(" ", "-")
+        open_run(own, config.as_dict(), resume=True)
+        run = partial(ablate_seed, file, overrides, own)
         rows = run_seeds(run, seeds, queries=len(RUNS) + 1, workers=workers, threads=1)
         variants = [variant for variant in rows[0] if all(variant in of_seed for of_seed in rows)]
         table[name] = {
@@ -204,7 +206,6 @@ def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watche
     """Run every variant on one seed; those that are on file are not run again."""
     folder = folder / f"seed-{seed}"
     config = load_config(ClassificationConfig, file, overrides)
-    open_run(folder, config.as_dict(), resume=True)
     record = folder / "rows.json"
     rows = {name: Row(**row) for name, row in read_json(record).items()} if record.exists() else {}
 

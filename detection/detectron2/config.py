@@ -1,7 +1,6 @@
 """Our part of a Detectron2 config: the node METRICOPT, each of its nodes a dataclass here, its keys in lower case."""
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -15,6 +14,7 @@ from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.methods.recipe import LEAST_TASKS, Recipe
 from metricopt_ext.search.optimizer import MetricOpt
+from metricopt_ext.utils.config import default_of
 
 Node = TypeVar("Node")
 
@@ -35,10 +35,6 @@ RENAMED = {
     **{name: f"FINETUNE.{name}" for name in ("LOSS_WEIGHT", "TRUST", "HISTORY")},
     **{name: f"META.{name}" for name in ("TRAJECTORIES", "ROUND", "INDEX", "ROUNDS", "TASKS")},
 }
-
-
-def _default(function: Callable[..., Any], argument: str) -> Any:
-    return inspect.signature(function).parameters[argument].default
 
 
 def _check_least(least: int, node: str = "", **values: float) -> None:
@@ -65,9 +61,9 @@ class ScenesNode:
     """
 
     folder: str = ""
-    images: tuple[int, int, int] = _default(write_scenes, "images")
+    images: tuple[int, int, int] = default_of(write_scenes, "images")
     shift: SceneShift = field(default=SceneShift())
-    seed: int = _default(write_scenes, "seed")
+    seed: int = default_of(write_scenes, "seed")
 
 
 @dataclass(frozen=True)
@@ -145,11 +141,11 @@ class FinetuneNode:
     start_std: float = 0.0
     value_function: str = ""
     steps: int = 200
-    lr: float = _default(MetricOpt, "lr")
-    metric_step: float = _default(MetricOpt, "metric_step")
-    loss_weight: float = _default(MetricOpt, "loss_weight")
-    trust: float = _default(MetricOpt, "trust")
-    history: int = _default(MetricOpt, "history")
+    lr: float = default_of(MetricOpt, "lr")
+    metric_step: float = default_of(MetricOpt, "metric_step")
+    loss_weight: float = default_of(MetricOpt, "loss_weight")
+    trust: float = default_of(MetricOpt, "trust")
+    history: int = default_of(MetricOpt, "history")
 
     def __post_init__(self) -> None:
         _check_least(0, "FINETUNE.", start_std=self.start_std, lr=self.lr)

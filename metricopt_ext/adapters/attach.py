@@ -14,10 +14,10 @@ from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
     MODULATION_NAME,
     TOOLKIT_NORMS,
+    AdapterKind,
     Context,
     FiLM,
     InputBias,
-    Kind,
     Modulation,
     affine,
     channel_axis,
@@ -130,7 +130,7 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
     return adapter
 
 
-def _attach(model: nn.Module, kind: Kind, names: list[str], dim: int, seed: int, modulation: Any) -> Adapter:
+def _attach(model: nn.Module, kind: AdapterKind, names: list[str], dim: int, seed: int, modulation: Any) -> Adapter:
     if hasattr(model, CONTEXT_NAME) or any(isinstance(module, Context) for module in model.modules()):
         raise AdapterError(f"{type(model).__name__} has an adapter already; remove() or merge() it first")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-Kind = Literal["film", "input_bias"]
+AdapterKind = Literal["film", "input_bias"]
 
 CONTEXT_NAME = "metricopt"
 MODULATION_NAME = "metricopt_modulation"
@@ -29,9 +29,9 @@ class Context(nn.Module):
 
     signature: Tensor
 
-    def __init__(self, dim: int, kind: Kind, layers: Sequence[str], seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, dim: int, kind: AdapterKind, layers: Sequence[str], seed: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.kind: Kind = kind
+        self.kind: AdapterKind = kind
         self.layers = list(layers)
         self.seed = seed
         self.phi = nn.Parameter(torch.zeros(dim, dtype=dtype))

@@ -5,18 +5,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from metricopt_ext.errors import MetricOptError
-from metricopt_ext.evidence.experiment import Experiment, run_seed
+from metricopt_ext.evidence.experiment import Config, Experiment, run_seed
 from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_value_function
 from metricopt_ext.evidence.report import Report, write_events
-from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.parallel import run_seeds
-
-Config = TypeVar("Config", bound=RunConfig)
 
 
 def main_of(

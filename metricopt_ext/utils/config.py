@@ -1,7 +1,8 @@
 """Typed configurations: a dataclass schema, a YAML file and ``key=value`` overrides; an unknown key is an error."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -54,6 +55,11 @@ def load_config(schema: type[Schema], file: str | Path | None, overrides: Sequen
             raise ConfigError(f"{where}unknown key {key!r}{_nearest(key, known)}") from error
         named = f"{key}: " if key and where == in_file else ""
         raise ConfigError(f"{where}{named}{' '.join(str(error).partition('    full_key:')[0].split())}") from error
+
+
+def default_of(function: Callable[..., Any], argument: str) -> Any:
+    """Return the default of a function's argument, for a setting that is passed on to it."""
+    return inspect.signature(function).parameters[argument].default
 
 
 def known_keys(schema: Any, prefix: str = "") -> list[str]:

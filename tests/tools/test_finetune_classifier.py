@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.classification import build
 from metricopt_ext.classification.build import attach, classifier, load_splits, model_metric, predict
-from metricopt_ext.classification.config import AdapterConfig, ClassificationConfig
+from metricopt_ext.classification.config import ClassificationConfig, ClassifierAdapterConfig
 from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.data.labelled import Split
@@ -405,7 +405,7 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
     [
         (["adapter.layers=[nrom*]"], r"layers='nrom\*' matches no layer; did you mean \['norm"),
         (["adapter.kind=lora"], r"adapter\.kind='lora' is neither film nor input_bias"),
-        (["adapter.dim=0"], r"dim is 0"),
+        (["adapter.dim=0"], r"adapter.dim=0: it must be at least 1"),
         (["data.name=mnist"], r"data\.name='mnist' is none of .*digits"),
         (["data.fractions=[0.5,0.6]"], r"fractions must be three numbers .* got \(0\.5, 0\.6\)"),
         (["shift.kind=odd"], r"shift\.kind='odd' must be none, image or class_ratio"),
@@ -537,7 +537,7 @@ def test_tables_are_standardised_by_train_and_pixels_come_in_unit_range(tmp_path
 def test_adapters(kind: str, layers: list[str], model: str, expected: list[str]) -> None:
     shape = torch.Size((1, 8, 8) if model == "small_cnn" else (5,))
     config = config_of()
-    config.adapter = AdapterConfig(kind, layers, 7)
+    config.adapter = ClassifierAdapterConfig(layers, 7, kind)
     first, same, other = (attach(build_model(model, shape, 3), config, seed) for seed in (1, 1, 2))
     assert first.context.kind == kind
     assert (first.layers, first.dim) == (expected, 7)
@@ -549,10 +549,10 @@ def test_adapters(kind: str, layers: list[str], model: str, expected: list[str])
 
 def test_adapters_that_cannot_be() -> None:
     config = config_of()
-    config.adapter = AdapterConfig("input_bias", ["body.0", "body.4"], 7)
+    config.adapter = ClassifierAdapterConfig(["body.0", "body.4"], 7, "input_bias")
     with pytest.raises(ConfigError, match="an input bias acts on one linear layer"):
         attach(build_model("tabular_mlp", torch.Size((5,)), 3), config, 0)
-    config.adapter = AdapterConfig("input_bias", ["body.1"], 7)
+    config.adapter = ClassifierAdapterConfig(["body.1"], 7, "input_bias")
     with pytest.raises(AdapterError, match=r"no linear layer with a bias is named 'body\.1'"):
         attach(build_model("tabular_mlp", torch.Size((5,)), 3), config, 0)
 
