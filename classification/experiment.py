@@ -22,7 +22,7 @@ from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.classification.threshold import tune_threshold
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import PARTS, Splits, in_parts
-from metricopt_ext.evidence.experiment import Experiment
+from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.method import Method, ending_at, following_metricopt
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.methods.second_round import copied_task, run_second_round
@@ -42,6 +42,13 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
     config_type = ClassificationConfig
     splits: Splits
+
+    @classmethod
+    def describe(cls, config: ClassificationConfig) -> Subject:
+        """Return what a run is about."""
+        metric, data = build_metric(config.metric), config.data.name
+        shown = data if config.shift.kind == "none" else f"shifted {data}"
+        return Subject(f"classification/{data}", f"{config.model.name} on {shown}", metric.name, metric.maximize)
 
     def prepare(self) -> tuple[FinetuneTask, Metric]:
         """Load the data, train the classifier or take it from the folder, and return the task and the test metric."""

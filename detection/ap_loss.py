@@ -5,6 +5,7 @@ from typing import Literal
 from torch import Tensor
 
 from metricopt_ext.tasks.ranking import positives_up_to, ranking_losses
+from metricopt_ext.utils.checks import check_above, check_at_least
 
 ClassificationLoss = Literal["cross_entropy", "ap"]
 
@@ -31,10 +32,8 @@ def ap_loss(scores: Tensor, labels: Tensor, *, lambda_val: float = 100.0, margin
     Raises:
         ValueError: ``lambda_val`` or ``margin`` is out of range.
     """
-    if not lambda_val > 0:
-        raise ValueError(f"lambda_val is {lambda_val}; it must be above 0")
-    if not margin >= 0:
-        raise ValueError(f"margin is {margin}; it must be at least 0")
+    check_above(0, lambda_val=lambda_val)
+    check_at_least(0, margin=margin)
     classes = labels[labels >= 0].unique()
     if len(classes) == 0:
         return scores.sum() * 0  # a loss that has a gradient

@@ -1,6 +1,7 @@
 """One seed of a detection run: train a detector, finetune it for AP50, and run the rivals."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import proposal_recall
 from metricopt_ext.detection.task import ExampleBatches, detection_loss
 from metricopt_ext.detection.toolkit import Toolkit
-from metricopt_ext.evidence.experiment import Experiment
+from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -30,6 +31,15 @@ class DetectionExperiment(Experiment[DetectionConfig]):
     config_type = DetectionConfig
     splits: DetectionSplits
     toolkit: Toolkit
+
+    @classmethod
+    def describe(cls, config: DetectionConfig) -> Subject:
+        """Return what a run is about."""
+        check_definition(config)
+        build_toolkit(config)
+        model = config.model.name if config.toolkit == "torchvision" else Path(config.model.config_file).stem
+        data = config.data.name if config.shift.is_none else f"shifted {config.data.name}"
+        return Subject(f"detection/{config.data.name}", f"{config.toolkit}'s {model} on {data}", "AP50")
 
     def prepare(self) -> tuple[FinetuneTask, Metric]:
         """Load the data, train the detector or take it from the folder, and return the task and the test metric."""

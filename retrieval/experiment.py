@@ -1,24 +1,27 @@
 """One seed of a retrieval run: train an embedder, finetune it for Recall@k, and run the rivals."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import Tensor
 
 from metricopt_ext.data.splits import Splits, in_parts
-from metricopt_ext.evidence.experiment import Experiment
+from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.retrieval.build import (
     EVALUATION_BATCH,
     attach,
     build_loss,
     build_metric,
+    check_ks,
     class_batches,
     class_halves,
     embed_with,
     embedder,
     load_splits,
+    metric_name,
 )
 from metricopt_ext.retrieval.config import MetricConfig, RetrievalConfig
-from metricopt_ext.retrieval.pictures import plot_neighbours, save_recalls
+from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -30,6 +33,20 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
 
     config_type = RetrievalConfig
     splits: Splits
+
+    @classmethod
+    def describe(cls, config: RetrievalConfig) -> Subject:
+        """Return what a run is about."""
+        check_ks(config.metric)
+        build_loss(config.loss)
+        data = config.data.name
+        shown = data if config.shift.kind == "none" else f"shifted {data}"
+        return Subject(f"retrieval/{data}", f"{config.model.name} on {shown}", metric_name(config.metric))
+
+    @classmethod
+    def plot_seeds(cls, folder: Path, seeds: Sequence[int]) -> list[Path]:
+        """Draw Recall@k for many k, before and after, over all seeds."""
+        return [plot_recalls([folder / f"seed-{seed}" / "recalls.json" for seed in seeds], folder / "recalls.png")]
 
     def prepare(self) -> tuple[FinetuneTask, Metric]:
         """Load the data, train the embedder or take it from the folder, and return the task and the test metric."""

@@ -3,10 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
-from metricopt_ext.tasks.trajectory import TrajectoryStore
 
 
 class TrajectoryRecorder(Recording):
@@ -18,14 +15,8 @@ class TrajectoryRecorder(Recording):
     them.
 
     Args:
-        adapter: Handle on the trunk's adapter; make the recorder after phi is at its start.
-        metric: Is evaluated on ``adapter.model`` and counts the K queries as ``"collect"``.
-        store: Receives the trajectory; `fitting.fit_value_function` learns f from what it holds.
-        steps: T, at least 1.
-        evals: K, from 2 to T + 1.
-        seed: Draws the observed steps, as in `trajectory.collect`.
-        round: The trajectory's round: 0 where the loss alone is followed.
-        index: The trajectory's index; another one for each run.
+        arguments: Those of `recording.Recording`: adapter, metric, store, steps, evals, seed, round and index. Make the
+            recorder after phi is at its start.
         then: A hook to call afterwards, e.g. ``HookContainer.end_of_iteration_hook``.
 
     Raises:
@@ -37,20 +28,8 @@ class TrajectoryRecorder(Recording):
         >>> trainer.train(num_epochs=2)  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        metric: Metric,
-        store: TrajectoryStore,
-        *,
-        steps: int,
-        evals: int,
-        seed: int = 0,
-        round: int = 0,
-        index: int = 0,
-        then: Callable[[Any], Any] | None = None,
-    ) -> None:
-        super().__init__(adapter, metric, store, steps=steps, evals=evals, seed=seed, round=round, index=index)
+    def __init__(self, *arguments: Any, then: Callable[[Any], Any] | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.then = then
         self.start()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.tasks.ranking import positives_up_to, ranking_losses
+from metricopt_ext.utils.checks import check_above, check_at_least
 
 try:
     from pytorch_metric_learning.distances import CosineSimilarity
@@ -108,8 +109,7 @@ class SmoothAPLoss(RankingLoss):
     """
 
     def __init__(self, temperature: float = 0.01, **options: Any) -> None:
-        if not temperature > 0:
-            raise ValueError(f"temperature is {temperature}; it must be above 0")
+        check_above(0, temperature=temperature)
         super().__init__(**options)
         self.temperature = temperature
         self.add_to_recordable_attributes(name="temperature", is_stat=False)
@@ -172,10 +172,8 @@ class RecallLoss(RankingLoss):
         weight: Callable[[Tensor], Tensor] = double_log,
         **options: Any,
     ) -> None:
-        if not lambda_val > 0:
-            raise ValueError(f"lambda_val is {lambda_val}; it must be above 0")
-        if not margin >= 0:
-            raise ValueError(f"margin is {margin}; it must be at least 0")
+        check_above(0, lambda_val=lambda_val)
+        check_at_least(0, margin=margin)
         super().__init__(**options)
         self.lambda_val, self.margin, self.weight = lambda_val, margin, weight
         self.add_to_recordable_attributes(list_of_names=["lambda_val", "margin"], is_stat=False)

@@ -11,7 +11,6 @@ Writes ablations.json, ablations.md and ablations.png; a run that was interrupte
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
-from metricopt_ext.errors import MetricOptError
+from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.report import paired_interval, spread
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -157,11 +156,9 @@ def main() -> None:
     if arguments.seeds < 1:
         parser.error(f"--seeds is {arguments.seeds}; it must be at least 1")
     tasks = arguments.task or [[str(ROOT / "configs" / "classification" / "digits.yaml")]]
-    try:
+    with errors_in_one_line():
         seeds = range(arguments.seed, arguments.seed + arguments.seeds)
         ablate(tasks, arguments.output_dir, seeds, arguments.workers)
-    except (MetricOptError, FloatingPointError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 def ablate(tasks: Sequence[Sequence[str]], folder: Path, seeds: Sequence[int], workers: int) -> dict[str, Any]:
@@ -178,7 +175,7 @@ def ablate(tasks: Sequence[Sequence[str]], folder: Path, seeds: Sequence[int], w
         rows = run_seeds(run, seeds, queries=len(RUNS) + 1, workers=workers, threads=1)
         variants = [variant for variant in rows[0] if all(variant in of_seed for of_seed in rows)]
         table[name] = {
-            "maximize": maximised(config),
+            "maximize": ClassificationExperiment.describe(config).maximize,
             "variants": {variant: [asdict(of_seed[variant]) for of_seed in rows] for variant in variants},
         }
     content = {"seeds": list(seeds), "tasks": table}
@@ -193,13 +190,6 @@ def ablate(tasks: Sequence[Sequence[str]], folder: Path, seeds: Sequence[int], w
 def title(config: ClassificationConfig) -> str:
     """Return what tables call a task."""
     return f"{'' if config.shift.kind == 'none' else 'shifted '}{config.data.name} {config.metric.name}"
-
-
-def maximised(config: ClassificationConfig) -> bool:
-    """Return whether higher is better."""
-    from metricopt_ext.classification.build import build_metric
-
-    return build_metric(config.metric).maximize
 
 
 def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watcher: Watcher) -> dict[str, Row]:

@@ -14,7 +14,6 @@ starts.png; an interrupted run goes on where it was.
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from metricopt_ext.errors import MetricOptError
+from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.experiment import Experiment
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.report import spread
@@ -59,13 +58,11 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="*", default=BUDGETS, help="queries of the searches at each start")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. metric.name=f1 data.root=FOLDER")
     arguments = parser.parse_intermixed_args()
-    try:
+    with errors_in_one_line(ValueError):
         if arguments.starts < 1:
-            raise SystemExit(f"error: --starts is {arguments.starts}; it must be at least 1")
+            raise ValueError(f"--starts is {arguments.starts}; it must be at least 1")
         config = load_config(experiment_of(arguments.task).config_type, arguments.config_file, arguments.overrides)
         compare_starts(arguments.task, config, arguments.output_dir, arguments.starts, tuple(arguments.budgets))
-    except (MetricOptError, FloatingPointError, OSError, ValueError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 def experiment_of(task: str) -> type[Experiment[Any]]:

@@ -15,13 +15,13 @@ is given. Prints a table and writes report.json.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.errors import DataError, MetricOptError
+from metricopt_ext.errors import DataError
+from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.utils.files import write_json
 
@@ -48,10 +48,8 @@ def main() -> None:
     )
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
     arguments = parser.parse_args()
-    try:
+    with errors_in_one_line(ImportError):
         run(arguments)
-    except (MetricOptError, ImportError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -15,7 +15,6 @@ must not hold the queries: they would find themselves. Prints a table and writes
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -26,7 +25,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from metricopt_ext.errors import DataError, MetricOptError
+from metricopt_ext.errors import DataError
+from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.utils.files import write_json
 
@@ -83,10 +83,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="draws the subset, at least 0")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
     arguments = parser.parse_args()
-    try:
+    with errors_in_one_line(ImportError):
         run(arguments)
-    except (MetricOptError, ImportError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:

@@ -9,7 +9,6 @@ Writes cost.json and cost.md. A missed target is a result, not an error.
 
 import argparse
 import platform
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias
 from metricopt_ext.classification.build import classification_loss
 from metricopt_ext.classification.models import build_model
-from metricopt_ext.errors import MetricOptError
+from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.search.optimizer import MetricOpt
 from metricopt_ext.tasks.batches import TensorBatches
@@ -150,10 +149,8 @@ def main() -> None:
         parser.error(f"--threads is {arguments.threads}; it must be at least 1")
     if arguments.repeats < FEWEST_REPEATS:
         parser.error(f"--repeats is {arguments.repeats}; it must be at least {FEWEST_REPEATS}")
-    try:
+    with errors_in_one_line(RuntimeError):
         run(arguments.output_dir, arguments.threads, arguments.repeats)
-    except (MetricOptError, RuntimeError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 def run(folder: Path, threads: int, repeats: int) -> list[Table]:

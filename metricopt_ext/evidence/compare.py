@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from metricopt_ext.evidence.method import End, Method, MethodResult, check_known
+from metricopt_ext.evidence.method import End, Method, MethodResult, Reached, check_known
 from metricopt_ext.evidence.record import Outcome
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -44,19 +44,12 @@ def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Metho
         if result is not None:
             results[name] = result
     validation, test = task.judged_by(task.metric.with_new_ledger()), task.judged_by(test_metric)
-    outcomes = {
-        name: [
-            Outcome(
-                _judge(validation, each.end),
-                _judge(test, each.end),
-                each.queries,
-                each.queries_per_start,
-                each.seconds,
-            )
-            for each in result.reached
-        ]
-        for name, result in results.items()
-    }
+
+    def outcome(each: Reached) -> Outcome:
+        values = _judge(validation, each.end), _judge(test, each.end)
+        return Outcome(*values, each.queries, each.queries_per_start, each.seconds)
+
+    outcomes = {name: [outcome(each) for each in result.reached] for name, result in results.items()}
     paths = {name: result.path for name, result in results.items() if result.path is not None}
     curves = {name: [_judge(validation, phi) for phi in path] for name, path in paths.items()}
     return Comparison(results, outcomes, curves)

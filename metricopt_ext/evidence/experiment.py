@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from metricopt_ext.evidence.compare import compare
 from metricopt_ext.evidence.method import Method
@@ -18,6 +18,22 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher
 
 Config = TypeVar("Config", bound=RunConfig)
+
+
+class Subject(NamedTuple):
+    """What a run is about.
+
+    Attributes:
+        task: What is finetuned, e.g. ``"classification/a9a"``.
+        title: The same in words.
+        metric: The metric's name.
+        maximize: Whether higher is better.
+    """
+
+    task: str
+    title: str
+    metric: str
+    maximize: bool = True
 
 
 class Experiment(ABC, Generic[Config]):
@@ -42,6 +58,20 @@ class Experiment(ABC, Generic[Config]):
     def __init__(self, config: Config, folder: Path, seed: int) -> None:
         self.config, self.folder, self.seed = config, folder, seed
         self.task, self.test_metric = self.prepare()
+
+    @classmethod
+    @abstractmethod
+    def describe(cls, config: Any) -> Subject:
+        """Return what a run is about.
+
+        Raises:
+            ConfigError: Metric, loss or model are none that there are; this is found before any work is done.
+        """
+
+    @classmethod
+    def plot_seeds(cls, folder: Path, seeds: Sequence[int]) -> list[Path]:
+        """Draw the task's own pictures of all seeds into the run's folder, and return their paths."""
+        return []
 
     @abstractmethod
     def prepare(self) -> tuple[FinetuneTask, Metric]:

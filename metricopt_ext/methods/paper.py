@@ -18,6 +18,7 @@ from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.rollout import Policy, collect, rollout
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.utils.checks import check_above, check_at_least
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.labels import GaussianProcessLabels
@@ -27,39 +28,23 @@ from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import ValueFunction
 
 
-class SGDStep:
-    """The step of stochastic gradient descent on the loss, for a population."""
-
-    def __init__(self, lr: float) -> None:
-        self.lr = lr
-
-    def update(self, gradient: Tensor) -> Tensor:
-        """Return the step to descend by, ``n x d``, from the loss gradient, ``n x d``."""
-        return self.lr * gradient
-
-
-class AdamStep:
-    """The step of Adam on the loss, for a population (Kingma and Ba, 2015); its state asks for one in each rollout.
+class LossOptimizer:
+    """The steps of torch's SGD or Adam on the loss, for a population; it has state, so each rollout needs its own.
 
     Args:
+        name: ``"sgd"`` or ``"adam"``.
         lr: Learning rate.
-        betas: Decay rates of the moment estimates.
-        eps: Added to the denominator.
     """
 
-    def __init__(self, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
-        self.lr, self.betas, self.eps = lr, betas, eps
-        self.first, self.second, self.steps = torch.zeros(()), torch.zeros(()), 0
+    def __init__(self, name: Literal["sgd", "adam"], lr: float) -> None:
+        self.origin = torch.zeros(())
+        self.optimizer = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]([self.origin], lr)
 
-    def update(self, gradient: Tensor) -> Tensor:
+    def step(self, gradient: Tensor) -> Tensor:
         """Return the step to descend by, ``n x d``, from the loss gradient, ``n x d``."""
-        beta1, beta2 = self.betas
-        self.steps += 1
-        self.first = beta1 * self.first.to(gradient) + (1 - beta1) * gradient
-        self.second = beta2 * self.second.to(gradient) + (1 - beta2) * gradient**2
-        first = self.first / (1 - beta1**self.steps)
-        second = self.second / (1 - beta2**self.steps)
-        return self.lr * first / (second.sqrt() + self.eps)
+        self.origin.data, self.origin.grad = torch.zeros_like(gradient), gradient
+        self.optimizer.step()
+        return -self.origin.data
 
 
 @dataclass(frozen=True)
@@ -106,14 +91,10 @@ class Algorithm1:
         """
         if self.optimizer not in ("sgd", "adam"):
             raise ValueError(f"optimizer is {self.optimizer!r}; it must be 'sgd' or 'adam'")
-        for name in ("steps", "history", "count"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_at_least(1, steps=self.steps, history=self.history, count=self.count)
+        check_above(0, lr=self.lr, start_std=self.start_std, variance=self.variance)
         if not 2 <= self.evals <= self.steps + 1:
             raise ValueError(f"evals is {self.evals}; it must be from 2 (both ends) to steps + 1 = {self.steps + 1}")
-        for name in ("lr", "start_std", "variance"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
 
     def meta_train(
         self, task: FinetuneTask, *, tasks: int, seed: int = 0, store: TrajectoryStore | None = None
@@ -186,11 +167,11 @@ class Algorithm1:
     def loss_only(self) -> Policy:
         """Return the step rule of SGD or Adam."""
         rule = self.rule()
-        return lambda phi, history, step: phi - rule.update(history[..., -1, :])
+        return lambda phi, history, step: phi - rule.step(history[..., -1, :])
 
-    def rule(self) -> SGDStep | AdamStep:
+    def rule(self) -> LossOptimizer:
         """Return a fresh loss optimizer."""
-        return SGDStep(self.lr) if self.optimizer == "sgd" else AdamStep(self.lr)
+        return LossOptimizer(self.optimizer, self.lr)
 
 
 def refuse_too_few(tasks: int) -> None:
@@ -216,7 +197,7 @@ class GuidedSearch:
     def __call__(self, phi: Tensor, history: Tensor, step: int) -> Tensor:
         """Return the next phi, ``n x d``."""
         s = self.settings
-        self.past = [*self.past, self.rule.update(history[..., -1, :])][-s.history :]  # past k steps of SGD or Adam
+        self.past = [*self.past, self.rule.step(history[..., -1, :])][-s.history :]  # past k steps of SGD or Adam
         u = es_direction(  # lines 11-13
             self.f, phi, torch.stack(self.past, -2), generator=self.rng, count=s.count, variance=s.variance
         )

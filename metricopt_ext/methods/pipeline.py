@@ -13,7 +13,7 @@ from metricopt_ext.search.direct import Search
 from metricopt_ext.tasks.metric import stacked_halves
 from metricopt_ext.tasks.split_half import chance_of_gain, split_half_correlation
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.progress import Bars, Watcher
+from metricopt_ext.utils.progress import Watcher, watched
 
 
 @overload
@@ -80,38 +80,24 @@ def optimize_metric(
         FileFormatError: ``output_dir`` holds another run, with other settings or of a model with other weights, or it
             holds a run and ``resume`` is False.
     """
-    if watcher is None:
-        with Bars() as bars:
-            watcher = bars.watch(task.metric.name, queries)
-            return _optimize(task, queries, strategy or Recipe(), seed, output_dir, resume, watcher)
-    return _optimize(task, queries, strategy or Recipe(), seed, output_dir, resume, watcher)
-
-
-def _optimize(
-    task: FinetuneTask,
-    queries: int,
-    strategy: Recipe | Search,
-    seed: int,
-    output_dir: str | Path | None,
-    resume: bool,
-    watcher: Watcher,
-) -> Result:
+    strategy = strategy or Recipe()
     if queries > task.metric.ledger.left:
         raise BudgetError(f"{queries} queries requested, {task.metric.ledger.left} are left in the metric's own budget")
     if isinstance(strategy, Recipe):
-        tasks = strategy.tasks_per_round(queries, task.dim)
-        folder = RunFolder(output_dir, identity_of(strategy, task, seed=seed, size={"tasks": tasks}), resume)
-        result: Result = _follow_value_function(task, queries, strategy, tasks, seed, folder, watcher)
+        size = {"tasks": strategy.tasks_per_round(queries, task.dim)}
+    elif queries >= (least := strategy.least_queries(task.dim)):
+        size = {"queries": queries}
     else:
-        if queries < (least := strategy.least_queries(task.dim)):
-            raise BudgetError(
-                f"{queries} queries are too few: {strategy} in {task.dim} dimensions needs at least {least}"
-            )
-        folder = RunFolder(output_dir, identity_of(strategy, task, seed=seed, size={"queries": queries}), resume)
-        result = _search_directly(task, queries, strategy, seed, folder, watcher)
-    task.adapter.set_phi(result.ends[result.chosen])
-    folder.keep(task, result.fit.f if isinstance(result, MetricOptResult) else None)
-    watcher.done()
+        raise BudgetError(f"{queries} queries are too few: {strategy} in {task.dim} dimensions needs at least {least}")
+    folder = RunFolder(output_dir, identity_of(strategy, task, seed=seed, size=size), resume)
+    with watched(watcher, task.metric.name, queries) as shown:
+        if isinstance(strategy, Recipe):
+            result: Result = _follow_value_function(task, queries, strategy, size["tasks"], seed, folder, shown)
+        else:
+            result = _search_directly(task, queries, strategy, seed, folder, shown)
+        task.adapter.set_phi(result.ends[result.chosen])
+        folder.keep(task, result.fit.f if isinstance(result, MetricOptResult) else None)
+        shown.done()
     return result
 
 

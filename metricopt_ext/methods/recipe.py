@@ -11,6 +11,7 @@ from torch import Tensor
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.search.direct import Search
 from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.utils.checks import check_above, check_at_least
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.fitting import Fit, fit_value_function
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
@@ -79,13 +80,10 @@ class Recipe:
         Raises:
             ValueError: A value is out of range; the message prints it.
         """
-        least_of = {"steps": 2, "evals": 2, "rounds": 1, "folds": 2, "trials": 0, "adapt_queries": 0}
-        for name, least in least_of.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        for name in ("lr", "start_std", "explored_step"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        check_at_least(2, steps=self.steps, evals=self.evals, folds=self.folds)
+        check_at_least(1, rounds=self.rounds)
+        check_at_least(0, trials=self.trials, adapt_queries=self.adapt_queries)
+        check_above(0, lr=self.lr, start_std=self.start_std, explored_step=self.explored_step)
         if self.evals > self.steps + 1:
             raise ValueError(f"evals is {self.evals}; a task of {self.steps} steps has {self.steps + 1} points")
         if self.adapt_queries > self.steps - 1:

@@ -1,9 +1,8 @@
 """Meta-training in rounds: collect trajectories, fit f to all of them, let the next round follow it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -18,6 +17,10 @@ from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction
+
+# collect(round, indices, fit): collects the tasks of a round, by whatever trainer finetunes phi, under the fit of the
+# round before, or under the loss alone for None; returns the trajectories of all rounds up to this one.
+Collect = Callable[[int, Sequence[int], Fit | None], Sequence[Trajectory]]
 
 
 def meta_train(
@@ -70,20 +73,6 @@ def _collection_policy(fit: Fit | None, recipe: Recipe, seed: int, chunk: Sequen
         return LossStep(recipe.lr)
     weight, metric_step = recipe.explored_settings(seed, chunk).to(fit.f.radius.device).unbind(1)
     return MetricOptStep(fit.f, recipe.lr, metric_step, weight, recipe.steps, even_untrusted=True)
-
-
-class Collect(Protocol):
-    """Collects the trajectories of a round, by whatever trainer finetunes phi."""
-
-    def __call__(self, round: int, indices: Sequence[int], fit: Fit | None) -> Sequence[Trajectory]:
-        """Return the trajectories of all rounds up to this one.
-
-        Args:
-            round: The round, from 0.
-            indices: Its task indices.
-            fit: What its tasks follow; None for the loss alone.
-        """
-        ...
 
 
 def learn_in_rounds(

@@ -17,6 +17,7 @@ from torch.nn.functional import normalize
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.checks import check_above, check_at_least
 from metricopt_ext.utils.seeding import generator
 
 Told = Callable[[float], None]
@@ -96,10 +97,9 @@ class GuidedES:
         Raises:
             ValueError: A setting is out of range.
         """
-        for name, least in (("pairs", 1), ("step", 0), ("loss_weight", 0), ("lr", 0), ("history", 0)):
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        _check_above_0("scale", self.scale)
+        check_at_least(1, pairs=self.pairs)
+        check_at_least(0, step=self.step, loss_weight=self.loss_weight, lr=self.lr, history=self.history)
+        check_above(0, scale=self.scale)
 
     def least_queries(self, dim: int) -> int:
         """Return the smallest budget in d dimensions: the start, P pairs and the end."""
@@ -140,7 +140,7 @@ class CMAES:
         Raises:
             ValueError: A setting is out of range.
         """
-        _check_above_0("sigma0", self.sigma0)
+        check_above(0, sigma0=self.sigma0)
 
     def least_queries(self, dim: int) -> int:
         """Return the smallest budget in d dimensions: the start, a population and its mean."""
@@ -220,11 +220,6 @@ class _Counted:
         for share in torch.linspace(0, 1, self.left + 1)[1:].tolist():
             self.one(torch.lerp(last, mean, share))
         return SearchResult(self.best, self.cost, tuple(self.curve))
-
-
-def _check_above_0(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name} is {value}; it must be above 0")
 
 
 def _import_cma() -> Any:

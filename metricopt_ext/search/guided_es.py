@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from metricopt_ext.utils.checks import check_above, check_at_least
+
 
 def orthonormal_basis(gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Return an orthonormal basis U of the subspace that past loss gradients span.
@@ -83,10 +85,8 @@ def perturbations(basis: Tensor, rank: Tensor, count: int, scale: float, generat
     Raises:
         ValueError: ``count`` or ``scale`` is out of range.
     """
-    if count < 1:
-        raise ValueError(f"count is {count}; it must be at least 1")
-    if not scale > 0:
-        raise ValueError(f"scale is {scale}; it must be above 0")
+    check_at_least(1, count=count)
+    check_above(0, scale=scale)
     *batch, d, k = basis.shape
     e1 = torch.randn(*batch, count, d, generator=generator, dtype=basis.dtype, device=generator.device).to(basis)
     e2 = torch.randn(*batch, count, k, generator=generator, dtype=basis.dtype, device=generator.device).to(basis)
@@ -124,8 +124,7 @@ def es_direction(
     Raises:
         ValueError: ``count`` or ``variance`` is out of range.
     """
-    if not variance > 0:
-        raise ValueError(f"variance is {variance}; it must be above 0")
+    check_above(0, variance=variance)
     delta = perturbations(*orthonormal_basis(history), count, variance**0.5, generator)
     centre = phi[..., None, :]
     above, below = f(torch.cat([centre + delta, centre - delta], -2)).chunk(2, -1)

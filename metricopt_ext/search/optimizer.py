@@ -9,6 +9,7 @@ from torch import Tensor
 
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.search.guided_es import analytic_direction
+from metricopt_ext.utils.checks import check_above, check_at_least
 from metricopt_ext.value.value_function import ValueFunction
 
 # How boldly f is followed by default, see `MetricOptStep`.
@@ -122,15 +123,9 @@ class MetricOpt(torch.optim.Optimizer):
         history: int = HISTORY,
         even_untrusted: bool = False,
     ) -> None:
-        for name, value in (("lr", lr), ("metric_step", metric_step), ("loss_weight", loss_weight)):
-            if not value >= 0:
-                raise ValueError(f"{name} is {value}; it must be at least 0")
-        if not trust > 0:
-            raise ValueError(f"trust is {trust}; it must be above 0")
-        if history < 1:
-            raise ValueError(f"history is {history}; it must be at least 1")
-        if steps is not None and steps < 1:
-            raise ValueError(f"steps is {steps}; it must be at least 1, or None for no decay")
+        check_at_least(0, lr=lr, metric_step=metric_step, loss_weight=loss_weight)
+        check_at_least(1, history=history, steps=steps)
+        check_above(0, trust=trust)
         defaults = {
             "lr": lr,
             "metric_step": metric_step,
@@ -178,15 +173,8 @@ class MetricOpt(torch.optim.Optimizer):
         state["history"] = torch.cat([past, gradient[None]])[-group["history"] :]
         step = state.get("step", 0)
         state["step"] = step + 1
-        rule = MetricOptStep(
-            self.f,
-            lr=group["lr"],
-            metric_step=group["metric_step"],
-            loss_weight=group["loss_weight"],
-            steps=group["steps"],
-            trust=group["trust"],
-            even_untrusted=group["even_untrusted"],
-        )
+        names = ("lr", "metric_step", "loss_weight", "steps", "trust", "even_untrusted")
+        rule = MetricOptStep(self.f, **{name: group[name] for name in names})
         moved = rule(phi, state["history"], step)
         for parameter, values in zip(parameters, moved.split([p.numel() for p in parameters]), strict=True):
             parameter.copy_(values.view_as(parameter))

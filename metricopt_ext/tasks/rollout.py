@@ -9,6 +9,7 @@ from torch import Tensor
 from metricopt_ext.tasks.metric import Evaluation, stacked_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.seeding import generator
 
 
@@ -49,8 +50,7 @@ def rollout(
     Raises:
         ValueError: ``history`` is below 1.
     """
-    if history < 1:
-        raise ValueError(f"history is {history}; it must be at least 1")
+    check_at_least(1, history=history)
     points, losses, gradients = [phi], [], phi.new_zeros(len(phi), 0, phi.shape[-1])
     for step in range(steps):
         loss, gradient = task.loss_and_gradient(phi, seed, indices, step)

@@ -14,6 +14,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.renamed import Renamed
 from metricopt_ext.utils.seeding import generator
 
@@ -106,8 +107,7 @@ class FinetuneTask:
             ValueError: ``population`` is below 1.
             TypeError: ``batches`` can't be replayed.
         """
-        if self.population < 1:
-            raise ValueError(f"population is {self.population}; it must be at least 1")
+        check_at_least(1, population=self.population)
         if not callable(self.batches):
             raise TypeError(
                 f"batches is a {type(self.batches).__name__}, which can't be replayed; it must be a function"

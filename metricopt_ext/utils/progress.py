@@ -1,6 +1,7 @@
 """Progress as people watch it: a bar for each run with its stage, the metric last seen and the queries spent."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 
@@ -52,6 +53,16 @@ class Bars(AbstractContextManager["Bars"]):
     def __exit__(self, *details: Any) -> None:
         """Stop drawing and leave the bars on the screen."""
         self._progress.stop()
+
+
+@contextmanager
+def watched(watcher: Watcher | None, name: str, total: int) -> Iterator[Watcher]:
+    """Give a watcher, or where there is none a bar on the terminal for a run of ``total`` queries."""
+    if watcher is not None:
+        yield watcher
+        return
+    with Bars() as bars:
+        yield bars.watch(name, total)
 
 
 class _Bar(Watcher):

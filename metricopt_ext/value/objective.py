@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import NeuralValueFunction
 
@@ -144,9 +145,7 @@ class Objective:
         Raises:
             ValueError: With the weight's value.
         """
-        for name in ("gamma", "beta"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        check_at_least(0, gamma=self.gamma, beta=self.beta)
 
     def __call__(
         self, f: NeuralValueFunction, phi: Tensor, cost: Tensor, sigma: Tensor, generator: torch.Generator

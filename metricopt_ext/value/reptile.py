@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from metricopt_ext.utils.checks import check_above, check_at_least
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.objective import Objective, comparable_sigma, hardest_triplets, warn_of_collapse
 from metricopt_ext.value.observations import Observations
@@ -102,11 +103,10 @@ class ReptileLearner:
         Raises:
             ValueError: A value is out of range; the message prints it.
         """
-        for name in ("iterations", "passes", "tasks", "inner_steps"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not self.resolution > 0:
-            raise ValueError(f"resolution is {self.resolution}; it must be above 0")
+        check_at_least(
+            1, iterations=self.iterations, passes=self.passes, tasks=self.tasks, inner_steps=self.inner_steps
+        )
+        check_above(0, resolution=self.resolution)
         if self.points is not None and (self.points < 1 or self.points * self.tasks < 2):
             raise ValueError(
                 f"points is {self.points} and tasks is {self.tasks}; BatchNorm needs at least 2 points in a meta-batch"

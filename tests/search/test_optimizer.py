@@ -472,7 +472,7 @@ def test_autocast_training_step() -> None:
         ({"trust": 0.0}, "trust is 0.0; it must be above 0"),
         ({"trust": -2.0}, "trust is -2.0"),
         ({"history": 0}, "history is 0; it must be at least 1"),
-        ({"steps": 0}, "steps is 0; it must be at least 1, or None"),
+        ({"steps": 0}, "steps is 0; it must be at least 1"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
