@@ -15,3 +15,17 @@ def test_devices() -> None:
     missing = f"cuda:{torch.cuda.device_count()}"
     with pytest.raises(ConfigError, match=f"device='{missing}' is not to be had here"):
         choose_device(missing)
+
+
+@pytest.mark.parametrize(("available", "expected"), [(True, "cuda"), (False, "cpu")])
+def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, available: bool, expected: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    assert choose_device("auto") == torch.device(expected)
+
+
+@pytest.mark.parametrize("name", ["abacus", "", "cpu:x"])
+def test_a_name_that_is_no_device_is_refused_in_one_line(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_device(name)
+    assert str(caught.value).startswith(f"device={name!r} is not to be had here: ")
+    assert len(str(caught.value).splitlines()) == 1
