@@ -44,6 +44,6 @@ def test_modules_that_come_or_go_meanwhile_do_not_matter() -> None:
     model = mixed()
     before, gone = modes(model), model[2][0]
     with evaluating(model):
-        model[2][0] = nn.Identity().eval()
+        model[2][0] = nn.Identity()  # in training, in a part that was not
     assert gone.training
-    assert modes(model) == [*before[:4], False, before[5]]
+    assert modes(model) == [*before[:4], True, before[5]]
