@@ -1,13 +1,17 @@
 """A task whose loss and metric are known in closed form, a record keeper in memory, and a tiny config of Detectron2."""
 
+import io
 import sqlite3
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_input_bias
@@ -116,6 +120,38 @@ class Records:
 def records() -> Records:
     """A record keeper for a HookContainer of pytorch-metric-learning, in place of the package record-keeper."""
     return Records()
+
+
+@pytest.fixture
+def lay() -> Callable[..., Path]:
+    """Write a set of files into a folder or a zip, ``nested`` below one more folder; a number becomes a small PNG."""
+
+    def picture(value: int) -> bytes:
+        """A PNG, 4 x 3, the value in red and the column number in green."""
+        pixels = np.zeros((3, 4, 3), dtype=np.uint8)
+        pixels[..., 0] = value
+        pixels[..., 1] = np.arange(4)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        return buffer.getvalue()
+
+    def write(root: Path, files: dict[str, bytes | int], kind: str = "folder") -> Path:
+        contents = {name: picture(data) if isinstance(data, int) else data for name, data in files.items()}
+        if kind.startswith("nested"):
+            contents = {f"images/{name}": data for name, data in contents.items()}
+            contents["__MACOSX/cat/._1.png"] = b"junk"
+        if kind.endswith("zip"):
+            root = root.with_suffix(".zip")
+            with zipfile.ZipFile(root, "w") as archive:
+                for name, data in contents.items():
+                    archive.writestr(name, data)
+        else:
+            for name, data in contents.items():
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).write_bytes(data)
+        return root
+
+    return write
 
 
 @pytest.fixture

@@ -51,10 +51,10 @@ class LossOptimizer:
 class Algorithm1:
     """MetricOpt with SGD or Adam, as the paper's Algorithm 1 prints it.
 
-    As printed it did not lower a metric whose optimum is known. On the quadratic problems of tests/test_paper.py, over
-    20 seeds, the true cost of the starts changed by +6% in the mean (standard error 5%) with each task taken once, by
-    +10% (7%) with 35 passes, by -71% (3%) where Reptile's meta-batches mix 32 tasks, and by -82% (2%) with
-    `NeuralLearner.offline`.
+    As printed it did not lower a metric whose optimum is known. On the quadratic problems of
+    tests/methods/test_paper.py, over 20 seeds, the true cost of the starts changed by +6% in the mean (standard error
+    5%) with each task taken once, by +10% (7%) with 35 passes, by -71% (3%) where Reptile's meta-batches mix 32 tasks,
+    and by -82% (2%) with `NeuralLearner.offline`.
 
     Attributes:
         steps: T.

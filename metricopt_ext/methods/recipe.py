@@ -51,7 +51,7 @@ class Recipe:
         folds: Parts of the trajectories; each is held out from some members of f's ensemble, to measure it by. Early
             rounds with fewer than two trajectories for each make do with fewer parts.
         labels: Turns trajectories into labelled points: those observed, or all steps by interpolation
-            (`interpolation.GaussianProcessLabels`).
+            (`labels.GaussianProcessLabels`).
         learners: Kinds of value function to fit; held-out quality chooses.
         adapt_queries: Queries along MetricOpt's own finetuning of a start, to which f is then adapted before that start
             is finetuned once more; 0 uses f as it is.

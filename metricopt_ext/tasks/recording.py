@@ -28,7 +28,7 @@ class Recording:
         store: Receives the trajectory; `fitting.fit_value_function` learns f from what it holds.
         steps: T, at least 1.
         evals: K, from 2 to T + 1.
-        seed: Draws the observed steps, as in `trajectory.collect`.
+        seed: Draws the observed steps, as in `rollout.collect`.
         round: The trajectory's round: 0 where the loss alone is followed.
         index: The trajectory's index; another one for each run.
 

@@ -33,11 +33,11 @@ class Bars(AbstractContextManager["Bars"]):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._progress = Progress(
-            TextColumn("{task.fields[name]}"),
-            TextColumn("{task.description:<22}"),
+            TextColumn("{task.fields[name]}", markup=False),  # a metric's name may hold brackets
+            TextColumn("{task.description:<22}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("queries  {task.fields[seen]}"),
+            TextColumn("queries  {task.fields[seen]}", markup=False),
             TimeElapsedColumn(),
         )
 
@@ -82,7 +82,8 @@ class _Bar(Watcher):
         self._progress.stop_task(self._task)
 
     def say(self, line: str) -> None:
-        self._progress.console.print(f"{self._name}  {line}".strip(), highlight=False, soft_wrap=True)
+        text = f"{self._name}  {line}".strip()
+        self._progress.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class QueueWatcher(Watcher):

@@ -1,17 +1,14 @@
-"""Loaders on small files made here, splitting, and shifts."""
+"""Loaders on small files made here, splitting, and shifts of the class ratio."""
 
 import gzip
-import io
 import pickle
-import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import scipy.ndimage
 import torch
-from PIL import Image
 from sklearn.datasets import load_iris
 from torch import Tensor
 
@@ -26,42 +23,11 @@ from metricopt_ext.classification.data import (
     standardise,
 )
 from metricopt_ext.classification.shift import shift_class_ratio
-from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.data.shift import ImageShift, rotate
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import DataError
 
 LIBSVM = "-1 1:0.5 3:2\n+1 2:1\n-1\n"
-
-
-def _image(value: int, size: tuple[int, int] = (4, 3)) -> bytes:
-    """A PNG, width x height, red in ``value`` and the column number in green."""
-    pixels = np.zeros((size[1], size[0], 3), dtype=np.uint8)
-    pixels[..., 0] = value
-    pixels[..., 1] = np.arange(size[0])
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-FILES = {"cat/2.png": _image(12), "cat/1.png": _image(11), "ant/7.PNG": _image(1), "cat/notes.txt": b"no image"}
-
-
-def _lay(root: Path, files: dict[str, bytes], kind: str) -> Path:
-    """Write the files into a folder or a zip at ``root``, ``nested`` below one more folder."""
-    if kind.startswith("nested"):
-        files = {f"images/{name}": data for name, data in files.items()} | {"__MACOSX/cat/._1.png": b"junk"}
-    if kind.endswith("zip"):
-        root = root.with_suffix(".zip")
-        with zipfile.ZipFile(root, "w") as archive:
-            for name, data in files.items():
-                archive.writestr(name, data)
-    else:
-        for name, data in files.items():
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(data)
-    return root
 
 
 def test_libsvm(tmp_path: Path) -> None:
@@ -147,77 +113,16 @@ def test_bad_csv_is_named(tmp_path: Path, content: str, options: dict[str, Any],
         load_csv(tmp_path / "t.csv", **options)
 
 
-@pytest.mark.parametrize("kind", ["folder", "zip", "nested folder", "nested zip"])
-def test_images(tmp_path: Path, kind: str) -> None:
-    data = load_image_folder(_lay(tmp_path / "set", FILES, kind))
-    assert data.x.dtype == torch.uint8
-    assert data.x.shape == (3, 3, 3, 4)
-    assert data.x[:, 0, 0, 0].tolist() == [1, 11, 12]
-    assert data.x[0, 1, 2].tolist() == [0, 1, 2, 3]
-    assert data.y.tolist() == [0, 1, 1]
-    assert data.class_names == ("ant", "cat")
-    assert load_image_folder(_lay(tmp_path / "set", FILES, kind), limit_per_class=1).x[:, 0, 0, 0].tolist() == [1, 11]
-
-
-def test_images_of_other_sizes_and_modes(tmp_path: Path) -> None:
-    grey = io.BytesIO()
-    Image.new("L", (8, 8), 77).save(grey, "JPEG")
-    root = _lay(tmp_path / "set", FILES | {"dog/1.jpg": grey.getvalue()}, "folder")
-    with pytest.raises(DataError, match=r"8 x 8 \(dog/1\.jpg\) and 3 x 4 \(ant/7\.PNG\); set image_size"):
-        load_image_folder(root)
-    data = load_image_folder(root, image_size=(5, 6))
-    assert data.x.shape == (4, 3, 5, 6)
-    assert set(data.x[3].flatten().tolist()) == {77}
-    assert load_image_folder(root, image_size=2).x.shape == (4, 3, 2, 2)
-
-
 @pytest.mark.parametrize("kind", ["folder", "zip"])
-def test_unreadable_image_is_named(tmp_path: Path, kind: str) -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    whole = io.BytesIO()
-    Image.fromarray(noise).save(whole, "JPEG")
-    for name, content in {"cat/3.png": b"not a picture", "cat/3.jpg": whole.getvalue()[:-300]}.items():
-        root = _lay(tmp_path / name[-3:], FILES | {name: content}, kind)
-        with pytest.raises(DataError, match=f"cannot read {name}"):
-            load_image_folder(root, image_size=4)
-
-
-def test_damaged_zip(tmp_path: Path) -> None:
-    path = _lay(tmp_path / "set", FILES, "zip")
-    content = bytearray(path.read_bytes())
-    content[content.index(b"IDAT") + 6] ^= 0xFF
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=r"cannot read cat/2\.png"):
-        load_image_folder(path)
-    path.write_bytes(b"not a zip")
-    with pytest.raises(DataError, match="folder or a zip"):
-        load_image_folder(path)
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"readme.txt": b""}, "got none"),
-        ({"1.png": _image(1)}, r"<class>/<file>, got 1\.png"),
-        ({"a/1.png": _image(1), "a/b/2.png": _image(1)}, r"got a/b/2\.png"),
-        ({"x/a/1.png": _image(1), "y/a/2.png": _image(1)}, r"got x/a/1\.png"),
-    ],
-)
-def test_other_image_layouts_are_refused(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        load_image_folder(_lay(tmp_path / "set", files, "folder"))
-
-
-@pytest.mark.parametrize("kind", ["folder", "zip"])
-def test_cifar10_from_images(tmp_path: Path, kind: str) -> None:
-    _lay(tmp_path / "train", FILES, kind)
+def test_cifar10_from_images(lay: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    lay(tmp_path / "train", {"cat/2.png": 12, "cat/1.png": 11, "ant/7.png": 1}, kind)
     with pytest.raises(DataError, match=r"test or .*test\.zip not found"):
         load_cifar10(tmp_path)
-    _lay(tmp_path / "test", {"cat/1.png": _image(9), "ant/1.png": _image(8)}, kind)
+    lay(tmp_path / "test", {"cat/1.png": 9, "ant/1.png": 8}, kind)
     train, test = load_cifar10(tmp_path, limit_per_class=1)
     assert train.x[:, 0, 0, 0].tolist() == [1, 11]
     assert test.x[:, 0, 0, 0].tolist() == [8, 9]
-    _lay(tmp_path / "test", {"dog/1.png": _image(9)}, kind)
+    lay(tmp_path / "test", {"dog/1.png": 9}, kind)
     with pytest.raises(DataError, match=r"classes of train \('ant', 'cat'\)"):
         load_cifar10(tmp_path)
 
@@ -242,15 +147,10 @@ def test_cifar10_from_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert load_cifar10(tmp_path, limit_per_class=1)[0].y.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("load", [load_libsvm, load_image_folder, lambda path: load_csv(path, "y")])
+@pytest.mark.parametrize("load", [load_libsvm, lambda path: load_csv(path, "y")])
 def test_a_missing_file_names_the_path_and_the_key(tmp_path: Path, load: Any) -> None:
     with pytest.raises(DataError, match=r"nowhere not found; set data\.root=DIR"):
         load(tmp_path / "nowhere")
-
-
-def test_limits_must_be_positive(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        load_image_folder(tmp_path, limit_per_class=0)
 
 
 def test_bundled_sets() -> None:
@@ -332,137 +232,6 @@ def test_standardise_uses_train_only() -> None:
     images = split(torch.zeros(20, 3, 2, 2, dtype=torch.uint8), torch.arange(20) % 2)
     with pytest.raises(DataError, match="uint8"):
         standardise(images)
-
-
-@pytest.mark.parametrize(
-    ("x", "y", "message"),
-    [
-        (torch.zeros(2, 1, dtype=torch.float64), torch.zeros(2, dtype=torch.int64), "float64"),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.int64), r"shape \(2,\)"),
-        (torch.zeros(2, 1), torch.zeros(3, dtype=torch.int64), "2 int64 labels"),
-        (torch.zeros(2, 1), torch.zeros(2), "float32"),
-        (torch.tensor([[1.0], [float("nan")]]), torch.zeros(2, dtype=torch.int64), "1 of 2 rows"),
-    ],
-)
-def test_split_checks_its_tensors(x: Tensor, y: Tensor, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        Split(x, y)
-
-
-def test_splits_check_that_parts_fit() -> None:
-    two, other = Split(torch.zeros(2, 1), torch.tensor([0, 1])), Split(torch.zeros(2, 3), torch.tensor([0, 1]))
-    with pytest.raises(DataError, match="the test labels must be in"):
-        Splits(two, two, Split(torch.zeros(2, 1), torch.tensor([0, 2])), ("a", "b"))
-    with pytest.raises(DataError, match="the validation inputs"):
-        Splits(two, other, two, ("a", "b"))
-    with pytest.raises(DataError, match="the test part is empty"):
-        Splits(two, two, two.take(torch.tensor([False, False])), ("a", "b"))
-    with pytest.raises(DataError, match="at least two classes, got 1"):
-        Splits(two, two, two, ("a",))
-
-
-@pytest.fixture
-def images() -> Tensor:
-    return torch.rand(40, 3, 10, 8, generator=torch.Generator().manual_seed(0))
-
-
-SHIFT = ImageShift(contrast=0.6, brightness=0.1, noise_std=0.05, rotation_degrees=20, seed=1)
-
-
-def test_no_shift_is_the_identity(images: Tensor) -> None:
-    assert torch.equal(ImageShift()(images), images)
-
-
-def test_shift_depends_on_the_seed_only(images: Tensor) -> None:
-    before = images.clone()
-    once = SHIFT(images)
-    torch.manual_seed(5)
-    assert torch.equal(SHIFT(images), once)
-    assert torch.equal(SHIFT(images, seed=1), once)
-    assert not torch.equal(SHIFT(images, seed=2), once)
-    assert torch.equal(images, before)
-
-
-def test_shift_does_not_depend_on_the_batch(images: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    once = SHIFT(images)
-    assert torch.allclose(SHIFT(images[:7]), once[:7], atol=1e-6)
-    monkeypatch.setattr("metricopt_ext.data.shift._CHUNK", 3)
-    assert torch.allclose(SHIFT(images), once, atol=1e-6)
-    same = SHIFT(images[:1].expand(2, -1, -1, -1))
-    assert not torch.allclose(same[0], same[1], atol=1e-2)  # each image its own draw
-
-
-def test_contrast_and_brightness(images: Tensor) -> None:
-    x = images * 0.2 + 0.4
-    out = ImageShift(contrast=0.5, brightness=0.1)(x)
-    assert torch.allclose(out.mean((2, 3)), x.mean((2, 3)) + 0.1, atol=1e-6)
-    assert torch.allclose(out.std((2, 3)), 0.5 * x.std((2, 3)), atol=1e-6)
-    assert ImageShift(brightness=1)(x).min() == 1
-
-
-def test_noise_has_its_scale() -> None:
-    out = ImageShift(noise_std=0.1)(torch.full((100, 1, 20, 20), 0.5)) - 0.5
-    assert float(out.std()) == pytest.approx(0.1, rel=0.02)
-    assert float(out.mean()) == pytest.approx(0, abs=0.003)
-
-
-def test_rotation_angles_are_uniform_within_the_limit() -> None:
-    bar = torch.zeros(500, 1, 33, 33)
-    bar[:, :, 16, 17:] = 1  # points right from the centre
-    out = ImageShift(rotation_degrees=60)(bar)[:, 0]
-    rows, columns = torch.meshgrid(torch.arange(33.0) - 16, torch.arange(33.0) - 16, indexing="ij")
-    angles = torch.rad2deg(torch.atan2(-(out * rows).sum((1, 2)), (out * columns).sum((1, 2))))
-    assert float(angles.abs().max()) < 62
-    assert float(angles.std()) == pytest.approx(60 / 3**0.5, rel=0.1)
-    assert float(angles.mean()) == pytest.approx(0, abs=5)
-
-
-def test_rotation_by_right_angles_is_exact(images: Tensor) -> None:
-    square = images[:, :, :8, :8]
-    for turns in range(1, 4):
-        turned = rotate(square, torch.full((40,), 90.0 * turns))
-        assert torch.allclose(turned, square.rot90(turns, (2, 3)), atol=1e-5)
-
-
-@pytest.mark.parametrize("degrees", [-35.0, 10.0, 120.0])
-def test_rotation_agrees_with_scipy(images: Tensor, degrees: float) -> None:
-    turned = rotate(images[:3], torch.full((3,), degrees))
-    expected = scipy.ndimage.rotate(
-        images[:3].numpy(), degrees, axes=(2, 3), reshape=False, order=1, mode="grid-constant"
-    )
-    assert np.allclose(turned.numpy(), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("contrast", 0.0),
-        ("contrast", 1.1),
-        ("brightness", -2.0),
-        ("noise_std", -0.1),
-        ("noise_std", float("inf")),
-        ("rotation_degrees", 181.0),
-        ("rotation_degrees", float("nan")),
-        ("seed", -1),
-    ],
-)
-def test_impossible_shifts_are_named(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field} must be .*, got {value}"):
-        ImageShift(**{field: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("x", "message"),
-    [
-        (torch.zeros(2, 3, 4), r"shape \(2, 3, 4\)"),
-        (torch.zeros(2, 3, 4, 4, dtype=torch.uint8), "uint8"),
-        (torch.full((2, 3, 4, 4), 255.0), "255"),
-        (torch.full((2, 3, 4, 4), float("nan")), "nan"),
-    ],
-)
-def test_shift_checks_its_images(x: Tensor, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        SHIFT(x)
 
 
 def _labels(counts: list[int]) -> Split:

@@ -3,62 +3,24 @@
 import json
 import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-from PIL import Image
 
 from metricopt_ext.evidence.method import METHODS
-from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_value_function
-from metricopt_ext.evidence.record import Outcome, SeedRecord
+from metricopt_ext.evidence.plots import plot_methods
 from metricopt_ext.evidence.report import Report, paired_interval, spread, versions, write_events
-from metricopt_ext.methods.recipe import Setting
-from metricopt_ext.value.value_function import Quality
-
-GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40)
-POOR = Quality(spearman=0.1, mae=0.2, constant_mae=0.1, points=100, trajectories=40)
-BASE = {name: 0.5 + 0.05 * i for i, name in enumerate(METHODS)}
-
-
-def report(tests: dict[str, list[float]] | None = None, *, seeds: int = 3, maximize: bool = True) -> Report:
-    """Make a report; ``tests`` gives methods' test metrics by seed, in place of a trend with some noise."""
-    rng, records = np.random.default_rng(0), []
-    noise = rng.normal(size=(seeds, len(METHODS), 2)) / 100
-    for row in range(seeds):
-        outcomes = {}
-        for column, (name, value) in enumerate(BASE.items()):
-            validation, test = (value + noise[row, column]).tolist()
-            if tests and name in tests:
-                test = tests[name][row]
-            outcomes[name] = [Outcome(validation, test, 10 * column, column, seconds=float(row + column))]
-        records.append(
-            SeedRecord(
-                seed=row + 4,
-                outcomes=outcomes,
-                quality=GOOD if row else POOR,
-                candidates={"neural": POOR, "ridge": GOOD if row else POOR},
-                trivial={"constant": POOR, "full_quadratic": GOOD},
-                kept="metricopt" if row else "start",
-                setting=Setting(0.3, 0.15),
-                split_half=0.75,
-                chance=0.01,
-                curves={name: (0.5 + noise[row, :3, 0]).tolist() for name in ("loss_finetune", "metricopt")},
-                true=noise[row, :, 0].tolist(),
-                predicted=noise[row, :, 1].tolist(),
-            )
-        )
-    return Report("classification/toy", "accuracy", maximize, records, {"queries": 600})
 
 
 def refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
-def test_report_json(tmp_path: Path) -> None:
+def test_report_json(report: Callable[..., Report], tmp_path: Path) -> None:
     made = report()
     assert made.write(tmp_path) == [tmp_path / "report.json", tmp_path / "report.md"]
     content = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)
@@ -90,7 +52,7 @@ def test_versions_name_what_the_numbers_depend_on() -> None:
 
 
 @pytest.mark.parametrize("maximize", [True, False])
-def test_a_gain_is_positive_where_metricopt_is_better(maximize: bool) -> None:
+def test_a_gain_is_positive_where_metricopt_is_better(report: Callable[..., Report], maximize: bool) -> None:
     tests = {"pretrained": [0.5, 0.6, 0.7], "metricopt": [0.6, 0.8, 0.9]}
     mean, low, high = report(tests, maximize=maximize).gain("pretrained")
     sign = 1 if maximize else -1
@@ -111,7 +73,7 @@ def test_intervals_are_those_of_the_paired_t_test(n: int, level: float) -> None:
     assert (low, high) == pytest.approx((expected.low, expected.high))
 
 
-def test_one_seed_gives_no_interval() -> None:
+def test_one_seed_gives_no_interval(report: Callable[..., Report]) -> None:
     mean, low, high = paired_interval([0.25])
     assert mean == 0.25
     assert math.isnan(low)
@@ -134,7 +96,9 @@ def test_one_seed_gives_no_interval() -> None:
         ([0.0, 0.0, 0.0], "no gain shown"),
     ],
 )
-def test_words_follow_the_interval(differences: list[float], verdict: str, maximize: bool) -> None:
+def test_words_follow_the_interval(
+    report: Callable[..., Report], differences: list[float], verdict: str, maximize: bool
+) -> None:
     sign = 1 if maximize else -1
     tests = {"pretrained": [0.5] * 3, "metricopt": [0.5 + sign * difference for difference in differences]}
     made = report(tests, maximize=maximize)
@@ -145,10 +109,10 @@ def test_words_follow_the_interval(differences: list[float], verdict: str, maxim
     assert f"- {line}" in made.markdown()
 
 
-def test_findings_tell_whether_f_was_trusted() -> None:
+def test_findings_tell_whether_f_was_trusted(report: Callable[..., Report]) -> None:
     last = report().findings()[-1]
     expected = "Spearman 0.63, MAE 0.0733 against 0.1000 of a constant (best trivial predictor, full quadratic: "
-    assert f"{expected}{GOOD.spearman:.2f}); trusted in 2 of 3 seeds" in last
+    assert f"{expected}0.90); trusted in 2 of 3 seeds" in last
     halves = report().findings()[-2]
     assert "over random phi: 0.75" in halves
     assert "Gains on validation below 0.0100" in halves
@@ -157,7 +121,7 @@ def test_findings_tell_whether_f_was_trusted() -> None:
 
 
 @pytest.mark.parametrize("maximize", [True, False])
-def test_the_markdown_table_has_a_row_per_method(maximize: bool, tmp_path: Path) -> None:
+def test_the_markdown_table_has_a_row_per_method(report: Callable[..., Report], maximize: bool, tmp_path: Path) -> None:
     made = report(maximize=maximize)
     made.write(tmp_path)
     text = (tmp_path / "report.md").read_text()
@@ -177,7 +141,7 @@ def test_the_markdown_table_has_a_row_per_method(maximize: bool, tmp_path: Path)
         assert row[6] == METHODS[name].needs
 
 
-def test_methods_that_did_not_run_are_left_out() -> None:
+def test_methods_that_did_not_run_are_left_out(report: Callable[..., Report]) -> None:
     made = report()
     for record in made.records:
         del record.outcomes["batchnorm_validation"]
@@ -185,7 +149,7 @@ def test_methods_that_did_not_run_are_left_out() -> None:
     assert "BatchNorm" not in made.markdown()
 
 
-def test_a_method_that_some_seeds_lack_is_shown_as_such(tmp_path: Path) -> None:
+def test_a_method_that_some_seeds_lack_is_shown_as_such(report: Callable[..., Report], tmp_path: Path) -> None:
     made = report()
     del made.records[1].outcomes["cma_es"]
     ours = made.values("metricopt", "test")
@@ -207,10 +171,10 @@ def test_spread() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_the_table_fits_into_80_columns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, scale: float
+    report: Callable[..., Report], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, scale: float
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    made = report({name: [scale * value * f for f in (1, 1.2, 1.4)] for name, value in BASE.items()})
+    made = report({name: [scale * (0.5 + i / 20) * f for f in (1, 1.2, 1.4)] for i, name in enumerate(METHODS)})
     made.print()
     shown = capsys.readouterr().out
     assert "…" not in shown
@@ -226,22 +190,7 @@ def test_the_table_fits_into_80_columns(
         assert finding in shown
 
 
-@pytest.mark.parametrize("seeds", [1, 3])
-@pytest.mark.parametrize("draw", [plot_methods, plot_finetuning, plot_value_function])
-def test_plots_are_pictures(tmp_path: Path, draw: Any, seeds: int) -> None:
-    path = tmp_path / "plot.png"
-    assert draw(report(seeds=seeds), path) == path
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    with Image.open(path) as image:
-        assert min(image.size) > 200
-        pixels = np.asarray(image.convert("RGB"))
-    ours = np.array([int(METHODS["metricopt"].colour[i : i + 2], 16) for i in (1, 3, 5)])
-    if draw is not plot_value_function:
-        assert (np.abs(pixels - ours).sum(-1) == 0).sum() > 50  # MetricOpt's colour is there
-    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 10
-
-
-def test_events_hold_each_curve_once(tmp_path: Path) -> None:
+def test_events_hold_each_curve_once(report: Callable[..., Report], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -12,6 +12,7 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.tuning import FRESH, choose, finetune, metric_policy, tune_start
 from metricopt_ext.search.direct import CMAES
+from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
@@ -144,3 +145,15 @@ def test_a_half_that_never_differs_is_not_cross_checked(quadratic: Callable[...,
     fit = learned(task)
     assert fit.half_fits == ()
     assert tune_start(task, fit, recipe=RECIPE).optimism == 0
+
+
+def test_finetuning_is_gradient_descent_on_fresh_batches_and_asks_nothing(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    phi = torch.zeros(4, dtype=torch.float64)
+    path = [phi]
+    for step in range(5):
+        phi = phi - 0.2 * task.curvature * (phi - task.centre - task.batch(3, FRESH, step))
+        path.append(phi)
+    torch.testing.assert_close(finetune(task, LossStep(0.2), 5, seed=3), torch.stack(path))
+    assert torch.equal(finetune(task, LossStep(0.2), 5, seed=3, start=path[2])[0], path[2])
+    assert task.queries == 0

@@ -1,4 +1,4 @@
-"""Loaders of image sets for retrieval, parts that share no class, and batches and halves by class."""
+"""Loaders of image sets for retrieval, parts that share no class, and halves by class."""
 
 import io
 import zipfile
@@ -22,7 +22,6 @@ from metricopt_ext.retrieval.data import (
     split_classes,
 )
 from metricopt_ext.retrieval.recall import nearest
-from metricopt_ext.tasks.batches import ClassBatches
 
 
 def labelled(counts: list[int], side: int = 2, prefix: str = "") -> Labelled:
@@ -95,12 +94,6 @@ def test_impossible_parts_are_refused() -> None:
         disjoint(Splits(a, b, Split(x, torch.full((4,), 5)), names))
     with pytest.raises(DataError, match="class 'b' is in train and in validation"):
         disjoint(Splits(a, Split(x, torch.tensor([1, 1, 2, 2])), c, names))
-    with pytest.raises(DataError, match=r"the test labels must be in 0\.\.4, got 5"):
-        Splits(a, b, c, names[:5])
-    with pytest.raises(DataError, match="the validation inputs must be of shape"):
-        Splits(a, Split(torch.zeros(4, 1, 3, 3), b.y), c, names)
-    with pytest.raises(DataError, match="y must hold 4 int64 labels, one per row of x"):
-        Split(x, torch.tensor([0, 0, 1]))
 
 
 # --- Loaders ---------------------------------------------------------------------------------------------------
@@ -206,37 +199,7 @@ def test_digits() -> None:
     assert data.class_names == tuple("0123456789")
 
 
-# --- Batches, halves, neighbours -------------------------------------------------------------------------------
-
-
-def test_batches_of_classes() -> None:
-    whole = labelled([6, 1, 3, 8, 2, 5])
-    batches = ClassBatches(whole.x, whole.y, classes=3, samples=4)
-    drawn: set[int] = set()
-    for step in range(40):
-        x, y = batches(7, 2, step)
-        assert x.shape == (12, 1, 2, 2)
-        assert torch.equal(whole.y[x[:, 0, 0, 0].long()], y)
-        classes, counts = y.unique(return_counts=True)
-        assert counts.tolist() == [4, 4, 4]
-        drawn |= {*classes.tolist()}
-        for label in classes.tolist():
-            distinct = len(x[y == label, 0, 0, 0].unique())
-            assert distinct == min(4, int((whole.y == label).sum()))
-    assert drawn == {0, 2, 3, 4, 5}  # never the class of a single example
-    assert all(torch.equal(a, b) for a, b in zip(batches(7, 2, 5), batches(7, 2, 5), strict=True))
-    for other in ((8, 2, 5), (7, 3, 5), (7, 2, 6)):
-        assert not torch.equal(batches(*other)[0], batches(7, 2, 5)[0])
-
-
-def test_batches_that_cannot_be() -> None:
-    whole = labelled([2, 1, 1])
-    with pytest.raises(DataError, match="a batch needs 2 classes of at least two examples, there are 1"):
-        ClassBatches(whole.x, whole.y, 2, 2)
-    with pytest.raises(ValueError, match="2 classes x 1 samples holds no pairs"):
-        ClassBatches(whole.x, whole.y, 2, 1)
-    with pytest.raises(DataError, match="3 inputs for 4 labels"):
-        ClassBatches(whole.x[:3], whole.y, 2, 2)
+# --- Halves, neighbours ----------------------------------------------------------------------------------------
 
 
 def test_halves_are_of_classes() -> None:

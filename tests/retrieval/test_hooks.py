@@ -17,7 +17,7 @@ from pytorch_metric_learning import losses, miners, samplers, testers, trainers
 from pytorch_metric_learning.utils.logging_presets import HookContainer
 
 import metricopt_ext as mo
-from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
+from metricopt_ext.errors import MetricError
 from metricopt_ext.retrieval import task as retrieval_task
 from metricopt_ext.retrieval.accuracy import RecallCalculator
 from metricopt_ext.retrieval.hooks import TrajectoryRecorder
@@ -460,37 +460,9 @@ def test_recorded_trajectories_fit_a_value_function(tmp_path: Path) -> None:
     assert fit.f.dim == D
 
 
-def test_recorder_keeps_halves() -> None:
-    def judge(model: Any) -> Any:
-        value = float(torch.sigmoid(model.metricopt.phi.sum()))
-        return value, (value / 2, value / 3)
-
-    def recorder_of(adapter: mo.Adapter) -> TrajectoryRecorder:
-        return TrajectoryRecorder(adapter, Metric(judge, maximize=False), store, steps=5, evals=3)
-
-    store, other = mo.TrajectoryStore(), mo.TrajectoryStore()
-    _, trainer = sgd_run(recorder_of)
-    (trajectory,) = store
-    torch.testing.assert_close(trajectory.halves, trajectory.cost[:, None] / torch.tensor([[2.0, 3.0]]))
-    recorder, adapter = trainer.end_of_iteration_hook, mo.Adapter(trainer.models["trunk"])
-    again = TrajectoryRecorder(adapter, Metric(judge, maximize=False), other, steps=5, evals=3)
-    again.load_state_dict(recorder.state_dict())
-    (copied,) = other
-    assert all(
-        torch.equal(getattr(copied, name), getattr(trajectory, name)) for name in ("phi", "loss", "cost", "halves")
-    )
-
-
-def test_recorder_refuses() -> None:
+def test_a_failing_metric_stops_the_trainer() -> None:
     trunk = make_trunk()
     adapter = mo.attach_film(trunk, dim=D)
-    with pytest.raises(ValueError, match="evals is 9; it must be from 2"):
-        TrajectoryRecorder(adapter, shuffling_metric([]), mo.TrajectoryStore(), steps=5, evals=9)
-
-    recorder = TrajectoryRecorder(adapter, shuffling_metric([]), mo.TrajectoryStore(), steps=8, evals=4, seed=1)
-    other = TrajectoryRecorder(adapter, shuffling_metric([]), mo.TrajectoryStore(), steps=8, evals=4, seed=2)
-    with pytest.raises(FileFormatError, match="make the recorder with its steps, evals, seed and index"):
-        other.load_state_dict(recorder.state_dict())
 
     def failing(model: Any) -> float:
         if model.metricopt.phi.norm() > 0:
@@ -504,12 +476,6 @@ def test_recorder_refuses() -> None:
     with pytest.raises(MetricError, match=r"server is down \(round 1, task 7, step 1\)"):
         trainer.train()
     assert adapter.phi.norm() > 0  # the trained phi is back in the model
-
-    metric = shuffling_metric([], ledger=Ledger(1))
-    recorder = TrajectoryRecorder(adapter, metric, mo.TrajectoryStore(), steps=2, evals=3)
-    trainer.end_of_iteration_hook = recorder
-    with pytest.raises(BudgetError, match="0 left of a budget of 1"):
-        trainer.train()
 
 
 def test_examples() -> None:

@@ -34,7 +34,6 @@ from metricopt_ext.evidence import run_config
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import load_checkpoint
 from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.value_function import load_value_function
@@ -555,16 +554,6 @@ def test_adapters_that_cannot_be() -> None:
     config.adapter = ClassifierAdapterConfig(["body.1"], 7, "input_bias")
     with pytest.raises(AdapterError, match=r"no linear layer with a bias is named 'body\.1'"):
         attach(build_model("tabular_mlp", torch.Size((5,)), 3), config, 0)
-
-
-def test_devices() -> None:
-    assert choose_device("cpu") == torch.device("cpu")
-    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(ConfigError, match="device='abacus' is not available here"):
-        choose_device("abacus")
-    missing = f"cuda:{torch.cuda.device_count()}"
-    with pytest.raises(ConfigError, match=f"device='{missing}' is not available here"):
-        choose_device(missing)
 
 
 def test_training_depends_on_the_seed_alone_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.errors import BudgetError, ConfigError
-from metricopt_ext.evidence.run_config import RecipeConfig
-from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.config import known_keys, load_config
-
-CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "classification").glob("*.yaml"))
 
 
 @dataclass
@@ -123,76 +118,3 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     for text in ("- count\n- title\n", "count: [1\n", b"\xff\xfe\x00count", "inner: 3\n", "plain text\n"):
         file = written(tmp_path, text)
         assert str(file) in error_of(file)
-
-
-def test_a_value_that_must_be_given() -> None:
-    with pytest.raises(ConfigError, match=r"data\.name"):
-        load_config(ClassificationConfig, None)
-
-
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.stem)
-def test_our_configurations_load_and_can_be_run(file: Path) -> None:
-    config = load_config(ClassificationConfig, file)
-    config.check()
-    assert isinstance(config.recipe.build(), Recipe)
-    for name in ("steps", "lr", "evals", "rounds", "start_std", "trials", "folds"):
-        assert getattr(config.recipe.build(), name) == getattr(config.recipe, name)
-
-
-def test_there_are_configurations_to_load() -> None:
-    assert {"a9a", "digits"} <= {path.stem for path in CONFIGS}
-
-
-def test_recipe_defaults_are_those_of_the_library() -> None:
-    ours, theirs = ClassificationConfig().recipe.build(), Recipe()
-    assert ours == theirs
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("seeds=0", "seeds=0: it must be at least 1"),
-        ("seed=-1", "seed=-1: it must be at least 0"),
-        ("population=0", "population=0: it must be at least 1"),
-        ("best_evals=0", "best_evals=0: it must be at least 1"),
-        ("threads=0", "threads=0: it must be at least 1"),
-        ("model.epochs=0", "model.epochs=0: it must be at least 1"),
-        ("model.batch_size=-5", "model.batch_size=-5: it must be at least 1"),
-        ("model.lr=0", "model.lr=0.0: it must be above 0"),
-        ("recipe.folds=1", "recipe: folds is 1; it must be at least 2"),
-        ("recipe.evals=99", "recipe: evals is 99"),
-    ],
-)
-def test_numbers_out_of_range_are_refused_before_any_work(override: str, message: str) -> None:
-    config = load_config(ClassificationConfig, None, ["data.name=iris", "model.name=tabular_mlp", override])
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        config.check()
-
-
-def test_too_few_queries_are_refused_before_any_work() -> None:
-    overrides = ["data.name=iris", "model.name=tabular_mlp", "queries=9"]
-    with pytest.raises(BudgetError, match=r"9 queries are too few .* give at least (\d+)") as caught:
-        load_config(ClassificationConfig, None, overrides).check()
-    enough = re.search(r"at least (\d+), or", str(caught.value)).group(1)
-    load_config(ClassificationConfig, None, [*overrides[:2], f"queries={enough}"]).check()
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("linear", "LinearLabels()"), ("gp_always", "GaussianProcessLabels(always=True"), ("observed", "Observations.of")],
-)
-def test_labels_are_chosen_by_name(name: str, kind: str) -> None:
-    assert kind in repr(RecipeConfig(labels=name).build().labels)
-
-
-def test_unknown_labels_are_named() -> None:
-    with pytest.raises(ConfigError, match="labels is 'cubic'; it must be observed, linear, gp"):
-        RecipeConfig(labels="cubic").build()
-
-
-def test_learners_are_chosen_by_name() -> None:
-    recipe = RecipeConfig(learners=["reptile", "ridge"]).build()
-    assert [type(learner).__name__ for learner in recipe.learners] == ["ReptileLearner", "RidgeLearner"]
-    for wrong in (["forest"], []):
-        with pytest.raises(ConfigError, match="it must name some of neural, ridge, reptile"):
-            RecipeConfig(learners=wrong).build()

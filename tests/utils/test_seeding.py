@@ -41,3 +41,13 @@ def test_global_streams_are_seeded_and_put_back() -> None:
     assert torch.equal(drawn[0], drawn[1])
     assert torch.equal(drawn[0], torch.rand(4, generator=torch.Generator().manual_seed(3)))
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_streams_depend_on_every_argument_and_nothing_else() -> None:
+    keys = [(0, "a", 0, 0), (1, "a", 0, 0), (0, "b", 0, 0), (0, "a", 1, 0), (0, "a", 0, 1), (0, "a", 2**40, 0)]
+    draws = [torch.randn(4, generator=generator(*key)) for key in keys]
+    assert len({tuple(draw.tolist()) for draw in draws}) == len(keys)
+    torch.manual_seed(5)
+    assert all(
+        torch.equal(torch.randn(4, generator=generator(*key)), draw) for key, draw in zip(keys, draws, strict=True)
+    )

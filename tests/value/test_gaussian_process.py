@@ -3,8 +3,7 @@
 import math
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,7 @@ from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.gaussian_process import BOUNDS, GaussianProcess, Skill
-from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
-from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.labels import GaussianProcessLabels
 
 PLAIN = GaussianProcess(length_scale=0.3, output_scale=1.7, noise=0.02, mean=0.4, std=0.1)
 PROCESSES = [
@@ -29,38 +27,6 @@ PROCESSES = [
     replace(PLAIN, level_scale=0.3, warp=20.0, noise=1e-4),
     replace(PLAIN, length_scale=0.02, mean=-3.0, std=1e3),
 ]
-
-
-def along(steps: int, observed: Sequence[int], cost: Any, *, index: int = 0, round: int = 0) -> Trajectory:
-    phi = torch.randn(steps + 1, 3, generator=torch.Generator().manual_seed(index))
-    costs = torch.as_tensor(np.asarray(cost, dtype=np.float64))
-    return Trajectory(round, index, phi, torch.zeros(steps), torch.tensor(list(observed)), costs)
-
-
-def mixed(seed: int = 0) -> list[Trajectory]:
-    """Make trajectories of various K and T, in no order."""
-    rng = np.random.default_rng(seed)
-    shapes = [(20, 5), (7, 2), (20, 5), (30, 9), (6, 7), (7, 5), (20, 5)]
-    return [
-        along(steps, observation_steps(steps, evals, seed, i).tolist(), 0.4 + 0.1 * rng.normal(size=evals), index=i)
-        for i, (steps, evals) in enumerate(shapes)
-    ]
-
-
-def sampled(
-    count: int, evals: int, *, length_scale: float, noise: float, level: float, warp: float = 0.0, seed: int = 0
-) -> list[Trajectory]:
-    """Draw trajectories of 40 steps from a Gaussian process of output scale 1; noise and level are deviations."""
-    rng = np.random.default_rng(seed)
-    t = np.arange(41) / 40
-    u = np.log1p(warp * t) / np.log1p(warp) if warp else t
-    root = np.linalg.cholesky(np.exp(-((u[:, None] - u) ** 2) / (2 * length_scale**2)) + 1e-9 * np.eye(41))
-    made = []
-    for i in range(count):
-        observed = observation_steps(40, evals, seed, i)
-        curve = root @ rng.normal(size=41) + level * rng.normal()
-        made.append(along(40, observed.tolist(), curve[observed] + noise * rng.normal(size=evals), index=i))
-    return made
 
 
 def stretched(process: GaussianProcess, times: Any) -> Any:
@@ -81,7 +47,7 @@ def reference(process: GaussianProcess, steps: int, observed: Any, cost: Any) ->
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-def test_posterior_is_sklearns(process: GaussianProcess) -> None:
+def test_posterior_is_sklearns(mixed: Callable[..., list[Trajectory]], process: GaussianProcess) -> None:
     trajectories = mixed()
     posteriors = process.posterior(trajectories)
     assert len(posteriors) == len(trajectories)
@@ -96,7 +62,7 @@ def test_posterior_is_sklearns(process: GaussianProcess) -> None:
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-def test_log_likelihood_is_sklearns(process: GaussianProcess) -> None:
+def test_log_likelihood_is_sklearns(mixed: Callable[..., list[Trajectory]], process: GaussianProcess) -> None:
     expected = 0.0
     for t in mixed():
         gp = reference(process, len(t.phi) - 1, t.observed, t.cost)
@@ -105,7 +71,9 @@ def test_log_likelihood_is_sklearns(process: GaussianProcess) -> None:
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-def test_left_out_predictions_are_those_of_a_refit(process: GaussianProcess) -> None:
+def test_left_out_predictions_are_those_of_a_refit(
+    mixed: Callable[..., list[Trajectory]], process: GaussianProcess
+) -> None:
     for trajectory, predicted in zip(mixed(), process.predict_left_out(mixed()), strict=True):
         steps, times = len(trajectory.phi) - 1, trajectory.observed / (len(trajectory.phi) - 1)
         assert predicted.dtype == torch.float64
@@ -116,7 +84,7 @@ def test_left_out_predictions_are_those_of_a_refit(process: GaussianProcess) -> 
             np.testing.assert_allclose(predicted[k], expected[0], rtol=1e-6, atol=1e-6 * process.std)
 
 
-def test_neighbours_in_a_batch_change_nothing() -> None:
+def test_neighbours_in_a_batch_change_nothing(mixed: Callable[..., list[Trajectory]]) -> None:
     together = PLAIN.posterior(mixed())
     for trajectory, (mean, std) in zip(mixed(), together, strict=True):
         ((mean_alone, std_alone),) = PLAIN.posterior([trajectory])
@@ -128,7 +96,7 @@ def test_neighbours_in_a_batch_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("level", [0.0, 1.0, 30.0])
-def test_fit_recovers_hyper_parameters(level: float) -> None:
+def test_fit_recovers_hyper_parameters(sampled: Callable[..., list[Trajectory]], level: float) -> None:
     data = sampled(300, 8, length_scale=0.15, noise=0.1, level=level)
     process = GaussianProcess.fit(data)
     assert process.length_scale == pytest.approx(0.15, rel=0.1)
@@ -138,7 +106,7 @@ def test_fit_recovers_hyper_parameters(level: float) -> None:
     assert process.warp == 0
 
 
-def test_fit_recovers_warped_time() -> None:
+def test_fit_recovers_warped_time(sampled: Callable[..., list[Trajectory]]) -> None:
     data = sampled(300, 8, length_scale=0.15, noise=0.05, level=1, warp=20)
     plain, warped = GaussianProcess.fit(data), GaussianProcess.fit(data, warped=True)
     assert warped.log_likelihood(data) > plain.log_likelihood(data) + 100
@@ -147,7 +115,9 @@ def test_fit_recovers_warped_time() -> None:
 
 
 @pytest.mark.parametrize("kind", ["smooth", "white", "trend", "wiggly"])
-def test_no_grid_point_is_more_likely(kind: str) -> None:
+def test_no_grid_point_is_more_likely(
+    along: Callable[..., Trajectory], sampled: Callable[..., list[Trajectory]], kind: str
+) -> None:
     rng = np.random.default_rng(1)
     if kind == "smooth":
         data = sampled(12, 6, length_scale=0.4, noise=0.02, level=1)
@@ -172,7 +142,7 @@ def test_no_grid_point_is_more_likely(kind: str) -> None:
 
 
 @pytest.mark.parametrize("length_scale", [0.03, 0.8])
-def test_no_other_search_climbs_higher(length_scale: float) -> None:
+def test_no_other_search_climbs_higher(noise_only: Callable[..., list[Trajectory]], length_scale: float) -> None:
     data = noise_only(1, 0.5)  # two maxima: a search from 0.8 ends at the lower one
     fitted = GaussianProcess.fit(data)
     names = ["length_scale", "output_scale", "noise", "level_scale"]
@@ -192,7 +162,7 @@ def test_no_other_search_climbs_higher(length_scale: float) -> None:
         assert name == "warp" or low <= getattr(fitted, name) <= high
 
 
-def test_fit_is_deterministic_and_draws_nothing() -> None:
+def test_fit_is_deterministic_and_draws_nothing(mixed: Callable[..., list[Trajectory]]) -> None:
     data, state = mixed(), torch.get_rng_state()
     first, second = GaussianProcess.fit(data, warped=True), GaussianProcess.fit(data, warped=True)
     assert first == second
@@ -203,7 +173,7 @@ def test_fit_is_deterministic_and_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize(("scale", "shift"), [(1e-7, 0.3), (1e5, -1e6), (-2.0, 0.0)])
-def test_units_of_the_cost_do_not_matter(scale: float, shift: float) -> None:
+def test_units_of_the_cost_do_not_matter(sampled: Callable[..., list[Trajectory]], scale: float, shift: float) -> None:
     data = sampled(10, 6, length_scale=0.3, noise=0.1, level=1)
     moved = [replace(t, cost=scale * t.cost + shift) for t in data]
     ours, theirs = GaussianProcess.fit(data).posterior(data), GaussianProcess.fit(moved).posterior(moved)
@@ -216,7 +186,7 @@ def test_units_of_the_cost_do_not_matter(scale: float, shift: float) -> None:
 
 
 @pytest.mark.parametrize("others", [[], [0.7] * 3])
-def test_constant_trajectories_only(others: list[float]) -> None:
+def test_constant_trajectories_only(along: Callable[..., Trajectory], others: list[float]) -> None:
     data = [along(9, [0, 4, 9], [0.25] * 3, index=i) for i in range(3)]
     data += [along(9, [0, 2, 5, 9], [cost] * 4, index=9) for cost in others]
     process = GaussianProcess.fit(data)
@@ -228,7 +198,9 @@ def test_constant_trajectories_only(others: list[float]) -> None:
     assert not process.leave_one_out(data).skilful
 
 
-def test_a_constant_trajectory_among_others() -> None:
+def test_a_constant_trajectory_among_others(
+    along: Callable[..., Trajectory], sampled: Callable[..., list[Trajectory]]
+) -> None:
     varying = sampled(10, 6, length_scale=0.3, noise=0.1, level=1)
     data = [*varying[:4], along(40, [0, 10, 40], [5.0] * 3, index=77), *varying[4:]]
     process = GaussianProcess.fit(data)
@@ -240,7 +212,9 @@ def test_a_constant_trajectory_among_others() -> None:
     torch.testing.assert_close(labels.sigma[mine], torch.full((41,), process.noise_std))
 
 
-def test_two_equal_points_are_no_constant() -> None:
+def test_two_equal_points_are_no_constant(
+    along: Callable[..., Trajectory], sampled: Callable[..., list[Trajectory]]
+) -> None:
     varying = sampled(20, 6, length_scale=0.2, noise=0.05, level=1)
     process = GaussianProcess.fit(varying)
     ((mean, std),) = process.posterior([along(40, [0, 40], [0.5, 0.5])])
@@ -249,7 +223,7 @@ def test_two_equal_points_are_no_constant() -> None:
 
 
 @pytest.mark.parametrize("gap", [1e-15, 1e-12, 1e-6])
-def test_nearly_constant_trajectories(gap: float) -> None:
+def test_nearly_constant_trajectories(along: Callable[..., Trajectory], gap: float) -> None:
     data = [along(20, [0, 7, 8, 20], [0.5, 0.5, 0.5 + i * gap, 0.5], index=i) for i in range(5)]
     data.append(along(20, [0, 19, 20], [0.9, 0.9, 0.9 - gap], index=5))
     labels = GaussianProcessLabels(always=True)(data)
@@ -258,17 +232,8 @@ def test_nearly_constant_trajectories(gap: float) -> None:
     assert ((labels.cost - torch.tensor([0.5] * 5 + [0.9])[labels.trajectory]).abs() < 100 * gap + 1e-3).all()
 
 
-def test_a_single_two_point_trajectory() -> None:
-    data = [along(10, [0, 10], [0.2, 0.8])]
-    labels = GaussianProcessLabels(always=True)(data)
-    assert len(labels.cost) == 11
-    assert labels.cost.isfinite().all()
-    assert (labels.sigma > 0).all()
-    assert GaussianProcessLabels()(data).kind == "observed"
-
-
 @pytest.mark.filterwarnings("ignore:A not p.d.")
-def test_singular_covariance_names_the_trajectory() -> None:
+def test_singular_covariance_names_the_trajectory(along: Callable[..., Trajectory]) -> None:
     stiff = GaussianProcess(length_scale=1e6, output_scale=1e14, noise=1e-30)
     fine, bad = along(1000, [0, 1000], [0.1, 0.2], index=3), along(1000, [0, 1], [0.1, 0.2], index=8, round=2)
     assert len(stiff.posterior([fine, fine])) == 2
@@ -278,7 +243,9 @@ def test_singular_covariance_names_the_trajectory() -> None:
 
 
 @pytest.mark.parametrize("cost", [math.nan, math.inf])
-def test_costs_that_are_not_finite_name_the_trajectory(cost: float) -> None:
+def test_costs_that_are_not_finite_name_the_trajectory(
+    along: Callable[..., Trajectory], mixed: Callable[..., list[Trajectory]], cost: float
+) -> None:
     data = [*mixed(), along(10, [0, 5, 10], [0.1, cost, 0.2], index=8, round=2)]
     for use in (GaussianProcess.fit, PLAIN.posterior, PLAIN.predict_left_out):
         with pytest.raises(ValueFunctionError, match="trajectory 8 of round 2"):
@@ -299,7 +266,7 @@ def test_impossible_hyper_parameters(wrong: dict[str, float]) -> None:
 # --- Uncertainty and size ----------------------------------------------------------------------------------------
 
 
-def test_uncertainty_grows_away_from_observations() -> None:
+def test_uncertainty_grows_away_from_observations(along: Callable[..., Trajectory]) -> None:
     ((_, std),) = replace(PLAIN, level_scale=1.0).posterior([along(100, [0, 20, 100], [0.1, 0.5, 0.3])])
     assert (std[20:60].diff() > 0).all()
     assert (std[65:].diff() < 0).all()
@@ -307,13 +274,13 @@ def test_uncertainty_grows_away_from_observations() -> None:
     assert std[20] < PLAIN.noise_std < std[60] < PLAIN.std * math.sqrt(2.7)
 
 
-def test_rounding_leaves_no_negative_variance() -> None:
+def test_rounding_leaves_no_negative_variance(along: Callable[..., Trajectory]) -> None:
     level = GaussianProcess(length_scale=3.0, output_scale=1e-3, noise=1e-9, level_scale=1e7)
     ((_, std),) = level.posterior([along(1200, [0, 400, 800, 1200], [0.1, 0.2, 0.3, 0.4])])
     assert std.isfinite().all()
 
 
-def test_no_covariance_between_all_steps() -> None:
+def test_no_covariance_between_all_steps(along: Callable[..., Trajectory]) -> None:
     steps = 200_000  # steps x steps float64 would take 320 GB
     ((mean, std),) = PLAIN.posterior([along(steps, [0, 60_000, steps], [0.1, 0.5, 0.3])])
     assert mean.shape == std.shape == (steps + 1,)
@@ -322,17 +289,9 @@ def test_no_covariance_between_all_steps() -> None:
 # --- Skill ---------------------------------------------------------------------------------------------------------
 
 
-def noise_only(seed: int, level: float) -> list[Trajectory]:
-    rng = np.random.default_rng(seed)
-    return [
-        along(40, observation_steps(40, 5, seed, i).tolist(), rng.normal(size=5) + level * rng.normal(), index=i)
-        for i in range(10)
-    ]
-
-
 @pytest.mark.parametrize("level", [0.0, 0.5, 10.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_shows_no_skill(seed: int, level: float) -> None:
+def test_noise_shows_no_skill(noise_only: Callable[..., list[Trajectory]], seed: int, level: float) -> None:
     data = noise_only(seed, level)
     for warped in (False, True):
         assert not GaussianProcess.fit(data, warped=warped).leave_one_out(data).skilful
@@ -340,7 +299,7 @@ def test_noise_shows_no_skill(seed: int, level: float) -> None:
 
 @pytest.mark.parametrize("level", [0.0, 10.0])
 @pytest.mark.parametrize("seed", range(4))
-def test_smooth_curves_show_skill(seed: int, level: float) -> None:
+def test_smooth_curves_show_skill(sampled: Callable[..., list[Trajectory]], seed: int, level: float) -> None:
     data = sampled(12, 8, length_scale=0.3, noise=0.05, level=level, seed=seed)
     skill = GaussianProcess.fit(data).leave_one_out(data)
     assert skill.skilful
@@ -348,7 +307,7 @@ def test_smooth_curves_show_skill(seed: int, level: float) -> None:
     assert skill.gp_mae < skill.linear_mae < skill.constant_mae
 
 
-def test_skill_is_its_definition() -> None:
+def test_skill_is_its_definition(along: Callable[..., Trajectory], mixed: Callable[..., list[Trajectory]]) -> None:
     data = [t for t in mixed() if len(t.cost) > 2]
     skill = PLAIN.leave_one_out([*data, along(10, [0, 10], [0.1, 0.2]), along(10, [0, 5, 10], [0.3] * 3)])
     means = np.array([float(t.cost.mean()) for t in data])
@@ -379,80 +338,12 @@ def test_skill_needs_size_and_certainty(gp: float, error: float, skilful: bool) 
     assert Skill(gp, 1.0, 1.0, error, 30, 10).skilful is skilful
 
 
-def test_one_trajectory_or_two_points_show_no_skill() -> None:
+def test_one_trajectory_or_two_points_show_no_skill(
+    along: Callable[..., Trajectory], sampled: Callable[..., list[Trajectory]]
+) -> None:
     assert not PLAIN.leave_one_out(sampled(1, 10, length_scale=0.3, noise=0.01, level=0)).skilful
     ends = PLAIN.leave_one_out([along(10, [0, 10], [0.1, 0.2], index=i) for i in range(20)])
     assert (ends.points, ends.skill, ends.skilful) == (0, 0.0, False)
-
-
-# --- Labels --------------------------------------------------------------------------------------------------------
-
-
-def assert_dense(labels: Observations, data: list[Trajectory]) -> None:
-    """Check everything but label and sigma."""
-    first = 0
-    for number, t in enumerate(data):
-        rows = slice(first, first + len(t.phi))
-        first += len(t.phi)
-        assert torch.equal(labels.phi[rows], t.phi)
-        assert (labels.trajectory[rows] == number).all()
-        assert (labels.round[rows] == t.round).all()
-        torch.testing.assert_close(labels.progress[rows], torch.linspace(0, 1, len(t.phi)))
-        assert labels.observed[rows].nonzero().squeeze(1).tolist() == t.observed.tolist()
-    assert len(labels.phi) == len(labels.cost) == len(labels.sigma) == len(labels.observed) == first
-    assert labels.cost.dtype == labels.sigma.dtype == labels.phi.dtype == torch.float32
-    asked, sparse = labels.observed, Observations.of(data)
-    for name in ("phi", "cost", "trajectory", "round", "progress"):
-        assert torch.equal(getattr(labels, name)[asked], getattr(sparse, name))
-
-
-@pytest.mark.parametrize("warped", [False, True])
-def test_gaussian_process_labels(warped: bool) -> None:
-    data = [replace(t, round=t.index // 3) for t in mixed()]
-    process = GaussianProcess.fit(data, warped=warped)
-    labels = GaussianProcessLabels(always=True, warped=warped)(data)
-    assert_dense(labels, data)
-    assert labels.kind == "gp"
-    assert labels.skill == process.leave_one_out(data)
-    posteriors = process.posterior(data)
-    means, stds = (torch.cat([p[i] for p in posteriors]) for i in (0, 1))
-    dense = ~labels.observed
-    torch.testing.assert_close(labels.cost[dense], means[dense].float())
-    torch.testing.assert_close(labels.sigma[dense], (stds**2 + process.noise_std**2).sqrt()[dense].float())
-    torch.testing.assert_close(
-        labels.sigma[labels.observed], torch.full((int(labels.observed.sum()),), process.noise_std)
-    )
-    assert labels.sigma[dense].min() >= labels.sigma[labels.observed].max()
-
-
-def equal(ours: Observations, theirs: Observations) -> bool:
-    return all(torch.equal(getattr(ours, name), value) for name, value in vars(theirs).items())
-
-
-def test_labels_follow_the_skill() -> None:
-    smooth = sampled(12, 8, length_scale=0.3, noise=0.05, level=1)
-    labels = GaussianProcessLabels()(smooth)
-    assert labels.kind == "gp"
-    assert labels.skill is not None
-    assert labels.skill.skilful
-    assert_dense(labels, smooth)
-    noise = noise_only(0, 0.5)
-    labels = GaussianProcessLabels()(noise)
-    assert labels.kind == "observed"
-    assert labels.skill is not None
-    assert not labels.skill.skilful
-    assert equal(labels, Observations.of(noise))
-    assert str(labels).startswith("observed labels at 50 points; Gaussian process: skill")
-
-
-def test_linear_labels() -> None:
-    data = [*mixed(), along(10, [2, 4, 8], [0.1, 0.3, 0.1], index=9)]
-    labels = LinearLabels()(data)
-    assert_dense(labels, data)
-    assert labels.kind == "linear"
-    assert (labels.sigma == 1).all()
-    expected = [0.1, 0.1, 0.1, 0.2, 0.3, 0.25, 0.2, 0.15, 0.1, 0.1, 0.1]
-    torch.testing.assert_close(labels.cost[labels.trajectory == len(data) - 1], torch.tensor(expected))
 
 
 # --- Cost ----------------------------------------------------------------------------------------------------------
@@ -461,22 +352,3 @@ def test_linear_labels() -> None:
 def test_the_package_does_without_gpytorch() -> None:
     code = "import sys, metricopt_ext; sys.exit('gpytorch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.slow
-def test_500_trajectories_in_5_seconds() -> None:
-    rng = np.random.default_rng(0)
-    times = np.arange(201) / 200
-    data = []
-    for i in range(500):
-        observed = observation_steps(200, 10, 0, i).tolist()
-        curve: Any = rng.normal() + np.sin(6 * times + 6 * rng.random())
-        data.append(along(200, observed, curve[observed] + 0.05 * rng.normal(size=10), index=i))
-    seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        labels = GaussianProcessLabels()(data)
-        seconds.append(time.perf_counter() - start)
-    assert labels.kind == "gp"
-    assert labels.cost.shape == (500 * 201,)
-    assert min(seconds) < 5

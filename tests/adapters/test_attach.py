@@ -1,0 +1,272 @@
+"""Attaching: which layers phi modulates, what stays as it was, and what is refused."""
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias, load_adapter
+from metricopt_ext.errors import AdapterError, FileFormatError
+
+
+def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def test_nothing_changes_at_phi_zero(model_and_shape: tuple[nn.Module, tuple[int, ...]]) -> None:
+    model, shape = model_and_shape
+    model = model.eval()
+    x = rand(*shape, dtype=torch.float32)
+    with torch.no_grad():  # with gradients torch's attention takes another path once its weights are frozen
+        before = model(x)
+        adapter = attach_film(model, dim=3)
+        assert torch.equal(model(x), before)
+        adapter.set_phi(torch.ones(3))
+        assert not torch.allclose(model(x), before)
+
+
+def test_train_mode_computes_as_eval(model_and_shape: tuple[nn.Module, tuple[int, ...]]) -> None:
+    model, shape = model_and_shape
+    adapter = attach_film(model, dim=3)
+    adapter.set_phi(torch.ones(3))
+    x = rand(*shape, dtype=torch.float32)
+    expected = model.eval()(x)
+    buffers = [b.clone() for b in model.buffers()]
+    assert torch.equal(model.train()(x), expected)
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
+
+
+def test_mode_is_restored_when_a_pinned_layer_raises(cnn: Callable[[], nn.Sequential]) -> None:
+    model = cnn().train()
+    attach_film(model, dim=3)
+    with pytest.raises(RuntimeError):
+        model[1](torch.zeros(2, 9, 3, 3))  # 9 channels, BatchNorm has 4
+    assert model[1].training
+
+
+def test_only_phi_learns(cnn: Callable[[], nn.Sequential]) -> None:
+    model = cnn()
+    attach_film(model, dim=3)
+    model(rand(2, 3, 6, 6, dtype=torch.float32)).square().sum().backward()
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["metricopt.phi"]
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["metricopt.phi"]
+
+
+def test_attaching_leaves_the_global_stream_alone(cnn: Callable[[], nn.Sequential]) -> None:
+    model = cnn()
+    state = torch.get_rng_state()
+    attach_film(model, dim=3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_resnet() -> None:
+    model = torchvision.models.resnet18(num_classes=3).double().eval()
+    bare = copy.deepcopy(model)
+    adapter = attach_film(model, "layer4.*.bn2", dim=8)
+    assert adapter.layers == ["layer4.0.bn2", "layer4.1.bn2"]
+    x = rand(1, 3, 32, 32)
+    assert torch.equal(model(x), bare(x))
+    adapter.set_phi(rand(8))
+    adapted = model(x)
+    assert (adapted - bare(x)).abs().max() > 1e-3
+    adapter.merge()
+    torch.testing.assert_close(model(x), adapted, rtol=1e-12, atol=1e-12)
+    changed = [key for key, value in model.state_dict().items() if not torch.equal(value, bare.state_dict()[key])]
+    assert changed == [f"layer4.{i}.bn2.{name}" for i in (0, 1) for name in ("weight", "bias")]
+
+
+def test_default_is_every_usable_norm() -> None:
+    model = nn.ModuleDict(
+        {
+            "conv": nn.Conv2d(3, 4, 1),
+            "bn": nn.BatchNorm2d(4),
+            "plain": nn.BatchNorm2d(4, affine=False),
+            "instance": nn.InstanceNorm2d(4),
+            "image": nn.LayerNorm((4, 3, 3)),
+            "last": nn.LayerNorm(4),
+            "unbiased": nn.LayerNorm(4, bias=False),
+            "linear": nn.Linear(4, 4),
+        }
+    )
+    assert attach_film(model, dim=2).layers == ["bn", "last"]
+
+
+def test_patterns_are_joined_without_doubles(cnn: Callable[[], nn.Sequential]) -> None:
+    assert attach_film(cnn(), ["1", "[14]", "6"], dim=2).layers == ["1", "4", "6"]
+
+
+@pytest.mark.parametrize("kind", ["film", "input_bias"])
+def test_file_roundtrip(cnn: Callable[[], nn.Sequential], kind: str, tmp_path: Path) -> None:
+    attach = attach_film if kind == "film" else attach_input_bias
+    adapter = attach(cnn().eval(), dim=3, seed=7)
+    adapter.set_phi(rand(3, dtype=torch.float32))
+    adapter.save(tmp_path / "adapter.safetensors")
+    x = rand(2, 3, 6, 6, dtype=torch.float32)
+
+    loaded = load_adapter(cnn().eval(), tmp_path / "adapter.safetensors")
+    assert repr(loaded) == repr(adapter)
+    assert f"Adapter({kind}, dim=3" in repr(loaded)
+    assert torch.equal(loaded.phi, adapter.phi)
+    assert torch.equal(loaded.model(x), adapter.model(x))
+    assert loaded.model.state_dict().keys() == adapter.model.state_dict().keys()
+    loaded.model.load_state_dict(adapter.model.state_dict())
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "cut", "garbage", "absent", "other kind"])
+def test_damaged_files_are_refused_by_name(
+    cnn: Callable[[], nn.Sequential], tuned: Callable[..., Adapter], damage: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "adapter.safetensors"
+    tuned().save(path)
+    data = path.read_bytes()
+    if damage == "absent":
+        path.unlink()
+    else:
+        path.write_bytes(
+            {
+                "empty": b"",
+                "half": data[: len(data) // 2],
+                "cut": data[:-1],
+                "garbage": b"\xff" * len(data),
+                "other kind": data.replace(b"metricopt_ext/adapter", b"metricopt_ext/another"),
+            }[damage]
+        )
+    model = cnn()
+    with pytest.raises(FileFormatError, match=re.escape(str(path))):
+        load_adapter(model, path)
+    assert not hasattr(model, "metricopt")
+
+
+def test_a_description_that_is_no_json_is_refused(
+    cnn: Callable[[], nn.Sequential], tuned: Callable[..., Adapter], tmp_path: Path
+) -> None:
+    path = tmp_path / "adapter.safetensors"
+    tuned().save(path)
+    path.write_bytes(path.read_bytes().replace(b'{\\"kind', b' \\"kind'))
+    with pytest.raises(FileFormatError, match="corrupt"):
+        load_adapter(cnn(), path)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("layer4.*.bn3", r"'layer4\.\*\.bn3' matches no layer; did you mean \[.*layer4\.\d\.bn"),
+        (["bn1", "layer9.0.bn1"], r"layers='layer9\.0\.bn1'"),
+        ("relu", "matches 'relu', which is a ReLU, neither"),
+        ("conv1", "matches 'conv1', which is a Conv2d without a weight and a bias"),
+    ],
+)
+def test_unusable_layers(layers: Any, message: str) -> None:
+    model = torchvision.models.resnet18()
+    with pytest.raises(AdapterError, match=message):
+        attach_film(model, layers)
+    assert not hasattr(model, "metricopt")
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_attention_output_projection_is_no_layer() -> None:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)})
+    with pytest.raises(AdapterError, match=r"'attention\.out_proj', which is the output projection"):
+        attach_film(model, "attention.*")
+
+
+class ConvolutionWithMore(nn.Conv2d):
+    """A convolution as Detectron2 has them: a norm and an activation inside."""
+
+    def __init__(self, norm: nn.Module | None, activation: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__(3, 4, 3)
+        self.norm = norm
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        h = h if self.norm is None else self.norm(h)
+        return h if self.activation is None else self.activation(h)
+
+
+@pytest.mark.parametrize(("norm", "activation"), [(nn.BatchNorm2d(4), None), (None, torch.relu)])
+def test_convolutions_that_end_in_more_are_refused(norm: Any, activation: Any) -> None:
+    with pytest.raises(AdapterError, match="'0', which is a ConvolutionWithMore with a norm or an activation inside"):
+        attach_film(nn.Sequential(ConvolutionWithMore(norm, activation)), "0")
+
+
+def test_convolutions_that_could_end_in_more_merge(randomise: Callable[..., Any]) -> None:
+    model = randomise(
+        nn.Sequential(ConvolutionWithMore(None, None), ConvolutionWithMore(nn.BatchNorm2d(4), torch.relu))
+    )
+    model[1].weight = nn.Parameter(rand(4, 4, 3, 3, dtype=torch.float32))
+    model.eval()
+    adapter = attach_film(model, ["0", "1.norm"], dim=3)
+    adapter.set_phi(rand(3, dtype=torch.float32))
+    x = rand(2, 3, 8, 8, dtype=torch.float32)
+    adapted = model(x)
+    torch.testing.assert_close(adapter.merge()(x), adapted)
+
+
+def test_norm_over_several_axes_has_no_channel() -> None:
+    with pytest.raises(AdapterError, match="over 2 axes"):
+        attach_film(nn.Sequential(nn.LayerNorm((3, 4))), "0")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Sequential(nn.Linear(2, 3), nn.ReLU()), r"no normalisation layer.*\['0'\]"),
+        (nn.Sequential(nn.ReLU()), "none of its layers has both weight and bias"),
+    ],
+)
+def test_model_without_norms(model: nn.Module, message: str) -> None:
+    with pytest.raises(AdapterError, match=message):
+        attach_film(model)
+
+
+def test_input_bias_needs_a_linear_layer_with_bias() -> None:
+    with pytest.raises(AdapterError, match="no linear layer with a bias; use attach_film"):
+        attach_input_bias(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(3, 4, bias=False)))
+    model = nn.ModuleDict({"encoder": nn.Linear(3, 4), "head": nn.Linear(4, 2)})
+    with pytest.raises(AdapterError, match=r"'heads'; did you mean \['head'"):
+        attach_input_bias(model, "heads")
+
+
+@pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
+@pytest.mark.parametrize(
+    ("kwargs", "message"), [({"dim": 0}, "dim is 0"), ({"dim": -2}, "dim is -2"), ({"seed": -1}, "seed is -1")]
+)
+def test_bad_numbers(
+    cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter], kwargs: dict[str, int], message: str
+) -> None:
+    model = cnn()
+    with pytest.raises(AdapterError, match=message):
+        attach(model, **kwargs)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("first", [attach_film, attach_input_bias])
+@pytest.mark.parametrize("second", [attach_film, attach_input_bias])
+def test_attaching_twice(
+    cnn: Callable[[], nn.Sequential], first: Callable[..., Adapter], second: Callable[..., Adapter]
+) -> None:
+    model = cnn()
+    adapter = first(model, dim=2)
+    for target in (model, nn.Sequential(model)):
+        with pytest.raises(AdapterError, match="adapter already"):
+            second(target, dim=2)
+    adapter.remove()
+    second(model, dim=2)
+
+
+@pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
+def test_wrapped_models(cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter]) -> None:
+    model = cnn()
+    with pytest.raises(AdapterError, match=r"DataParallel wraps the model .* attach before wrapping it"):
+        attach(nn.DataParallel(model), dim=2)
+    attach(model, dim=2)
+    assert "metricopt.phi" in nn.DataParallel(model).module.state_dict()

@@ -1,0 +1,187 @@
+"""What phi does to a layer's output: the formulas, their merging, types, and phi in checkpoints."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models.convnext import LayerNorm2d
+from torchvision.ops import FrozenBatchNorm2d
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias
+
+
+def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def test_matrices_are_seeded_gaussians() -> None:
+    def matrices(**kwargs: Any) -> dict[str, Tensor]:
+        model = nn.Sequential(nn.BatchNorm1d(400), nn.BatchNorm1d(400))
+        adapter = attach_film(model, dim=50, **kwargs)
+        return {f"{i}{name}": b for i, (_, m) in enumerate(adapter.modulations()) for name, b in m.named_buffers()}
+
+    one = matrices(seed=1)
+    assert list(one) == ["0A", "0B", "1A", "1B"]
+    for value in one.values():
+        assert value.shape == (400, 50)
+        assert abs(float(value.mean())) < 4 / (20000 * 50) ** 0.5
+        assert float(value.var()) == pytest.approx(1 / 50, rel=0.05)
+    flat = [value.flatten() for value in one.values()]
+    assert np.abs(np.corrcoef(torch.stack(flat)) - np.eye(4)).max() < 0.04
+    again, other = matrices(seed=1), matrices(seed=2)
+    assert all(torch.equal(one[key], again[key]) for key in one)
+    assert not any(torch.allclose(one[key], other[key]) for key in one)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "batch_norm_1d": (lambda: nn.BatchNorm1d(4), (5, 4), 1),
+    "batch_norm_1d_sequence": (lambda: nn.BatchNorm1d(4), (5, 4, 3), 1),
+    "batch_norm_2d": (lambda: nn.BatchNorm2d(4), (2, 4, 3, 3), 1),
+    "batch_norm_3d": (lambda: nn.BatchNorm3d(4), (2, 4, 2, 3, 2), 1),
+    "frozen_batch_norm_2d": (lambda: FrozenBatchNorm2d(4), (2, 4, 3, 3), 1),
+    "group_norm": (lambda: nn.GroupNorm(2, 4), (2, 4, 5), 1),
+    "instance_norm_1d": (lambda: nn.InstanceNorm1d(4, affine=True), (2, 4, 5), 1),
+    "instance_norm_2d": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (2, 4, 3, 3), 1),
+    "instance_norm_3d": (lambda: nn.InstanceNorm3d(4, affine=True), (2, 4, 2, 3, 2), 1),
+    "instance_norm_2d_unbatched": (lambda: nn.InstanceNorm2d(4, affine=True), (4, 4, 3), 0),
+    "layer_norm": (lambda: nn.LayerNorm(4), (2, 4, 4), -1),
+    "layer_norm_2d": (lambda: LayerNorm2d(4), (2, 4, 3, 4), 1),
+    "conv_1d": (lambda: nn.Conv1d(2, 4, 2), (3, 2, 5), 1),
+    "conv_2d": (lambda: nn.Conv2d(2, 4, 2), (3, 2, 5, 5), 1),
+    "conv_2d_unbatched": (lambda: nn.Conv2d(2, 4, 2), (2, 5, 5), 0),
+    "conv_2d_depthwise": (lambda: nn.Conv2d(4, 4, 2, groups=4), (3, 4, 5, 5), 1),
+    "conv_3d": (lambda: nn.Conv3d(2, 4, 2), (3, 2, 3, 3, 3), 1),
+    "linear": (lambda: nn.Linear(3, 4), (2, 4, 3), -1),
+}
+
+
+@pytest.mark.parametrize(("layer", "shape", "axis"), LAYERS.values(), ids=LAYERS)
+def test_film_and_its_merge(
+    randomise: Callable[..., Any], layer: Callable[[], nn.Module], shape: tuple[int, ...], axis: int
+) -> None:
+    model = randomise(nn.Sequential(layer())).double().eval()
+    x, phi = rand(*shape), rand(3, seed=2)
+    bare_keys, plain = list(model.state_dict()), model(x)
+    adapter = attach_film(model, "0", dim=3, seed=4)
+    adapter.set_phi(phi)
+    (film,) = [m for _, m in adapter.modulations()]
+    A, B = (np.array(getattr(film, name).tolist()) for name in "AB")
+    expected = np.moveaxis(plain.detach().numpy(), axis, -1)
+    expected = np.moveaxis(expected * (1 + A @ phi.numpy()) + B @ phi.numpy(), -1, axis)
+
+    adapted = model(x).detach()
+    np.testing.assert_allclose(adapted, expected, rtol=1e-12, atol=1e-12)
+    assert np.abs(expected - plain.detach().numpy()).max() > 0.1
+    assert adapter.merge() is model
+    np.testing.assert_allclose(model(x).detach(), expected, rtol=1e-12, atol=1e-12)
+    assert list(model.state_dict()) == bare_keys
+
+
+@pytest.mark.parametrize("name", [None, "2"])
+def test_input_bias_and_its_merge(randomise: Callable[..., Any], name: str | None) -> None:
+    model = randomise(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))).double()
+    x, phi = rand(5, 3), rand(3, seed=2)
+    keys = list(model.state_dict())
+    weights = [p.detach().numpy() for p in model.parameters()]
+    adapter = attach_input_bias(model, name, dim=3)
+    adapter.set_phi(phi)
+    assert adapter.layers == [name or "0"]
+    shift = adapter.modulations()[0][1].C.numpy() @ phi.numpy()
+    first = x.numpy() @ weights[0].T + weights[1] + (shift if name is None else 0)
+    expected = np.tanh(first) @ weights[2].T + weights[3] + (0 if name is None else shift)
+
+    np.testing.assert_allclose(model(x).detach(), expected, rtol=1e-12)
+    adapter.merge()
+    np.testing.assert_allclose(model(x).detach(), expected, rtol=1e-12)
+    assert list(model.state_dict()) == keys
+
+
+def test_one_layer_used_twice_is_modulated_twice() -> None:
+    norm = nn.LayerNorm(4)
+    model = nn.Sequential(norm, nn.Tanh(), norm).double()
+    x, phi = rand(3, 4), rand(2)
+    adapter = attach_film(model, dim=2)
+    adapter.set_phi(phi)
+    (film,) = [m for _, m in adapter.modulations()]
+    scale, shift = 1 + film.A @ phi, film.B @ phi
+    expected = norm.forward(torch.tanh(norm.forward(x) * scale + shift)) * scale + shift
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+    adapter.merge()
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_output_follows_the_input(cnn: Callable[[], nn.Sequential], dtype: torch.dtype) -> None:
+    model = cnn().to(dtype).eval()
+    x = rand(2, 3, 6, 6, dtype=dtype)
+    plain = model(x)
+    adapter = attach_film(model, dim=3)
+    assert adapter.phi.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(model(x), plain)
+    adapter.set_phi(torch.ones(3))
+    assert model(x).dtype == dtype
+    assert not torch.equal(model(x), plain)
+
+
+@pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
+def test_autocast(attach: Callable[..., Adapter]) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    dtypes: list[torch.dtype] = []
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    x = rand(5, 3, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model(x)
+        adapter = attach(model, dim=2)
+        assert torch.equal(model(x), plain)
+        assert dtypes[:4] == dtypes[4:]
+        adapter.set_phi(torch.ones(2))
+        assert model(x).dtype == plain.dtype == torch.bfloat16
+        assert not torch.equal(model(x), plain)  # autocast caches casts: the new phi must count
+
+
+def test_autocast_does_not_round_phi() -> None:
+    model = nn.Sequential(nn.LayerNorm(4))
+    adapter = attach_film(model, dim=2)
+    adapter.set_phi(torch.tensor([0.123456, 1.234567]))
+    x = rand(5, 4, dtype=torch.float32)
+    expected = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(x), expected)  # LayerNorm computes in float32
+
+
+def test_base_checkpoint_loads_strictly_and_keeps_phi(
+    cnn: Callable[[], nn.Sequential], randomise: Callable[..., Any], tuned: Callable[..., Adapter]
+) -> None:
+    adapter = tuned()
+    phi = adapter.phi.detach().clone()
+    other = randomise(cnn(), seed=9)
+    adapter.model.load_state_dict(other.state_dict(), strict=True)
+    assert all(torch.equal(adapter.base_state_dict()[key], value) for key, value in other.state_dict().items())
+    assert torch.equal(adapter.phi, phi)
+
+
+def test_adapted_checkpoint_restores_the_output(
+    cnn: Callable[[], nn.Sequential], randomise: Callable[..., Any], tuned: Callable[..., Adapter]
+) -> None:
+    adapter = tuned()
+    other = attach_film(randomise(cnn(), seed=9).eval(), dim=3)
+    other.model.load_state_dict(adapter.model.state_dict(), strict=True)
+    x = rand(2, 3, 6, 6, dtype=torch.float32)
+    assert torch.equal(other.model(x), adapter.model(x))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("other", [{"seed": 1}, {"layers": "1"}, {"layers": "4"}])
+def test_checkpoint_of_another_adapter_is_refused(
+    tuned: Callable[..., Adapter], other: dict[str, Any], strict: bool
+) -> None:
+    mine = tuned()
+    phi = mine.phi.detach().clone()
+    with pytest.raises(RuntimeError, match=rf"seed {other.get('seed', 0)}\).*attach with its"):
+        mine.model.load_state_dict(tuned(**other).model.state_dict(), strict=strict)
+    assert torch.equal(mine.phi, phi)

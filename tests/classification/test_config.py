@@ -1,0 +1,46 @@
+"""The settings of the classification tool, and the configurations that come with it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.utils.config import load_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "classification").glob("*.yaml"))
+
+
+def test_a_value_that_must_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"data\.name"):
+        load_config(ClassificationConfig, None)
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.stem)
+def test_our_configurations_load_and_can_be_run(file: Path) -> None:
+    config = load_config(ClassificationConfig, file)
+    config.check()
+    assert isinstance(config.recipe.build(), Recipe)
+    for name in ("steps", "lr", "evals", "rounds", "start_std", "trials", "folds"):
+        assert getattr(config.recipe.build(), name) == getattr(config.recipe, name)
+
+
+def test_there_are_configurations_to_load() -> None:
+    assert {"a9a", "digits"} <= {path.stem for path in CONFIGS}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.epochs=0", "model.epochs=0: it must be at least 1"),
+        ("model.batch_size=-5", "model.batch_size=-5: it must be at least 1"),
+        ("model.lr=0", "model.lr=0.0: it must be above 0"),
+        ("seeds=0", "seeds=0: it must be at least 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_any_work(override: str, message: str) -> None:
+    config = load_config(ClassificationConfig, None, ["data.name=iris", "model.name=tabular_mlp", override])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config.check()

@@ -1,0 +1,152 @@
+"""Images: folders and zip files of them made here, and their flips and shifts."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from metricopt_ext.data.images import flip_and_shift, load_image_folder, read_images, reader
+from metricopt_ext.errors import DataError
+
+FILES = {"cat/2.png": 12, "cat/1.png": 11, "ant/7.PNG": 1, "cat/notes.txt": b"no image"}
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip", "nested folder", "nested zip"])
+def test_images(lay: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    data = load_image_folder(lay(tmp_path / "set", FILES, kind))
+    assert data.x.dtype == torch.uint8
+    assert data.x.shape == (3, 3, 3, 4)
+    assert data.x[:, 0, 0, 0].tolist() == [1, 11, 12]
+    assert data.x[0, 1, 2].tolist() == [0, 1, 2, 3]
+    assert data.y.tolist() == [0, 1, 1]
+    assert data.class_names == ("ant", "cat")
+    assert load_image_folder(lay(tmp_path / "set", FILES, kind), limit_per_class=1).x[:, 0, 0, 0].tolist() == [1, 11]
+
+
+def test_images_of_other_sizes_and_modes(lay: Callable[..., Path], tmp_path: Path) -> None:
+    grey = io.BytesIO()
+    Image.new("L", (8, 8), 77).save(grey, "JPEG")
+    root = lay(tmp_path / "set", FILES | {"dog/1.jpg": grey.getvalue()}, "folder")
+    with pytest.raises(DataError, match=r"8 x 8 \(dog/1\.jpg\) and 3 x 4 \(ant/7\.PNG\); set image_size"):
+        load_image_folder(root)
+    data = load_image_folder(root, image_size=(5, 6))
+    assert data.x.shape == (4, 3, 5, 6)
+    assert set(data.x[3].flatten().tolist()) == {77}
+    assert load_image_folder(root, image_size=2).x.shape == (4, 3, 2, 2)
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_unreadable_image_is_named(lay: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    whole = io.BytesIO()
+    Image.fromarray(noise).save(whole, "JPEG")
+    for name, content in {"cat/3.png": b"not a picture", "cat/3.jpg": whole.getvalue()[:-300]}.items():
+        root = lay(tmp_path / name[-3:], FILES | {name: content}, kind)
+        with pytest.raises(DataError, match=f"cannot read {name}"):
+            load_image_folder(root, image_size=4)
+
+
+def test_damaged_zip(lay: Callable[..., Path], tmp_path: Path) -> None:
+    path = lay(tmp_path / "set", FILES, "zip")
+    content = bytearray(path.read_bytes())
+    content[content.index(b"IDAT") + 6] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"cannot read cat/2\.png"):
+        load_image_folder(path)
+    path.write_bytes(b"not a zip")
+    with pytest.raises(DataError, match="folder or a zip"):
+        load_image_folder(path)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"readme.txt": b""}, "got none"),
+        ({"1.png": 1}, r"<class>/<file>, got 1\.png"),
+        ({"a/1.png": 1, "a/b/2.png": 1}, r"got a/b/2\.png"),
+        ({"x/a/1.png": 1, "y/a/2.png": 1}, r"got x/a/1\.png"),
+    ],
+)
+def test_other_image_layouts_are_refused(
+    lay: Callable[..., Path], tmp_path: Path, files: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load_image_folder(lay(tmp_path / "set", files, "folder"))
+
+
+def test_limits_must_be_positive(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        load_image_folder(tmp_path, limit_per_class=0)
+
+
+def test_a_missing_path_names_itself_and_the_key(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere not found; set data\.root=DIR"):
+        load_image_folder(tmp_path / "nowhere")
+
+
+def test_two_folders_may_name_a_class(lay: Callable[..., Path], tmp_path: Path) -> None:
+    files = {"greek/b/1.png": 4, "latin/a/2.png": 3, "latin/a/1.png": 2, "greek/a/1.png": 1}
+    data = load_image_folder(lay(tmp_path / "set", files, "nested zip"), depth=2)
+    assert data.class_names == ("greek/a", "greek/b", "latin/a")
+    assert data.x[:, 0, 0, 0].tolist() == [1, 4, 2, 3]
+    assert data.y.tolist() == [0, 1, 2, 2]
+    with pytest.raises(DataError, match=r"must hold its images as <group>/<class>/<file>, got cat/1\.png"):
+        load_image_folder(lay(tmp_path / "flat", {"cat/1.png": 1}), depth=2)
+
+
+def test_shades_of_grey_have_one_channel(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7), dtype=np.uint8)
+    (tmp_path / "a").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "a" / "1.png")
+    data = load_image_folder(tmp_path, mode="L")
+    assert data.x.shape == (1, 1, 5, 7)
+    assert np.array_equal(data.x[0, 0].numpy(), pixels)
+
+
+def test_images_are_read_in_the_order_of_their_names(lay: Callable[..., Path], tmp_path: Path) -> None:
+    folder = lay(tmp_path / "set", {"a.png": 1, "b.png": 2, "c/d.png": 3})
+    x = read_images(folder, ["c/d.png", "a.png", "b.png"], reader(folder))
+    assert x[:, 0, 0, 0].tolist() == [3, 1, 2]
+    with pytest.raises(DataError, match=r"set: cannot read gone\.png as an image"):
+        read_images(folder, ["a.png", "gone.png"], reader(folder))
+
+
+def test_flips_and_shifts_are_those_of_a_loop_over_all_that_can_be() -> None:
+    x = torch.rand(400, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    out = flip_and_shift(x, torch.Generator().manual_seed(1), pixels=2)
+    assert out.shape == x.shape
+    drawn = []
+    for before, after in zip(x, out, strict=True):
+        found = []
+        for flipped in (False, True):
+            source = before.flip(-1) if flipped else before
+            for down in range(-2, 3):
+                for right in range(-2, 3):
+                    expected = torch.zeros_like(source)
+                    for row in range(5):
+                        for column in range(4):
+                            if 0 <= row + down < 5 and 0 <= column + right < 4:
+                                expected[:, row, column] = source[:, row + down, column + right]
+                    if torch.equal(after, expected):
+                        found.append((flipped, down, right))
+        (only,) = found  # exactly one way to come to it
+        drawn.append(only)
+    mirrored = sum(flipped for flipped, _, _ in drawn)
+    assert abs(mirrored - 200) < 40  # std 10
+    for axis in (1, 2):
+        counts = np.bincount([each[axis] + 2 for each in drawn], minlength=5)
+        assert np.abs(counts - 80).max() < 32  # std 8
+
+
+def test_flips_and_shifts_depend_on_the_generator_alone() -> None:
+    x = torch.rand(20, 1, 6, 6)
+    one, same, other = (flip_and_shift(x, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    still = flip_and_shift(x, torch.Generator().manual_seed(3), pixels=0)
+    assert all(torch.equal(a, b) or torch.equal(a, b.flip(-1)) for a, b in zip(still, x, strict=True))

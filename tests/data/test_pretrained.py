@@ -1,0 +1,98 @@
+"""The model to be finetuned: drawn by the seed, trained, given or taken from the folder."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from metricopt_ext.data.pretrained import pretrained, torchvision_classifier
+from metricopt_ext.errors import ConfigError, DataError
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+def double(model: nn.Module) -> None:
+    """Stand for training: easy to recognise, and it draws from the global stream as dropout does."""
+    torch.rand(1)
+    for parameter in model.parameters():
+        parameter.data *= 2
+
+
+def make(folder: Path, train: Any = double, *, weights: str = "", seed: int = 3) -> dict[str, torch.Tensor]:
+    model = pretrained(build, train, weights=weights, folder=folder, seed=seed, device=torch.device("cpu"))
+    assert not model.training
+    return model.state_dict()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def never(model: nn.Module) -> None:
+    pytest.fail("trained")
+
+
+def test_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = make(tmp_path / "a")
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert same(make(tmp_path / "b"), first)
+    assert not same(make(tmp_path / "c", seed=4), first)
+    untrained = make(tmp_path / "d", lambda model: None)
+    assert all(torch.equal(first[key], 2 * untrained[key]) for key in first)
+
+
+def test_a_folder_that_has_the_model_is_asked_first(tmp_path: Path) -> None:
+    first = make(tmp_path / "run")
+    assert same(make(tmp_path / "run", never, seed=99), first)
+    torch.save(build().state_dict(), tmp_path / "other.pt")
+    assert same(make(tmp_path / "run", never, weights=str(tmp_path / "other.pt")), first)
+
+
+def test_given_weights_are_loaded_and_kept(tmp_path: Path) -> None:
+    given = build().state_dict()
+    torch.save(given, tmp_path / "given.pt")
+    assert same(make(tmp_path / "run", never, weights=str(tmp_path / "given.pt")), given)
+    (tmp_path / "given.pt").unlink()
+    assert same(make(tmp_path / "run", never, weights=str(tmp_path / "given.pt")), given)  # of the run's own copy
+
+
+def test_nothing_is_kept_of_a_training_that_failed(tmp_path: Path) -> None:
+    def fail(model: nn.Module) -> None:
+        raise FloatingPointError("the loss is nan")
+
+    with pytest.raises(FloatingPointError):
+        make(tmp_path / "run", fail)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    torch.save(nn.Linear(3, 4).state_dict(), tmp_path / "other.pt")
+    with pytest.raises(DataError, match=r"other\.pt holds no weights for Sequential"):
+        make(tmp_path / "run", weights=str(tmp_path / "other.pt"))
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_torchvisions_classifiers_by_name() -> None:
+    model: Any = torchvision_classifier("resnet18", torch.Size((3, 32, 32)), 7, "tiny")
+    assert model.training
+    assert model.bn1.num_batches_tracked == 0  # trying it out left no trace
+    assert model.eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("resnet81", (3, 32, 32), "model.name='resnet81' is neither tiny nor a torchvision classifier"),
+        ("fcn_resnet50", (3, 32, 32), "model.name='fcn_resnet50' is neither tiny nor a torchvision classifier"),
+        ("resnet18", (1, 32, 32), r"model.name=resnet18 does not take images of shape \(1, 32, 32\): .*channels"),
+        ("vit_b_16", (3, 32, 32), r"model.name=vit_b_16 does not take images of shape \(3, 32, 32\): .*height"),
+    ],
+)
+def test_other_models_and_images_are_refused(name: str, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        torchvision_classifier(name, torch.Size(shape), 7, "tiny")
+    assert len(str(caught.value).splitlines()) == 1

@@ -1,0 +1,114 @@
+"""A fixed shift of images: each part of it alone, against scipy where that has it, and what it depends on."""
+
+import numpy as np
+import pytest
+import scipy.ndimage
+import torch
+from torch import Tensor
+
+from metricopt_ext.data.shift import ImageShift, rotate
+from metricopt_ext.errors import DataError
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.rand(40, 3, 10, 8, generator=torch.Generator().manual_seed(0))
+
+
+SHIFT = ImageShift(contrast=0.6, brightness=0.1, noise_std=0.05, rotation_degrees=20, seed=1)
+
+
+def test_no_shift_is_the_identity(images: Tensor) -> None:
+    assert torch.equal(ImageShift()(images), images)
+
+
+def test_shift_depends_on_the_seed_only(images: Tensor) -> None:
+    before = images.clone()
+    once = SHIFT(images)
+    torch.manual_seed(5)
+    assert torch.equal(SHIFT(images), once)
+    assert torch.equal(SHIFT(images, seed=1), once)
+    assert not torch.equal(SHIFT(images, seed=2), once)
+    assert torch.equal(images, before)
+
+
+def test_shift_does_not_depend_on_the_batch(images: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = SHIFT(images)
+    assert torch.allclose(SHIFT(images[:7]), once[:7], atol=1e-6)
+    monkeypatch.setattr("metricopt_ext.data.shift._CHUNK", 3)
+    assert torch.allclose(SHIFT(images), once, atol=1e-6)
+    same = SHIFT(images[:1].expand(2, -1, -1, -1))
+    assert not torch.allclose(same[0], same[1], atol=1e-2)  # each image its own draw
+
+
+def test_contrast_and_brightness(images: Tensor) -> None:
+    x = images * 0.2 + 0.4
+    out = ImageShift(contrast=0.5, brightness=0.1)(x)
+    assert torch.allclose(out.mean((2, 3)), x.mean((2, 3)) + 0.1, atol=1e-6)
+    assert torch.allclose(out.std((2, 3)), 0.5 * x.std((2, 3)), atol=1e-6)
+    assert ImageShift(brightness=1)(x).min() == 1
+
+
+def test_noise_has_its_scale() -> None:
+    out = ImageShift(noise_std=0.1)(torch.full((100, 1, 20, 20), 0.5)) - 0.5
+    assert float(out.std()) == pytest.approx(0.1, rel=0.02)
+    assert float(out.mean()) == pytest.approx(0, abs=0.003)
+
+
+def test_rotation_angles_are_uniform_within_the_limit() -> None:
+    bar = torch.zeros(500, 1, 33, 33)
+    bar[:, :, 16, 17:] = 1  # points right from the centre
+    out = ImageShift(rotation_degrees=60)(bar)[:, 0]
+    rows, columns = torch.meshgrid(torch.arange(33.0) - 16, torch.arange(33.0) - 16, indexing="ij")
+    angles = torch.rad2deg(torch.atan2(-(out * rows).sum((1, 2)), (out * columns).sum((1, 2))))
+    assert float(angles.abs().max()) < 62
+    assert float(angles.std()) == pytest.approx(60 / 3**0.5, rel=0.1)
+    assert float(angles.mean()) == pytest.approx(0, abs=5)
+
+
+def test_rotation_by_right_angles_is_exact(images: Tensor) -> None:
+    square = images[:, :, :8, :8]
+    for turns in range(1, 4):
+        turned = rotate(square, torch.full((40,), 90.0 * turns))
+        assert torch.allclose(turned, square.rot90(turns, (2, 3)), atol=1e-5)
+
+
+@pytest.mark.parametrize("degrees", [-35.0, 10.0, 120.0])
+def test_rotation_agrees_with_scipy(images: Tensor, degrees: float) -> None:
+    turned = rotate(images[:3], torch.full((3,), degrees))
+    expected = scipy.ndimage.rotate(
+        images[:3].numpy(), degrees, axes=(2, 3), reshape=False, order=1, mode="grid-constant"
+    )
+    assert np.allclose(turned.numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("contrast", 0.0),
+        ("contrast", 1.1),
+        ("brightness", -2.0),
+        ("noise_std", -0.1),
+        ("noise_std", float("inf")),
+        ("rotation_degrees", 181.0),
+        ("rotation_degrees", float("nan")),
+        ("seed", -1),
+    ],
+)
+def test_impossible_shifts_are_named(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be .*, got {value}"):
+        ImageShift(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(2, 3, 4), r"shape \(2, 3, 4\)"),
+        (torch.zeros(2, 3, 4, 4, dtype=torch.uint8), "uint8"),
+        (torch.full((2, 3, 4, 4), 255.0), "255"),
+        (torch.full((2, 3, 4, 4), float("nan")), "nan"),
+    ],
+)
+def test_shift_checks_its_images(x: Tensor, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        SHIFT(x)

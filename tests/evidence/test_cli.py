@@ -1,0 +1,233 @@
+"""The command line that the tools share: what it makes of its arguments, how it fails, and what a run leaves."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from metricopt_ext.errors import ConfigError, FileFormatError, MetricError
+from metricopt_ext.evidence import cli
+from metricopt_ext.evidence.experiment import Experiment, Subject
+from metricopt_ext.evidence.run_config import AdapterConfig, RecipeConfig, RunConfig
+from metricopt_ext.tasks.metric import Metric
+
+
+@dataclass
+class ToyConfig(RunConfig):
+    kind: str = "plain"
+    layers: list[str] = field(default_factory=list)
+
+
+class Toy(Experiment[ToyConfig]):
+    """An experiment whose test metric is the distance to a goal beside that of the metric."""
+
+    config_type = ToyConfig
+
+    @classmethod
+    def describe(cls, config: ToyConfig) -> Subject:
+        return Subject("toy/square", "squares", "distance", maximize=False)
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[ToyConfig, Path, bool]]:
+    """Call `main_of` with a command line and a config file; return what it ran."""
+    file = tmp_path / "config.yaml"
+    file.write_text("queries: 700\nrecipe: {lr: 0.5}\nseed: 5\n")
+
+    def call(*arguments: Any, run: Callable[..., object] | None = None) -> tuple[ToyConfig, Path, bool]:
+        ran: list[tuple[ToyConfig, Path, bool]] = []
+        monkeypatch.setattr(sys, "argv", ["tool.py", "--config-file", str(file), *map(str, arguments)])
+        keep = run or (lambda experiment, *given: ran.append(given))
+        monkeypatch.setattr(cli, "run_and_report", keep)
+        cli.main_of("A tool.", Toy, "kind=fancy", {"kind": ("plain", "fancy")})
+        (only,) = ran
+        return only
+
+    return call
+
+
+def test_file_then_overrides_then_options(called: Any) -> None:
+    config, folder, resume = called("--output-dir", "out")
+    assert config == ToyConfig(queries=700, recipe=RecipeConfig(lr=0.5), seed=5)
+    assert (folder, resume) == (Path("out"), False)
+    config, _, resume = called(
+        "queries=800", "--output-dir", "out", "seed=6", "--resume", "recipe.steps=9", "kind=plain"
+    )
+    assert (config.queries, config.seed, config.recipe.steps, config.recipe.lr) == (800, 6, 9, 0.5)
+    assert resume
+    config, _, _ = called("--seed", 0, "--output-dir", "out", "seed=6", "--kind", "fancy", "kind=plain")
+    assert (config.seed, config.kind) == (0, "fancy")  # 0 is a seed too
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "the following arguments are required: --output-dir"),
+        (("--output-dir", "out", "--seed", "first"), "argument --seed: invalid int value: 'first'"),
+        (("--output-dir", "out", "--kind", "odd"), "argument --kind: invalid choice: 'odd'"),
+        (("--output-dir", "out", "--sede", "3"), "--sede"),
+    ],
+)
+def test_options_that_are_wrong_end_with_the_usage(
+    called: Any, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        called(*arguments, run=lambda *given: pytest.fail("was run"))
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("quires=3",), "error: unknown key 'quires'; did you mean 'queries'?"),
+        (("recipe.lr",), "error: override 'recipe.lr' is not of the form key=value"),
+        (("--config-file", "none.yaml"), "error: config file none.yaml does not exist"),
+    ],
+)
+def test_settings_that_are_wrong_end_in_one_line(called: Any, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        called("--output-dir", "out", *arguments, run=lambda *given: pytest.fail("was run"))
+    assert caught.value.code == message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("model.lr=0:\n  it must be\tabove 0"),
+        MetricError("the metric is down"),
+        FloatingPointError("the gradient is not finite"),
+        FileNotFoundError(2, "No such file or directory", "data.csv"),
+    ],
+)
+def test_what_a_user_can_mend_ends_in_one_line(called: Any, error: Exception) -> None:
+    def fail(*given: Any) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        called("--output-dir", "out", run=fail)
+    assert caught.value.code == "error: " + " ".join(str(error).split())
+
+
+def test_what_a_user_cannot_mend_keeps_its_traceback(called: Any) -> None:
+    def fail(*given: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        called("--output-dir", "out", run=fail)
+
+
+def test_help_tells_the_settings_and_examples(called: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        called("--help")
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert "A tool." in shown
+    assert "those of ToyConfig" in " ".join(shown.split())
+    assert "kind=fancy" in shown
+
+
+# --- A whole run -------------------------------------------------------------------------------------------------
+
+
+def settings(**change: Any) -> ToyConfig:
+    recipe = RecipeConfig(steps=10, lr=0.1, evals=3, rounds=1, folds=2, trials=0, learners=["ridge"])
+    given = {"queries": 40, "seeds": 2, "seed": 3, "best_evals": 3, "pictures": False, **change}
+    return ToyConfig(adapter=AdapterConfig(dim=4), recipe=recipe, **given)
+
+
+@pytest.fixture
+def toy(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
+    """An experiment on a task whose optimum is known, which notes the seeds that it was made for."""
+
+    class Runnable(Toy):
+        made: list[int] = []  # noqa: RUF012
+        plotted: list[list[int]] = []  # noqa: RUF012
+
+        @classmethod
+        def plot_seeds(cls, folder: Path, seeds: Any) -> list[Path]:
+            cls.plotted.append(list(seeds))
+            return [folder / "more.png"]
+
+        def prepare(self) -> Any:
+            self.made.append(self.seed)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            task = quadratic()
+            goal = task.goal + 0.01 * self.seed
+            distance = Metric(
+                lambda model: float(((model.metricopt.phi - goal) ** 2).sum()),
+                maximize=False,
+                bounds=None,
+                name="distance",
+            )
+            return task, distance
+
+        def validation_inputs(self) -> Any:
+            return []
+
+        def validation_batches(self) -> Any:
+            return self.task.batches
+
+        def finish(self) -> None:
+            torch.save(self.task.adapter.phi.detach(), self.folder / "phi.pt")
+
+    return Runnable
+
+
+def go(folder: Path, toy: Any, config: ToyConfig | None = None, resume: bool = False) -> Any:
+    return cli.run_and_report(toy, config or settings(), folder, resume)
+
+
+@pytest.mark.usefixtures("tensorboard")
+def test_a_run_leaves_its_report_pictures_and_seeds(
+    toy: Any, quadratic: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = go(tmp_path, toy)
+    shown = capsys.readouterr().out
+    assert toy.made == [3, 4]
+    assert toy.plotted == [[3, 4]]
+    assert "squares: distance, 2 seeds of 40 queries\n" in shown
+    named = ["report.json", "report.md", "methods.png", "finetuning.png", "value_function.png", "more.png"]
+    assert [line.strip() for line in shown.split("\nwrote\n")[1].splitlines()] == [
+        *(str(tmp_path / name) for name in named),
+        f"and {tmp_path}/seed-*/",
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {*named[:-1], "run.json", "events", "seed-3", "seed-4"}
+
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert (content["task"], content["seeds"]) == ("toy/square", [3, 4])
+    assert content["metric"] == {"name": "distance", "maximize": False}
+    assert content["config"] == settings().as_dict()
+    task = quadratic()
+    for place, seed in enumerate((3, 4)):
+        phi = torch.load(tmp_path / f"seed-{seed}" / "phi.pt")  # what the guard kept is in the model at the end
+        assert content["methods"]["metricopt"]["validation"][place] == pytest.approx(task.true_cost(phi))
+        away = float(((phi - task.goal - 0.01 * seed) ** 2).sum())
+        assert content["methods"]["metricopt"]["test"][place] == pytest.approx(away)
+        start = float(((task.goal + 0.01 * seed) ** 2).sum())
+        assert content["methods"]["pretrained"]["test"][place] == pytest.approx(start)
+    assert report.values("metricopt", "test") == content["methods"]["metricopt"]["test"]
+
+
+@pytest.fixture
+def tensorboard() -> None:
+    pytest.importorskip("tensorboard")
+
+
+@pytest.mark.usefixtures("tensorboard")
+def test_a_run_is_resumed_with_more_seeds_but_with_no_other_settings(toy: Any, tmp_path: Path) -> None:
+    first = go(tmp_path, toy, settings(seeds=1))
+    with pytest.raises(FileFormatError, match="holds an earlier run: add --resume"):
+        go(tmp_path, toy)
+    with pytest.raises(FileFormatError, match="queries was 40, now 41"):
+        go(tmp_path, toy, settings(queries=41), resume=True)
+    assert toy.made == [3]
+    both = go(tmp_path, toy, resume=True)
+    assert toy.made == [3, 4]  # the first seed was taken from its record
+    assert both.records[0] == first.records[0]
+    assert json.loads((tmp_path / "report.json").read_text())["seeds"] == [3, 4]

@@ -1,0 +1,126 @@
+"""What every run can be told: what it becomes, and what is refused before any work."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metricopt_ext.data.shift import ImageShift
+from metricopt_ext.errors import BudgetError, ConfigError
+from metricopt_ext.evidence.run_config import AdapterConfig, RecipeConfig, RunConfig, ShiftConfig, TrainingConfig
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.utils.config import load_config
+
+
+def test_a_recipe_of_nothing_but_defaults_is_the_library_s() -> None:
+    assert RecipeConfig().build() == Recipe()
+
+
+def test_what_is_set_becomes_the_recipe_s() -> None:
+    set_here = {"steps": 20, "lr": 0.5, "evals": 4, "rounds": 2, "start_std": 0.1, "trials": 1, "folds": 3}
+    recipe = RecipeConfig(**set_here, adapt_queries=6).build()  # type: ignore[arg-type]
+    assert recipe == replace(Recipe(), **set_here, adapt_queries=6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seeds=0", "seeds=0: it must be at least 1"),
+        ("seed=-1", "seed=-1: it must be at least 0"),
+        ("population=0", "population=0: it must be at least 1"),
+        ("best_evals=0", "best_evals=0: it must be at least 1"),
+        ("workers=0", "workers=0: it must be at least 1"),
+        ("threads=0", "threads=0: it must be at least 1"),
+        ("adapter.dim=0", "adapter.dim=0: it must be at least 1"),
+        ("recipe.folds=1", "recipe: folds is 1; it must be at least 2"),
+        ("recipe.evals=99", "recipe: evals is 99"),
+        ("recipe.adapt_queries=50", "recipe: adapt_queries is 50; a task of 50 steps has 49 points"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_any_work(override: str, message: str) -> None:
+    config = load_config(RunConfig, None, [override])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config.check()
+
+
+def test_too_few_queries_are_refused_before_any_work() -> None:
+    with pytest.raises(BudgetError, match=r"9 queries are too few .* give at least (\d+)") as caught:
+        RunConfig(queries=9).check()
+    enough = int(re.search(r"at least (\d+), or", str(caught.value)).group(1))
+    RunConfig(queries=enough).check()
+    with pytest.raises(BudgetError, match=f"at least {enough}"):
+        RunConfig(queries=enough - 1).check()
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("search_queries", max(GuidedES().least_queries(5), CMAES().least_queries(5))),
+        ("refine_queries", CMAES().least_queries(5)),
+    ],
+)
+def test_searches_get_enough_queries_or_none(name: str, least: int) -> None:
+    config = RunConfig(adapter=AdapterConfig(dim=5))
+    for enough in (0, least, least + 100):
+        setattr(config, name, enough)
+        config.check()
+    for few in (1, least - 1):
+        setattr(config, name, few)
+        with pytest.raises(ConfigError, match=f"{name}={few}: it must be at least {least} for adapter.dim=5, or 0"):
+            config.check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"epochs": 0}, "model.epochs=0: it must be at least 1"), ({"lr": math.nan}, "model.lr=nan: it must be above 0")],
+)
+def test_what_cannot_be_trained_with_is_refused(settings: dict[str, Any], message: str) -> None:
+    TrainingConfig().check()
+    with pytest.raises(ConfigError, match=message):
+        TrainingConfig(**settings).check()
+
+
+def test_a_shift_of_images_has_the_settings_and_no_settings_change_nothing() -> None:
+    config = ShiftConfig(kind="image", contrast=0.5, brightness=0.1, noise_std=0.2, rotation_degrees=30.0)
+    assert config.image_shift() == ImageShift(contrast=0.5, brightness=0.1, noise_std=0.2, rotation_degrees=30.0)
+    assert ShiftConfig().image_shift() == ImageShift()
+    with pytest.raises(ValueError, match=r"contrast must be in \(0, 1\], got 2"):
+        ShiftConfig(contrast=2.0).image_shift()
+
+
+def test_settings_as_plain_data_make_the_same_settings(tmp_path: Path) -> None:
+    config = RunConfig(AdapterConfig(["layer4.*"], 8), RecipeConfig(lr=0.5))
+    config.queries, config.pictures = 700, False
+    (tmp_path / "again.yaml").write_text(json.dumps(config.as_dict()))  # JSON is YAML
+    assert load_config(RunConfig, tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("linear", "LinearLabels()"),
+        ("gp", "GaussianProcessLabels(always=False"),
+        ("gp_always", "GaussianProcessLabels(always=True"),
+        ("observed", "Observations.of"),
+    ],
+)
+def test_labels_are_chosen_by_name(name: str, kind: str) -> None:
+    assert kind in repr(RecipeConfig(labels=name).build().labels)
+
+
+def test_unknown_labels_are_named() -> None:
+    with pytest.raises(ConfigError, match="labels is 'cubic'; it must be observed, linear, gp"):
+        RecipeConfig(labels="cubic").build()
+
+
+def test_learners_are_chosen_by_name() -> None:
+    recipe = RecipeConfig(learners=["reptile", "ridge"]).build()
+    assert [type(learner).__name__ for learner in recipe.learners] == ["ReptileLearner", "RidgeLearner"]
+    for wrong in (["forest"], []):
+        with pytest.raises(ConfigError, match="it must name some of neural, ridge, reptile"):
+            RecipeConfig(learners=wrong).build()

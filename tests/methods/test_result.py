@@ -1,0 +1,80 @@
+"""What a run tells of itself: its numbers in the metric's units, and words that fit them."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from metricopt_ext.methods.recipe import Setting
+from metricopt_ext.methods.result import KEPT, MetricOptResult, Result
+from metricopt_ext.tasks.split_half import CERTAINTY
+from metricopt_ext.value.fitting import Fit
+from metricopt_ext.value.value_function import Quality, RidgeValueFunction
+
+
+def searched(**change: Any) -> Result:
+    given = {
+        "metric": "f1",
+        "before": 0.5,
+        "after": 0.75,
+        "best": 0.75,
+        "chosen": "search",
+        "chance": 0.0,
+        "optimism": 0.0,
+        "queries": {"search": 100},
+        "queries_per_start": 100,
+        "ends": {"search": torch.zeros(2)},
+    }
+    return Result(**{**given, **change})
+
+
+def learned(quality: Quality | None = None, **change: Any) -> MetricOptResult:
+    f = RidgeValueFunction(2, 2)
+    f.quality = quality or Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40)
+    more = {"loss_finetune": 0.625, "setting": Setting(0.3, 0.15), "split_half": math.nan}
+    plain = {**vars(searched()), "chosen": "metricopt", "queries": {"collect": 36, "choose": 6, "guard": 3}}
+    return MetricOptResult(**{**plain, "queries_per_start": 3, **more, "fit": Fit(f), "trajectories": (), **change})
+
+
+def test_a_search_tells_its_outcome_and_cost() -> None:
+    assert str(searched()).splitlines() == [
+        "f1: 0.5000 -> 0.7500; kept the best point found",
+        "queries: 100 (search 100); 100 for each further start",
+    ]
+
+
+def test_metricopt_tells_what_it_stands_beside_and_whether_f_was_trusted() -> None:
+    result = learned()
+    first, second, third = result.lines()
+    assert first == "f1: 0.5000 -> 0.7500 (loss-only 0.6250); kept MetricOpt"
+    assert second == "queries: 45 (collect 36, choose 6, guard 3); 3 for each further start"
+    assert third == f"value function (ridge): {result.fit.f.quality}"
+    assert " to be trusted" in third
+    assert "NOT" not in third
+    poor = Quality(spearman=0.1, mae=0.2, constant_mae=0.1, points=100, trajectories=40)
+    assert "NOT to be trusted" in str(learned(poor))
+
+
+def test_halves_are_told_where_the_metric_has_them() -> None:
+    assert "halves" not in str(learned())
+    assert str(learned(split_half=0.376)).endswith("; the metric's halves correlate at 0.38")
+
+
+@pytest.mark.parametrize("make", [searched, learned])
+def test_a_gain_that_may_be_chance_is_told_with_what_would_not_be(make: Any) -> None:
+    lines = make(after=0.5, best=0.75, chosen="start", chance=0.125, optimism=0.0625).lines()
+    assert lines[0].endswith("; kept the model as it was")
+    margin = CERTAINTY * 0.125 + 0.0625
+    assert lines[1].startswith(
+        f"the best candidate has 0.7500, but on this little data up to {margin:.4f} of a gain are chance and optimism"
+    )
+    assert len(lines) == len(make().lines()) + 1
+
+
+@pytest.mark.parametrize("chosen", KEPT)
+def test_every_candidate_has_words(chosen: str) -> None:
+    line = replace(learned(), chosen=chosen).lines()[0]
+    assert line.endswith(f"; kept {KEPT[chosen]}")
+    assert len(set(KEPT.values())) == len(KEPT)

@@ -1,0 +1,155 @@
+"""Batches: the same from the same address, balanced where asked, and of classes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import DataError
+from metricopt_ext.tasks.batches import ClassBatches, DatasetBatches, IndexSampler, TensorBatches
+
+
+class Augmented:
+    """A data set whose examples are drawn anew at each access."""
+
+    def __init__(self, labels: Tensor) -> None:
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return index + torch.rand(2), int(self.labels[index])
+
+
+LABELS = torch.tensor([0] * 40 + [1] * 7 + [2] * 3)
+
+
+def tensor_batches(batch_size: int, balanced: bool) -> TensorBatches:
+    return TensorBatches(torch.arange(50.0)[:, None], LABELS, batch_size, balanced=balanced)
+
+
+def dataset_batches(batch_size: int, balanced: bool) -> DatasetBatches:
+    return DatasetBatches(Augmented(LABELS), batch_size, labels=LABELS if balanced else None)
+
+
+each_batches = pytest.mark.parametrize("make", [tensor_batches, dataset_batches])
+
+
+@each_batches
+@pytest.mark.parametrize("balanced", [True, False])
+def test_batches_are_replayable(make: Any, balanced: bool) -> None:
+    batches = make(12, balanced)
+    x, y = batches(3, 5, 7)
+    assert x.shape[0] == y.shape[0] == 12
+    assert torch.equal(LABELS[x[:, 0].long()], y)
+    for other in [(4, 5, 7), (3, 6, 7), (3, 5, 8), (3, 7, 5)]:
+        assert not torch.equal(batches(*other)[0], x)
+    torch.rand(3)
+    for replayed in (batches(3, 5, 7), make(12, balanced)(3, 5, 7)):
+        assert torch.equal(replayed[0], x)
+        assert torch.equal(replayed[1], y)
+
+
+@each_batches
+@pytest.mark.parametrize(("batch_size", "share"), [(3, 1), (12, 4), (14, 4), (150, 50)])
+def test_balanced_batches(make: Any, batch_size: int, share: int) -> None:
+    batches = make(batch_size, balanced=True)
+    for step in range(5):
+        _, y = batches(0, 1, step)
+        assert y.bincount().tolist() == [share] * 3
+
+
+def test_examples_are_drawn_evenly_within_a_class() -> None:
+    sample = IndexSampler(50, 30, LABELS)
+    counts = torch.cat([sample(0, task, 0) for task in range(1000)]).bincount(minlength=50)
+    for label, size in ((0, 40), (1, 7), (2, 3)):
+        mine = counts[label == LABELS]
+        assert mine.sum() == 10_000
+        assert (mine - 10_000 / size).abs().max() < 5 * (10_000 / size) ** 0.5
+
+
+def test_augmentation_differs_between_examples_and_batches() -> None:
+    batches = dataset_batches(50, balanced=False)
+    noise = torch.cat([batches(0, 0, step)[0].frac().flatten() for step in range(3)])
+    assert len(noise.unique()) > 290
+
+
+@each_batches
+def test_the_global_stream_is_untouched(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reseeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded.append)
+    state = torch.get_rng_state()
+    make(12, True)(0, 0, 0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert reseeded == []  # a GPU's global stream neither
+
+
+def test_the_global_stream_is_restored_after_an_error() -> None:
+    class Broken(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            torch.rand(1)
+            raise OSError("unreadable")
+
+    state = torch.get_rng_state()
+    with pytest.raises(OSError, match="unreadable"):
+        DatasetBatches(Broken(LABELS), 4)(0, 0, 0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_own_collate() -> None:
+    batches = DatasetBatches(Augmented(LABELS), 4, collate=len)
+    assert batches(0, 0, 0) == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TensorBatches(torch.zeros(3), torch.zeros(4), 2), "3 inputs for 4 targets"),
+        (lambda: DatasetBatches([], 2), "no examples"),
+        (lambda: DatasetBatches([1, 2], 2, labels=torch.zeros(3)), "3 labels for 2 examples"),
+        (lambda: tensor_batches(2, balanced=True), "batch_size is 2, too small .* of 3 classes"),
+        (lambda: tensor_batches(0, balanced=False), "batch_size is 0"),
+    ],
+)
+def test_data_that_give_no_batches(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make()
+
+
+def numbered(counts: list[int]) -> tuple[Tensor, Tensor]:
+    """Inputs that hold their own number; class i has ``counts[i]`` of them."""
+    y = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    return torch.arange(len(y))[:, None].expand(-1, 3), y
+
+
+def test_batches_of_classes() -> None:
+    inputs, labels = numbered([6, 1, 3, 8, 2, 5])
+    batches = ClassBatches(inputs, labels, classes=3, samples=4)
+    drawn: set[int] = set()
+    for step in range(40):
+        x, y = batches(7, 2, step)
+        assert x.shape == (12, 3)
+        assert torch.equal(labels[x[:, 0]], y)
+        classes, counts = y.unique(return_counts=True)
+        assert counts.tolist() == [4, 4, 4]
+        drawn |= {*classes.tolist()}
+        for label in classes.tolist():
+            distinct = len(x[y == label, 0].unique())
+            assert distinct == min(4, int((labels == label).sum()))
+    assert drawn == {0, 2, 3, 4, 5}  # never the class of a single example
+    assert all(torch.equal(a, b) for a, b in zip(batches(7, 2, 5), batches(7, 2, 5), strict=True))
+    for other in ((8, 2, 5), (7, 3, 5), (7, 2, 6)):
+        assert not torch.equal(batches(*other)[0], batches(7, 2, 5)[0])
+
+
+def test_batches_that_cannot_be() -> None:
+    inputs, labels = numbered([2, 1, 1])
+    with pytest.raises(DataError, match="a batch needs 2 classes of at least two examples, there are 1"):
+        ClassBatches(inputs, labels, 2, 2)
+    with pytest.raises(ValueError, match="2 classes x 1 samples holds no pairs"):
+        ClassBatches(inputs, labels, 2, 1)
+    with pytest.raises(DataError, match="3 inputs for 4 labels"):
+        ClassBatches(inputs[:3], labels, 2, 2)

@@ -1,0 +1,252 @@
+"""Fitting: quality on held-out trajectories against scipy, scikit-learn and naive loops, and the choice by it."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import sklearn.metrics
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.value.fitting import fit_value_function, measure
+from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.value_function import (
+    RidgeValueFunction,
+    ValueFunction,
+)
+
+
+def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def test_measure_is_what_scipy_and_sklearn_say() -> None:
+    true = (rand(101) * 4).round() / 4  # with ties
+    predicted = true + rand(101, seed=2)
+    trajectory = torch.arange(101) // 5
+    quality = measure(predicted, true, trajectory)
+    ranks = [scipy.stats.rankdata(x) for x in (predicted, true)]
+    assert quality.spearman == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-6)
+    assert quality.mae == pytest.approx(sklearn.metrics.mean_absolute_error(true, predicted), abs=1e-6)
+    constants = [sklearn.metrics.mean_absolute_error(true, np.full(101, c)) for c in np.linspace(-4, 4, 1601)]
+    assert quality.constant_mae == pytest.approx(min(constants), abs=1e-6)
+    assert (quality.points, quality.trajectories) == (101, 21)
+
+
+@pytest.mark.parametrize("constant", ["predicted", "true"])
+def test_measure_of_constants(constant: str) -> None:
+    varied, same = rand(10), torch.full((10,), 0.3)
+    args = (same, varied) if constant == "predicted" else (varied, same)
+    quality = measure(*args, torch.arange(10))
+    assert quality.spearman == 0
+    assert not quality.trusted
+
+
+def test_measure_of_a_diverged_fit() -> None:
+    predicted = rand(10)
+    predicted[3] = math.nan
+    quality = measure(predicted, rand(10), torch.arange(10))
+    assert (quality.spearman, quality.mae) == (-1, math.inf)
+    assert not quality.trusted
+
+
+def test_random_predictions_are_rarely_trusted() -> None:
+    trusted = [measure(rand(40, seed=i), rand(40, seed=1000 + i), torch.arange(40)).trusted for i in range(300)]
+    assert sum(trusted) <= 0.05 * 300
+    shrunk = [measure(0.1 * rand(40, seed=i), rand(40, seed=1000 + i), torch.arange(40)).trusted for i in range(300)]
+    assert sum(shrunk) <= 0.08 * 300
+    skilled = [
+        measure((true := rand(40, seed=i)) + 0.5 * rand(40, seed=1000 + i), true, torch.arange(40)) for i in range(50)
+    ]
+    assert all(quality.trusted for quality in skilled)
+    few = [replace(quality, trajectories=3) for quality in skilled]
+    assert not any(quality.trusted for quality in few)
+
+
+QUICK = NeuralLearner(iterations=15)
+
+
+@dataclass
+class Spy:
+    """Returns a given f and remembers what it was asked with."""
+
+    f: ValueFunction
+    asked: Any = None
+
+    def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
+        self.asked = data, fold, folds, seed
+        return self.f
+
+
+@pytest.mark.parametrize("folds", [2, 4, 5])
+def test_folds(smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], folds: int) -> None:
+    data, spy = Observations.of(trajectories(smooth, n=11)), known(RidgeValueFunction, 1.0, folds)
+    fit_value_function(data, [spy], folds=folds, seed=3)
+    seen, fold, count, seed = spy.asked
+    assert seen is data
+    assert (count, seed) == (folds, 3)
+    by_trajectory = [set(fold[data.trajectory == t].tolist()) for t in range(11)]
+    assert all(len(folds_here) == 1 for folds_here in by_trajectory)
+    sizes = np.bincount([folds_here.pop() for folds_here in by_trajectory], minlength=folds)
+    assert len(sizes) == folds
+    assert sizes.max() - sizes.min() <= 1
+
+    draws = []
+    for other in range(5):
+        fit_value_function(data, [spy], folds=folds, seed=other)
+        draws.append(tuple(spy.asked[1].tolist()))
+    assert len(set(draws)) > 1
+
+
+@pytest.mark.parametrize(("rounds", "members"), [(1, 4), (3, 4), (3, 8)])
+def test_quality_is_that_of_held_out_predictions(
+    smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], rounds: int, members: int
+) -> None:
+    data, spy = Observations.of(trajectories(smooth, rounds=rounds)), known(RidgeValueFunction, 1.0, members)
+    fit = fit_value_function(data, [spy], seed=3)
+    fold, predicted, true, on = spy.asked[1], [], [], []
+    for i, used in enumerate(data.where_used().tolist()):
+        if used:
+            predicted.append(float(spy.f.members(data.phi[i])[int(fold[i]) :: 4].mean()))
+            true.append(float(data.cost[i]))
+            on.append(int(data.trajectory[i]))
+    assert 0 < len(predicted) < len(data.phi)
+    np.testing.assert_allclose(fit.predicted, predicted, rtol=1e-5)
+    np.testing.assert_allclose(fit.true, true)
+    quality = fit.f.quality
+    assert quality is not None
+    assert quality.spearman == pytest.approx(scipy.stats.spearmanr(predicted, true).statistic, abs=1e-5)
+    assert quality.mae == pytest.approx(np.abs(np.subtract(predicted, true)).mean(), rel=1e-5)
+    assert quality.constant_mae == pytest.approx(np.abs(np.subtract(true, np.median(true))).mean(), rel=1e-5)
+    assert quality.points == len(predicted)
+    assert quality.trajectories == len(set(on))
+    assert float(fit.f.radius) == pytest.approx(float(data.phi.norm(dim=1).quantile(0.95)))
+
+
+class Broken(RidgeValueFunction):
+    kind = "broken"
+
+    def members(self, phi: Tensor) -> Tensor:
+        return super().members(phi) * math.nan
+
+
+class Shifted(RidgeValueFunction):
+    """Ranks as its coefficients do, with a constant error."""
+
+    kind = "shifted"
+
+    def members(self, phi: Tensor) -> Tensor:
+        return super().members(phi) + 3
+
+
+def known(kind: type[RidgeValueFunction], noise: float, members: int = 4) -> Spy:
+    """Make the coefficients of `diagonal`, less exact with more noise."""
+    f = kind(6, members)
+    i = torch.arange(6)
+    coefficients = torch.cat([0.5 - i / 4, 0.3 * (-1.0) ** i])[:, None]
+    f.coefficients.copy_(coefficients + noise * rand(12, members, seed=8))
+    f.intercept.fill_(0.7)
+    return Spy(f)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("learners", "best", "trusted"),
+    [
+        ([QUICK, RidgeLearner()], "ridge", True),
+        ([NeuralLearner(iterations=300), known(RidgeValueFunction, 1.0)], "neural", True),
+        ([known(Shifted, 0.0), known(RidgeValueFunction, 0.1)], "ridge", True),  # useful before well ranked
+        ([known(Shifted, 0.0), known(RidgeValueFunction, 1.0)], "ridge", False),  # none useful: the smaller error
+        ([known(Broken, 0.0), RidgeLearner()], "ridge", True),
+        ([known(Broken, 0.0), known(RidgeValueFunction, 2.0)], "ridge", False),
+    ],
+)
+def test_the_better_kind_is_kept(
+    diagonal: Callable[[Tensor], Tensor],
+    trajectories: Callable[..., list[Trajectory]],
+    learners: Sequence[Any],
+    best: str,
+    trusted: bool,
+    reverse: bool,
+) -> None:
+    fit = fit_value_function(Observations.of(trajectories(diagonal)), learners[::-1] if reverse else learners)
+    assert fit.f.kind == best
+    assert len(fit.candidates) == 2
+    assert fit.f.quality == fit.candidates[best]
+    assert fit.f.trusted is trusted
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_of_two_useful_ones_the_better_ranking_is_kept(
+    diagonal: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], reverse: bool
+) -> None:
+    exact, near = known(RidgeValueFunction, 0.0), known(RidgeValueFunction, 0.1)
+    exact.f.intercept += 0.3  # type: ignore[operator]
+    data = Observations.of(trajectories(diagonal))
+    alone = [fit_value_function(data, [spy]).f.quality for spy in (exact, near)]
+    assert alone[0].spearman > alone[1].spearman
+    assert alone[1].mae < alone[0].mae < alone[0].constant_mae
+    assert fit_value_function(data, [near, exact][:: -1 if reverse else 1]).f is exact.f
+
+
+def test_both_kinds_are_fitted_by_default(
+    diagonal: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NeuralLearner.__init__, "__defaults__", (5, *NeuralLearner.__init__.__defaults__[1:]))  # type: ignore[index]
+    fit = fit_value_function(Observations.of(trajectories(diagonal)))
+    assert set(fit.candidates) == {"neural", "ridge"}
+    assert fit.f.members_count == 4
+
+
+@pytest.mark.parametrize("per_trajectory", [False, True])
+def test_noise_is_rarely_trusted(
+    smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], per_trajectory: bool
+) -> None:
+    def noisy(item: Trajectory, rng: torch.Generator) -> Trajectory:
+        noise = torch.rand(1 if per_trajectory else len(item.cost), generator=rng, dtype=torch.float64)
+        return replace(item, cost=noise.expand(len(item.cost)))
+
+    items, trusted = trajectories(smooth), []
+    for seed in range(60):
+        rng = torch.Generator().manual_seed(seed)
+        data = Observations.of([noisy(item, rng) for item in items])
+        trusted.append(fit_value_function(data, [RidgeLearner()], seed=seed).f.trusted)
+    assert sum(trusted) <= 6
+
+
+@pytest.mark.parametrize(("n", "folds"), [(3, 4), (1, 2)])
+def test_too_few_trajectories(
+    smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], n: int, folds: int
+) -> None:
+    data = Observations.of(trajectories(smooth, n=n))
+    with pytest.raises(ValueFunctionError, match=f"{n} trajectories can't be held out in {folds} folds"):
+        fit_value_function(data, [RidgeLearner()], folds=folds)
+
+
+@pytest.mark.parametrize("folds", [0, 1])
+def test_too_few_folds(
+    smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], folds: int
+) -> None:
+    with pytest.raises(ValueFunctionError, match=f"folds is {folds}; it must be at least 2"):
+        fit_value_function(Observations.of(trajectories(smooth)), [RidgeLearner()], folds=folds)
+
+
+def test_constant_costs(trajectories: Callable[..., list[Trajectory]]) -> None:
+    data = Observations.of(trajectories(lambda phi: torch.full((len(phi),), 0.125)))
+    with pytest.raises(ValueFunctionError, match=r"all 120 observed costs equal 0\.125: .* does not react to phi"):
+        fit_value_function(data, [RidgeLearner()])
+
+
+def test_fitted_in_double_precision_models(
+    diagonal: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]]
+) -> None:
+    data = Observations.of(trajectories(diagonal, dtype=torch.float64))
+    fit = fit_value_function(data, [QUICK, RidgeLearner()])
+    assert fit.f.gradient(rand(3, 6, dtype=torch.float64)).dtype == torch.float64

@@ -1,0 +1,118 @@
+"""Labels at all steps: where they come from, how sure they are, and whether they are worth it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from metricopt_ext.tasks.rollout import observation_steps
+from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.value.gaussian_process import GaussianProcess
+from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
+from metricopt_ext.value.observations import Observations
+
+
+def test_a_single_two_point_trajectory(along: Callable[..., Trajectory]) -> None:
+    data = [along(10, [0, 10], [0.2, 0.8])]
+    labels = GaussianProcessLabels(always=True)(data)
+    assert len(labels.cost) == 11
+    assert labels.cost.isfinite().all()
+    assert (labels.sigma > 0).all()
+    assert GaussianProcessLabels()(data).kind == "observed"
+
+
+def assert_dense(labels: Observations, data: list[Trajectory]) -> None:
+    """Check everything but label and sigma."""
+    first = 0
+    for number, t in enumerate(data):
+        rows = slice(first, first + len(t.phi))
+        first += len(t.phi)
+        assert torch.equal(labels.phi[rows], t.phi)
+        assert (labels.trajectory[rows] == number).all()
+        assert (labels.round[rows] == t.round).all()
+        torch.testing.assert_close(labels.progress[rows], torch.linspace(0, 1, len(t.phi)))
+        assert labels.observed[rows].nonzero().squeeze(1).tolist() == t.observed.tolist()
+    assert len(labels.phi) == len(labels.cost) == len(labels.sigma) == len(labels.observed) == first
+    assert labels.cost.dtype == labels.sigma.dtype == labels.phi.dtype == torch.float32
+    asked, sparse = labels.observed, Observations.of(data)
+    for name in ("phi", "cost", "trajectory", "round", "progress"):
+        assert torch.equal(getattr(labels, name)[asked], getattr(sparse, name))
+
+
+@pytest.mark.parametrize("warped", [False, True])
+def test_gaussian_process_labels(mixed: Callable[..., list[Trajectory]], warped: bool) -> None:
+    data = [replace(t, round=t.index // 3) for t in mixed()]
+    process = GaussianProcess.fit(data, warped=warped)
+    labels = GaussianProcessLabels(always=True, warped=warped)(data)
+    assert_dense(labels, data)
+    assert labels.kind == "gp"
+    assert labels.skill == process.leave_one_out(data)
+    posteriors = process.posterior(data)
+    means, stds = (torch.cat([p[i] for p in posteriors]) for i in (0, 1))
+    dense = ~labels.observed
+    torch.testing.assert_close(labels.cost[dense], means[dense].float())
+    torch.testing.assert_close(labels.sigma[dense], (stds**2 + process.noise_std**2).sqrt()[dense].float())
+    torch.testing.assert_close(
+        labels.sigma[labels.observed], torch.full((int(labels.observed.sum()),), process.noise_std)
+    )
+    assert labels.sigma[dense].min() >= labels.sigma[labels.observed].max()
+
+
+def equal(ours: Observations, theirs: Observations) -> bool:
+    return all(torch.equal(getattr(ours, name), value) for name, value in vars(theirs).items())
+
+
+def test_labels_follow_the_skill(
+    sampled: Callable[..., list[Trajectory]], noise_only: Callable[..., list[Trajectory]]
+) -> None:
+    smooth = sampled(12, 8, length_scale=0.3, noise=0.05, level=1)
+    labels = GaussianProcessLabels()(smooth)
+    assert labels.kind == "gp"
+    assert labels.skill is not None
+    assert labels.skill.skilful
+    assert_dense(labels, smooth)
+    noise = noise_only(0, 0.5)
+    labels = GaussianProcessLabels()(noise)
+    assert labels.kind == "observed"
+    assert labels.skill is not None
+    assert not labels.skill.skilful
+    assert equal(labels, Observations.of(noise))
+    assert str(labels).startswith("observed labels at 50 points; Gaussian process: skill")
+
+
+def test_linear_labels(along: Callable[..., Trajectory], mixed: Callable[..., list[Trajectory]]) -> None:
+    data = [*mixed(), along(10, [2, 4, 8], [0.1, 0.3, 0.1], index=9)]
+    labels = LinearLabels()(data)
+    assert_dense(labels, data)
+    assert labels.kind == "linear"
+    assert (labels.sigma == 1).all()
+    expected = [0.1, 0.1, 0.1, 0.2, 0.3, 0.25, 0.2, 0.15, 0.1, 0.1, 0.1]
+    torch.testing.assert_close(labels.cost[labels.trajectory == len(data) - 1], torch.tensor(expected))
+
+
+@pytest.mark.slow
+def test_500_trajectories_in_5_seconds(along: Callable[..., Trajectory]) -> None:
+    rng = np.random.default_rng(0)
+    times = np.arange(201) / 200
+    data = []
+    for i in range(500):
+        observed = observation_steps(200, 10, 0, i).tolist()
+        curve: Any = rng.normal() + np.sin(6 * times + 6 * rng.random())
+        data.append(along(200, observed, curve[observed] + 0.05 * rng.normal(size=10), index=i))
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        labels = GaussianProcessLabels()(data)
+        seconds.append(time.perf_counter() - start)
+    assert labels.kind == "gp"
+    assert labels.cost.shape == (500 * 201,)
+    assert min(seconds) < 5
+
+
+def test_labels_say_where_they_come_from(mixed: Callable[..., list[Trajectory]]) -> None:
+    assert str(LinearLabels()(mixed())) == "linear labels at 117 points"
+    assert str(GaussianProcessLabels(always=True)(mixed())).startswith("gp labels at 117 points; Gaussian process: ")

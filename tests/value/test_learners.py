@@ -1,0 +1,164 @@
+"""Learners: against scikit-learn, on functions that are known, and blind to what is held out."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import sklearn.linear_model
+import sklearn.model_selection
+import torch
+from torch import Tensor
+
+from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.value.fitting import fit_value_function
+from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.observations import Observations
+
+
+def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def folds_of(data: Observations, folds: int = 3) -> Tensor:
+    return data.trajectory % folds
+
+
+def features_of(phi: Tensor) -> np.ndarray:
+    return np.concatenate([phi.double().numpy(), phi.double().numpy() ** 2], 1)
+
+
+@pytest.mark.parametrize("penalty", [1e-4, 1e-2, 1.0])
+def test_ridge_is_scikit_learns(
+    smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], penalty: float
+) -> None:
+    data = Observations.of(trajectories(smooth))
+    fold = folds_of(data)
+    f = RidgeLearner(penalties=(penalty,))(data, fold, 3, seed=0)
+    new = rand(30, 6, seed=99)
+    for member in range(3):
+        seen = fold != member
+        x = features_of(data.phi[seen])
+        mean, std = x.mean(0), x.std(0, ddof=1)
+        reference = sklearn.linear_model.Ridge(alpha=len(x) * penalty)
+        reference.fit((x - mean) / std, data.cost[seen].double())
+        expected = reference.predict((features_of(new) - mean) / std)
+        np.testing.assert_allclose(f.members(new)[:, member], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [24, 5])
+@pytest.mark.parametrize("noise", [0.0, 0.3, 3.0])
+def test_ridge_takes_the_penalty_that_predicts_other_trajectories_best(
+    smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], noise: float, n: int
+) -> None:
+    data = Observations.of(trajectories(smooth, n=n))
+    data = replace(data, cost=data.cost + noise * rand(len(data.cost), seed=7))
+    fold, penalties = folds_of(data), tuple(10.0 ** (e / 2) for e in range(-8, 3))
+    f = RidgeLearner(penalties, groups=4)(data, fold, 3, seed=0)
+    for member in range(3):
+        seen = fold != member
+        x, y, group = features_of(data.phi[seen]), data.cost[seen].double().numpy(), data.trajectory[seen].numpy() % 4
+        errors = dict.fromkeys(penalties, 0.0)
+        for penalty in penalties:
+            for inside, outside in sklearn.model_selection.LeaveOneGroupOut().split(x, y, group):
+                mean, std = x[inside].mean(0), x[inside].std(0, ddof=1)
+                reference = sklearn.linear_model.Ridge(alpha=len(inside) * penalty)
+                reference.fit((x[inside] - mean) / std, y[inside])
+                errors[penalty] += np.abs(reference.predict((x[outside] - mean) / std) - y[outside]).sum()
+        chosen = RidgeLearner((min(errors, key=lambda penalty: errors[penalty]),))(data, fold, 3, seed=0)
+        assert torch.equal(f.coefficients[:, member], chosen.coefficients[:, member])  # type: ignore[index]
+        assert f.intercept[member] == chosen.intercept[member]  # type: ignore[index]
+
+
+def test_ridge_recovers_a_diagonal_quadratic(
+    diagonal: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]]
+) -> None:
+    data = Observations.of(trajectories(diagonal))
+    exact = RidgeLearner(penalties=(1e-10,))(data, folds_of(data), 3, seed=0)
+    i = torch.arange(6)
+    expected = torch.cat([0.5 - i / 4, 0.3 * (-1.0) ** i])
+    np.testing.assert_allclose(exact.coefficients, expected[:, None].expand(-1, 3), atol=1e-4)  # type: ignore[arg-type]
+    np.testing.assert_allclose(exact.intercept, [0.7] * 3, atol=1e-4)  # type: ignore[arg-type]
+    default = RidgeLearner()(data, folds_of(data), 3, seed=0)
+    new = 0.5 * rand(50, 6, seed=99)
+    np.testing.assert_allclose(default(new), diagonal(new), atol=0.01)
+
+
+QUICK = NeuralLearner(iterations=15)
+
+
+@pytest.mark.parametrize("learner", [QUICK, replace(QUICK, nets=1), RidgeLearner()])
+@pytest.mark.parametrize("member", [0, 2])
+def test_a_member_never_sees_its_fold(
+    smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], learner: Any, member: int
+) -> None:
+    data = Observations.of(trajectories(smooth))
+    fold, new = folds_of(data), rand(30, 6, seed=99)
+    hidden = (fold == member).nonzero().squeeze(1)
+    phi, cost = data.phi.clone(), data.cost.clone()
+    phi[hidden] = 5 * rand(len(hidden), 6, seed=5)
+    cost[hidden] = cost[hidden.flip(0)]  # the same costs of other points: what standardises costs stays
+    before = learner(data, fold, 3, seed=0).eval().members(new).detach()
+    after = learner(replace(data, phi=phi, cost=cost), fold, 3, seed=0).eval().members(new).detach()
+    blind = torch.arange(before.shape[1]) % 3 == member
+    torch.testing.assert_close(after[:, blind], before[:, blind], rtol=1e-4, atol=1e-5)
+    assert (after - before)[:, ~blind].abs().mean(0).min() > 1e-3
+
+
+@pytest.mark.parametrize("learner", [QUICK, RidgeLearner()])
+def test_learning_is_reproducible_and_keeps_to_itself(
+    smooth: Callable[[Tensor], Tensor],
+    trajectories: Callable[..., list[Trajectory]],
+    learner: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reseeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded.append)
+    data = Observations.of(trajectories(smooth))
+    state = torch.get_rng_state()
+    first = fit_value_function(data, [learner], folds=3, seed=4).f.state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert reseeded == []
+    torch.rand(5)
+    again = fit_value_function(data, [learner], folds=3, seed=4).f.state_dict()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    other = fit_value_function(data, [learner], folds=3, seed=5).f.state_dict()
+    assert not all(torch.allclose(first[key], other[key]) for key in first)
+
+
+def test_neural_learner_learns_a_smooth_function(
+    smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]]
+) -> None:
+    fit = fit_value_function(Observations.of(trajectories(smooth, n=80)), [NeuralLearner()])
+    assert fit.f.quality == fit.candidates["neural"]
+    assert fit.f.quality.spearman > 0.8
+    assert fit.f.quality.mae < 0.5 * fit.f.quality.constant_mae
+    assert fit.f.trusted
+    new = 0.5 * rand(200, 6, seed=99)
+    assert scipy.stats.spearmanr(fit.f(new), smooth(new)).statistic > 0.8
+
+
+def test_the_offline_learner_minimises_eq_2_on_all_trajectories(
+    smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]]
+) -> None:
+    offline = NeuralLearner.offline()
+    assert (offline.objective.gamma, offline.objective.beta) == (10, 1)
+    fit = fit_value_function(Observations.of(trajectories(smooth, n=80)), [replace(offline, iterations=600)])
+    assert fit.f.quality is not None
+    assert fit.f.quality.spearman > 0.8
+
+
+def test_unsure_labels_count_less(
+    smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]]
+) -> None:
+    data = Observations.of(trajectories(smooth, n=80))
+    wrong = torch.arange(len(data.cost)) % 3 == 0
+    spoilt = replace(data, cost=data.cost + 5 * wrong, sigma=torch.where(wrong, 1000.0, 1.0))
+    new = 0.5 * rand(200, 6, seed=99)
+    fold = torch.full_like(data.trajectory, -1)
+    told, untold = (
+        NeuralLearner(iterations=300)(d, fold, 1, 0)(new) for d in (spoilt, replace(spoilt, sigma=data.sigma))
+    )
+    assert (told - smooth(new)).abs().mean() < 0.5 * (untold - smooth(new)).abs().mean()
