@@ -13,11 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.images import check_limit, load_image_folder
+from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.splits import Splits, check_fractions
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import existing, listed
+from metricopt_ext.utils.checks import check_at_least
+from metricopt_ext.utils.files import existing
 
 StrPath = str | os.PathLike[str]
 Array = npt.NDArray[Any]
@@ -127,11 +128,11 @@ def load_libsvm(paths: StrPath | Sequence[StrPath], num_features: int | None = N
     try:
         loaded = load_svmlight_files([os.fspath(file) for file in files], n_features=num_features, dtype=np.float32)
     except (ValueError, OSError, EOFError, zlib.error) as error:
-        raise DataError(f"cannot read {listed(files)} as LIBSVM data: {error}") from error
+        raise DataError(f"cannot read {', '.join(map(str, files))} as LIBSVM data: {error}") from error
     x = np.concatenate([part.toarray() for part in loaded[::2]])
     labels, y = np.unique(np.concatenate(loaded[1::2]), return_inverse=True)
     if len(y) == 0:
-        raise DataError(f"{listed(files)} holds no examples")
+        raise DataError(f"{', '.join(map(str, files))} holds no examples")
     return Labelled(torch.from_numpy(x), torch.from_numpy(y), tuple(f"{label:g}" for label in labels))
 
 
@@ -225,7 +226,7 @@ def load_cifar10(root: StrPath, limit_per_class: int | None = None) -> tuple[Lab
     Raises:
         DataError: If neither layout is there, a file is corrupt, or the sets differ in their classes.
     """
-    check_limit(limit_per_class)
+    check_at_least(1, limit_per_class=limit_per_class)
     if Path(root, "cifar-10-batches-py").is_dir():
         return _cifar10_batches(root, True, limit_per_class), _cifar10_batches(root, False, limit_per_class)
     train, test = (

@@ -66,13 +66,10 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         )
         return task, model_metric(metric, splits.test)
 
-    def validation_inputs(self) -> Sequence[Tensor]:
-        """Return the validation inputs in parts."""
-        return in_parts(self.splits.validation.x, EVALUATION_BATCH)
-
-    def validation_batches(self) -> Batches:
-        """Return batches of the labelled validation data, as the loss takes them."""
-        return self._batches(self.splits.validation)
+    def validation(self) -> tuple[Sequence[Tensor], Batches]:
+        """Return the validation inputs in parts, and labelled batches of them."""
+        part = self.splits.validation
+        return in_parts(part.x, EVALUATION_BATCH), self._batches(part)
 
     def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
         """Return the usual methods, a tuned threshold, and what else the settings say."""

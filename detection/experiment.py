@@ -61,14 +61,11 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         )
         return task, ap50_metric(used, splits.test, classes, definition)
 
-    def validation_inputs(self) -> Sequence[Any]:
-        """Return the validation images in batches, as the detector takes them."""
-        model = self.task.adapter.model
-        return [self.toolkit.inputs(model, batch) for batch in in_batches(self.splits.validation)]
-
-    def validation_batches(self) -> Batches:
-        """Return batches of the labelled validation images, as the loss takes them."""
-        return ExampleBatches(self.splits.validation, self.config.batch_size)
+    def validation(self) -> tuple[Sequence[Any], Batches]:
+        """Return the validation images as the detector takes them, and labelled batches of them."""
+        part = self.splits.validation
+        inputs = [self.toolkit.inputs(self.task.adapter.model, batch) for batch in in_batches(part)]
+        return inputs, ExampleBatches(part, self.config.batch_size)
 
     def finish(self) -> None:
         """Export the tuned detector, draw what is found and proposed before and after, and write proposals' recall."""

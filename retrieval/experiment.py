@@ -63,13 +63,10 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         )
         return task, build_metric(MetricConfig(config.metric.ks), self.splits.test)
 
-    def validation_inputs(self) -> Sequence[Tensor]:
-        """Return the validation images in parts."""
-        return in_parts(self.splits.validation.x, EVALUATION_BATCH)
-
-    def validation_batches(self) -> Batches:
-        """Return batches of the labelled validation images, as the loss takes them."""
-        return class_batches(self.splits.validation, self.config.loss)
+    def validation(self) -> tuple[Sequence[Tensor], Batches]:
+        """Return the validation images in parts, and labelled batches of them."""
+        part = self.splits.validation
+        return in_parts(part.x, EVALUATION_BATCH), class_batches(part, self.config.loss)
 
     def finish(self) -> None:
         """Draw neighbours before and after, and write the recalls that the curves of all seeds are drawn from."""

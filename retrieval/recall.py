@@ -7,7 +7,7 @@ FAISS' exact one: on the CPU or, where FAISS was built for GPUs and finds one, o
 
 import operator
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -133,7 +133,7 @@ def recall_at_k(
     search = _searcher(items, k + includes_queries, distance)
     ranks = np.empty(len(chosen), dtype=np.int64)
     chunks = _chunks(len(chosen), *_chunk_sizes(k, queries.shape[1]))
-    for part in _with_bar(chunks, len(chosen), progress):
+    for part in _with_bar(chunks, progress):
         rows = chosen[part]
         neighbours = search(queries[rows])
         if includes_queries:
@@ -283,19 +283,14 @@ def _chunks(total: int, size: int = CHUNK, fewest: int = 1) -> list[slice]:
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], total], strict=True)]
 
 
-def _with_bar(chunks: list[slice], total: int, title: str | None) -> Iterator[slice]:
+def _with_bar(chunks: list[slice], title: str | None) -> Iterable[slice]:
+    """Show a bar on the terminal's error stream while the chunks are worked on; none without a title."""
     if title is None:
-        yield from chunks
-        return
+        return chunks
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import track
 
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=total)
-        for chunk in chunks:
-            yield chunk
-            bar.update(task, completed=chunk.stop)
+    return track(chunks, title, console=Console(stderr=True))
 
 
 def check_options(ks: Sequence[int], distance: str, query_subset: int | None, seed: int) -> tuple[int, ...]:

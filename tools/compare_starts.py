@@ -36,6 +36,7 @@ from metricopt_ext.methods.tuning import FRESH, finetune, tune_start
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import read_json, write_atomically, write_json
 from metricopt_ext.utils.parallel import run_seeds
@@ -59,8 +60,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. metric.name=f1 data.root=FOLDER")
     arguments = parser.parse_intermixed_args()
     with errors_in_one_line(ValueError):
-        if arguments.starts < 1:
-            raise ValueError(f"--starts is {arguments.starts}; it must be at least 1")
+        check_at_least(1, **{"--starts": arguments.starts})
         config = load_config(experiment_of(arguments.task).config_type, arguments.config_file, arguments.overrides)
         compare_starts(arguments.task, config, arguments.output_dir, arguments.starts, tuple(arguments.budgets))
 

@@ -23,6 +23,7 @@ from typing import Any
 from metricopt_ext.errors import DataError
 from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.report import versions
+from metricopt_ext.evidence.style import print_table
 from metricopt_ext.utils.files import write_json
 
 
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     path = arguments.output_dir / "report.json"
     write_json(path, report)
-    print_table(report)
+    print_report(report)
     print("wrote", path, sep="\n  ")
     return report
 
@@ -177,28 +178,18 @@ def count(images: Sequence[Any], classes: Sequence[str]) -> dict[str, int]:
     return dict(zip(classes, torch.bincount(labels, minlength=len(classes)).tolist(), strict=True))
 
 
-def print_table(report: dict[str, Any]) -> None:
+def print_report(report: dict[str, Any]) -> None:
     """Print a line for each class, and the means."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
     results = report["ap50"]
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("AP50", overflow="fold")
-    for column in ("objects", "detections", *results):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for name, objects in report["objects"].items():
         values = [result["per_class"].get(name) for result in results.values()]
         shown = ["-" if value is None else f"{value:.4f}" for value in values]
-        table.add_row(name, str(objects), str(report["detections"][name]), *shown)
-    table.add_section()
+        rows.append([name, str(objects), str(report["detections"][name]), *shown])
     totals = [str(sum(report[key].values())) for key in ("objects", "detections")]
-    table.add_row("mean", *totals, *(f"{result['mean']:.4f}" for result in results.values()))
-    console = Console(highlight=False)
-    # Rather lines that a terminal breaks than numbers that rich cuts.
-    console.width = max(console.width, 40 + 13 * len(results))
-    console.print(table)
+    rows.append(["mean", *totals, *(f"{result['mean']:.4f}" for result in results.values())])
+    header = ["AP50", "objects", "detections", *results]
+    print_table(header, rows, bold=[len(rows) - 1], fold=True, least_width=40 + 13 * len(results))
 
 
 if __name__ == "__main__":

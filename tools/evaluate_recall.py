@@ -28,6 +28,7 @@ from torch import nn
 from metricopt_ext.errors import DataError
 from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.report import versions
+from metricopt_ext.evidence.style import print_table
 from metricopt_ext.utils.files import write_json
 
 Items = tuple[Any, Any]  # embeddings and labels
@@ -107,7 +108,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         )
         seconds = time.perf_counter() - started
         rows.append(Row(name, recall.gallery, recall.queries, recall.without_match, recall.at, recall.mean, seconds))
-    print_table(rows)
+    print_rows(rows)
     config = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
     for key in ("gallery_embeddings", "gallery_labels", "gallery_images"):
         config[key] = [str(path) for path in config[key]]
@@ -253,22 +254,23 @@ def read_array(path: Path, name: str) -> Any:
         raise DataError(f"{path} is truncated or no safetensors file ({error})") from error
 
 
-def print_table(rows: list[Row]) -> None:
+def print_rows(rows: list[Row]) -> None:
     """Print a line for each gallery."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("gallery", overflow="fold")
-    for column in ("items", "queries", "no match", *(f"R@{k}" for k in rows[0].recall), "mean", "seconds"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        recalls = [f"{value:.4f}" for value in (*row.recall.values(), row.mean)]
-        counts = [str(count) for count in (row.size, row.queries, row.without_match)]
-        table.add_row(row.gallery, *counts, *recalls, f"{row.seconds:.1f}")
-    narrowest = 60 + 8 * len(rows[0].recall)  # rather lines that a terminal breaks than numbers that rich cuts
-    Console(highlight=False, width=max(Console().width, narrowest)).print(table)
+    recalls = [f"R@{k}" for k in rows[0].recall]
+    print_table(
+        ["gallery", "items", "queries", "no match", *recalls, "mean", "seconds"],
+        [
+            [
+                row.gallery,
+                *(str(count) for count in (row.size, row.queries, row.without_match)),
+                *(f"{value:.4f}" for value in (*row.recall.values(), row.mean)),
+                f"{row.seconds:.1f}",
+            ]
+            for row in rows
+        ],
+        fold=True,
+        least_width=60 + 8 * len(recalls),
+    )
 
 
 if __name__ == "__main__":

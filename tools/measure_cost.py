@@ -26,6 +26,7 @@ from metricopt_ext.classification.build import classification_loss
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.report import versions
+from metricopt_ext.evidence.style import markdown_table, print_table
 from metricopt_ext.search.optimizer import MetricOpt
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
@@ -33,6 +34,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.learners import NeuralLearner
 from metricopt_ext.value.observations import Observations
@@ -117,25 +119,13 @@ class Table:
 
     def markdown(self) -> str:
         """Return the table between its title and its note."""
-        lines = [HEADER, ["---"] * len(HEADER), *(ratio.row() for ratio in self.rows)]
-        return "\n".join(
-            [f"## {self.title}", "", *("| " + " | ".join(line) + " |" for line in lines), "", self.note, ""]
-        )
+        lines = markdown_table(HEADER, [ratio.row() for ratio in self.rows])
+        return "\n".join([f"## {self.title}", "", *lines, "", self.note, ""])
 
     def print(self) -> None:
         """Print the table, and the times below it."""
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table as RichTable
-
-        table = RichTable(title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
-        for i, column in enumerate(HEADER):
-            table.add_column(column, justify="left" if i < 2 else "right")
-        for ratio in self.rows:
-            table.add_row(*ratio.row())
-        console = Console(highlight=False)
-        console.print(table)
-        console.print("; ".join(f"{side}: {1e3 * taken:.2f} ms" for side, taken in self.seconds.items()), end="\n\n")
+        print_table(HEADER, [[*ratio.row(), "", ""][: len(HEADER)] for ratio in self.rows], title=self.title, left=2)
+        print("; ".join(f"{side}: {1e3 * taken:.2f} ms" for side, taken in self.seconds.items()), end="\n\n")
 
 
 def main() -> None:
@@ -155,9 +145,9 @@ def main() -> None:
 
 def run(folder: Path, threads: int, repeats: int) -> list[Table]:
     """Measure, print and write both tables; returns them."""
-    torch.set_num_threads(threads)
     print(f"{processor()}, --threads {threads}, --repeats {repeats}")
-    tables = [measure_step(repeats), measure_population(repeats)]
+    with num_threads(threads):
+        tables = [measure_step(repeats), measure_population(repeats)]
     for table in tables:
         table.print()
     written = write(tables, folder, threads, repeats)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from metricopt_ext.data.labelled import Labelled
 from metricopt_ext.errors import DataError
+from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.files import existing
 
 Array = npt.NDArray[Any]
@@ -50,7 +51,7 @@ def load_image_folder(
         DataError: For a missing path, no images, another layout, an unreadable image, or unequal sizes without
             ``image_size``.
     """
-    check_limit(limit_per_class)
+    check_at_least(1, limit_per_class=limit_per_class)
     path = existing(path_or_zip)
     if path.is_dir():
         found = (Path(top, name) for top, _, names in os.walk(path, followlinks=True) for name in names)
@@ -111,12 +112,6 @@ def flip_and_shift(x: Tensor, rng: torch.Generator, pixels: int = 4) -> Tensor:
     padded = F.pad(x, (pixels,) * 4).movedim(1, -1)
     image = torch.arange(n, device=x.device)[:, None, None]
     return padded[image, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
-
-
-def check_limit(limit_per_class: int | None) -> None:
-    """Refuse a limit below 1."""
-    if limit_per_class is not None and limit_per_class < 1:
-        raise ValueError(f"limit_per_class must be at least 1, got {limit_per_class}")
 
 
 def _decode(

@@ -78,23 +78,14 @@ class Experiment(ABC, Generic[Config]):
         """Load the data, train the model or take it from the folder, and return the task and the test metric."""
 
     @abstractmethod
-    def validation_inputs(self) -> Sequence[Any]:
-        """Return the validation data's inputs in parts of about one size, as the model takes them."""
-
-    @abstractmethod
-    def validation_batches(self) -> Batches:
-        """Return batches of the labelled validation data, as the loss takes them."""
+    def validation(self) -> tuple[Sequence[Any], Batches]:
+        """Return the validation data's inputs, in parts of about one size, and labelled batches for the loss."""
 
     def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
         """Return the methods to compare, by name; see `rivals.usual_methods`."""
+        inputs, batches = self.validation()
         return usual_methods(
-            self.config,
-            self.seed,
-            inputs=self.validation_inputs(),
-            batches=self.validation_batches(),
-            folder=self.folder,
-            resume=resume,
-            watcher=watcher,
+            self.config, self.seed, inputs=inputs, batches=batches, folder=self.folder, resume=resume, watcher=watcher
         )
 
     def finish(self) -> None:
@@ -147,13 +138,9 @@ def run_seed(
     if config.pictures and seed == config.seed:
         from metricopt_ext.evidence.value_plots import draw_value_function
 
-        shown = {name: comparison.results[name].path for name in ("loss_finetune", "metricopt")}
-        draw_value_function(
-            task.judged_by(task.metric.with_new_ledger()),
-            result,
-            {name: path for name, path in shown.items() if path is not None},
-            folder,
-        )
+        shown = [(name, comparison.results[name].path) for name in ("loss_finetune", "metricopt")]
+        paths = {name: path for name, path in shown if path is not None}
+        draw_value_function(task.judged_by(task.metric.with_new_ledger()), result, paths, folder)
     experiment.finish()
     record.save(record_file)
     return record

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -86,20 +86,9 @@ class MethodResult:
     details: MetricOptResult | None = None
 
 
-class Method(Protocol):
-    """One method of a comparison."""
-
-    def __call__(self, task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult | None:
-        """Run on a task whose metric counts this method's queries alone.
-
-        Args:
-            task: What is finetuned; the model may be left with any phi, and with the weights that it came with.
-            earlier: The results of the methods before this one.
-
-        Returns:
-            What came out, or None where the method does not apply.
-        """
-        ...
+# A method: runs on a task whose metric counts its queries alone, given the results of the methods before it; returns
+# what came out, or None where it does not apply. The model may be left with any phi, but with its own weights.
+Method = Callable[[FinetuneTask, Mapping[str, MethodResult]], MethodResult | None]
 
 
 class Meter:

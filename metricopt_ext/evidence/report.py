@@ -13,6 +13,7 @@ import numpy as np
 
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.record import SeedRecord
+from metricopt_ext.evidence.style import markdown_table, print_table
 from metricopt_ext.tasks.split_half import CERTAINTY
 from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.value.value_function import Quality
@@ -128,11 +129,9 @@ class Report:
             "",
             f"Mean and standard deviation over {seeds}; each is a fresh split, model and value function.",
             "",
-            "| " + " | ".join([*self._header(), "needs"]) + " |",
-            "|---|---|---|---|---|---|---|",
-            *(
-                "| " + " | ".join([*row, METHODS[name].needs]) + " |"
-                for name, row in zip(self.methods, self._rows(), strict=True)
+            *markdown_table(
+                [*self._header(), "needs"],
+                [[*row, METHODS[name].needs] for name, row in zip(self.methods, self._rows(), strict=True)],
             ),
             "",
             "`queries`: metric queries in all; `per start`: of these, what finetuning one more start costs again.",
@@ -142,9 +141,7 @@ class Report:
             "",
             "How well the metric is predicted on held-out trajectories, where f is used:",
             "",
-            "| predictor | Spearman | mean absolute error, as a cost |",
-            "|---|---|---|",
-            *(f"| {name} | {spearman} | {mae} |" for name, spearman, mae in self._predictors()),
+            *markdown_table(["predictor", "Spearman", "mean absolute error, as a cost"], self._predictors()),
             "",
         ]
         return "\n".join(lines)
@@ -194,22 +191,14 @@ class Report:
 
     def print(self) -> None:
         """Print the table and the findings."""
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-
         direction = "higher" if self.maximize else "lower"
-        title = f"{self.task}: {self.metric} ({direction} is better), {len(self.records)} seeds"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
-        shown = self._header()[:-1]  # seconds would not fit into 80 columns; report.md has them
-        for i, column in enumerate(shown):
-            table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
-        for name, row in zip(self.methods, self._rows(), strict=True):
-            table.add_row(*row[: len(shown)], style="bold" if name == "metricopt" else "")
-        console = Console(highlight=False, soft_wrap=True)
-        console.print(table, soft_wrap=False)
-        for line in self.findings():
-            console.print(line)
+        print_table(
+            self._header()[:-1],  # seconds would not fit into 80 columns; report.md has them
+            [row[:-1] for row in self._rows()],
+            title=f"{self.task}: {self.metric} ({direction} is better), {len(self.records)} seeds",
+            bold=[i for i, name in enumerate(self.methods) if name == "metricopt"],
+        )
+        print(*self.findings(), sep="\n")
 
     def write(self, folder: str | Path) -> list[Path]:
         """Write report.json and report.md; returns their paths."""

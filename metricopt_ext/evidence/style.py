@@ -1,5 +1,6 @@
-"""How figures look."""
+"""How figures and tables look."""
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,3 +20,47 @@ def save_figure(figure: Any, path: str | Path) -> Path:
     """Write a figure as PNG and return its path."""
     figure.savefig(path, dpi=150)
     return Path(path)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def print_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str = "",
+    left: int = 1,
+    bold: Collection[int] = (),
+    fold: bool = False,
+    least_width: int = 0,
+) -> None:
+    """Print a table on the terminal.
+
+    Args:
+        header: Titles of the columns.
+        rows: Their cells.
+        title: Stands above the table.
+        left: Number of columns that are aligned left, the others being numbers.
+        bold: Which rows are bold.
+        fold: Whether the first column is folded where it is too wide; no other ever is.
+        least_width: Width below which the terminal breaks lines, rather than that numbers are cut.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    named = Text(title, "table.title") if title else None  # text, as brackets in a string would be read as markup
+    table = Table(title=named, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    for i, column in enumerate(header):
+        table.add_column(
+            Text(column), justify="left" if i < left else "right", no_wrap=i > 0 or not fold, overflow="fold"
+        )
+    for i, row in enumerate(rows):
+        table.add_row(*map(Text, row), style="bold" if i in bold else "")
+    console = Console(highlight=False)
+    console.width = max(console.width, least_width)
+    console.print(table)

@@ -142,9 +142,6 @@ class Recording:
     def _store_if_finished(self) -> None:
         if self.trajectory is not None or len(self.losses) < self.steps:
             return
-        cost = torch.tensor([each.cost for each in self.evaluations], dtype=torch.float64)
         points = torch.stack(self.points)
         loss = torch.tensor(self.losses, dtype=points.dtype)
-        self.store.add(
-            Trajectory(self.round, self.index, points, loss, self.observed, cost, stacked_halves(self.evaluations))
-        )
+        self.store.add(Trajectory.of(self.round, self.index, points, loss, self.observed, self.evaluations))

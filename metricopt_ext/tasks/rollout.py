@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from metricopt_ext.tasks.metric import Evaluation, stacked_halves
+from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.checks import check_at_least
@@ -125,7 +125,5 @@ def collect(
                 where = f"round {round}, task {chunk[row]}, step {step}; {len(store)} finished trajectories are kept; "
                 evaluations += task.evaluate_at(phi[row, step][None], "collect", where)
                 on_query(evaluations[-1].cost)
-            cost = torch.tensor([each.cost for each in evaluations], dtype=torch.float64)
-            halves = stacked_halves(evaluations)
-            store.add(Trajectory(round, chunk[row], phi[row].cpu(), loss[row].cpu(), observed, cost, halves))
+            store.add(Trajectory.of(round, chunk[row], phi[row].cpu(), loss[row].cpu(), observed, evaluations))
     return [trajectory for index in indices if (trajectory := store.get(round, index)) is not None]

@@ -1,12 +1,14 @@
 """Finetuning trajectories and the metrics observed along them: the value function's training data (Algorithm 1, 3)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from metricopt_ext.tasks.metric import Evaluation, stacked_halves
 from metricopt_ext.utils.files import claim, read_tensors, write_tensors
 
 FILE_FORMAT = "metricopt_ext/trajectory/1"
@@ -33,6 +35,14 @@ class Trajectory:
     observed: Tensor
     cost: Tensor
     halves: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, round: int, index: int, phi: Tensor, loss: Tensor, observed: Tensor, evaluations: Sequence[Evaluation]
+    ) -> "Trajectory":
+        """Make one of the metric's evaluations at the observed steps; the others are as in the attributes."""
+        cost = torch.tensor([each.cost for each in evaluations], dtype=torch.float64)
+        return cls(round, index, phi, loss, observed, cost, stacked_halves(evaluations))
 
     @property
     def observed_phi(self) -> Tensor:

@@ -148,9 +148,4 @@ def existing(*candidates: str | os.PathLike[str]) -> Path:
     for candidate in candidates:
         if Path(candidate).exists():
             return Path(candidate)
-    raise DataError(f"{listed(candidates, ' or ')} not found; set data.root=DIR to the folder that holds the data")
-
-
-def listed(paths: Iterable[str | os.PathLike[str]], joint: str = ", ") -> str:
-    """Return the paths in one line."""
-    return joint.join(os.fspath(path) for path in paths)
+    raise DataError(f"{' or '.join(map(str, candidates))} not found; set data.root=DIR to the data's folder")

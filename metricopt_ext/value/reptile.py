@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,44 +23,11 @@ Weights = list[Tensor]
 LEAST_UPDATES = 300
 
 
-class InnerOptimizer(Protocol):
-    """Makes the optimizer of one inner loop: `InnerAdamW`, `InnerSGD`."""
+# Makes the optimizer of one inner loop, without any history, from the parameters.
+InnerOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
-    def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """Return an optimizer without any history."""
-        ...
-
-
-@dataclass(frozen=True)
-class InnerAdamW:
-    """Adam with decoupled weight decay.
-
-    Attributes:
-        lr: Learning rate.
-        weight_decay: Decay per step, in units of ``lr``.
-    """
-
-    lr: float = 5e-3
-    weight_decay: float = 1.0
-
-    def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """Return an optimizer with its moments at zero."""
-        return torch.optim.AdamW(parameters, self.lr, weight_decay=self.weight_decay, fused=True)
-
-
-@dataclass(frozen=True)
-class InnerSGD:
-    """Plain gradient descent (Algorithm 1, line 5).
-
-    Attributes:
-        alpha: Learning rate.
-    """
-
-    alpha: float = 0.005
-
-    def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """Return the optimizer."""
-        return torch.optim.SGD(parameters, self.alpha)
+SGD = partial(torch.optim.SGD, lr=0.005)  # Algorithm 1, line 5
+ADAMW = partial(torch.optim.AdamW, lr=5e-3, weight_decay=1.0, fused=True)
 
 
 @dataclass(frozen=True)
@@ -90,7 +56,7 @@ class ReptileLearner:
     passes: int | None = None
     tasks: int = 32
     points: int | None = 4
-    inner: InnerOptimizer = InnerAdamW()
+    inner: InnerOptimizer = ADAMW
     inner_steps: int = 5
     objective: Objective = field(default=Objective())
     resolution: float = 0.1
@@ -126,7 +92,7 @@ class ReptileLearner:
             passes=1,
             tasks=1,
             points=None,
-            inner=InnerSGD(alpha=0.005),
+            inner=SGD,
             inner_steps=1,
             objective=Objective(gamma=10.0, beta=1.0, miner=hardest_triplets),
             standardise=False,

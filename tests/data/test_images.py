@@ -80,7 +80,7 @@ def test_other_image_layouts_are_refused(
 
 
 def test_limits_must_be_positive(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(ValueError, match="limit_per_class is 0; it must be at least 1"):
         load_image_folder(tmp_path, limit_per_class=0)
 
 

@@ -167,11 +167,8 @@ def toy(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
             )
             return task, distance
 
-        def validation_inputs(self) -> Any:
-            return []
-
-        def validation_batches(self) -> Any:
-            return self.task.batches
+        def validation(self) -> Any:
+            return [], self.task.batches
 
         def finish(self) -> None:
             torch.save(self.task.adapter.phi.detach(), self.folder / "phi.pt")

@@ -17,7 +17,7 @@ from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.fitting import assign_folds
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
 from metricopt_ext.value.observations import Observations
-from metricopt_ext.value.reptile import ReptileLearner
+from metricopt_ext.value.reptile import SGD, ReptileLearner
 from metricopt_ext.value.value_function import NeuralValueFunction, RidgeValueFunction
 
 
@@ -130,7 +130,8 @@ def test_the_papers_learner_is_the_default_and_gives_the_papers_network(quadrati
     assert f(torch.randn(7, 3)).shape == (7,)
     paper = ReptileLearner.paper()
     assert (paper.passes, paper.objective.gamma, paper.objective.beta) == (1, 10, 1)
-    assert paper.inner.alpha == 0.005  # type: ignore[attr-defined]
+    assert paper.inner is SGD
+    assert SGD.keywords == {"lr": 0.005}
 
 
 @pytest.mark.parametrize("noise", [False, True])

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from metricopt_ext.value import reptile
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.objective import CollapseWarning, Objective, hardest_triplets
 from metricopt_ext.value.observations import Observations
-from metricopt_ext.value.reptile import InnerAdamW, InnerSGD, ReptileLearner, Tasks, interpolate, set_statistics
+from metricopt_ext.value.reptile import ADAMW as INNER_ADAMW
+from metricopt_ext.value.reptile import SGD, ReptileLearner, Tasks, interpolate, set_statistics
 from metricopt_ext.value.value_function import NeuralValueFunction
 
 DIM = 4
@@ -98,7 +100,7 @@ def recorder() -> Recorder:
 def test_with_one_step_of_sgd_it_is_plain_sgd_at_rate_alpha_eta() -> None:
     """w + eta (w - alpha g - w) = w - alpha eta g."""
     data, spy = observations(), recorder()
-    learner = replace(QUICK, iterations=8, inner=InnerSGD(alpha=0.01), inner_steps=1, objective=spy)
+    learner = replace(QUICK, iterations=8, inner=partial(SGD, lr=0.01), inner_steps=1, objective=spy)
     f = learner(data, folded(data, 3), 3, seed=1)
 
     plain = spy.initial[0]
@@ -123,7 +125,7 @@ PLAIN: Callable[..., Any] = lambda p: torch.optim.SGD(p, lr=0.01)  # noqa: E731
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(
     ("inner", "reference"),
-    [(InnerAdamW(lr=0.02, weight_decay=0.5), ADAMW), (InnerSGD(alpha=0.01), PLAIN)],
+    [(partial(INNER_ADAMW, lr=0.02, weight_decay=0.5), ADAMW), (partial(SGD, lr=0.01), PLAIN)],
     ids=["adamw", "sgd"],
 )
 def test_the_outer_loop(inner: Any, reference: Any, adapted: bool) -> None:
@@ -206,7 +208,7 @@ def test_passes_take_every_task_that_a_member_sees_and_as_many_times(tasks: int,
     data, passes, spy = observations(tasks=11, points=5), 4, recorder()
     fold = folded(data, 3)  # the members see 7, 7 and 8 tasks
     with pytest.warns(UserWarning, match=f"f gets only {2 * 4 * per_pass} updates"):
-        replace(QUICK, passes=passes, tasks=tasks, objective=spy, inner=InnerSGD())(data, fold, 3, seed=0)
+        replace(QUICK, passes=passes, tasks=tasks, objective=spy, inner=SGD)(data, fold, 3, seed=0)
     batches = [phi for phi, _, _ in spy.calls[::2]]  # two inner steps on each
     assert len(batches) == passes * per_pass
     for member in range(3):
@@ -388,7 +390,7 @@ def test_equal_uncertainties_do() -> None:
 
 def test_collapse_is_said() -> None:
     data = observations()
-    learner = replace(QUICK, iterations=20, inner=InnerAdamW(lr=1e-2, weight_decay=50))
+    learner = replace(QUICK, iterations=20, inner=partial(INNER_ADAMW, lr=1e-2, weight_decay=50))
     with pytest.warns(CollapseWarning, match="2 of the value function's 2 members predict nearly the same cost"):
         learner(data, folded(data, 2), 2, seed=0)
 
