@@ -8,8 +8,12 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
-from metricopt_ext.value.observations import Labeller, Observations
+from metricopt_ext.value.observations import Labeller
 from metricopt_ext.value.reptile import ReptileLearner
+
+DEFAULT = Recipe()
+LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
+DEFAULT_LEARNERS = [name for name, learner in LEARNERS.items() if learner in DEFAULT.learners]
 
 
 @dataclass
@@ -24,7 +28,7 @@ class RecipeConfig:
     trials: int = Recipe.trials
     folds: int = Recipe.folds
     labels: str = "observed"  # observed, linear, gp (interpolated where that shows skill) or gp_always
-    learners: list[str] = field(default_factory=lambda: ["neural", "ridge"])  # of neural, ridge, reptile
+    learners: list[str] = field(default_factory=DEFAULT_LEARNERS.copy)  # of neural, ridge, reptile
     adapt_queries: int = Recipe.adapt_queries  # spent along each start's finetuning to adapt f to it; 0 uses f as it is
 
     def build(self) -> Recipe:
@@ -39,15 +43,14 @@ class RecipeConfig:
             raise ConfigError(f"recipe: {error}") from error
 
     def _learners(self) -> tuple[Learner, ...]:
-        known: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
-        unknown = [name for name in self.learners if name not in known]
+        unknown = [name for name in self.learners if name not in LEARNERS]
         if unknown or not self.learners:
-            raise ValueError(f"learners is {self.learners}; it must name some of {', '.join(known)}")
-        return tuple(known[name] for name in self.learners)
+            raise ValueError(f"learners is {self.learners}; it must name some of {', '.join(LEARNERS)}")
+        return tuple(LEARNERS[name] for name in self.learners)
 
     def _labeller(self) -> Labeller:
         if self.labels == "observed":
-            return Observations.of
+            return DEFAULT.labels
         from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
 
         known: dict[str, Labeller] = {
