@@ -84,5 +84,5 @@ class SeedRecord:
             return cls(**content)
         except (KeyError, TypeError, AttributeError) as error:
             raise FileFormatError(
-                f"{path} is no record of a seed: {error!r}; delete it to have it made again"
+                f"{path} is not the record of a seed: {error!r}; delete it to regenerate it"
             ) from error

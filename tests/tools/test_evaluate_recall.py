@@ -226,7 +226,7 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
         (("--embeddings", "broken.npy", "--labels", "q_labels.npy"), "broken.npy is no .npy file of numbers"),
         (("--embeddings", "short.npy", "--labels", "q_labels.npy"), "short.npy is no .npy file of numbers"),
         (("--embeddings", "objects.npy", "--labels", "q_labels.npy"), "objects.npy is no .npy file of numbers"),
-        (("--embeddings", "broken.safetensors"), "broken.safetensors is truncated or no safetensors file"),
+        (("--embeddings", "broken.safetensors"), "broken.safetensors is truncated or not a safetensors file"),
         (("--embeddings", "half.safetensors"), "half.safetensors has no tensor 'labels', only 'embeddings'"),
         (("--embeddings", "q.npy", "--labels", "a_labels.npy"), "must be equally many, got 40 and 60"),
         (

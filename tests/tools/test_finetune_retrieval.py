@@ -407,7 +407,7 @@ def test_the_smooth_ap_is_the_one_for_classes_of_any_size() -> None:
 def test_a_part_of_few_classes_gets_smaller_batches() -> None:
     part = Split(torch.zeros(7, 1, 2, 2), torch.tensor([0, 0, 1, 1, 2, 2, 3]))
     assert class_batches(part, LossConfig(classes=16, samples=2)).classes == 3
-    with pytest.raises(DataError, match="a batch needs 2 classes of at least two examples, there are 1"):
+    with pytest.raises(DataError, match="a batch needs 2 classes of at least two examples, got 1"):
         class_batches(Split(part.x[:4], torch.tensor([0, 0, 1, 2])), LossConfig())
 
 

@@ -276,7 +276,7 @@ def test_hooks_in_a_simple_trainer(tiny_config: Any, tmp_path: Path) -> None:
     best = torch.load(path, weights_only=True)["model"]["metricopt.phi"]
     assert torch.equal(best, trajectory.observed_phi[trajectory.cost.argmin()])
     assert len(trajectory.loss) == 4
-    with pytest.raises(FileFormatError, match="trajectory 0 of round 0 is stored already"):
+    with pytest.raises(FileFormatError, match="trajectory 0 of round 0 is already stored"):
         run(TrajectoryRecorder(Recording(adapter, Metric(judge, maximize=False), store, steps=4, evals=3)))
     simple = SimpleTrainer(model, [], None, gather_metric_period=5)
     hook = TrajectoryRecorder(Recording(adapter, Metric(judge, maximize=False), TrajectoryStore(), steps=4, evals=3))

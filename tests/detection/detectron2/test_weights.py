@@ -64,7 +64,7 @@ def test_phi_is_taken_only_where_it_is_asked_for(tiny_config: Any, saved: Callab
     assert_loaded(adapted, path)
     for settings in ({"dim": 3}, {"dim": 2, "seed": 1}):
         other = with_film(build_model(tiny_config()), ["fpn"], **settings)
-        with pytest.raises(DataError, match=r"(?s)weights\.pth can't be loaded: .*has another dimension or"):
+        with pytest.raises(DataError, match=r"(?s)weights\.pth can't be loaded: .*differs in its layers, dimension"):
             load_weights(other, path, tuned=True)
 
 
