@@ -1,4 +1,4 @@
-"""Example images with what the classifier said of them before and after."""
+"""Example images with the classifier's predictions before and after."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def plot_examples(
     Args:
         part: Images, ``n x c x h x w`` in [0, 1], and labels.
         before: Predicted classes before finetuning, ``n``.
-        after: Predicted classes after it, ``n``.
+        after: Predicted classes after finetuning, ``n``.
         class_names: A name for each class.
         path: The PNG file.
         seed: Seed of the sample.

@@ -69,7 +69,7 @@ def attach_film(
         if not names:
             raise AdapterError(
                 f"{type(model).__name__} has no normalisation layer with a weight and a bias; name layers to modulate"
-                f" (possible: {shortened(list(usable)) if usable else 'none, no layer has a weight and a bias'})"
+                f" (possible: {shortened(list(usable)) if usable else 'none of its layers has both'})"
             )
     else:
         names = _matching([layers] if isinstance(layers, str) else list(layers), model, usable)

@@ -191,7 +191,7 @@ def test_the_metrics_own_budget_is_checked_before_anything_is_asked_or_written(
 ) -> None:
     task = quadratic(budget=50)
     task.metric.ledger.spend("elsewhere", 6)
-    with pytest.raises(BudgetError, match=r"47 queries requested, 44 are left in the metric's own budget"):
+    with pytest.raises(BudgetError, match=r"47 queries requested, 44 left in the metric's own budget"):
         go(task, output_dir=tmp_path / "run")
     assert task.queries == 0
     assert not (tmp_path / "run").exists()
