@@ -32,7 +32,7 @@ def plot_examples(
     shown = changed[order[: ROWS * COLUMNS]].tolist()
     mended, broken = int(((before != y) & (after == y)).sum()), int(((before == y) & (after != y)).sum())
     figure = Figure(figsize=(COLUMNS * 1.1, ROWS * 1.45 + 0.5), layout="constrained")
-    figure.suptitle(f"{len(y)} test images: {mended} mended, {broken} broken by finetuning", fontsize=11)
+    figure.suptitle(f"{len(y)} test images: {mended} corrected, {broken} broken by finetuning", fontsize=11)
     for place, axes in enumerate(figure.subplots(ROWS, COLUMNS).flat):
         axes.set_axis_off()
         if place >= len(shown):

@@ -56,7 +56,7 @@ def optimize_metric(
 
     By default it learns f from rounds of trajectories, chooses how boldly to follow it, finetunes from phi = 0, and
     leaves in the model whichever of start, loss-only end and MetricOpt's end scores best on the metric. A direct search
-    (`search.CMAES`, `search.GuidedES`) spends all queries on the metric itself instead: the better tool for a single
+    (`direct.CMAES`, `direct.GuidedES`) spends all queries on the metric itself instead: the better tool for a single
     start. Either way the model is left at phi = 0 unless the gain exceeds chance, as far as the metric reveals it (see
     `Metric`), so on the data that the metric sees it never ends up worse than it was trained. Any phi that it held
     before is ignored: continue from it by `tune_start`, or `Adapter.merge` it and attach a new adapter.

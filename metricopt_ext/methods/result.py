@@ -59,8 +59,8 @@ class Result:
         lines = [f"{self.metric}: {self.before:.4f} -> {self.after:.4f}{self.beside()}; kept {KEPT[self.chosen]}"]
         if self.best != self.after:
             lines.append(
-                f"the best candidate has {self.best:.4f}, but on this little data up to"
-                f" {CERTAINTY * self.chance + self.optimism:.4f} of a gain are chance and optimism. Judge by more data"
+                f"the best candidate has {self.best:.4f}, but with so little data up to"
+                f" {CERTAINTY * self.chance + self.optimism:.4f} of a gain may be chance and optimism. Use more data"
                 " to see smaller gains"
             )
         total = sum(self.queries.values())
@@ -68,7 +68,7 @@ class Result:
         return lines
 
     def beside(self) -> str:
-        """Return what stands beside the outcome."""
+        """Return what is printed next to the outcome."""
         return ""
 
 
@@ -96,5 +96,5 @@ class MetricOptResult(Result):
         return [*super().lines(), f"value function ({self.fit.f.kind}): {self.fit.f.quality}{halves}"]
 
     def beside(self) -> str:
-        """Return what stands beside the outcome."""
+        """Return what is printed next to the outcome."""
         return f" (loss-only {self.loss_finetune:.4f})"

@@ -66,7 +66,7 @@ class InnerSGD:
 
 @dataclass(frozen=True)
 class ReptileLearner:
-    """Fits `NeuralValueFunction` by Reptile on meta-batches that mix tasks; a `fitting.Learner`.
+    """Fits `NeuralValueFunction` by Reptile on meta-batches that mix tasks; a `learners.Learner`.
 
     A task is a trajectory, and any task so far may be drawn again. Batches of one trajectory each, as in Algorithm 1,
     would let BatchNorm normalise away what differs between tasks. Over mixed batches Reptile amounts to a slow

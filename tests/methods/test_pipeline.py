@@ -679,7 +679,7 @@ def test_a_gain_that_may_be_chance_leaves_the_model_as_it_was(
     assert (left.chosen, unsure.adapter.phi.any()) == ("start", False)
     assert 0 < kept.chance < 0.02
     assert left.chance + left.optimism > left.before - left.best
-    assert f"up to {left.chance + left.optimism:.4f} of a gain are chance and optimism" in str(left)
+    assert f"up to {left.chance + left.optimism:.4f} of a gain may be chance and optimism" in str(left)
     assert "are chance" not in str(kept)
 
 
