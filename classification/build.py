@@ -68,13 +68,13 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def predict(model: nn.Module, x: Tensor) -> Tensor:
-    """Return the logits of inputs ``n x ...``, in batches; the caller sets evaluation mode and turns gradients off."""
+    """Return the logits of inputs ``n x ...``, in batches; the caller sets evaluation mode and disables gradients."""
     return torch.cat([model(part) for part in x.split(EVALUATION_BATCH)])
 
 
 @torch.no_grad()
 def predict_classes(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
-    """Return the classes, ``n``, that the model with phi, ``d``, gives to inputs ``n x ...``."""
+    """Return the classes, ``n``, that the model with phi, ``d``, predicts for inputs ``n x ...``."""
     with adapter.using(phi) as model:
         logits = predict(model, x)
     return (logits > 0).long() if logits.dim() == 1 else logits.argmax(1)
@@ -86,7 +86,7 @@ def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] = ()) -
     Args:
         spec: The metric.
         part: Inputs and labels.
-        halves: Indices of two halves of them, for a metric that reports its value on each as well; none for one that
+        halves: Indices of two halves of them, for a metric that also reports its value on each; empty for one that
             does not.
     """
 
@@ -108,17 +108,17 @@ def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] = ()) -
 
 
 def stratified_halves(y: Tensor, seed: int) -> tuple[Tensor, ...]:
-    """Divide examples at random into two halves with equally many of each class, up to one.
+    """Divide examples at random into two halves with the same number of each class, give or take one.
 
     Args:
         y: Labels, ``n``.
         seed: Seed of the division.
 
     Returns:
-        The indices of each half, ascending; nothing if a class has a single example, for then a half lacks it.
+        The indices of each half, ascending; empty if a class has a single example, as one half would lack it.
     """
     order = torch.randperm(len(y), generator=generator(seed, "halves")).to(y.device)
-    order = order[y[order].argsort(stable=True)]  # class by class, at random within
+    order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
     if len(y) == 0 or int(y.unique(return_counts=True)[1].min()) < 2:
         return ()
     return order[::2].sort().values, order[1::2].sort().values
@@ -138,8 +138,8 @@ def build_metric(config: MetricConfig) -> MetricSpec:
         module, colon, function = config.name.partition(":")
         if not colon:
             raise ConfigError(
-                f"metric.name={config.name!r} is none of {', '.join([*METRICS, 'expected_cost'])}; a function of your"
-                " own is MODULE:FUNCTION, e.g. sklearn.metrics:matthews_corrcoef"
+                f"metric.name={config.name!r} is none of {', '.join([*METRICS, 'expected_cost'])}; name your own"
+                " function as MODULE:FUNCTION, e.g. sklearn.metrics:matthews_corrcoef"
             )
         low, high = config.bounds
         fn = getattr(importlib.import_module(module), function)
@@ -157,11 +157,11 @@ def build_metric(config: MetricConfig) -> MetricSpec:
 
 
 def load_splits(config: ClassificationConfig, seed: int) -> Splits:
-    """Load the data, divide it by the seed, and shift validation and test where the settings say so.
+    """Load the data, divide it by the seed, and shift validation and test if the settings say so.
 
     Raises:
         ConfigError: A setting is unknown.
-        DataError: The data are not there or not usable.
+        DataError: The data are missing or unusable.
     """
     with config_section("data"):
         splits = _divided(config.data, seed)
@@ -190,7 +190,7 @@ def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: 
 
 
 def train(model: nn.Module, part: Split, config: ModelConfig | SecondRoundConfig, balanced: bool, seed: int) -> None:
-    """Train what can be trained in a model by cross-entropy, see `train_supervised`."""
+    """Train a model's trainable parameters by cross-entropy; see `train_supervised`."""
     batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)
     steps = max(1, config.epochs * len(part) // config.batch_size)
     train_supervised(model, classification_loss, batches, steps=steps, lr=config.lr, seed=seed, augment=config.augment)
@@ -230,5 +230,7 @@ def _shifted(splits: Splits, config: ClassificationConfig, seed: int) -> Splits:
     if settings.kind != "image":
         raise ConfigError(f"shift.kind={settings.kind!r} must be none, image or class_ratio")
     if splits.train.x.dim() != 4:
-        raise ConfigError(f"shift.kind=image needs images, {config.data.name} has {tuple(splits.train.x.shape[1:])}")
+        raise ConfigError(
+            f"shift.kind=image needs images, {config.data.name} has shape {tuple(splits.train.x.shape[1:])}"
+        )
     return splits.shifted(settings.image_shift(), seed)

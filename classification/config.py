@@ -17,9 +17,9 @@ class DataConfig:
     name: str = MISSING
     root: str = ""  # the file, or the folder that holds the set; not needed for scikit-learn's
     target: str = ""  # csv: the column of classes
-    image_size: int = 0  # image_folder: pixels per side; 0 where all images have one size
+    image_size: int = 0  # image_folder: pixels per side; 0 if all images have the same size
     fractions: list[float] = field(default_factory=lambda: [0.7, 0.1, 0.2])  # train, validation, test
-    validation_size: int = 5000  # cifar10: held out of its train set
+    validation_size: int = 5000  # cifar10: held out from its train set
     standardise: bool = False  # tabular: zero mean and unit variance by train statistics
 
 
@@ -44,17 +44,17 @@ class MetricConfig:
 
     # accuracy, aucpr, balanced_accuracy, expected_cost, f1, jaccard, mcr, worst_recall, or MODULE:FUNCTION
     name: str = "accuracy"
-    # expected_cost: cost[true][predicted], each with a point, as omegaconf below 2.4 refuses 0 for 0.0
+    # expected_cost: cost[true][predicted], each with a decimal point, as omegaconf below 2.4 rejects 0 for 0.0
     costs: list[list[float]] = field(default_factory=list)
     prior: list[float] = field(default_factory=list)  # expected_cost: weight of each class
     maximize: bool = True  # MODULE:FUNCTION: whether higher is better
     bounds: list[float] = field(default_factory=lambda: [0.0, 1.0])  # MODULE:FUNCTION: lowest and highest value
-    scores: str = "labels"  # MODULE:FUNCTION: what it gets, labels, probabilities or logits
+    scores: str = "labels"  # MODULE:FUNCTION: its predictions, as labels, probabilities or logits
 
 
 @dataclass
 class ClassifierShiftConfig(ShiftConfig):
-    """How validation and test differ from what the loss sees: in their images, or in their classes' shares."""
+    """How validation and test differ from what the loss sees: in their images, or in their class ratio."""
 
     kind: str = "none"  # none, image or class_ratio
     ratio: list[float] = field(default_factory=list)  # class_ratio: share of each class, above 0, summing to 1
@@ -62,7 +62,7 @@ class ClassifierShiftConfig(ShiftConfig):
 
 @dataclass
 class TransferConfig:
-    """Reuse of another run's value function, for no query, beside the same turned at random (a placebo)."""
+    """Reuse of another run's value function, without queries, next to the same f rotated at random (a placebo)."""
 
     value_function: str = ""  # a value_function.safetensors for phi of the same dimension; empty: no transfer
     loss_weight: float = LOSS_WEIGHT
@@ -74,7 +74,7 @@ class SecondRoundConfig:
     """Finetuning of theta under the tuned phi, and of phi again (paper, Table 4, last row)."""
 
     epochs: int = 0  # of training theta; 0: no second round
-    lr: float = 1e-4  # peak rate of Adam under a one-cycle schedule
+    lr: float = 1e-4  # peak rate of Adam with a one-cycle schedule
     batch_size: int = 100
     augment: bool = False
 
@@ -91,10 +91,10 @@ class ClassificationConfig(RunConfig):
     transfer: TransferConfig = field(default_factory=TransferConfig)
     second_round: SecondRoundConfig = field(default_factory=SecondRoundConfig)
     batch_size: int = 100  # of the loss while finetuning
-    balanced: bool = True  # every class gets an equal part of a batch
+    balanced: bool = True  # every class gets an equal share of a batch
 
     def check(self) -> None:
-        """Refuse what would only fail after work was done (see `RunConfig.check`).
+        """Reject what would only fail after work has been done (see `RunConfig.check`).
 
         Raises:
             FileFormatError: The value function to transfer can't be read.

@@ -41,12 +41,12 @@ def split(
         y: Labels, ``n`` int64 from 0.
         fractions: Shares of train, validation and test, above 0 and summing to 1.
         seed: Seed of the shuffle.
-        stratify: Whether each part gets the classes in the proportions of the whole.
+        stratify: Whether each part has the class proportions of the whole.
         class_names: A name for each class; by default their numbers, up to the largest label.
 
     Raises:
         ValueError: For fractions out of range.
-        DataError: For a set too small to divide so.
+        DataError: For a set too small to divide this way.
     """
     check_fractions(fractions)
     whole = Split(x, y)
@@ -60,25 +60,25 @@ def split(
 
 
 def hold_out(data: Split, size: int | float, seed: int = 0, stratify: bool = True) -> tuple[Split, Split]:
-    """Set aside a part at random, as a validation part of a set that comes with its own test part.
+    """Set aside a part at random, e.g. for validation in a set that comes with its own test part.
 
     Args:
         data: The examples.
-        size: How many to set aside, or their share where it is a float in (0, 1).
+        size: How many to set aside, or their share if it is a float in (0, 1).
         seed: Seed of the shuffle.
-        stratify: Whether both parts get the classes in the proportions of the whole.
+        stratify: Whether both parts have the class proportions of the whole.
 
     Returns:
         The rest, and the part set aside.
 
     Raises:
-        DataError: If either part would be empty, or too small to hold every class where stratified.
+        DataError: If either part would be empty, or too small to hold every class if stratified.
     """
     from sklearn.model_selection import train_test_split
 
     count = round(size * len(data)) if isinstance(size, float) else size
     if not 0 < count < len(data):
-        raise DataError(f"the part held out must leave both parts filled, got {count} of {len(data)} examples")
+        raise DataError(f"holding out a part must leave neither part empty, got {count} of {len(data)} examples")
     labels = data.y.numpy(force=True)
     try:
         rest, held = train_test_split(
@@ -90,7 +90,7 @@ def hold_out(data: Split, size: int | float, seed: int = 0, stratify: bool = Tru
 
 
 def standardise(splits: Splits) -> Splits:
-    """Shift and scale each feature by its mean and standard deviation in train; constant ones are only shifted.
+    """Shift and scale each feature by its mean and standard deviation in train; constant features are only shifted.
 
     Args:
         splits: Parts with float32 inputs ``n x d``.
@@ -108,14 +108,14 @@ def standardise(splits: Splits) -> Splits:
 
 
 def load_libsvm(paths: StrPath | Sequence[StrPath], num_features: int | None = None) -> Labelled:
-    """Read files in LIBSVM (SVMlight) format, gzipped where named ``.gz``, and stack them.
+    """Read files in LIBSVM (SVMlight) format, gzipped if named ``.gz``, and stack them.
 
     Args:
         paths: One file or several.
         num_features: Number of features d; by default the largest index found.
 
     Returns:
-        Inputs ``n x d`` float32, and classes numbered in the order of their labels in the file (-1 before +1).
+        Inputs ``n x d`` float32, and classes numbered in ascending order of their labels in the file (-1 before +1).
 
     Raises:
         DataError: For a file that is missing or malformed, or has more than d features.
@@ -140,7 +140,7 @@ def load_a9a(root: StrPath) -> Labelled:
     """Read the two files of a9a (Adult), 48,842 rows of 123 features; class 1 earns more than 50,000.
 
     Args:
-        root: Folder of ``a9a`` and ``a9a.t``, either gzipped (``.gz``) or not.
+        root: Folder of ``a9a`` and ``a9a.t``, each gzipped (``.gz``) or not.
 
     Raises:
         DataError: For a missing or malformed file.
@@ -155,17 +155,17 @@ def load_csv(
 
     Args:
         path: The file, in UTF-8.
-        target: Name of the column of classes, numbered in numeric or else alphabetic order.
+        target: Name of the class column; classes are numbered in numeric or else alphabetical order.
         drop: Names of columns to leave out.
-        delimiter: Character between cells; blanks around cells are ignored.
-        max_categories: Most values that a text column, or classes that the target, may have.
+        delimiter: Character between cells; whitespace around cells is ignored.
+        max_categories: Maximum number of values in a text column, or of classes in the target.
 
     Returns:
         Inputs ``n x d`` float32, and classes named by their values.
 
     Raises:
         DataError: For a missing or malformed file, a name not in the header, an empty cell in a numeric column or the
-            target, or a column of too many values.
+            target, or a column with too many values.
     """
     rows = _table(path, delimiter)
     header = rows[0][1]
@@ -201,7 +201,7 @@ def load_csv(
 
     labels = dict(columns)[target]
     if "" in labels:
-        raise DataError(f"{path}: {target!r} must be given in each row, is empty in row {lines[labels.index('')]}")
+        raise DataError(f"{path}: {target!r} must be given in each row, but is empty in row {lines[labels.index('')]}")
     classes, y = np.unique(labels, return_inverse=True)
     _few(path, f"target {target!r}", classes, max_categories)
     numbers = _numbers(classes.tolist())
@@ -218,13 +218,13 @@ def load_cifar10(root: StrPath, limit_per_class: int | None = None) -> tuple[Lab
     Args:
         root: Folder that holds either ``cifar-10-batches-py``, or ``train`` and ``test``, each a folder or a ``.zip``
             of ``<class>/<file>`` images.
-        limit_per_class: Keep only this many of each class in each set, the first ones; at least 1.
+        limit_per_class: Keep only the first this many of each class in each set; at least 1.
 
     Returns:
         Train and test, with inputs ``n x 3 x 32 x 32`` uint8 (RGB).
 
     Raises:
-        DataError: If neither layout is there, a file is corrupt, or the sets differ in their classes.
+        DataError: If neither layout is found, a file is corrupt, or the sets' classes differ.
     """
     check_at_least(1, limit_per_class=limit_per_class)
     if Path(root, "cifar-10-batches-py").is_dir():
@@ -245,7 +245,7 @@ def load_sklearn(name: str) -> Labelled:
         name: ``breast_cancer``, ``digits``, ``iris`` or ``wine``.
 
     Returns:
-        Inputs ``n x d`` float32, for digits ``n x 1 x 8 x 8`` in [0, 1].
+        Inputs ``n x d`` float32; for digits, ``n x 1 x 8 x 8`` in [0, 1].
 
     Raises:
         ValueError: For another name.
@@ -274,7 +274,7 @@ def _table(path: StrPath, delimiter: str) -> list[tuple[int, list[str]]]:
     width = len(rows[0][1])
     for number, row in rows:
         if len(row) != width:
-            raise DataError(f"{path}: row {number} must have {width} cells as the header does, got {len(row)}")
+            raise DataError(f"{path}: row {number} must have {width} cells like the header, got {len(row)}")
     return rows
 
 

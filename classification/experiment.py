@@ -51,7 +51,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         return Subject(f"classification/{data}", f"{config.model.name} on {shown}", metric.name, metric.maximize)
 
     def prepare(self) -> tuple[FinetuneTask, Metric]:
-        """Load the data, train the classifier or take it from the folder, and return the task and the test metric."""
+        """Load the data, train the classifier or load it from the folder, and return the task and the test metric."""
         config, seed = self.config, self.seed
         self.splits = splits = load_splits(config, seed).to(choose_device(config.device))
         for name in PARTS:
@@ -72,7 +72,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         return in_parts(part.x, EVALUATION_BATCH), self._batches(part)
 
     def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
-        """Return the usual methods, a tuned threshold, and what else the settings say."""
+        """Return the usual methods, a tuned threshold, and any others that the settings select."""
         config = self.config
         methods = super().methods(resume, watcher)
         methods["threshold"] = ending_at(lambda task: tune_threshold(task, self.splits.validation.x))

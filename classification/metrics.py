@@ -2,7 +2,7 @@
 
 `METRICS` holds the built-in ones by name; `expected_cost` builds one from a cost matrix and `from_callable` wraps a
 scikit-learn or torchmetrics function. They all share one signature, ``function(logits, labels) -> float``, where the
-logits are ``n x c`` (c classes), or ``n`` for a binary classifier with one logit (class 1 where it is above 0), and the
+logits are ``n x c`` (c classes), or ``n`` for a binary classifier with one logit (class 1 if it is above 0), and the
 labels are ``n`` integers in 0..c-1. Two columns count as binary, with class 1 the positive one.
 """
 
@@ -25,7 +25,7 @@ Matrix = Tensor | npt.NDArray[Any] | Sequence[Any]
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """A metric and what an optimiser must know of it.
+    """A metric and what an optimiser must know about it.
 
     Attributes:
         name: Name shown to users.
@@ -159,7 +159,7 @@ METRICS: dict[str, MetricSpec] = {
     spec.name: spec
     for spec in (
         MetricSpec("mcr", False, (0.0, 1.0), _mcr, "misclassification rate"),
-        MetricSpec("accuracy", True, (0.0, 1.0), _accuracy, "share of examples classified rightly"),
+        MetricSpec("accuracy", True, (0.0, 1.0), _accuracy, "share of examples classified correctly"),
         MetricSpec("f1", True, (0.0, 1.0), _f1, f"F-measure of the positive class; {_PER_CLASS}"),
         MetricSpec("jaccard", True, (0.0, 1.0), _jaccard, f"TP / (TP + FP + FN) of the positive class; {_PER_CLASS}"),
         MetricSpec(
@@ -192,7 +192,7 @@ def expected_cost(costs: Matrix, prior: Matrix | None = None) -> MetricSpec:
 
     Raises:
         ValueError: For costs or a prior of the wrong shape or range.
-        DataError: From the metric, for logits of another number of classes or a weighted class without examples.
+        DataError: From the metric, for logits with another number of classes or a weighted class without examples.
     """
     cost = torch.as_tensor(costs, dtype=torch.float64, device="cpu").detach()
     if cost.ndim != 2 or cost.shape[0] != cost.shape[1] or len(cost) < 2:
@@ -206,7 +206,7 @@ def expected_cost(costs: Matrix, prior: Matrix | None = None) -> MetricSpec:
     if weight is not None:
         if weight.shape != (len(cost),):
             raise ValueError(
-                f"prior must hold {len(cost)} weights as costs do classes, got shape {tuple(weight.shape)}"
+                f"prior must hold {len(cost)} weights, one per class of costs, got shape {tuple(weight.shape)}"
             )
         if not weight.isfinite().all() or weight.min() < 0 or weight.sum() == 0:
             raise ValueError(f"prior must hold finite weights, none negative and not all 0, got {weight.tolist()}")
@@ -237,10 +237,10 @@ def from_callable(
     name: str | None = None,
     scores: Literal["labels", "probabilities", "logits"] = "labels",
 ) -> MetricSpec:
-    """Make a metric of somebody else's function.
+    """Make a metric from a third-party function.
 
     A torchmetrics function (or a ``functools.partial`` of one) or metric object is called as ``fn(preds, target)`` on
-    tensors, and an object is reset around each call. Anything else is called as scikit-learn's metrics are,
+    tensors, and an object is reset around each call. Anything else is called like scikit-learn's metrics,
     ``fn(y_true, y_pred)`` on numpy arrays.
 
     Args:
@@ -249,7 +249,7 @@ def from_callable(
         bounds: Smallest and largest value of the metric.
         name: Name of the metric; by default that of ``fn``.
         scores: What ``fn`` gets as predictions: the predicted classes (``n``), or the probabilities or logits
-            (``n x c``; for two classes ``n``, those of class 1).
+            (``n x c``; for two classes, ``n`` for class 1).
 
     Raises:
         ValueError: For unknown ``scores`` or bounds out of order.
@@ -264,7 +264,7 @@ def from_callable(
     while isinstance(inner, functools.partial):
         inner = inner.func
     label = str(name or getattr(inner, "__name__", type(inner).__name__))
-    torchmetrics = sys.modules.get("torchmetrics")  # such a metric has imported it
+    torchmetrics = sys.modules.get("torchmetrics")  # a torchmetrics metric has imported it
     stateful = torchmetrics is not None and isinstance(fn, torchmetrics.Metric)
     takes_tensors = stateful or (getattr(inner, "__module__", None) or "").partition(".")[0] == "torchmetrics"
 
@@ -304,16 +304,16 @@ def from_callable(
 
 
 def check_split(labels: Tensor, num_classes: int, where: str = "validation", *, all_classes: bool = False) -> None:
-    """Make sure that a metric means something on these labels.
+    """Make sure that a metric is meaningful on these labels.
 
     Args:
         labels: ``n`` integers in 0..num_classes-1.
         num_classes: Number of classes, 2 or more.
         where: Name of the split, for the message.
-        all_classes: Whether the metric needs examples of every class, rather than of two.
+        all_classes: Whether the metric needs examples of every class rather than of two.
 
     Raises:
-        DataError: If the split is empty, holds a label out of range or one class only, or lacks a class that is needed.
+        DataError: If the split is empty, holds a label out of range or a single class, or lacks a class that is needed.
     """
     if len(labels) == 0:
         raise DataError(f"the {where} split is empty; it must hold examples of at least two classes")

@@ -1,4 +1,4 @@
-"""Networks of the paper's classification experiments, and any torchvision classifier by name."""
+"""The networks of the paper's classification experiments, and any torchvision classifier by name."""
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class TabularMLP(nn.Module):
         self.head = nn.Linear(widths[-1], outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``n x features`` to logits, ``n`` for one output, else ``n x outputs``."""
+        """Map ``n x features`` to logits, ``n`` for one output, otherwise ``n x outputs``."""
         logits: Tensor = self.head(self.body(x))
         return logits.squeeze(-1) if logits.shape[-1] == 1 else logits
 
@@ -72,7 +72,7 @@ class CifarResNet(nn.Module):
         classes: Number of classes.
 
     Raises:
-        ConfigError: The depth is not of that form.
+        ConfigError: The depth is not of this form.
     """
 
     def __init__(self, depth: int = 32, classes: int = 10) -> None:
@@ -129,14 +129,14 @@ def build_model(name: str, input_shape: torch.Size, classes: int) -> nn.Module:
         classes: Number of classes c. Two classes give the MLP one logit.
 
     Raises:
-        ConfigError: There is no such model, or it doesn't take such inputs.
+        ConfigError: There is no such model, or it doesn't take inputs of this shape.
     """
     if name == "tabular_mlp":
         if len(input_shape) != 1:
-            raise ConfigError(f"model.name=tabular_mlp takes vectors, the data has {tuple(input_shape)}")
+            raise ConfigError(f"model.name=tabular_mlp takes vectors, but the data has shape {tuple(input_shape)}")
         return TabularMLP(input_shape[0], 1 if classes == 2 else classes)
     if len(input_shape) != 3:
-        raise ConfigError(f"model.name={name} takes images, the data has {tuple(input_shape)}")
+        raise ConfigError(f"model.name={name} takes images, but the data has shape {tuple(input_shape)}")
     if name == "small_cnn":
         return SmallCNN(input_shape[0], classes)
     if name.startswith("cifar_resnet") and name.removeprefix("cifar_resnet").isdigit():

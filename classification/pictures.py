@@ -1,4 +1,4 @@
-"""Example images with what the classifier said of them before and after."""
+"""Example images with the classifier's predictions before and after."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def plot_examples(
     Args:
         part: Images, ``n x c x h x w`` in [0, 1], and labels.
         before: Predicted classes before finetuning, ``n``.
-        after: Predicted classes after it, ``n``.
+        after: Predicted classes after finetuning, ``n``.
         class_names: A name for each class.
         path: The PNG file.
         seed: Seed of the sample.
@@ -32,7 +32,7 @@ def plot_examples(
     shown = changed[order[: ROWS * COLUMNS]].tolist()
     mended, broken = int(((before != y) & (after == y)).sum()), int(((before == y) & (after != y)).sum())
     figure = Figure(figsize=(COLUMNS * 1.1, ROWS * 1.45 + 0.5), layout="constrained")
-    figure.suptitle(f"{len(y)} test images: {mended} mended, {broken} broken by finetuning", fontsize=11)
+    figure.suptitle(f"{len(y)} test images: {mended} corrected, {broken} broken by finetuning", fontsize=11)
     for place, axes in enumerate(figure.subplots(ROWS, COLUMNS).flat):
         axes.set_axis_off()
         if place >= len(shown):

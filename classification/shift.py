@@ -1,4 +1,4 @@
-"""A shift of the class ratio, as between what a classifier was trained on and what it meets."""
+"""A shift of the class ratio, as between the data a classifier was trained on and those it meets in use."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,17 +12,17 @@ from metricopt_ext.utils.seeding import generator
 
 
 def shift_class_ratio(splits: Splits, ratio: Sequence[float], seed: int = 0) -> Splits:
-    """Leave out validation and test examples at random until their classes have other shares; train stays as it is.
+    """Leave out validation and test examples at random until their classes have these shares; train stays as it is.
 
-    As few as possible are left out: the class that is scarcest for its share stays whole.
+    As few as possible are left out: the class that is scarcest relative to its share is kept whole.
 
     Args:
-        splits: The parts, of any inputs.
-        ratio: The ``c`` shares, above 0 and summing to 1; met up to half an example of each class.
+        splits: The parts, with any inputs.
+        ratio: The ``c`` shares, above 0 and summing to 1; met to within half an example of each class.
         seed: Seed of the choice.
 
     Raises:
-        ValueError: For a ratio of another length, or out of range.
+        ValueError: For a ratio of the wrong length or out of range.
         DataError: For a part in which a class would have no examples.
     """
     if len(ratio) != splits.num_classes:

@@ -10,7 +10,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 
 
 class WithThreshold(nn.Module):
-    """A binary classifier whose logit is lowered by a constant: class 1 where the model's own logit is above it."""
+    """A binary classifier whose logit is lowered by a constant: class 1 if the model's own logit is above it."""
 
     def __init__(self, model: nn.Module, threshold: float) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class WithThreshold(nn.Module):
 
 @torch.no_grad()
 def tune_threshold(task: FinetuneTask, x: Tensor, evals: int = 101) -> nn.Module | None:
-    """Return the original model with the threshold that the metric likes best, or None if it has several logits.
+    """Return the original model with the threshold that is best for the metric, or None if it has several logits.
 
     Args:
         task: Its model, at phi = 0, is judged by its metric.

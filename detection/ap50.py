@@ -1,23 +1,23 @@
-"""AP50: the average precision of detections where a hit is an intersection over union (IoU) of 0.5.
+"""AP50: the average precision of detections if a hit needs an intersection over union (IoU) of 0.5.
 
-Three definitions are in use, and give different values for the same detections:
+Three definitions are in use and give different values for the same detections:
 
 - ``"voc_11_point"``, Pascal VOC 2007: the mean of the precision at the recalls 0, 0.1, ..., 1.
 - ``"voc"``, Pascal VOC since 2010: the area under the precision, made monotonic, as a function of recall.
-- ``"coco"``, as pycocotools has it: the mean of the precision at the recalls 0, 0.01, ..., 1.
+- ``"coco"``, as in pycocotools: the mean of the precision at the recalls 0, 0.01, ..., 1.
 
-VOC's: of the boxes of a detection's class, the one with the largest IoU decides (the first of equal ones); it must be
-above 0.5. The first detection by score that a box decides is a hit, later ones are false. Difficult and crowd objects
-neither count nor make detections of them false.
+VOC: a detection is matched to the box of its class with the largest IoU (the first if several are equal), which must be
+above 0.5. The best-scoring detection matched to a box is a hit, later ones are false. Difficult and crowd objects don't
+count, nor are detections of them false.
 
-COCO's: of the boxes that no detection by a better score has taken, a detection takes the one with the largest IoU (the
-last of equal ones); it must be at least 0.5. In each image, the 100 best detections of each class count. A detection
+COCO: of the boxes not taken by a better-scoring detection, a detection takes the one with the largest IoU (the last if
+several are equal), which must be at least 0.5. In each image, the 100 best detections of each class count. A detection
 that only overlaps a crowd region, by half of its own area, is not counted, nor is one of negative area; difficult
-objects are objects like others.
+objects are treated like any others.
 
 Detections of a class are sorted by score. Equal scores stay in the order of the images, then of the image's detections,
 as in pycocotools (where the images are in the order of their ids) and in VOC's evaluation with a stable sort. A class
-without an object that counts is left out of the mean; one with objects and without detections has the value 0.
+without an object that counts is left out of the mean; one with objects but no detections has the value 0.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ DEFINITIONS: tuple[Definition, ...] = get_args(Definition)
 
 IOU = 0.5
 COCO_DETECTIONS = 100  # of one class in one image
-# Written as the references do: other ways to write them differ in the last bit, which decides at a recall of 0.3.
+# Written as in the reference code: other forms differ in the last bit, which matters at a recall of 0.3.
 RECALLS = {"voc_11_point": np.arange(0.0, 1.1, 0.1), "coco": np.linspace(0.0, 1.0, 101)}
-# VOC counts pixels from 1, both ends inside. The IoU is the same, but for its rounding.
+# VOC counts pixels from 1, both ends inside. The IoU is the same except for rounding.
 ORIGIN = {"voc_11_point": np.array([1.0, 1.0, 0.0, 0.0]), "voc": np.array([1.0, 1.0, 0.0, 0.0]), "coco": np.zeros(4)}
 
 Floats = npt.NDArray[np.float64]
@@ -61,7 +61,7 @@ class AveragePrecision:
 
 @dataclass(frozen=True, eq=False)
 class Matches:
-    """Which detections hit an object; enough to compute the AP50 of any subset of the images.
+    """Which detections hit an object: enough to compute the AP50 of any subset of the images.
 
     Attributes:
         definition: See the module.
@@ -80,9 +80,9 @@ class Matches:
     hits: Booleans
 
     def average_precision(self, images: Sequence[int] | None = None) -> AveragePrecision:
-        """Return the AP50 of some images, given by their places in the set; of all by default.
+        """Return the AP50 of some images, given by their positions in the set; by default of all.
 
-        It is the same as if only these images had been matched (but for ``rounded``, whose ties have no fixed order).
+        It is the same as if only these images had been matched (except with ``rounded``: its ties have no fixed order).
 
         Raises:
             DataError: None of the images has an object that counts.
@@ -118,19 +118,20 @@ def match(
         detections: What was found in each image of ``truth``, in the same order.
         truth: The images with their objects.
         definition: See the module.
-        rounded: Round as Detectron2's evaluation of VOC does, to get its value to the last bit where nothing else
+        rounded: Round as Detectron2's VOC evaluation does, to match its value to the last bit if nothing else
             differs: scores to 3 decimals, boxes to 1, equal scores in the order that numpy's unstable sort gives.
 
     Raises:
-        DataError: Another number of detections than of images, an unknown definition, or ``rounded`` with COCO's.
-        MetricError: A box or score is NaN or infinite, or a label is none of the set's.
+        DataError: The numbers of detections and images differ, the definition is unknown, or it is COCO's with
+            ``rounded``.
+        MetricError: A box or score is NaN or infinite, or a label is not one of the set's.
     """
     if definition not in DEFINITIONS:
         raise DataError(f"definition must be one of {', '.join(DEFINITIONS)}, got {definition!r}")
     if rounded and definition == "coco":
-        raise DataError("only VOC's definitions can be rounded as Detectron2 does")
+        raise DataError("only VOC's definitions can be rounded as in Detectron2")
     if len(detections) != len(truth):
-        raise DataError(f"there are detections of {len(detections)} images, but {len(truth)} images")
+        raise DataError(f"there are detections for {len(detections)} images, but {len(truth)} images")
     found = _Found.of(detections, len(truth.classes), definition, rounded)
     things = _Things.of(truth, definition)
     if definition == "coco":
@@ -147,14 +148,14 @@ def _match_voc(found: "_Found", things: "_Things") -> tuple[Booleans, Booleans]:
     rows, columns, overlaps = _pairs(found, things, pixel=1.0)
     near = overlaps > IOU
     rows, columns, overlaps = rows[near], columns[near], overlaps[near]
-    order = np.lexsort((-overlaps, rows))  # stable: the first of equal ones
+    order = np.lexsort((-overlaps, rows))  # stable: the first of equals
     decided, first = np.unique(rows[order], return_index=True)
     deciding = columns[order][first]
 
     counted, hits = np.ones(len(found.keys), dtype=bool), np.zeros(len(found.keys), dtype=bool)
     ignored = things.ignored[deciding]
     counted[decided[ignored]] = False
-    # Of the detections that one object decides, the first has the best score.
+    # Of the detections matched to one object, the first has the best score.
     _, first = np.unique(deciding[~ignored], return_index=True)
     hits[decided[~ignored][first]] = True
     return counted, hits
@@ -165,7 +166,7 @@ def _match_coco(found: "_Found", things: "_Things") -> tuple[Booleans, Booleans]
     rows, columns, overlaps = _pairs(found, things, pixel=0.0)
     near = overlaps >= IOU
     rows, columns, overlaps = rows[near], columns[near], overlaps[near]
-    # For each detection in turn: objects before crowd regions, larger overlaps first, the last of equal ones.
+    # For each detection in turn: objects before crowd regions, larger overlaps first, the last of equals.
     order = np.lexsort((-columns, -overlaps, things.crowd[columns], rows))
     counted = np.prod(found.boxes[:, 2:] - found.boxes[:, :2], axis=1) >= 0
     hits = np.zeros(len(found.keys), dtype=bool)
@@ -184,7 +185,7 @@ def _match_coco(found: "_Found", things: "_Things") -> tuple[Booleans, Booleans]
 def _pairs(found: "_Found", things: "_Things", pixel: float) -> tuple[Integers, Integers, Floats]:
     """Each detection with each object of its image and class: their rows, and their overlap in [0, 1].
 
-    The overlap is the IoU; with a crowd region, the part of the detection that lies within. A box's width is
+    The overlap is the IoU; with a crowd region, the share of the detection that lies within it. A box's width is
     ``right - left + pixel``.
     """
     start, end = (np.searchsorted(things.keys, found.keys, side) for side in ("left", "right"))
@@ -222,7 +223,7 @@ class _Found:
                 f" with {classes} classes they must be in 0..{classes - 1}"
             )
         if rounded:
-            boxes = boxes + ORIGIN[definition].astype(boxes.dtype)  # with the detector's precision, as Detectron2 does
+            boxes = boxes + ORIGIN[definition].astype(boxes.dtype)  # in the detector's precision, as in Detectron2
             boxes, scores = boxes.astype(np.float64).round(1), scores.astype(np.float64).round(3)
         else:
             boxes = boxes + ORIGIN[definition]
@@ -239,9 +240,9 @@ class _Things:
 
     keys: Integers  # image * classes + label, ascending
     boxes: Floats
-    ignored: Booleans  # neither count nor make detections of them false
+    ignored: Booleans  # do not count, nor are detections of them false
     crowd: Booleans  # of the ignored ones, those that COCO treats as regions
-    counts: Integers  # of those not ignored, images x classes
+    counts: Integers  # of objects that are not ignored, images x classes
 
     @staticmethod
     def of(truth: DetectionSet, definition: Definition) -> "_Things":

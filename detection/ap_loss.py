@@ -18,16 +18,16 @@ def ap_loss(scores: Tensor, labels: Tensor, *, lambda_val: float = 100.0, margin
 
         AP = mean over positives i of rk+(i) / rk(i),
 
-    with its rank rk among all and rk+ among the positives. The ranks are true ones; their gradient is that of an
-    interpolation (`ranking_losses`), for which rk+ is constant.
+    with its rank rk among all items and rk+ among the positives. The ranks are exact; their gradient comes from an
+    interpolation (`ranking_losses`) in which rk+ is constant.
 
     Args:
         scores: Scores of the items for each class, ``n x C``.
-        labels: Classes of the items, ``n`` integers below C; negative ones for the background.
-        lambda_val: How far the interpolation moves the scores, above 0. A class with P positives moves one of precision
-            p at rank r by ``lambda_val p / (P r)``; where that is below the scores' distances, nothing is learned.
-        margin: What a positive's score must exceed a negative's by, at least 0; half of it is taken from the positives
-            and half is added to the negatives.
+        labels: Classes of the items, ``n`` integers below C; negative for the background.
+        lambda_val: How far the interpolation moves the scores, above 0. With P positives in a class, one of precision p
+            at rank r moves by ``lambda_val p / (P r)``; if that is below the gaps between scores, nothing is learned.
+        margin: By how much a positive's score must exceed a negative's, at least 0; half is subtracted from the
+            positives and half is added to the negatives.
 
     Raises:
         ValueError: ``lambda_val`` or ``margin`` is out of range.

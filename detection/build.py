@@ -21,7 +21,7 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.device import choose_device
 
 TOOLKITS = ("detectron2", "torchvision")
-# The settings that one toolkit alone looks at.
+# The settings that only one toolkit uses.
 SETTINGS = {
     "detectron2": ("model.config_file", "model.opts"),
     "torchvision": (
@@ -36,13 +36,13 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
     """Return the toolkit that the settings name.
 
     Raises:
-        ConfigError: There is no such toolkit, it is not installed, it refuses its settings, or a setting is another's.
+        ConfigError: There is no such toolkit, it is not installed, it rejects its settings, or one is another's.
     """
     model = config.model
     if config.toolkit not in TOOLKITS:
         raise ConfigError(f"toolkit={config.toolkit!r} is none of {', '.join(TOOLKITS)}")
     _refuse_settings_of_others(config)
-    # Otherwise the detector is trained on, or all of its weights are read from model.weights.
+    # Otherwise the detector is trained further, or all of its weights are read from model.weights.
     strict_weights = not model.steps and not model.weights
     if config.toolkit == "torchvision":
         return TorchvisionToolkit(
@@ -59,8 +59,8 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
         from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
     except ImportError as error:
         raise ConfigError(
-            f"toolkit=detectron2 needs Detectron2, which is installed from its source ({error});"
-            " --toolkit torchvision works without, with a config file of its own"
+            f"toolkit=detectron2 needs Detectron2, which is installed from source ({error});"
+            " --toolkit torchvision works without it, with its own config file"
         ) from error
     if not model.config_file:
         raise ConfigError("toolkit=detectron2 needs model.config_file=FILE, the YAML file that describes the detector")
@@ -70,14 +70,14 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
 
 
 def _refuse_settings_of_others(config: DetectionConfig) -> None:
-    """Refuse settings that the toolkit does not look at, where they are not the default."""
+    """Reject non-default settings that the toolkit does not use."""
     default = DetectionConfig()
     for toolkit, keys in SETTINGS.items():
         for key in keys:
             value = attrgetter(key)(config)
             if toolkit != config.toolkit and value != attrgetter(key)(default):
                 raise ConfigError(
-                    f"{key}={value!r} is for toolkit={toolkit}, and would not change toolkit={config.toolkit}"
+                    f"{key}={value!r} is for toolkit={toolkit} and has no effect with toolkit={config.toolkit}"
                 )
 
 
@@ -96,7 +96,7 @@ def check_definition(config: DetectionConfig) -> Definition:
 def detector(config: DetectionConfig, toolkit: Toolkit, splits: DetectionSplits, seed: int, folder: Path) -> nn.Module:
     """Return the detector: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
 
-    Training keeps a checkpoint in ``folder`` until then, and goes on from one that a killed run has left.
+    Training keeps a checkpoint in ``folder`` until then, and continues from one that a killed run left behind.
 
     Raises:
         DataError: The weights don't fit the model.
@@ -127,14 +127,14 @@ def attach(toolkit: Toolkit, model: nn.Module, config: DetectorAdapterConfig, se
     """Attach the adapter that the settings describe.
 
     Raises:
-        ConfigError: The detector has no such place.
+        ConfigError: The detector has no such placement.
     """
     layers = config.layers or toolkit.film_layers(model, [config.placement])
     return attach_film(model, layers, dim=config.dim, seed=seed)
 
 
 def remembering(toolkit: Toolkit, adapter: Adapter, config: DetectorAdapterConfig) -> Toolkit:
-    """Return a toolkit that computes features and proposals once, where phi can't change them and settings allow it."""
+    """Return a toolkit that computes features and proposals once, if phi can't change them and settings allow it."""
     in_box_head = all(layer.startswith(BOX_HEAD) for layer in adapter.layers)
     if isinstance(toolkit, TorchvisionToolkit) and config.keep_features and in_box_head:
         return FrozenFeatures(toolkit, adapter, config.keep_gib)

@@ -15,7 +15,7 @@ from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import write_atomically
 
-NAMED = 5  # images that a warning names
+NAMED = 5  # images listed in a warning
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,27 +29,27 @@ class CocoSet(DetectionSet):
     category_ids: tuple[int, ...] = ()
 
     def subset(self, indices: Sequence[int]) -> "CocoSet":
-        """Return the images at some places."""
+        """Return the images at some positions."""
         return replace(self, images=[self.images[index] for index in indices])
 
 
 def read_coco(
     annotations: str | Path, images_dir: str | Path | None = None, *, dtype: torch.dtype = torch.float32
 ) -> CocoSet:
-    """Read annotated images in COCO's format: images and classes in the order of their ids, as pycocotools has them.
+    """Read annotated images in COCO's format: images and classes in the order of their ids, as in pycocotools.
 
     Boxes ``[x, y, width, height]`` become the edges ``(x, y, x + width, y + height)``, and are not clipped to their
-    images. Those without area are left out, with one warning. (pycocotools counts those of area 0 as objects, so that
-    its AP50 can differ.)
+    images. Those without area are left out, with one warning. (pycocotools counts those of area 0 as objects, so its
+    AP50 can differ.)
 
     Args:
         annotations: The JSON file.
-        images_dir: Folder of the images; None where only the boxes are needed, then the images are not looked for.
+        images_dir: Folder of the images; None if only the boxes are needed; the images are then not looked for.
         dtype: Type of the boxes; float64 keeps all decimals of the file.
 
     Raises:
-        DataError: The file is truncated, no JSON of this format or without images; ids that are double or unknown; a
-            box or size that is no number; an image that is missing.
+        DataError: The file is truncated, not JSON of this format or without images; an id is duplicate or unknown; a
+            box or size is not a number; an image is missing.
     """
     content = _load(Path(annotations))
     wrong = [key for key in ("images", "annotations", "categories") if not isinstance(_get(content, key), list)]
@@ -104,9 +104,9 @@ def read_coco(
 def read_detections(results: str | Path, dataset: DetectionSet) -> list[Detections]:
     """Read COCO's results format: a list of ``{image_id, category_id, bbox: [x, y, width, height], score}``.
 
-    An image is known by its ``image_id`` in the set: VOC's are strings, the names of the files without suffix. A class
-    is known by its ``category_id``, which counts the classes from 1 in sets that did not come from COCO's format, or,
-    where there is one, by its ``category_name``.
+    An image is identified by its ``image_id`` in the set: VOC's are strings, the file names without suffix. A class is
+    identified by its ``category_id``, which counts the classes from 1 in sets not read from COCO's format, or by its
+    ``category_name``, if there is one.
 
     Args:
         results: The JSON file.
@@ -116,8 +116,8 @@ def read_detections(results: str | Path, dataset: DetectionSet) -> list[Detectio
         The detections in each image of the set, in float64 and in the file's order.
 
     Raises:
-        DataError: The file is truncated or no list in this format, has an unknown image or category, or a box or score
-            that is no finite number.
+        DataError: The file is truncated or not a list in this format, has an unknown image or category, or a box or
+            score that is not a finite number.
     """
     content = _load(Path(results))
     if not isinstance(content, list):
@@ -151,9 +151,9 @@ def read_detections(results: str | Path, dataset: DetectionSet) -> list[Detectio
 def write_coco(path: str | Path, dataset: DetectionSet) -> Path:
     """Write annotations in COCO's format, for its own tools; returns the file.
 
-    Images whose ids are no integers, such as VOC's, are numbered from 1. To write detections that fit, give
-    `write_detections` what `read_coco` reads from the file. Difficult objects become objects like others, for the
-    format does not know them.
+    Images whose ids are not integers, such as VOC's, are numbered from 1. To write matching detections, give
+    `write_detections` what `read_coco` reads from the file. Difficult objects become ordinary objects, as the format
+    has no such flag.
     """
     numbered = not all(isinstance(image.image_id, int) for image in dataset.images)
     category_ids = _category_ids(dataset)
@@ -218,7 +218,7 @@ def _load(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
-        raise DataError(f"{path} is truncated or no JSON ({error})") from error
+        raise DataError(f"{path} is truncated or not JSON ({error})") from error
 
 
 def _get(entry: Any, key: str) -> Any:
@@ -226,7 +226,7 @@ def _get(entry: Any, key: str) -> Any:
 
 
 def _by_id(entries: list[Any], keys: Sequence[str], what: str) -> dict[Any, dict[str, Any]]:
-    """The entries in the order of their ids."""
+    """The entries ordered by id."""
     for entry in entries:
         for key in ("id", *keys):
             if _get(entry, key) is None:
@@ -237,20 +237,18 @@ def _by_id(entries: list[Any], keys: Sequence[str], what: str) -> dict[Any, dict
     ids = Counter(entry["id"] for entry in entries)
     double = [key for key, count in ids.items() if count > 1]
     if double:
-        raise DataError(f"{what}'s id is there twice: {double[0]}")
+        raise DataError(f"{what}'s id occurs twice: {double[0]}")
     return {entry["id"]: entry for entry in sorted(entries, key=lambda entry: entry["id"])}
 
 
 def _known(entry: Any, key: str, known: dict[Any, Any], where: str) -> Any:
-    """The entry's id of this name, which must be one of those known."""
+    """The entry's id under this key, which must be a known one."""
     value = _get(entry, key)
     if value is None:
         raise DataError(f"{where} has no {key!r}")
     if isinstance(value, list | dict) or value not in known:
         examples = ", ".join(repr(each) for each in list(known)[:NAMED])
-        raise DataError(
-            f"{where} has the unknown {key} {value!r}; known are {examples}{', ...' * (len(known) > NAMED)}"
-        )
+        raise DataError(f"{where} has the unknown {key} {value!r}; known: {examples}{', ...' * (len(known) > NAMED)}")
     return value
 
 

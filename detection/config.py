@@ -15,16 +15,16 @@ from metricopt_ext.utils.config import default_of
 class DataConfig:
     """Where images and boxes come from."""
 
-    name: str = MISSING  # scenes (of scikit-learn's digits, drawn by the tool itself), voc or coco
+    name: str = MISSING  # scenes (of scikit-learn's digits, drawn by the tool), voc or coco
     root: str = ""  # voc: the tree, or a zip file of it; coco: the folder of the images
-    # voc: names of image lists; coco: annotation files; an empty second one: validation is held out of train
+    # voc: names of image lists; coco: annotation files; an empty second one: validation is held out from train
     splits: list[str] = field(default_factory=lambda: ["train", "val", "test"])
     more_train: list[str] = field(default_factory=list)  # voc: further trees, whose split of train's name joins train
-    classes: list[str] = field(default_factory=list)  # voc: their names; empty: all that the tree has
-    validation_share: float = 0.1  # of train, where the second split is empty
-    # scenes: how many of each part; others: most images of each part, drawn by the seed, 0: all
+    classes: list[str] = field(default_factory=list)  # voc: their names; empty: all in the tree
+    validation_share: float = 0.1  # of train, if the second split is empty
+    # scenes: how many for each part; others: maximum number of images for each part, drawn by the seed, 0: all
     images: list[int] = field(default_factory=lambda: [0, 0, 0])
-    size: int = 0  # longer side in pixels of images in memory, larger ones are scaled down; 0: as they are
+    size: int = 0  # longer side in pixels of images in memory, larger ones are scaled down; 0: unchanged
 
 
 @dataclass
@@ -32,15 +32,15 @@ class SceneConfig:
     """How scenes are drawn (data.name=scenes)."""
 
     size: int = default_of(write_scenes, "size")  # pixels per side
-    # fewest and most in a scene
+    # minimum and maximum in a scene
     digits: list[int] = field(default_factory=lambda: list(default_of(write_scenes, "digits_per_scene")))
-    # least and most pixels per side of a pasted digit
+    # minimum and maximum pixels per side of a pasted digit
     scale: list[int] = field(default_factory=lambda: list(default_of(write_scenes, "scale")))
 
 
 @dataclass
 class SceneShiftConfig:
-    """How validation and test scenes differ from what the loss sees; defaults change nothing."""
+    """How validation and test scenes differ from what the loss sees; the defaults change nothing."""
 
     contrast: float = SceneShift.contrast  # factor on the distance from middle grey, in (0, 1]
     brightness: float = SceneShift.brightness  # added to every value, in [-1, 1]
@@ -63,13 +63,13 @@ class ModelConfig:
         TorchvisionToolkit.min_size
     )  # torchvision: shorter side in pixels to which the network scales images ...
     max_size: int = TorchvisionToolkit.max_size  # ... unless the longer one would then exceed this
-    # torchvision: most proposals that an image's boxes are sought in; 0: the detector's own number
+    # torchvision: maximum number of proposals per image to detect boxes in; 0: the detector's own number
     proposals: int = TorchvisionToolkit.proposals
-    # torchvision: file of its ResNet-50 detectors' weights, for COCO or trained on from these, to start training from
+    # torchvision: file of its ResNet-50 detectors' weights, for COCO or trained further, to start training from
     coco_weights: str = ""
     config_file: str = ""  # detectron2: the YAML file that describes the detector
     opts: list[str] = field(default_factory=list)  # detectron2: KEY, VALUE, ... that override it
-    weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use in place of training
+    weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use instead of training
     steps: int = 700  # 0 takes the weights as the toolkit gives them (detectron2: MODEL.WEIGHTS among opts)
     batch_size: int = 8
     lr: float = 0.05  # peak rate of SGD with momentum
@@ -79,10 +79,10 @@ class ModelConfig:
 class DetectorAdapterConfig(AdapterConfig):
     """Where phi acts, by FiLM: at the layers, or else at a placement."""
 
-    placement: str = "roi_head"  # a name that the toolkit knows, see its PLACEMENTS
+    placement: str = "roi_head"  # a name that the toolkit knows; see its PLACEMENTS
     dim: int = 32
-    keep_features: bool = True  # compute features and proposals once where phi can't change them (torchvision) ...
-    keep_gib: float = 4.0  # ... while they fit into this many GiB, for each seed that runs
+    keep_features: bool = True  # compute features and proposals once if phi can't change them (torchvision) ...
+    keep_gib: float = 4.0  # ... while they fit into this many GiB, for each running seed
 
 
 @dataclass
@@ -108,7 +108,7 @@ class DetectionConfig(RunConfig):
     population: int = 1  # detectors compute one task at a time
 
     def check(self) -> None:
-        """Refuse what would only fail after work was done (see `RunConfig.check`)."""
+        """Reject what would only fail after work has been done (see `RunConfig.check`)."""
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
         check_at_least(0, {"data.size": self.data.size, "model.steps": self.model.steps})
         if self.population != 1:
@@ -128,5 +128,5 @@ class DetectionConfig(RunConfig):
             raise ConfigError(f"data.validation_share={self.data.validation_share}: it must be between 0 and 1")
         for name, value in (("scene.digits", self.scene.digits), ("scene.scale", self.scene.scale)):
             if len(value) != 2:
-                raise ConfigError(f"{name}={value}: it must be two numbers, the least and the most")
+                raise ConfigError(f"{name}={value}: it must be two numbers, the minimum and the maximum")
         super().check()

@@ -1,4 +1,4 @@
-"""The three parts of the data: what the loss sees, what the metric sees, and what the report is about."""
+"""The three parts of the data: what the loss sees, what the metric sees, and what the result is reported on."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ class DetectionSplits:
         classes: Names of the classes.
         train: What the detector is trained on and the loss sees.
         validation: What metric queries see.
-        test: What the report is about.
+        test: What the result is reported on.
     """
 
     classes: tuple[str, ...]
@@ -39,12 +39,12 @@ def load_splits(config: DetectionConfig, seed: int, folder: Path) -> DetectionSp
 
     Args:
         config: The settings.
-        seed: Draws scenes, the images of each part, and what is held out of train.
+        seed: Draws scenes, the images of each part, and what is held out from train.
         folder: Receives scenes.
 
     Raises:
         ConfigError: A setting is unknown.
-        DataError: The data are not there or not usable.
+        DataError: The data are missing or unusable.
     """
     parts = _read(config, seed, folder)
     classes = parts[0].classes
@@ -63,7 +63,7 @@ def load_splits(config: DetectionConfig, seed: int, folder: Path) -> DetectionSp
 def _read(config: DetectionConfig, seed: int, folder: Path) -> tuple[DetectionSet, DetectionSet, DetectionSet]:
     data = config.data
     if data.name != "scenes" and not config.shift.is_none:
-        raise ConfigError(f"the settings of shift are for data.name=scenes, and would not change data.name={data.name}")
+        raise ConfigError(f"the settings of shift are for data.name=scenes and don't affect data.name={data.name}")
     if data.name not in ("scenes", "voc", "coco"):
         raise ConfigError(f"data.name={data.name!r} is none of scenes, voc, coco")
     if data.more_train and data.name != "voc":
@@ -73,12 +73,12 @@ def _read(config: DetectionConfig, seed: int, folder: Path) -> tuple[DetectionSe
     if data.name == "scenes":
         return _scenes(config, seed, folder / "scenes")
     if not data.root:
-        raise ConfigError(f"data.name={data.name} needs data.root=PATH, its folder or, of voc, zip file")
+        raise ConfigError(f"data.name={data.name} needs data.root=PATH, its folder or, for voc, zip file")
     train = _split(data, data.root, data.splits[0])
     for root in data.more_train:
         more = _split(data, root, data.splits[0])
         if more.classes != train.classes:
-            raise DataError(f"{root} has other classes than {data.root}; name them in data.classes")
+            raise DataError(f"{root} and {data.root} have different classes; name them in data.classes")
         train = DetectionSet(train.classes, [*train.images, *more.images])
     if data.splits[1]:
         return train, _split(data, data.root, data.splits[1]), _split(data, data.root, data.splits[2])
@@ -107,7 +107,7 @@ def _scenes(config: DetectionConfig, seed: int, folder: Path) -> tuple[Detection
 
 
 def _held_out(train: DetectionSet, share: float, seed: int) -> tuple[DetectionSet, DetectionSet]:
-    """Hold a part of the train images out, drawn by the seed."""
+    """Hold out a part of the train images, drawn by the seed."""
     order = torch.randperm(len(train), generator=generator(seed, "held_out")).tolist()
     size = max(1, round(share * len(train)))
     if size == len(train):
@@ -123,6 +123,6 @@ def _drawn(part: DetectionSet, limit: int, seed: int, name: str) -> DetectionSet
 
 
 def image_halves(count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Divide images at random into two halves; returns their places, ascending."""
+    """Divide images at random into two halves; returns their positions, ascending."""
     order = torch.randperm(count, generator=generator(seed, "halves")).tolist()
     return sorted(order[::2]), sorted(order[1::2])

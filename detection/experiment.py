@@ -26,7 +26,7 @@ PROPOSALS = (10, 50, 100, 300)
 
 
 class DetectionExperiment(Experiment[DetectionConfig]):
-    """A trained detector; the tuned one ends in the seed's folder as ``tuned.pth``, an ordinary checkpoint."""
+    """A trained detector; the tuned one is written to the seed's folder as ``tuned.pth``, an ordinary checkpoint."""
 
     config_type = DetectionConfig
     splits: DetectionSplits
@@ -42,11 +42,11 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         return Subject(f"detection/{config.data.name}", f"{config.toolkit}'s {model} on {data}", "AP50")
 
     def prepare(self) -> tuple[FinetuneTask, Metric]:
-        """Load the data, train the detector or take it from the folder, and return the task and the test metric."""
+        """Load the data, train the detector or load it from the folder, and return the task and the test metric."""
         config, seed, folder = self.config, self.seed, self.folder
         self.toolkit, definition = build_toolkit(config), check_definition(config)
         self.splits = splits = load_splits(config, seed, folder)
-        # An untrained detector shows whether there is such a place, before one is trained for hours.
+        # An untrained detector shows whether the placement exists, before one is trained for hours.
         attach(self.toolkit, self.toolkit.build(len(splits.classes), seed), config.adapter, seed)
         adapter = attach(self.toolkit, detector(config, self.toolkit, splits, seed, folder), config.adapter, seed)
         used, classes = remembering(self.toolkit, adapter, config.adapter), splits.classes
@@ -68,7 +68,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         return inputs, ExampleBatches(part, self.config.batch_size)
 
     def finish(self) -> None:
-        """Export the tuned detector, draw what is found and proposed before and after, and write proposals' recall."""
+        """Export the tuned detector, draw detections and proposals before and after, and write proposals' recall."""
         adapter, toolkit, splits = self.task.adapter, self.toolkit, self.splits
         toolkit.export(adapter.model, self.folder / "tuned.pth")
         order = torch.randperm(len(splits.test), generator=generator(self.seed, "pictures"))

@@ -1,4 +1,4 @@
-"""What phi can't change in a detector whose box head alone is modulated, computed once for each image."""
+"""What phi can't change in a detector if only its box head is modulated, computed once for each image."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ Kept = TypeVar("Kept", "Proposals", "Candidates")
 
 @dataclass(frozen=True, eq=False)
 class Proposals:
-    """What detection in one image needs of the layers before the box head.
+    """What detection in one image needs from the layers before the box head.
 
     Attributes:
         boxes: Region proposals of the scaled image, ``p x 4``, best first.
@@ -46,11 +46,11 @@ class Proposals:
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """What the box head's loss on one image is computed from: the boxes from which it samples.
+    """What the box head's loss on one image is computed from: the boxes that it samples.
 
     Attributes:
         pooled: Features of region proposals and true boxes, ``p x c x 7 x 7``.
-        labels: Their classes, ``p``: 0 for background, -1 for those that are never sampled.
+        labels: Their classes, ``p``: 0 for background, -1 for boxes that are never sampled.
         deltas: Their regression targets, ``p x 4``.
     """
 
@@ -62,20 +62,20 @@ class Candidates:
 class FrozenFeatures:
     """A toolkit for one adapted detector that runs only its box head, on pooled features kept in memory.
 
-    They are computed when an image is first met, by itself: once for detection, once for the loss. Detections,
-    proposals and the gradient of the loss are those of the detector without this memory, but for the padding where it
+    They are computed when an image is first seen, separately: once for detection, once for the loss. Detections,
+    proposals and the gradient of the loss are the same as without this memory, except for the padding if the detector
     gets images of different sizes together. Any other detector is run whole.
 
-    With c channels in the feature pyramid, an image with p proposals takes ``196 c p`` bytes for detection, and as much
+    With c channels in the feature pyramid, an image with p proposals takes ``196 c p`` bytes for detection, and as many
     for p candidates of the loss: 1.3 MB for 64 channels and 100 proposals, 50 MB for the 256 channels and 1000
-    proposals of torchvision's own detectors, which have up to 2000 for the loss. What no longer fits is computed each
-    time that it is needed, to the same numbers; a warning says so once.
+    proposals of torchvision's own detectors, which have up to 2000 for the loss. What no longer fits is recomputed
+    whenever it is needed, to the same numbers; a warning says so once.
 
     Args:
-        toolkit: Where the detector is from.
+        toolkit: The detector's toolkit.
         adapter: The adapter that is attached to it, to layers below ``roi_heads`` only.
-        gib: Most memory that the features take, in GiB, where the detector is: on its GPU or not; at least 0. Half of
-            it is for detection and half for the loss, which sees most images seldom.
+        gib: Maximum memory for the features, in GiB, on the detector's device; at least 0. Half of it is for detection
+            and half for the loss, which sees most images rarely.
 
     Raises:
         AdapterError: The adapter modulates another layer, so that features or proposals depend on phi.
@@ -86,7 +86,7 @@ class FrozenFeatures:
             if not layer.startswith(BOX_HEAD):
                 raise AdapterError(
                     f"the adapter modulates {layer!r}, so features or proposals change with phi; only layers below"
-                    f" {BOX_HEAD!r} leave them as they are"
+                    f" {BOX_HEAD!r} leave them unchanged"
                 )
         self.toolkit, self.model = toolkit, adapter.model
         self.proposals: dict[Example, Proposals] = {}
@@ -98,7 +98,7 @@ class FrozenFeatures:
         return self.toolkit.build(classes, seed)
 
     def film_layers(self, model: nn.Module, placements: Sequence[str]) -> list[str]:
-        """Return the patterns of layers that some placements stand for, see `TorchvisionToolkit`."""
+        """Return the patterns of layers that some placements stand for; see `TorchvisionToolkit`."""
         return self.toolkit.film_layers(model, placements)
 
     def inputs(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
@@ -106,14 +106,14 @@ class FrozenFeatures:
         return self.toolkit.inputs(model, batch)
 
     def export(self, model: nn.Module, path: str | Path) -> None:
-        """Write an adapted model as an ordinary checkpoint, see `TorchvisionToolkit`."""
+        """Write an adapted model as an ordinary checkpoint; see `TorchvisionToolkit`."""
         self.toolkit.export(model, path)
 
     def loss(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
         """Return the sum of the losses of classes and boxes, a scalar.
 
         The proposals' losses, which `TorchvisionToolkit.loss` adds, are left out: phi does not change them, so the
-        gradient in phi is the same. The samples are drawn from torch's global stream.
+        gradient with respect to phi is the same. The samples are drawn from torch's global stream.
 
         Raises:
             FloatingPointError: The loss is not finite.
@@ -191,7 +191,7 @@ def _proposals(detector: Any, example: Example) -> Proposals:
 @torch.no_grad()
 def _candidates(detector: Any, example: Example) -> Candidates:
     heads, inputs = detector.roi_heads, images_of(detector, [example])
-    # In training mode the proposals' network also samples a loss of its own: the caller's stream must not notice.
+    # In training mode the region proposal network also samples for its own loss; the caller's stream is unaffected.
     with evaluating(detector), seeded_streams(0, inputs[0].device):
         images, (target,) = detector.transform(inputs, targets_of(detector, [example]))
         features = detector.backbone(images.tensors)
@@ -200,6 +200,6 @@ def _candidates(detector: Any, example: Example) -> Candidates:
         boxes = heads.add_gt_proposals(proposals, [target["boxes"]])
         matches, labels = heads.assign_targets_to_proposals(boxes, [target["boxes"]], [target["labels"]])
         pooled = heads.box_roi_pool(features, boxes, images.image_sizes)
-    # An image without boxes has only background, whose targets are not looked at.
+    # An image without boxes has only background, whose targets are not used.
     truth = target["boxes"] if len(target["boxes"]) else target["boxes"].new_zeros(1, 4)
     return Candidates(pooled, labels[0], heads.box_coder.encode([truth[matches[0]]], boxes)[0])

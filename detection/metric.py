@@ -34,12 +34,12 @@ def ap50_metric(
     """Return the black box: AP50 of what a detector finds in images.
 
     Args:
-        toolkit: Where the detectors are from that it is evaluated at.
+        toolkit: The toolkit of the detectors to evaluate.
         examples: The images.
         classes: Names of the classes.
         definition: See `ap50`.
-        halves: Places of two halves of the images, for a metric that reports its value on each as well; none for one
-            that does not. They are not reported where one of them has no object that counts.
+        halves: Positions of two halves of the images, for a metric that also reports its value on each; empty for one
+            that does not. They are not reported if one of them has no object that counts.
     """
     truth = truth_of(examples, classes)
     nothing = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))

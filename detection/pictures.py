@@ -26,18 +26,18 @@ def plot_detections(
     *,
     score: float = 0.5,
 ) -> Path:
-    """Draw a line for each image: what was found in it before and after finetuning.
+    """Draw a row for each image: what was found in it before and after finetuning.
 
-    Detections that are right (IoU of at least 0.5 with an object of their class that none with a better score found)
-    are green, others red, each with its class and score; objects that were missed are dashed in yellow.
+    Correct detections (IoU of at least 0.5 with an object of their class that none with a better score found) are
+    green, others red, each with its class and score; objects that were missed are dashed in yellow.
 
     Args:
-        examples: The images, at least one; a handful.
+        examples: The images, at least one; meant for a handful.
         before: Detections in each image before finetuning.
-        after: Detections after it.
+        after: Detections after finetuning.
         classes: Names of the classes.
         path: The PNG file.
-        score: Least score of what is drawn, in [0, 1].
+        score: Minimum score to draw, in [0, 1].
     """
     figure, panels = _panels(examples, len(examples), 2, extra=0.5)
     figure.suptitle(f"detections of score {score:g} or more; green: right, red: wrong, yellow: missed", fontsize=8)
@@ -61,7 +61,7 @@ def plot_proposals(
         proposals: Proposals of each image, ``p x 4``, best first.
         path: The PNG file.
         count: How many of the first proposals to look at.
-        iou: Least intersection over union of a box and a proposal that covers it.
+        iou: Minimum intersection over union of a box and a proposal that covers it.
     """
     columns = min(COLUMNS, len(examples))
     figure, panels = _panels(examples, -(-len(examples) // columns), columns, extra=0.3)
@@ -100,7 +100,7 @@ def _draw_detections(axes: Any, example: Example, found: Detections, classes: Se
 
 
 def _outcomes(found: Detections, truth: Annotated) -> tuple[Tensor, Tensor]:
-    """Which detections, best first, are right, and which objects were missed; difficult and crowd ones never are."""
+    """Which detections, best first, are correct, and which objects were missed; difficult and crowd ones never are."""
     overlaps = box_iou(found.boxes, truth.boxes)
     overlaps[found.labels[:, None] != truth.labels] = 0
     right = torch.zeros(len(found), dtype=torch.bool)
@@ -124,7 +124,7 @@ def _panels(examples: Sequence[Example], rows: int, columns: int, extra: float) 
 
 def _show(axes: Any, image: Tensor) -> None:
     height, width = image.shape[1:]
-    # The edges of the first pixel are 0 and 1, as those of boxes.
+    # The edges of the first pixel are 0 and 1, like those of boxes.
     axes.imshow(image.cpu().permute(1, 2, 0).numpy(), extent=(0, width, height, 0), interpolation="nearest")
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)

@@ -1,4 +1,4 @@
-"""Recall of region proposals: the share of objects that one of the k first proposals covers."""
+"""Recall of region proposals: the share of objects that one of the first k proposals covers."""
 
 from collections.abc import Sequence
 
@@ -15,18 +15,18 @@ def proposal_recall(
     counts: Sequence[int] = (10, 50, 100, 300),
     iou: float = 0.5,
 ) -> dict[int, float]:
-    """Return, for each k, the share of objects whose box one of the k first proposals of its image covers.
+    """Return, for each k, the share of objects whose box one of the first k proposals of its image covers.
 
     Classes don't matter. Difficult objects and crowd regions don't count. One proposal may cover several objects.
 
     Args:
-        proposals: For each image of ``truth`` in the same order, boxes ``p x 4``, best first; p may differ.
+        proposals: Boxes ``p x 4`` for each image of ``truth`` in the same order, best first; p may differ.
         truth: The images with their objects.
         counts: The numbers k, each at least 1.
-        iou: Least intersection over union of a box and a proposal that covers it, in (0, 1].
+        iou: Minimum intersection over union of a box and a proposal that covers it, in (0, 1].
 
     Raises:
-        DataError: Another number of proposals than of images, impossible ``counts`` or ``iou``, or no object that
+        DataError: The numbers of proposals and images differ, ``counts`` or ``iou`` is impossible, or no object
             counts.
     """
     if len(proposals) != len(truth):
@@ -50,7 +50,7 @@ def proposal_recall(
 def box_iou(a: Tensor, b: Tensor) -> Tensor:
     """Return the intersection over union of each box of ``a``, ``n x 4``, with each of ``b``, ``m x 4``: ``n x m``.
 
-    Computed on the device of ``b``, in float64; 0 where neither box has area.
+    Computed on the device of ``b``, in float64; 0 if neither box has area.
     """
     a, b = a.to(b.device).double(), b.double()
     sides = torch.minimum(a[:, None, 2:], b[:, 2:]) - torch.maximum(a[:, None, :2], b[:, :2])

@@ -1,4 +1,4 @@
-"""Annotated images and detections, as every part of the detection tools passes them on."""
+"""Annotated images and detections, in the form shared by all parts of the detection tools."""
 
 import io
 import lzma
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from metricopt_ext.errors import DataError
 
-# What reading a file raises, be it on disk or in a zip file: missing, corrupt, encrypted, compressed in an unknown way.
+# What reading a file raises, on disk or in a zip file: missing, corrupt, encrypted, compressed in an unknown way.
 UNREADABLE = (OSError, KeyError, EOFError, RuntimeError, lzma.LZMAError, zipfile.BadZipFile, zlib.error)
-# Not `ImageOps.exif_transpose`: it writes the EXIF data anew, which fails where a field is odd.
+# Not `ImageOps.exif_transpose`: it rewrites the EXIF data, which fails if a field is odd.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -34,11 +34,11 @@ class Annotated:
     """One image with its ground truth.
 
     Boxes are ``(left, top, right, bottom)`` in pixels of the image, as edges: the first pixel lies between 0 and 1, so
-    that a box's width is ``right - left``. (VOC's files count pixels from 1, with both ends inside the box.)
+    a box's width is ``right - left``. (VOC's files count pixels from 1, with both ends inside the box.)
 
     Attributes:
-        image_id: Names the image, alone in its set; COCO's are integers, VOC's file names without suffix.
-        path: The image file; where there is an ``archive``, its name within that zip file.
+        image_id: Identifies the image in its set; COCO's are integers, VOC's file names without suffix.
+        path: The image file; if there is an ``archive``, its name within that zip file.
         width: Width in pixels.
         height: Height in pixels.
         boxes: ``n x 4`` floats, of positive area.
@@ -59,11 +59,11 @@ class Annotated:
     archive: Path | None = None
 
     def load(self) -> Tensor:
-        """Return the image, ``3 x height x width``, uint8 RGB, turned as its EXIF orientation says.
+        """Return the image, ``3 x height x width``, uint8 RGB, rotated as its EXIF orientation says.
 
         Raises:
-            DataError: The file is missing, truncated, no image, of more than 8 bits per channel, or, once turned, of
-                another size than its annotation says.
+            DataError: The file is missing, truncated, not an image, of more than 8 bits per channel, or, once rotated,
+                of a different size from its annotation.
         """
         try:
             with Image.open(io.BytesIO(self._read())) as image:
@@ -75,7 +75,7 @@ class Annotated:
         if pixels.shape[:2] != (self.height, self.width):
             turned = pixels.shape[:2] == (self.width, self.height)
             raise DataError(
-                f"{self.path} is {pixels.shape[1]} x {pixels.shape[0]} pixels, its annotation says"
+                f"{self.path} is {pixels.shape[1]} x {pixels.shape[0]} pixels, but its annotation says"
                 f" {self.width} x {self.height}" + " (an EXIF orientation is applied first)" * turned
             )
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
@@ -88,11 +88,11 @@ class Annotated:
 
 
 def _turned(image: Image.Image) -> Image.Image:
-    if image.format == "TIFF":  # PIL turns these itself, and some versions keep the orientation
+    if image.format == "TIFF":  # PIL rotates these itself, and some versions keep the orientation
         return image
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # broken EXIF data raise errors of many types; Detectron2 ignores them as well
+    except Exception:  # broken EXIF data raise errors of many types; Detectron2 ignores them too
         return image
     return image.transpose(TURNS[orientation]) if orientation in TURNS else image
 
@@ -114,7 +114,7 @@ class DetectionSet:
         return len(self.images)
 
     def subset(self, indices: Sequence[int]) -> "DetectionSet":
-        """Return the images at some places."""
+        """Return the images at some positions."""
         return DetectionSet(self.classes, [self.images[index] for index in indices])
 
 

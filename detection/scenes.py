@@ -20,9 +20,9 @@ from metricopt_ext.utils.files import claim
 SPLITS = ("train", "val", "test")
 SHARES = (0.6, 0.15, 0.25)  # of the 1,797 digits that each split pastes
 CLASSES = tuple("0123456789")
-INK = 0.35  # least opacity of a pixel that belongs to a digit
-OVERLAP = 0.2  # most of the smaller of two boxes that the other may cover
-CONTRAST = 0.35  # least distance in brightness of a digit from the background under it
+INK = 0.35  # minimum opacity of a pixel that belongs to a digit
+OVERLAP = 0.2  # maximum share of the smaller of two boxes that the other may cover
+CONTRAST = 0.35  # minimum difference in brightness between a digit and the background under it
 TRIES = 20
 
 Array = npt.NDArray[np.float64]
@@ -31,16 +31,16 @@ Box = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class SceneShift:
-    """How the scenes of the splits val and test differ from those of train. Defaults change nothing.
+    """How the scenes of the splits val and test differ from those of train. The defaults change nothing.
 
     Attributes:
         contrast: Factor in (0, 1] on every value's distance from middle grey.
-        brightness: Amount in [-1, 1] added to every value, of [0, 1].
+        brightness: Amount in [-1, 1] added to every value in [0, 1].
         noise_std: Standard deviation, 0 or more, of independent Gaussian noise on every value.
         scale: Factor above 0 on the size of the digits.
 
     Raises:
-        DataError: For a value out of its range.
+        DataError: For a value out of range.
     """
 
     contrast: float = 1.0
@@ -78,15 +78,15 @@ def write_scenes(
     """Write scenes in Pascal VOC's format with the splits train, val and test; returns the folder.
 
     The digits are the 8 x 8 scans of scikit-learn's ``load_digits``; no scan is pasted in two splits. A digit has a
-    random size, place and colour, and a box that is tight around its ink; boxes overlap little. A scene depends on the
-    seed, its split and its place in it alone. A folder that was finished with the same settings is left as it is.
+    random size, place and colour, and a box that is tight around its ink; boxes overlap little. A scene depends
+    only on the seed, its split and its position there. A folder finished with the same settings is left as it is.
 
     Args:
         folder: Receives the set.
         images: Number of scenes of each split, each at least 1.
         size: Width and height of a scene in pixels.
-        digits_per_scene: Fewest, at least 1, and most digits; fewer are pasted where no place is left.
-        scale: Least and largest width of a pasted scan in pixels, margins included; at most ``size``.
+        digits_per_scene: Minimum, at least 1, and maximum number of digits; fewer are pasted if no space is left.
+        scale: Minimum and maximum width of a pasted scan in pixels, margins included; at most ``size``.
         seed: Draws everything, at least 0.
         shift: How val and test differ from train.
 
@@ -140,7 +140,7 @@ def _check(
     low, high = scale[0] * shift.scale, scale[1] * shift.scale
     if low < 8 or high > size:
         raise DataError(
-            f"a scene shift's scale of {shift.scale} makes digits {low:g} to {high:g} pixels wide; 8 to {size} will do"
+            f"a scene shift's scale of {shift.scale} makes digits {low:g} to {high:g} pixels wide; allowed: 8 to {size}"
         )
 
 
@@ -215,7 +215,7 @@ def _background(size: int, rng: np.random.Generator) -> Array:
 
 
 def _enlarge(scan: Tensor, width: int) -> Array:
-    """A scan's opacity at another width, cut to its ink: pixels outside are left to the background."""
+    """A scan's opacity at another width, cropped to its ink: pixels outside show the background."""
     large = interpolate(scan[None, None], (width, width), mode="bicubic", align_corners=False)[0, 0].clamp(0, 1).numpy()
     rows, columns = (np.flatnonzero((large >= INK).any(axis)) for axis in (1, 0))
     return np.asarray(large[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1], dtype=np.float64)
@@ -232,7 +232,7 @@ def _free_places(shape: tuple[int, ...], size: int, taken: list[Box], rng: np.ra
 
 
 def _overlap(a: Box, b: Box) -> float:
-    """The part of the smaller box that the other covers; never less than their intersection over union."""
+    """The share of the smaller box that the other covers; never less than their intersection over union."""
     common = max(min(a[2], b[2]) - max(a[0], b[0]), 0) * max(min(a[3], b[3]) - max(a[1], b[1]), 0)
     return common / min((box[2] - box[0]) * (box[3] - box[1]) for box in (a, b))
 

@@ -19,7 +19,7 @@ def load_examples(dataset: DetectionSet, size: int | None = None) -> list[Exampl
     Args:
         dataset: The images with their boxes.
         size: Longer side in pixels, at least 1; larger images are scaled down to it, and their boxes with them. None
-            leaves all as they are.
+            leaves all unchanged.
 
     Raises:
         DataError: An image can't be read.
@@ -61,7 +61,7 @@ class ExampleBatches:
 def detection_loss(toolkit: Toolkit) -> Callable[[nn.Module, Sequence[Example]], Tensor]:
     """Return a toolkit's loss as the surrogate loss of a `FinetuneTask` with ``population=1``.
 
-    The anchors and proposals that it samples are drawn from the same seed each time, so that a step can be replayed.
+    The anchors and proposals that it samples are drawn from the same seed each time, so a step can be replayed.
     """
 
     def loss(model: nn.Module, batch: Sequence[Example]) -> Tensor:

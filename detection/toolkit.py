@@ -1,4 +1,4 @@
-"""What the detection tools need of a toolkit of detectors; Detectron2's and torchvision's both provide it."""
+"""What the detection tools need from a toolkit of detectors; Detectron2's and torchvision's both provide it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Example:
     """One image in memory with its ground truth.
 
     Attributes:
-        image: ``3 x h x w``, uint8 RGB. Its size may differ from the annotation's file, if boxes were scaled with it.
+        image: ``3 x h x w``, uint8 RGB. Its size may differ from the annotated file's, if boxes were scaled with it.
         truth: Its boxes, in pixels of this image.
     """
 
@@ -25,7 +25,7 @@ class Example:
 
 
 class Toolkit(Protocol):
-    """How to train, query and save detectors of one toolkit. A model is any that its `build` returned."""
+    """How to train, query and save detectors of one toolkit. A model is anything that its `build` returned."""
 
     def build(self, classes: int, seed: int) -> nn.Module:
         """Return a new detector for this number of classes, without background, its weights drawn from the seed."""
@@ -53,6 +53,6 @@ class Toolkit(Protocol):
 
 
 def patterns_in(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """Return those of some patterns of module names that match a module of the model."""
+    """Return the patterns that match the name of a module of the model."""
     names = [name for name, _ in model.named_modules()]
     return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]

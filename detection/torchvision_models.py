@@ -60,7 +60,7 @@ def build_standard(
 ) -> nn.Module:
     """Build one of torchvision's own detectors.
 
-    A state dict of it means the same in torchvision's detector of that name, built with ``weights=None``.
+    Its state dict fits torchvision's detector of that name, built with ``weights=None``.
 
     Args:
         name: One of `STANDARD`.
@@ -68,8 +68,8 @@ def build_standard(
         min_size: Shorter side in pixels to which images are scaled (800 in torchvision's own training) ...
         max_size: ... unless the longer side would then exceed this (1333).
         score_threshold: Lowest confidence of a detection.
-        weights: File of torchvision's weights for this detector, trained on COCO, or trained on from these.
-        strict: Whether the box predictor is taken from there too, whose classes must then be as many.
+        weights: File of torchvision's weights for this detector, trained on COCO, or trained further from these.
+        strict: Whether the box predictor is taken from there too; the number of classes must then match.
 
     Raises:
         DataError: The weights don't fit the detector.
@@ -77,7 +77,7 @@ def build_standard(
     options = {"min_size": min_size, "max_size": max_size, "box_score_thresh": score_threshold}
     model: nn.Module
     if name == "fasterrcnn_resnet50_fpn":
-        # The published weights are for frozen norms; those are not trained from scratch.
+        # The published weights are for frozen norms, which are not trained from scratch.
         norm = FrozenBatchNorm2d if weights else nn.BatchNorm2d
         backbone = resnet_fpn_backbone(
             backbone_name="resnet50", weights=None, norm_layer=norm, trainable_layers=3 if weights else 5
@@ -95,9 +95,9 @@ def build_standard(
 
 
 def _add_to_variance(norm: FrozenBatchNorm2d) -> None:
-    """Rescale a published norm, whose variance is used as it is, for one that adds ``eps``, as torchvision's others do.
+    """Rescale a published norm, whose variance is used as it is, to one that adds ``eps``, as torchvision's others do.
 
-    Torchvision sets ``eps`` to 0 for its published weights alone, which the weights themselves don't show.
+    Torchvision sets ``eps`` to 0 for its published weights only, which the weights themselves don't show.
     """
     variance = norm.running_var.double()
     norm.weight.copy_(norm.weight * ((variance + norm.eps) / variance).sqrt())
@@ -122,9 +122,9 @@ def build_small(
     else:
         body, channels = SmallBackbone(), {"layer2": 32, "layer3": 64, "layer4": 128}
     levels = {stage: str(i) for i, stage in enumerate(channels)}
-    # Pooling adds one level, whose anchors are as large as the image; each level below halves them.
+    # Pooling adds one level, whose anchors are as large as the image; each level below halves their size.
     sizes = [(max_size / 2**halvings,) for halvings in reversed(range(len(levels) + 1))]
-    # A box as large as the image is pooled from the level of stride 16, as one of 224 pixels is by default.
+    # A box as large as the image is pooled from the level of stride 16, like one of 224 pixels by default.
     pool = MultiScaleRoIAlign(list(levels.values()), output_size=7, sampling_ratio=2, canonical_scale=max_size)
     return FasterRCNN(  # type: ignore[no-any-return]
         BackboneWithFPN(body, levels, list(channels.values()), width),

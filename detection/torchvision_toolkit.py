@@ -27,8 +27,8 @@ try:
 except ImportError as error:
     raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
 
-# Where FiLM can act, for attach_film(layers=...); only what matches a given model is used. The early layers are what a
-# change of contrast or noise reaches first. The last two leave features and proposals as they are.
+# Where FiLM can act, for attach_film(layers=...); only what matches a given model is used. A change of contrast
+# or noise reaches the early layers first. The last two leave features and proposals unchanged.
 PLACEMENTS: dict[str, tuple[str, ...]] = {
     "backbone": ("backbone.body.*",),
     "early": ("backbone.body.bn1", "backbone.body.layer1.*"),
@@ -44,19 +44,19 @@ class TorchvisionToolkit:
     """Torchvision's Faster R-CNN; the attributes are its settings.
 
     Attributes:
-        name: ``fasterrcnn_resnet50_fpn`` or ``fasterrcnn_resnet50_fpn_v2`` as torchvision has them, or for small images
+        name: ``fasterrcnn_resnet50_fpn`` or ``fasterrcnn_resnet50_fpn_v2`` as in torchvision, or for small images
             ``resnet18_fpn`` or the lighter ``small_fpn``.
         min_size: Shorter side in pixels to which the network scales its images (800 in torchvision's own training) ...
-        max_size: ... unless the longer side would then exceed this (1333). The small detectors' largest anchors.
+        max_size: ... unless the longer side would then exceed this (1333). Also the small detectors' largest anchor.
         width: Channels of a small detector's feature pyramid.
         head: Channels of a small detector's box head.
         score_threshold: Lowest confidence of a detection, from 0 to 1.
-        proposals: Most proposals that an image's boxes are sought in, from twice as many per level of the pyramid
+        proposals: Maximum number of proposals per image to detect boxes in, from twice as many per level of the pyramid
             before NMS; 0 for the detector's own numbers (1000 from 1000, the small ones 100 from 200). The loss has its
             own.
-        weights: File of torchvision's weights for its ResNet-50 detectors, trained on COCO, to start from, or of those
-            that were trained on from these.
-        strict_weights: Whether the box predictor is taken from there too; False where the detector will be trained, for
+        weights: File of torchvision's weights for its ResNet-50 detectors to start from, trained on COCO or trained
+            further from these.
+        strict_weights: Whether the box predictor is taken from there too; False if the detector will be trained, for
             other classes.
         classification_loss: Of the box head: the detector's own ``cross_entropy``, or ``ap`` (`ap_loss.ap_loss`), which
             ranks the proposals that are sampled from a batch.
@@ -78,9 +78,9 @@ class TorchvisionToolkit:
 
     def __post_init__(self) -> None:
         if self.name not in (*STANDARD, *SMALL):
-            raise ConfigError(f"no detector is named {self.name!r}; there are {', '.join((*STANDARD, *SMALL))}")
+            raise ConfigError(f"no detector is named {self.name!r}; the choices are {', '.join((*STANDARD, *SMALL))}")
         if self.weights and self.name not in STANDARD:
-            raise ConfigError(f"torchvision has no weights for {self.name}; there are for {' and '.join(STANDARD)}")
+            raise ConfigError(f"torchvision has no weights for {self.name}, only for {' and '.join(STANDARD)}")
         if not 0 < self.min_size <= self.max_size:
             raise ConfigError(f"min_size={self.min_size} must be above 0 and at most max_size={self.max_size}")
         if self.width < 1 or self.head < 1:
@@ -96,7 +96,7 @@ class TorchvisionToolkit:
         """Return a new detector for this number of classes, without background, its weights drawn from the seed.
 
         Raises:
-            DataError: The weights' file can't be read, or is another detector's.
+            DataError: The weights' file can't be read, or belongs to another detector.
         """
         if classes < 1:
             raise ConfigError(f"a detector needs at least one class, not {classes}")
@@ -118,7 +118,7 @@ class TorchvisionToolkit:
         """Return the sum of the detector's four losses on a batch, a scalar.
 
         They are those of objectness, proposals, classes and boxes. What is sampled at random (anchors, proposals) is
-        drawn from torch's global stream. Difficult and crowd boxes are left out, so that what lies on them counts as
+        drawn from torch's global stream. Difficult and crowd boxes are left out, so anything on them counts as
         background; `Detectron2Toolkit` learns from difficult ones, as Detectron2 does.
 
         Raises:
@@ -149,7 +149,7 @@ class TorchvisionToolkit:
         logits, predicted = heads.box_predictor(heads.box_head(pooled))
         classification, regression = fastrcnn_loss(logits, predicted, labels, deltas)
         if self.classification_loss == "ap":
-            # Log-probabilities rank as the detector's scores do, but have a slope where those are almost 0 or 1.
+            # Log-probabilities rank like the detector's scores, but have a slope where those are almost 0 or 1.
             classification = ap_loss(F.log_softmax(logits, dim=1)[:, 1:], torch.cat(labels) - 1)
         return {"loss_classifier": classification, "loss_box_reg": regression}
 
@@ -211,12 +211,12 @@ def total(losses: dict[str, Tensor]) -> Tensor:
 
 
 def to_detections(found: dict[str, Tensor]) -> Detections:
-    """Return what torchvision found in an image as a record; there, label 0 is the background."""
+    """Return torchvision's detections in an image as a record; torchvision's label 0 is the background."""
     return Detections(found["boxes"].cpu(), found["scores"].cpu(), found["labels"].cpu() - 1)
 
 
 def to_pixels(boxes: Tensor, size: tuple[int, int], example: Example) -> Tensor:
-    """Return boxes, ``n x 4``, of an image that was scaled to a height and width in pixels of the example's image."""
+    """Return boxes, ``n x 4``, of an image scaled to some height and width, in pixels of the example's image."""
     resized: Tensor = resize_boxes(boxes, size, example.image.shape[1:])
     return resized.cpu()
 

@@ -14,7 +14,7 @@ from metricopt_ext.utils.files import read_tensors, write_tensors
 from metricopt_ext.utils.seeding import generator, seeded_streams
 
 FILE_FORMAT = "metricopt_ext.detector_training"
-CHECKPOINTS = 10  # of a training, or more ...
+CHECKPOINTS = 10  # per training run, or more ...
 CHECKPOINT_STEPS = 1000  # ... so that no more steps than this are lost
 
 
@@ -34,10 +34,10 @@ def train_detector(
 ) -> list[float]:
     """Train a detector by SGD with momentum: a linear warm-up, then a cosine decay to 0.
 
-    A training that was killed goes on from its checkpoint and ends where it would have ended, bit for bit.
+    A killed training run continues from its checkpoint and ends where it would have ended, bit for bit.
 
     Args:
-        toolkit: Where the detector is from.
+        toolkit: The detector's toolkit.
         model: The detector; its parameters that require gradients are changed in place.
         batches: ``batches(seed, 0, step)`` returns the examples of a step (`task.ExampleBatches`).
         steps: Number of steps, at least 1.
@@ -46,8 +46,8 @@ def train_detector(
         warmup: Steps over which the rate rises; 0 for none.
         momentum: Of SGD.
         weight_decay: Of SGD.
-        clip: Longest gradient; longer ones are shortened to it.
-        checkpoint: File to go on from if it is there, written after each tenth of the steps, or each 1000 if
+        clip: Maximum length of the gradient; longer ones are shortened to it.
+        checkpoint: File to continue from if it exists, written after each tenth of the steps, or each 1000 if
             those are fewer.
 
     Returns:
@@ -55,7 +55,7 @@ def train_detector(
 
     Raises:
         FloatingPointError: The loss or its gradient is not finite; the message says at which step.
-        FileFormatError: The checkpoint is corrupt, or another training's.
+        FileFormatError: The checkpoint is corrupt or from another run.
     """
     settings = {"steps": steps, "lr": lr, "seed": seed, "warmup": warmup, "momentum": momentum}
     settings |= {"weight_decay": weight_decay, "clip": clip}
@@ -97,18 +97,18 @@ def _save(
 
 
 def _load(path: Path, model: nn.Module, optimizer: torch.optim.SGD, settings: dict[str, Any]) -> list[float]:
-    """Put the model and the momentum back, and return the losses of the steps that were taken."""
+    """Put the model and the momentum back, and return the losses of the steps taken so far."""
     tensors, theirs = read_tensors(path, FILE_FORMAT)
     for key, value in settings.items():
         if theirs.get(key) != value:
             raise FileFormatError(
-                f"{path} is another training's: {key} was {theirs.get(key)!r}, now {value!r}; delete it to train anew"
+                f"{path} is from another run: {key} was {theirs.get(key)!r}, now {value!r}; delete it to train anew"
             )
     state = {key: value for key, value in tensors.items() if key.startswith("model.")}
     try:
         model.load_state_dict({key.removeprefix("model."): value for key, value in state.items()})
     except RuntimeError as error:
-        raise FileFormatError(f"{path} is of another detector; delete it to train anew ({error})") from error
+        raise FileFormatError(f"{path} is from another detector; delete it to train anew ({error})") from error
     for name, parameter in model.named_parameters():
         if f"momentum.{name}" in tensors:
             optimizer.state[parameter]["momentum_buffer"] = tensors[f"momentum.{name}"].to(parameter)

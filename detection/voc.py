@@ -21,7 +21,7 @@ from metricopt_ext.utils.files import write_atomically
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".JPG", ".JPEG", ".PNG")
 ENDS = ("xmin", "ymin", "xmax", "ymax")
 FLAGS = {"": False, "0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
-NAMED = 5  # files that a warning names
+NAMED = 5  # files listed in a warning
 
 Folder = Path | zipfile.Path
 Box = tuple[float, float, float, float]
@@ -29,7 +29,7 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class _Object:
-    """What an XML file says about one object; corners as VOC counts them, from 1 and inside the box."""
+    """What an XML file says about one object; corners as VOC counts them, from 1 and inclusive."""
 
     name: str
     corners: Box
@@ -57,26 +57,26 @@ def read_voc(
 ) -> DetectionSet:
     """Read annotated images in Pascal VOC's format.
 
-    The folders ``Annotations``, ``JPEGImages`` and ``ImageSets`` may lie in ``root``, in a folder within it, or in one
-    within that (``VOCdevkit/VOC2007``). VOC counts pixels from 1, with both ends inside the box: its ``(xmin, ymin,
+    The folders ``Annotations``, ``JPEGImages`` and ``ImageSets`` may lie in ``root``, in a folder within it, or one
+    level deeper (``VOCdevkit/VOC2007``). VOC counts pixels from 1, with both ends inside the box: its ``(xmin, ymin,
     xmax, ymax)`` become the edges ``(xmin - 1, ymin - 1, xmax, ymax)``. Images are not opened; their sizes are those in
     the XML files. An image without objects is kept.
 
     Boxes without area as written (``xmax <= xmin`` or ``ymax <= ymin``) and boxes wholly outside their image are left
     out; boxes partly outside are clipped. One warning says how many, and in which files. (Detectron2's VOC evaluator
-    counts all of them as objects, with their corners as written, so that its AP50 can differ.)
+    counts all of them as objects, with their corners as written, so its AP50 can differ.)
 
     Args:
         root: A folder, or a zip file, which is read without unpacking it.
-        split: Name of a list of images, ``ImageSets/Main/<split>.txt``, in whose order they come; None for every
+        split: Name of a list of images, ``ImageSets/Main/<split>.txt``, which also gives their order; None for every
             annotated image, sorted by name. A line is a name, or a name without spaces and a flag.
-        classes: Names of the classes; None for all that the tree's annotations name, whatever the split, sorted.
+        classes: Names of the classes; None for all in the tree's annotations, whatever the split, sorted.
         keep_difficult: Whether to keep objects that are marked as difficult.
 
     Raises:
         DataError: No such tree, split, annotation or image; a split that is empty, not in UTF-8 or names an image
-            twice; an XML file that is truncated, lacks the image's size, an object's name or its box, or has another
-            flag than 0 or 1; a file that the zip file holds corrupt or encrypted; a class that is not among
+            twice; an XML file that is truncated, lacks the image's size, an object's name or its box, or has a flag
+            other than 0 or 1; a corrupt or encrypted file in the zip file; a class that is not among
             ``classes``.
     """
     root = Path(root)
@@ -88,7 +88,7 @@ def read_voc(
         with zipfile.ZipFile(root) as archive:
             return _read_tree(zipfile.Path(archive), root, split, classes, keep_difficult)
     except zipfile.BadZipFile as error:
-        raise DataError(f"{root} is neither a folder nor a whole zip file ({error})") from error
+        raise DataError(f"{root} is neither a folder nor a complete zip file ({error})") from error
 
 
 def _read_tree(
@@ -136,16 +136,16 @@ def _read_tree(
 
 
 def _find_tree(root: Folder) -> Folder:
-    """The folder that holds Annotations: the root, one in it, or one in that."""
+    """The folder that holds Annotations: the root, one in it, or one a level deeper."""
     level: list[Folder] = [root]
     for _ in range(3):
         found = [folder for folder in level if (folder / "Annotations").is_dir()]
         if len(found) > 1:
-            raise DataError(f"{root} holds several sets, name one of them: {', '.join(sorted(map(str, found)))}")
+            raise DataError(f"{root} holds several sets; name one of them: {', '.join(sorted(map(str, found)))}")
         if found:
             return found[0]
         level = [inner for folder in level for inner in folder.iterdir() if inner.is_dir()]
-    raise DataError(f"{root} holds no folder Annotations, neither itself nor in the two levels of folders below")
+    raise DataError(f"{root} holds no folder Annotations, neither directly nor in the two levels of folders below")
 
 
 def _is_xml(file: Folder) -> bool:
@@ -153,7 +153,7 @@ def _is_xml(file: Folder) -> bool:
 
 
 def _read_split(tree: Folder, split: str, annotated: Container[str]) -> list[str]:
-    """The names in a split's file: the lines that are one as a whole, of others (name and flag) the first word."""
+    """The names in a split's file: whole lines that are a name, and the first word of others (name and flag)."""
     folder = tree / "ImageSets" / "Main"
     file = folder / f"{split}.txt"
     if not file.is_file():
@@ -166,10 +166,10 @@ def _read_split(tree: Folder, split: str, annotated: Container[str]) -> list[str
     names = [line.strip() for line in lines if line.strip()]
     stems = [name if name in annotated else name.split()[0] for name in names]
     if not stems:
-        raise DataError(f"{file} is empty; it should name an image in each line")
+        raise DataError(f"{file} is empty; it should name an image on each line")
     double = [stem for stem, count in Counter(stems).items() if count > 1]
     if double:
-        raise DataError(f"{file} names {double[0]} twice; an image may be there once")
+        raise DataError(f"{file} names {double[0]} twice; an image may appear only once")
     return stems
 
 
@@ -185,7 +185,7 @@ def _parse(file: Folder) -> _Annotation:
     try:
         top = ET.fromstring(content)
     except (ET.ParseError, LookupError, ValueError) as error:
-        raise DataError(f"{file} is truncated or no XML ({error})") from error
+        raise DataError(f"{file} is truncated or not XML ({error})") from error
     width, height = (_number(top, f"size/{side}", file) for side in ("width", "height"))
     if min(width, height) < 1:
         raise DataError(f"{file} says that its image has {width:g} x {height:g} pixels; it needs the image's size")
@@ -219,7 +219,7 @@ def _number(element: ET.Element, path: str, file: Folder) -> float:
 
 
 def _image_name(annotation: _Annotation, images: set[str], images_dir: Folder) -> str:
-    # The stem goes first: many sets were renamed, and their <filename> was not.
+    # The stem is tried first: in many sets files were renamed, but not their <filename>.
     for name in (*(annotation.stem + suffix for suffix in SUFFIXES), annotation.image):
         if name in images:
             return name
@@ -230,7 +230,7 @@ def _image_name(annotation: _Annotation, images: set[str], images_dir: Folder) -
 
 
 class _Mended:
-    """Cuts boxes to their images, and remembers the files of those that were left out or clipped."""
+    """Clips boxes to their images, and remembers the files of those that were left out or clipped."""
 
     def __init__(self) -> None:
         self.flat: list[str] = []
@@ -238,7 +238,7 @@ class _Mended:
         self.clipped: list[str] = []
 
     def inside(self, annotation: _Annotation, classes: Sequence[str]) -> Iterator[tuple[_Object, Box]]:
-        """Yield the objects that have area within the image, with their edges there."""
+        """Yield the objects that have area within the image, with their clipped edges."""
         for thing in annotation.objects:
             if thing.name not in classes:
                 raise DataError(
@@ -257,7 +257,7 @@ class _Mended:
                 yield thing, cut
 
     def warn(self, tree: Folder) -> None:
-        """Warn once of all of them, if there are any."""
+        """Warn once about all of them, if there are any."""
         kinds = (
             (self.flat, "without area left out"),
             (self.outside, "outside the image left out"),
@@ -280,15 +280,15 @@ def write_voc(
     """Write images with their boxes in Pascal VOC's format, and a list of them as a split; returns the folder.
 
     Args:
-        folder: Receives ``Annotations``, ``JPEGImages`` and ``ImageSets``, beside what is there already.
+        folder: Receives ``Annotations``, ``JPEGImages`` and ``ImageSets``, next to what is already there.
         examples: The images; their ``image_id`` names their files.
         classes: Names of the classes.
         split: Name of the list.
         suffix: Kind of the image files: ``".png"`` keeps every pixel, ``".jpg"`` is smaller.
 
     Raises:
-        DataError: An id that can't name a file, a crowd region, which VOC does not know, or a box of at most a pixel's
-            width or height, which `read_voc` would take for one without area.
+        DataError: An id that can't name a file, a crowd region, which VOC does not have, or a box of at most a pixel's
+            width or height, which `read_voc` would treat as having no area.
     """
     folder = Path(folder)
     names = []
@@ -298,7 +298,7 @@ def write_voc(
         if Path(name).name != name or any(letter.isspace() for letter in name):
             raise DataError(f"image_id {name!r} can't name a file in a list of images")
         if truth.crowd.any():
-            raise DataError(f"image {name} has a crowd region, which Pascal VOC's format does not know")
+            raise DataError(f"image {name} has a crowd region, which Pascal VOC's format does not support")
         if len(truth.boxes) and (truth.boxes[:, 2:] - truth.boxes[:, :2]).min() <= 1:
             raise DataError(f"image {name} has a box of at most one pixel's width or height")
         encoded = io.BytesIO()
@@ -322,7 +322,7 @@ def _to_xml(example: Example, classes: Sequence[str], image_name: str) -> bytes:
         truth.boxes.double().tolist(), truth.labels.tolist(), truth.difficult.tolist(), strict=True
     ):
         thing = ET.SubElement(top, "object")
-        # Pose and truncated say nothing here, but VOC's own readers ask for them.
+        # Pose and truncated mean nothing here, but VOC's own readers require them.
         for key, text in (("name", classes[label]), ("pose", "Unspecified"), ("truncated", "0")):
             ET.SubElement(thing, key).text = text
         ET.SubElement(thing, "difficult").text = str(int(difficult))

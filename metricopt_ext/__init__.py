@@ -1,4 +1,4 @@
-"""metricopt-ext: finetune a trained model for the metric it is judged by.
+"""metricopt-ext: finetune a trained model for the metric that it is judged by.
 
 Attach an adapter (`attach_film`, `attach_input_bias`), describe the task (`FinetuneTask`, `Metric`), and call
 `optimize_metric` with a number of metric queries. `meta_train` and the optimizer `MetricOpt` are the pieces for your

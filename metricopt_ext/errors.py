@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each one names the offending value and what would be right."""
+"""The errors a user can meet. Each names the offending value and what would be right."""
 
 __all__ = [
     "AdapterError",
@@ -17,7 +17,7 @@ class MetricOptError(Exception):
 
 
 class AdapterError(MetricOptError, ValueError):
-    """A model and an adapter do not fit: no such layer, attached twice, another dimension."""
+    """A model and an adapter do not fit: no such layer, attached twice, different dimensions."""
 
 
 class MetricError(MetricOptError, RuntimeError):
@@ -29,7 +29,7 @@ class BudgetError(MetricOptError, RuntimeError):
 
 
 class ValueFunctionError(MetricOptError, ValueError):
-    """A value function does not fit its use: another dimension, too little data to fit."""
+    """A value function does not fit its use: wrong dimension, too little data to fit."""
 
 
 class FileFormatError(MetricOptError, ValueError):

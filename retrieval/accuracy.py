@@ -1,6 +1,6 @@
 """Recall@k for pytorch-metric-learning: an AccuracyCalculator for its testers and hooks.
 
-pytorch-metric-learning's own metrics have no Recall@k: its ``precision_at_k`` is the share of right neighbours.
+pytorch-metric-learning's own metrics have no Recall@k: its ``precision_at_k`` is the share of correct neighbours.
 """
 
 from collections.abc import Sequence
@@ -22,26 +22,26 @@ except ImportError as error:
 
 
 class RecallCalculator(AccuracyCalculator):  # type: ignore[misc]
-    """Calculates ``recall_at_<k>``, and on request pytorch-metric-learning's own metrics beside them.
+    """Calculates ``recall_at_<k>`` and, on request, pytorch-metric-learning's own metrics too.
 
-    The recalls are `recall_at_k`'s, with its memory, its exact labels and its rules for ties and for classes with a
+    The recalls are those of `recall_at_k`, with its memory use, exact labels and rules for ties and for classes with a
     single member. pytorch-metric-learning's own metrics are calculated as it does: with labels as float32, which can't
     tell ids above 2^24 apart, and with all neighbours in memory at once.
 
     Args:
         include: Metrics to calculate, e.g. ``("recall_at_1", "mean_average_precision_at_r")``; by default all recalls
             and nothing else.
-        exclude: Metrics of these to leave out.
-        ks: Numbers of neighbours that there is a recall for, each at least 1.
+        exclude: Those of these metrics to leave out.
+        ks: Numbers of neighbours to calculate recalls for, each at least 1.
         distance: ``"l2"`` or ``"ip"``, for all metrics.
         query_subset: As in `recall_at_k`; for the recalls only.
         seed: As in `recall_at_k`.
-        k: Number of neighbours for pytorch-metric-learning's own metrics, see there.
+        k: Number of neighbours for pytorch-metric-learning's own metrics; see its documentation.
         device: Where its own metrics are calculated; None for a GPU if there is one.
 
     Raises:
         ValueError: ``include`` or ``exclude`` names an unknown metric.
-        DataError: For impossible ``ks``, distance, subset or seed; from `get_accuracy` as from `recall_at_k`.
+        DataError: For impossible ``ks``, distance, subset or seed; from `get_accuracy`, as in `recall_at_k`.
 
     Example:
         >>> calculator = RecallCalculator(ks=(1, 2))
@@ -65,7 +65,7 @@ class RecallCalculator(AccuracyCalculator):  # type: ignore[misc]
         numbers = check_options(ks, distance, query_subset, seed)
         self._ks = {f"recall_at_{number}": number for number in numbers}
         for name, number in self._ks.items():
-            # The base class finds its metrics by this prefix, and asks each for its value.
+            # The base class finds its metrics by this prefix, and calls each for its value.
             setattr(self, f"calculate_{name}", partial(_recall_at, number))
         index = faiss.IndexFlatIP if distance == "ip" else faiss.IndexFlatL2
         super().__init__(
@@ -95,13 +95,13 @@ class RecallCalculator(AccuracyCalculator):  # type: ignore[misc]
             reference_labels: ``m`` integers.
             ref_includes_query: Whether the first n items of ``reference`` are the queries.
             include: Metrics to calculate this time; by default all.
-            exclude: Metrics of these to leave out this time.
+            exclude: Those of these metrics to leave out this time.
 
         Returns:
             Values by name.
 
         Raises:
-            DataError: As `recall_at_k` does.
+            DataError: As in `recall_at_k`.
         """
         functions = self.get_function_dict(include, exclude)
         recalls = {name: function for name, function in functions.items() if name in self._ks}
@@ -121,7 +121,7 @@ class RecallCalculator(AccuracyCalculator):  # type: ignore[misc]
             values |= super().get_accuracy(
                 query, query_labels, reference, reference_labels, ref_includes_query, include=own
             )
-        self.curr_function_dict = functions  # testers and hooks ask for the names of these
+        self.curr_function_dict = functions  # testers and hooks read the names of these
         return {name: values[name] for name in functions}
 
 

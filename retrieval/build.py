@@ -42,24 +42,24 @@ LOADERS: dict[str, Callable[[DataConfig], Labelled]] = {
 
 
 def embed(model: nn.Module, x: Tensor) -> Tensor:
-    """Return the embeddings, ``n x d``, of images, in batches; evaluation mode is the caller's business."""
+    """Return the embeddings, ``n x d``, of images, in batches; the caller sets evaluation mode."""
     return torch.cat([model(part) for part in x.split(EVALUATION_BATCH)])
 
 
 @torch.no_grad()
 def embed_with(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
-    """Return the embeddings, ``n x d``, that the model with phi gives to images, on the CPU."""
+    """Return the embeddings, ``n x d``, that the model with phi computes for images, on the CPU."""
     with adapter.using(phi) as model:
         return embed(model, x).cpu()
 
 
 def build_metric(config: MetricConfig, part: Split, halves: Sequence[Tensor] = ()) -> Metric:
-    """Make the black box: mean Recall@k where each image of a part of the data searches all others.
+    """Make the black box: mean Recall@k when each image of a part of the data searches all others.
 
     Args:
         config: The settings.
         part: Images and labels.
-        halves: Indices of two halves of them, for a metric that reports its value within each as well; none for one
+        halves: Indices of two halves of them, for a metric that also reports its value within each; empty for one
             that does not.
 
     Raises:
@@ -83,7 +83,7 @@ def check_ks(config: MetricConfig) -> tuple[int, ...]:
     """Return the numbers of neighbours.
 
     Raises:
-        ConfigError: They are impossible.
+        ConfigError: The numbers are impossible.
     """
     try:
         return check_options(config.ks, "l2", None, 0)
@@ -92,7 +92,7 @@ def check_ks(config: MetricConfig) -> tuple[int, ...]:
 
 
 def metric_name(config: MetricConfig) -> str:
-    """Return what tables call the metric."""
+    """Return the metric's name in tables."""
     return ("mean " if len(config.ks) > 1 else "") + "Recall@" + ",".join(map(str, config.ks))
 
 
@@ -104,7 +104,7 @@ def class_halves(y: Tensor, seed: int) -> tuple[Tensor, ...]:
         seed: Seed of the division.
 
     Returns:
-        The indices of each half, ascending; nothing if a half would have fewer than two classes of two examples.
+        The indices of each half, ascending; empty if a half would have fewer than two classes of two examples.
     """
     classes, counts = y.cpu().unique(return_counts=True)
     order = torch.randperm(len(classes), generator=generator(seed, "halves"))
@@ -117,10 +117,10 @@ def class_halves(y: Tensor, seed: int) -> tuple[Tensor, ...]:
 def build_loss(config: LossConfig) -> Loss:
     """Return the surrogate loss that the settings name, as a function of model and batch.
 
-    It is one of pytorch-metric-learning's, or one of `metricopt_ext.retrieval.losses`, whose smooth_ap replaces theirs.
+    It is one of pytorch-metric-learning's or of `metricopt_ext.retrieval.losses`, whose smooth_ap replaces theirs.
 
     Raises:
-        ConfigError: There is no such loss, it refuses its arguments, or it has weights of its own.
+        ConfigError: There is no such loss, it rejects its arguments, or it has its own weights.
     """
     from pytorch_metric_learning import losses
 
@@ -137,22 +137,22 @@ def build_loss(config: LossConfig) -> Loss:
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"loss: {config.name} does not take {config.params}: {error}") from error
     if list(criterion.parameters()):
-        raise ConfigError(f"loss.name={config.name} has weights of its own, which finetuning phi would leave untrained")
+        raise ConfigError(f"loss.name={config.name} has its own weights, which finetuning phi would leave untrained")
     return embedding_loss(criterion)
 
 
 def class_batches(part: Split, config: LossConfig) -> ClassBatches:
-    """Return the loss's batches of a part of the data, of all its classes where it has fewer than a batch."""
+    """Return the loss's batches of a part of the data, with all its classes if it has fewer than a batch."""
     paired = int((part.y.unique(return_counts=True)[1] > 1).sum())
     return ClassBatches(part.x, part.y, max(2, min(config.classes, paired)), config.samples)
 
 
 def load_splits(config: RetrievalConfig, seed: int) -> Splits:
-    """Load the data, divide its classes by the seed, and shift validation and test where the settings say so.
+    """Load the data, divide its classes by the seed, and shift validation and test if the settings say so.
 
     Raises:
         ConfigError: A setting is unknown.
-        DataError: The data are not there or not usable.
+        DataError: The data are missing or unusable.
     """
     with config_section("data"):
         splits = _divided(config.data, seed)
@@ -182,7 +182,7 @@ def embedder(config: RetrievalConfig, splits: Splits, seed: int, folder: Path) -
 
 
 def train(model: nn.Module, part: Split, config: RetrievalConfig, seed: int) -> None:
-    """Train an embedder by the surrogate loss, see `train_supervised`."""
+    """Train an embedder by the surrogate loss; see `train_supervised`."""
     loss, batches = build_loss(config.loss), class_batches(part, config.loss)
     steps = max(1, config.model.epochs * len(part) // (batches.classes * batches.samples))
     train_supervised(model, loss, batches, steps=steps, lr=config.model.lr, seed=seed, augment=config.model.augment)

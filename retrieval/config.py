@@ -14,8 +14,8 @@ class DataConfig:
 
     name: str = MISSING  # class_folders, digits (scikit-learn's), omniglot or stanford_online_products
     root: str = ""  # the folder or zip file that holds the set; not needed for digits
-    image_size: int = 0  # pixels per side; 0 where all images have one size
-    # shares of the classes for train, validation and test; stanford_online_products has a test part of its own
+    image_size: int = 0  # pixels per side; 0 if all images have the same size
+    # shares of the classes for train, validation and test; stanford_online_products has its own test part
     fractions: list[float] = field(default_factory=lambda: [0.5, 0.25, 0.25])
     last_test: bool = False  # whether the last classes by name are the test part, as is usual for CUB and Cars
     validation_share: float = 0.1  # stanford_online_products: of its train classes
@@ -40,7 +40,7 @@ class EmbedderAdapterConfig(AdapterConfig):
 
 @dataclass
 class LossConfig:
-    """The surrogate loss: one of pytorch-metric-learning's, without weights of its own, or recall or smooth_ap."""
+    """The surrogate loss: one of pytorch-metric-learning's without weights, or recall or smooth_ap."""
 
     name: str = "fast_ap"  # contrastive, fast_ap, margin, multi_similarity, recall, smooth_ap, triplet_margin, ...
     params: dict[str, Any] = field(default_factory=dict)  # its arguments, e.g. {margin: 0.1}
@@ -69,7 +69,7 @@ class RetrievalConfig(RunConfig):
     population: int = 1  # tasks whose images are embedded together; on a CPU 1 is fastest for convolutions
 
     def check(self) -> None:
-        """Refuse what would only fail after work was done (see `RunConfig.check`)."""
+        """Reject what would only fail after work has been done (see `RunConfig.check`)."""
         self.model.check()
         check_at_least(1, {"model.embedding": self.model.embedding, "model.width": self.model.width})
         check_at_least(2, {"loss.classes": self.loss.classes, "loss.samples": self.loss.samples})

@@ -1,4 +1,4 @@
-"""Labelled images in memory: loaders of common sets, and parts of them that share no class."""
+"""Labelled images in memory: loaders of common sets, and splits whose parts share no class."""
 
 import os
 from collections.abc import Sequence
@@ -50,23 +50,23 @@ def split_classes(whole: Labelled, fractions: Sequence[float], seed: int = 0, *,
 
 
 def hold_out_classes(train: Labelled, test: Labelled, share: float, seed: int = 0) -> Splits:
-    """Hold a share of the train classes out for validation, in a set that comes with a test part of other classes.
+    """Hold out a share of the train classes for validation, in a set that comes with a test part of other classes.
 
     Args:
-        train: The train part as it comes.
-        test: The test part as it comes; its labels count from 0 as well.
+        train: The train part as loaded.
+        test: The test part as loaded; its labels count from 0 too.
         share: Share of the train classes, in (0, 1).
         seed: Seed of the choice.
 
     Raises:
         ValueError: For a share out of range.
-        DataError: For too few classes, or one that is in both parts.
+        DataError: For too few classes, or a class that is in both parts.
     """
     if not 0 < share < 1:
         raise ValueError(f"validation_share must be in (0, 1), got {share}")
     both = sorted({*train.class_names} & {*test.class_names})
     if both:
-        raise DataError(f"class {both[0]!r} is in the train and in the test part")
+        raise DataError(f"class {both[0]!r} is in both the train and the test part")
     n = len(train.class_names)
     order = torch.randperm(n, generator=generator(seed, "classes"))
     rest, held = (_of_classes(train, classes) for classes in order.tensor_split([n - round(share * n)]))
@@ -74,10 +74,10 @@ def hold_out_classes(train: Labelled, test: Labelled, share: float, seed: int = 
 
 
 def disjoint(splits: Splits) -> Splits:
-    """Return the splits if no class is in two parts, and each part has two classes or more.
+    """Return the splits if no class is in two parts and each part has two classes or more.
 
     Raises:
-        DataError: Otherwise; the message names part and class.
+        DataError: Otherwise; the message names the part and the class.
     """
     seen: dict[int, str] = {}
     for name in PARTS:
@@ -126,7 +126,7 @@ def load_omniglot(root: StrPath, image_size: int | None = 28) -> Labelled:
 
 
 def load_stanford_online_products(root: StrPath, image_size: int = 224) -> tuple[Labelled, Labelled]:
-    """Read the train and test parts of Stanford Online Products by its own lists.
+    """Read the train and test parts of Stanford Online Products from its own lists.
 
     Args:
         root: The folder of ``Ebay_train.txt`` and ``Ebay_test.txt`` and of the images they name.

@@ -49,7 +49,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         return [plot_recalls([folder / f"seed-{seed}" / "recalls.json" for seed in seeds], folder / "recalls.png")]
 
     def prepare(self) -> tuple[FinetuneTask, Metric]:
-        """Load the data, train the embedder or take it from the folder, and return the task and the test metric."""
+        """Load the data, train the embedder or load it from the folder, and return the task and the test metric."""
         config, seed = self.config, self.seed
         loss = build_loss(config.loss)
         self.splits = load_splits(config, seed).to(choose_device(config.device))

@@ -9,14 +9,14 @@ from metricopt_ext.tasks.recording import Recording
 class TrajectoryRecorder(Recording):
     """Records the first T steps of a trainer as a trajectory; an ``end_of_iteration_hook``.
 
-    phi_0 is the adapter's phi when the recorder is made. All of the trainer's models are in evaluation mode while the
+    phi_0 is the adapter's phi when the recorder is created. All the trainer's models are in evaluation mode while the
     metric is evaluated. With ``trainer.recorders = {"recorder": recorder}`` and ``"recorders"`` among its
-    ``saveable_trainer_objects``, a ``HookContainer`` keeps what was recorded in its checkpoints and brings it back from
+    ``saveable_trainer_objects``, a ``HookContainer`` saves what was recorded in its checkpoints and restores it from
     them.
 
     Args:
-        arguments: Those of `recording.Recording`: adapter, metric, store, steps, evals, seed, round and index. Make the
-            recorder after phi is at its start.
+        arguments: Those of `recording.Recording`: adapter, metric, store, steps, evals, seed, round and index. Create
+            the recorder once phi is at its start.
         then: A hook to call afterwards, e.g. ``HookContainer.end_of_iteration_hook``.
 
     Raises:
@@ -34,7 +34,7 @@ class TrajectoryRecorder(Recording):
         self.start()
 
     def __call__(self, trainer: Any) -> None:
-        """Record what an iteration of a trainer did; see `recording.Recording.record`."""
+        """Record an iteration of a trainer; see `recording.Recording.record`."""
         self.record(trainer.losses["total_loss"].item(), trainer.models.values())
         if self.then is not None:
             self.then(trainer)

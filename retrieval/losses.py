@@ -43,7 +43,7 @@ class RankingLoss(BaseMetricLossFunction):  # type: ignore[misc]
 
         Args:
             scores: Similarities of queries and references, ``n x m``.
-            same: Whether their labels are equal, ``n x m``; there is another one than the query itself in each row.
+            same: Whether their labels are equal, ``n x m``; each row has a match besides the query itself.
             own: Whether the reference is the query itself, ``n x m``.
         """
         raise NotImplementedError
@@ -56,8 +56,8 @@ class RankingLoss(BaseMetricLossFunction):  # type: ignore[misc]
         Args:
             embeddings: Queries, ``n x d``.
             labels: Their labels, ``n``.
-            indices_tuple: What a miner found: queries weigh as much as they occur in it. None for equal weights.
-            ref_emb: References, ``m x d``; the very tensor ``embeddings`` where these are ranked themselves.
+            indices_tuple: What a miner found: a query's weight is how often it occurs there. None for equal weights.
+            ref_emb: References, ``m x d``; the same tensor as ``embeddings`` if the queries rank each other.
             ref_labels: Their labels, ``m``.
 
         Raises:
@@ -67,7 +67,7 @@ class RankingLoss(BaseMetricLossFunction):  # type: ignore[misc]
         common_functions.labels_required(ref_labels)
         distances = self.distance(embeddings, ref_emb)
         scores = distances if self.distance.is_inverted else -distances
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # half precision ties what must be ranked
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # half precision would make ties
         same = labels[:, None] == ref_labels[None]
         among_themselves = ref_emb is embeddings
         own = torch.eye(len(labels), dtype=torch.bool, device=same.device) if among_themselves else same & False
@@ -89,9 +89,9 @@ class SmoothAPLoss(RankingLoss):
         AP = mean over i in P of (1 + sum_{j in P, j != i} h_ij) / (1 + sum_{j != i} h_ij),
         h_ij = sigmoid((s_j - s_i) / temperature).
 
-    Where the queries are ranked themselves, each is among its own positives, as in the authors' code.
+    If the queries rank each other, each is among its own positives, as in the authors' code.
 
-    pytorch-metric-learning's loss of this name takes classes of equal size only and, in versions up to 2.9, is wrong
+    pytorch-metric-learning's loss of this name takes only classes of equal size and, in versions up to 2.9, is wrong
     unless there are as many classes as samples of each; where it is right, this one returns the same.
 
     Args:
@@ -136,23 +136,23 @@ class RecallLoss(RankingLoss):
 
         loss of a query = mean over its positives i of weight(r_i).
 
-    The ranks are true ones. Their gradient is that of an interpolation: with the ranks rk(s) of the scores s, 1 for the
+    The ranks are exact. Their gradient comes from an interpolation: with the ranks rk(s) of the scores s, 1 for the
     highest,
 
         d loss / d s = (rk(s + lambda_val * d loss / d rk) - rk(s)) / lambda_val,
 
-    in which a positive's rank among the positives counts as constant. This is done for each query by itself, so that
+    in which a positive's rank among the positives is treated as constant. This is done for each query separately, so
     neither the number of queries, nor a reducer, nor a gradient scaler changes how far the scores are moved. For square
-    inputs and classes of equal size that is the authors' code, which takes the number of queries for that of the
-    references where these differ.
+    inputs and classes of equal size this matches the authors' code, which uses the number of queries in place of the
+    number of references where they differ.
 
-    Where the queries are ranked themselves, each is left out of its own ranking.
+    If the queries rank each other, each is left out of its own ranking.
 
     Args:
         lambda_val: How far the interpolation moves the scores, above 0.
-        margin: What a positive's score must exceed a negative's by, at least 0; half of it is taken from the positives
-            and half is added to the negatives.
-        weight: Turns numbers r, ``n x m``, at least 0, into losses. The paper has ``torch.log1p`` as well.
+        margin: By how much a positive's score must exceed a negative's, at least 0; half is subtracted from the
+            positives and half is added to the negatives.
+        weight: Turns numbers r, ``n x m``, at least 0, into losses. The paper also uses ``torch.log1p``.
         options: As for `RankingLoss`.
 
     Raises:

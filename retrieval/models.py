@@ -1,4 +1,4 @@
-"""Networks that embed images on the unit sphere: a small convolutional one, and any torchvision classifier by name."""
+"""Networks that embed images on the unit sphere: a small convolutional net, and any torchvision classifier by name."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 class Conv4(nn.Module):
     """Four 3x3 convolutions with BatchNorm and a linear layer, for small images.
 
-    A convolution halves the resolution while it is above 4 pixels. The norms are named ``norm1`` to ``norm4``.
+    Each convolution halves the resolution while it is above 4 pixels. The norms are named ``norm1`` to ``norm4``.
 
     Args:
         channels: Input channels.
-        side: Pixels per side of the images it is made for, the larger one.
+        side: Pixels on the longer side of the images it is made for.
         outputs: Dimension of its output.
         width: Channels of each convolution.
     """
@@ -80,7 +80,7 @@ def build_model(
             left out.
 
     Raises:
-        ConfigError: There is no such model, or it doesn't take such images.
+        ConfigError: There is no such model, or it doesn't take images of this shape.
         DataError: The weights don't fit the model.
     """
     if name == "conv4":

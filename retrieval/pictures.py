@@ -23,12 +23,12 @@ CURVE_KS = (1, 2, 4, 8, 16, 32, 64, 128)
 def plot_neighbours(part: Split, before: Tensor, after: Tensor, path: Path, seed: int) -> Path:
     """Draw a random sample of the queries whose nearest neighbour became right or wrong, each with its neighbours.
 
-    Where there are too few such queries, others whose neighbours changed fill up, then any.
+    If there are too few such queries, others whose neighbours changed are added, then any.
 
     Args:
         part: Images, ``n x c x h x w`` in [0, 1] or uint8, and labels.
         before: Embeddings before finetuning, ``n x d``.
-        after: Embeddings after it, ``n x d``.
+        after: Embeddings after finetuning, ``n x d``.
         path: The PNG file.
         seed: Seed of the sample.
     """
@@ -60,7 +60,7 @@ def plot_neighbours(part: Split, before: Tensor, after: Tensor, path: Path, seed
 
 
 def save_recalls(y: Tensor, embeddings: dict[str, Tensor], path: Path) -> None:
-    """Write the Recall@k, on the test data, of a few k as JSON.
+    """Write Recall@k on the test data, for several k, as JSON.
 
     Args:
         y: Labels, ``n``.
@@ -76,7 +76,7 @@ def plot_recalls(files: Sequence[Path], path: Path) -> Path:
     """Draw recall by k before and after finetuning, mean and standard deviation over seeds.
 
     Args:
-        files: What `save_recalls` wrote, one file for each seed; of k, those that all of them have are drawn.
+        files: What `save_recalls` wrote, one file for each seed; the k that all files have are drawn.
         path: The PNG file.
     """
     seeds = [read_json(file) for file in files]

@@ -1,7 +1,7 @@
 """Recall@k: the share of queries for which any of the k nearest others has the query's label.
 
 `recall_at_k` computes it from embeddings, `recall_metric` makes a black-box metric of a model from it. The search is
-FAISS' exact one: on the CPU or, where FAISS was built for GPUs and finds one, on the GPU (hide it with
+FAISS' exact one: on the CPU or, if FAISS was built for GPUs and finds one, on the GPU (hide it with
 ``CUDA_VISIBLE_DEVICES=`` to keep its memory for the model).
 """
 
@@ -31,11 +31,11 @@ except ImportError as error:
 Array = Tensor | npt.NDArray[Any]
 Distance = Literal["l2", "ip"]
 
-CHUNK = 4096  # FAISS itself takes so many queries at a time: chunks of them cost no time and give the very same floats
-# With fewer numbers in its queries (rows times dimension) FAISS doesn't use BLAS: slower, and rounded differently.
-# Older versions want 20 rows.
+CHUNK = 4096  # FAISS itself takes this many queries at a time: such chunks cost no time and give the very same floats
+# With fewer numbers in its queries (rows times dimension), FAISS doesn't use BLAS: slower, and rounded differently.
+# Older versions need 20 rows.
 FEWEST_NUMBERS, FEWEST_ROWS = 128_000, 20
-NEIGHBOURS = 2**24  # held at once, with some 30 bytes each
+NEIGHBOURS = 2**24  # held at once, about 30 bytes each
 GPU_LARGEST_K = 2048  # of FAISS' GPU indices
 
 
@@ -45,7 +45,7 @@ class Recall:
 
     Attributes:
         at: Recall in [0, 1] for each k, in the order given.
-        queries: Number of queries that the recalls are means over.
+        queries: Number of queries that the recalls are averaged over.
         without_match: Number of queries left out because no other item of the gallery has their label. To count them
             as misses (all queries searched, no subset), multiply by ``queries / (queries + without_match)``.
         gallery: Number of items in the gallery.
@@ -76,37 +76,37 @@ def recall_at_k(
 ) -> Recall:
     """Compute Recall@k exactly: a query is a hit if any of its k nearest gallery items has its label.
 
-    - A query is no neighbour of itself. It is recognised by its row, not by its distance, so that its duplicates stay
+    - A query is not its own neighbour. It is recognised by its row, not by its distance, so its duplicates remain
       neighbours.
     - A query whose label no other gallery item has (the single member of a class) can't be a hit at any k. It is left
       out of the mean, as in pytorch-metric-learning, and counted in `Recall.without_match`; it stays in the gallery.
-    - Where items are equally far, those come first that FAISS returns first. Which these are may depend on the largest
-      k, on the FAISS version and on the device: a recall is defined up to ties at its k-th place.
-    - Where k exceeds the number of other gallery items, these are all that is searched, and the recall is 1.
+    - Items at equal distance come in the order in which FAISS returns them. That order may depend on the largest k, on
+      the FAISS version and on the device: a recall is defined up to ties at its k-th place.
+    - If k exceeds the number of other gallery items, all of them are searched, and the recall is 1.
     - Distances are float32, as FAISS computes them, whatever the type of the embeddings; neighbours whose distances
-      differ by no more than float32's rounding may change places.
+      differ by no more than float32's rounding may swap places.
 
     Memory beyond the arguments: a float32 copy of embeddings that are of another type, not contiguous or on a GPU, and
-    some 250 MB for the neighbours of a few thousand queries at a time (400 MB where d is below 32).
+    about 250 MB for the neighbours of a few thousand queries at a time (400 MB if d is below 32).
 
     Args:
         embeddings: Queries, ``n x d``, real and finite; a tensor on any device or an array.
         labels: Their labels, ``n`` integers, compared as int64.
         ks: Numbers of neighbours, each at least 1.
-        gallery: Embeddings ``m x d`` and labels ``m`` of what is searched; None to search the queries themselves.
+        gallery: Embeddings ``m x d`` and labels ``m`` to be searched; None to search the queries themselves.
         gallery_starts_with_queries: Whether the first n items of ``gallery`` are the queries.
-        distance: ``"l2"`` (Euclidean, least first) or ``"ip"`` (inner product, greatest first). Of normalised
-            embeddings both give the cosine's order.
-        query_subset: Search only this many queries, against the full gallery: exact for these queries and so many
-            times cheaper. They are drawn from the queries that have a match; all are taken where there are no more.
+        distance: ``"l2"`` (Euclidean, smallest first) or ``"ip"`` (inner product, largest first). For
+            normalised embeddings both give the order of cosine similarity.
+        query_subset: Search only this many queries, against the full gallery: exact for these queries and
+            proportionally cheaper. They are drawn from the queries that have a match; all if there are no more.
         seed: Draws the subset, at least 0; with the same labels it is always the same subset.
         progress: Title of a progress bar on stderr; None for no bar.
 
     Raises:
-        DataError: No or unequal numbers of embeddings and labels, embeddings of another dimension or device than the
-            gallery's, NaN or infinite ones, ones whose distances overflow float32, labels that are no integers, a
-            gallery of one class only, no query with a match, queries that the gallery does not start with, k or the
-            subset below 1, an unknown distance, a negative seed.
+        DataError: No embeddings, or not one label for each; embeddings of another dimension or device than the
+            gallery's, NaN or infinite, or with distances that overflow float32; labels that are not integers; a
+            gallery of a single class; no query with a match; queries that the gallery does not start with; k or the
+            subset below 1; an unknown distance; a negative seed.
 
     Example:
         >>> recall_at_k(np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 1, 0, 1]), ks=(1, 2)).at
@@ -144,7 +144,7 @@ def recall_at_k(
 
 
 def nearest(embeddings: Array, k: int, *, distance: Distance = "l2") -> npt.NDArray[np.int64]:
-    """Find the k nearest others of each embedding, ``n x k`` rows, nearest first; exact, as in `recall_at_k`.
+    """Find the k nearest other embeddings of each, ``n x k`` rows, nearest first; exact, as in `recall_at_k`.
 
     Args:
         embeddings: ``n x d``, real and finite, n above k; a tensor on any device or an array.
@@ -152,7 +152,7 @@ def nearest(embeddings: Array, k: int, *, distance: Distance = "l2") -> npt.NDAr
         distance: As in `recall_at_k`.
 
     Raises:
-        DataError: As `recall_at_k` does for the embeddings.
+        DataError: As in `recall_at_k`, for the embeddings.
     """
     items, _ = _check_items(embeddings, np.arange(len(embeddings)), "")
     search, own = _searcher(items, k + 1, distance), np.arange(len(items))
@@ -171,22 +171,22 @@ def recall_metric(
     seed: int = 0,
     ledger: Ledger | None = None,
 ) -> Metric:
-    """Make the average Recall@k of a model a black-box metric in [0, 1], higher is better.
+    """Make a black-box metric of a model's mean Recall@k, in [0, 1], higher is better.
 
     Args:
-        batches: Pairs of inputs and labels, such as a DataLoader's. They are gone through at each metric query, so a
-            generator will not do; with ``query_subset``, their order must stay the same.
+        batches: Pairs of inputs and labels, such as a DataLoader's. They are iterated at each metric query, so a
+            generator won't work; with ``query_subset``, their order must stay the same.
         ks: Numbers of neighbours; the metric is the mean of their recalls.
         gallery: Batches of a separate gallery; None to search the queries themselves.
         embed: ``embed(model, inputs)`` returns embeddings ``n x d``; by default the model is called with the inputs
             on the device of its parameters.
-        distance: As in `recall_at_k`, which also says what becomes of ties and of classes with a single member.
+        distance: As in `recall_at_k`, which also describes ties and classes with a single member.
         query_subset: As in `recall_at_k`.
         seed: As in `recall_at_k`.
         ledger: Counts the metric queries.
 
     Raises:
-        DataError: For impossible ``ks``, distance, subset or seed. The metric raises on what `recall_at_k` refuses.
+        DataError: For impossible ``ks``, distance, subset or seed. The metric raises whatever `recall_at_k` does.
 
     Example:
         >>> batches = [(torch.tensor([[0.0], [1.0], [3.0], [3.5]]), torch.tensor([0, 1, 0, 1]))]
@@ -219,7 +219,7 @@ def _embed_all(
     """Embeddings ``n x d`` and labels ``n`` of all batches, on the CPU."""
     pairs = [(embed(model, inputs).detach().cpu(), torch.as_tensor(labels).cpu()) for inputs, labels in batches]
     if not pairs:
-        raise DataError("there are no batches to embed; they must be iterable again at each metric query")
+        raise DataError("there are no batches to embed; they must be iterable anew at each metric query")
     return torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
 
 
@@ -232,27 +232,27 @@ def _searcher(items: npt.NDArray[np.float32], k: int, distance: Distance) -> Cal
         index.add(items)
         return lambda queries: index.search(queries, k)[1]
     metric = faiss.METRIC_L2 if distance == "l2" else faiss.METRIC_INNER_PRODUCT
-    # The search of IndexFlat without the index, which would hold a copy of all items.
+    # IndexFlat's search without the index, which would hold a copy of all items.
     return lambda queries: faiss.knn(queries, items, k, metric)[1]
 
 
 def _without_own(neighbours: npt.NDArray[np.int64], own: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Remove each query's own row from its neighbours: ``b x (k + 1)`` and ``b`` to ``b x k``."""
     remove: npt.NDArray[np.bool_] = neighbours == own[:, None]
-    # Among more than k + 1 duplicates of a query its own row may be missing: then all were neighbours, one too many.
+    # With more than k + 1 duplicates of a query, its own row may be missing: all are then neighbours, one too many.
     remove[~remove.any(axis=1), -1] = True
     return neighbours[~remove].reshape(len(own), -1)
 
 
 def _rank_of_first(hits: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Places, from 0, of the first hit in each row of ``b x k``; larger than any k where there is none."""
+    """Places, from 0, of the first hit in each row of ``b x k``; larger than any k if there is none."""
     return np.where(hits.any(axis=1), hits.argmax(axis=1), np.iinfo(np.int64).max)
 
 
 def _with_match(
     labels: npt.NDArray[np.int64], item_labels: npt.NDArray[np.int64], includes_queries: bool
 ) -> npt.NDArray[np.int64]:
-    """Rows of the queries whose label another gallery item has."""
+    """Rows of the queries that share their label with another gallery item."""
     classes, sizes = np.unique(item_labels, return_counts=True)
     if len(classes) == 1:
         raise DataError(
@@ -269,14 +269,14 @@ def _with_match(
 
 
 def _chunk_sizes(k: int, dimension: int) -> tuple[int, int]:
-    """How many queries to search at once, and the fewest that are worth a search of their own."""
+    """How many queries to search at once, and the fewest that merit their own search."""
     fewest = max(FEWEST_ROWS, -(-FEWEST_NUMBERS // dimension))
     size = CHUNK * min(4, -(-fewest // CHUNK))
     return min(size, max(FEWEST_ROWS, NEIGHBOURS // (k + 1))), fewest
 
 
 def _chunks(total: int, size: int = CHUNK, fewest: int = 1) -> list[slice]:
-    """Slices of ``size`` rows; a last one of less than ``fewest`` joins the one before."""
+    """Slices of ``size`` rows; a last one shorter than ``fewest`` joins the one before."""
     starts = list(range(0, total, size))
     if len(starts) > 1 and total - starts[-1] < fewest:
         starts.pop()
@@ -297,7 +297,7 @@ def check_options(ks: Sequence[int], distance: str, query_subset: int | None, se
     """Validate `recall_at_k`'s options; returns the distinct ks.
 
     Raises:
-        DataError: As `recall_at_k` does.
+        DataError: As in `recall_at_k`.
     """
     try:
         numbers = tuple(dict.fromkeys(operator.index(k) for k in ks))
@@ -327,7 +327,7 @@ def _check_items(embeddings: Array, labels: Array, whose: str) -> tuple[npt.NDAr
             " floats can't tell ids above 2^24 apart"
         )
     if len(labels) != len(embeddings):
-        raise DataError(f"{whose}embeddings and labels must be equally many, got {len(embeddings)} and {len(labels)}")
+        raise DataError(f"{whose}embeddings and labels must match in number, got {len(embeddings)} and {len(labels)}")
     vectors = _as_float32(embeddings, whose)
     largest, wrong = 0.0, []
     for part in _chunks(len(vectors)):
@@ -356,9 +356,9 @@ def _as_float32(embeddings: Array, whose: str) -> npt.NDArray[np.float32]:
     if isinstance(embeddings, np.ndarray) and embeddings.dtype == np.float32 and embeddings.flags.c_contiguous:
         return embeddings
     vectors = np.empty(tuple(embeddings.shape), dtype=np.float32)
-    for part in _chunks(len(vectors)):  # no second copy of all on the way, on the GPU in particular
+    for part in _chunks(len(vectors)):  # no second copy of everything on the way, in particular on the GPU
         rows = embeddings[part]
-        with np.errstate(over="ignore"):  # found below, as infinity
+        with np.errstate(over="ignore"):  # caught below, as infinity
             vectors[part] = rows.float().cpu().numpy() if isinstance(rows, Tensor) else rows
     return vectors
 

@@ -1,4 +1,4 @@
-"""Losses of pytorch-metric-learning as the surrogate loss of a `FinetuneTask`."""
+"""pytorch-metric-learning's losses as the surrogate loss of a `FinetuneTask`."""
 
 from typing import Any
 
@@ -17,17 +17,17 @@ except ImportError as error:
 def embedding_loss(
     loss_fn: nn.Module, miner: nn.Module | None = None, *, embedder: nn.Module | None = None
 ) -> OutputLoss:
-    """Return the surrogate loss of a model that embeds, for batches ``(x, labels)``.
+    """Return the surrogate loss of an embedding model, for batches ``(x, labels)``.
 
     A population of phi is embedded together; the miner and the loss then see the embeddings of one task at a time, as
-    they would in a loop over the tasks. What they draw at random from torch (some miners do) is drawn from the same
-    seed each time, so that a step can be replayed. Parameters of the loss, such as proxies, are taken as they are.
+    they would in a loop over the tasks. Anything they draw at random from torch (as some miners do) comes from the
+    same seed each time, so a step can be replayed. Parameters of the loss, such as proxies, are used as they are.
 
     Args:
         loss_fn: A loss of pytorch-metric-learning; called with ``B x e`` embeddings, ``B`` labels and what was mined.
         miner: One of its tuple miners.
-        embedder: What turns the adapted trunk's output into embeddings, where the adapter is attached to the trunk
-            alone. It computes as in evaluation.
+        embedder: Turns the adapted trunk's output into embeddings, if the adapter is attached to the trunk alone. It
+            computes as in evaluation.
 
     Raises:
         ValueError: The loss remembers embeddings of earlier batches, which belong to another phi and another task.
@@ -42,8 +42,8 @@ def embedding_loss(
     """
     if any(isinstance(module, CrossBatchMemory) for module in loss_fn.modules()):
         raise ValueError(
-            "CrossBatchMemory remembers embeddings of earlier batches, which another phi made for another task;"
-            " give the loss that it wraps"
+            "CrossBatchMemory remembers embeddings of earlier batches, which another phi computed for another task;"
+            " use the loss that it wraps"
         )
 
     def forward(model: nn.Module, batch: Any) -> Tensor:

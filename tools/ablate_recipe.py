@@ -1,4 +1,4 @@
-"""Change one part of the default recipe at a time, and measure what that does to the value function and to the end.
+"""Change one part of the default recipe at a time, and measure what that does to the value function and the end point.
 
     python tools/ablate_recipe.py --output-dir out/ablations
     python tools/ablate_recipe.py --output-dir out/ablations \
@@ -6,8 +6,8 @@
         --task configs/classification/a9a.yaml data.root=FOLDER metric.name=mcr
 
 Each seed is a fresh split and model. Changes of the fit are made on the default's trajectories and changes of the step
-on its value function; all others are whole runs of their own. Nothing is guarded: end points are judged as they come.
-Writes ablations.json, ablations.md and ablations.png; a run that was interrupted goes on where it was.
+on its value function; all others are separate whole runs. There is no guard: end points are judged as they are.
+Writes ablations.json, ablations.md and ablations.png; an interrupted run continues where it stopped.
 """
 
 import argparse
@@ -49,7 +49,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class EsStep(MetricOptStep):
-    """The default step, its direction estimated from values of f (Eq. 4) instead of its gradient."""
+    """The default step, with its direction estimated from values of f (Eq. 4) instead of its gradient."""
 
     pairs = 3
 
@@ -67,7 +67,7 @@ class EsStep12(EsStep):
 
 
 def learner(**change: Any) -> dict[str, Any]:
-    """Return the recipe's change to an MLP alone, with other settings."""
+    """Return the change of the recipe to an MLP alone, with other settings."""
     return {"learners": (NeuralLearner(**change),)}
 
 
@@ -134,9 +134,9 @@ class Row:
     """One variant on one seed.
 
     Attributes:
-        spearman: Held-out rank correlation of f where it is used; NaN-free, None where f is the default's.
+        spearman: Held-out rank correlation of f where it is used; NaN-free, None if f is the default's.
         test: Test metric at MetricOpt's end.
-        queries: Metric queries of the variant in all.
+        queries: Total metric queries of the variant.
     """
 
     spearman: float | None
@@ -148,10 +148,10 @@ def main() -> None:
     """Parse the command line, run all variants, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", nargs="+", action="append", metavar="X", help="a config file, then key=value ...")
-    parser.add_argument("--output-dir", required=True, type=Path, help="folder for everything that is written")
-    parser.add_argument("--seed", type=int, default=2000, help="first seed (2000: none that results are stated for)")
+    parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
+    parser.add_argument("--seed", type=int, default=2000, help="first seed (2000: not used for reported results)")
     parser.add_argument("--seeds", type=int, default=4, help="number of seeds")
-    parser.add_argument("--workers", type=int, default=2, help="seeds that run side by side")
+    parser.add_argument("--workers", type=int, default=2, help="seeds that run in parallel")
     arguments = parser.parse_args()
     if arguments.seeds < 1:
         parser.error(f"--seeds is {arguments.seeds}; it must be at least 1")
@@ -188,12 +188,12 @@ def ablate(tasks: Sequence[Sequence[str]], folder: Path, seeds: Sequence[int], w
 
 
 def title(config: ClassificationConfig) -> str:
-    """Return what tables call a task."""
+    """Return a task's name in tables."""
     return f"{'' if config.shift.kind == 'none' else 'shifted '}{config.data.name} {config.metric.name}"
 
 
 def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watcher: Watcher) -> dict[str, Row]:
-    """Run every variant on one seed; those that are on file are not run again."""
+    """Run every variant on one seed; those already on file are not run again."""
     folder = folder / f"seed-{seed}"
     config = load_config(ClassificationConfig, file, overrides)
     record = folder / "rows.json"
@@ -225,7 +225,7 @@ def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watche
 
 
 def run(ready: ClassificationExperiment, queries: int, recipe: Recipe, seed: int) -> MetricOptResult:
-    """Run the whole recipe on queries that are counted apart."""
+    """Run the whole recipe on separately counted queries."""
     task = ready.task.judged_by(ready.task.metric.with_new_ledger())
     return optimize_metric(task, queries=queries, strategy=recipe, seed=seed, watcher=Watcher())
 
@@ -309,7 +309,7 @@ def interval(differences: Sequence[float], digits: int = 2) -> str:
 
 
 def plot(content: dict[str, Any], path: Path) -> None:
-    """Draw each variant's difference from the default, with its interval, one colour for each task."""
+    """Draw each variant's difference from the default, with its interval, one colour per task."""
     variants = [*FITS, *STEPS, *RUNS]
     figure, panels = new_figure(10.0, 1.2 + 0.21 * len(variants), 1, 2, sharey=True)
     colours = ("#c02942", "#2f6fa3", "#4f8f8b", "#d98c3f", "#8a6fb0")

@@ -1,4 +1,4 @@
-"""What a learned value function saves at every new start, and from how many starts learning it pays.
+"""What a learned value function saves on every new start, and from how many starts learning it pays off.
 
     python tools/compare_starts.py --config-file configs/classification/digits.yaml --output-dir out/starts
     python tools/compare_starts.py --config-file configs/classification/a9a.yaml --output-dir out/starts-a9a \
@@ -7,9 +7,9 @@
         --output-dir out/starts-scenes --budgets 50 100
 
 Each seed learns one value function and tunes several new starts, random phi of the same model on fresh batches, by
-MetricOpt, by MetricOpt followed by CMA-ES, and by CMA-ES and Guided ES on the metric, at several numbers of queries for
-each start, guards included; and by the loss, at its end and at its best step. Writes starts.json, starts.md and
-starts.png; an interrupted run goes on where it was.
+MetricOpt, by MetricOpt followed by CMA-ES, and by CMA-ES and Guided ES on the metric, at several numbers of queries per
+start, guards included; and by the loss, at its end and at its best step. Writes starts.json, starts.md and starts.png;
+an interrupted run continues where it stopped.
 """
 
 import argparse
@@ -46,7 +46,7 @@ BUDGETS = (25, 50, 100, 200, 400, 800)
 TASKS = ("classification", "detection", "retrieval")
 
 Points = dict[str, list[tuple[int, float]]]
-"""Of each method (queries per start, test metric), averaged over the starts of a seed."""
+"""(queries per start, test metric) of each method, averaged over the starts of a seed."""
 
 
 def main() -> None:
@@ -54,9 +54,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config-file", required=True, help="YAML file; its keys are those of the task's tool")
     parser.add_argument("--task", choices=TASKS, default="classification", help="what the config file is for")
-    parser.add_argument("--output-dir", required=True, type=Path, help="folder for everything that is written")
-    parser.add_argument("--starts", type=int, default=4, help="new starts of each seed")
-    parser.add_argument("--budgets", type=int, nargs="*", default=BUDGETS, help="queries of the searches at each start")
+    parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
+    parser.add_argument("--starts", type=int, default=4, help="new starts per seed")
+    parser.add_argument("--budgets", type=int, nargs="*", default=BUDGETS, help="queries per start for the searches")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. metric.name=f1 data.root=FOLDER")
     arguments = parser.parse_intermixed_args()
     with errors_in_one_line(ValueError):
@@ -182,7 +182,7 @@ def run_seed(
 
 
 def _over_seeds(points: list[list[tuple[float, float]]]) -> list[dict[str, Any]]:
-    """Gather a method's points of all seeds, budget by budget."""
+    """Gather a method's points from all seeds, budget by budget."""
     return [
         {"queries": float(np.mean([queries for queries, _ in column])), "test": [value for _, value in column]}
         for column in zip(*points, strict=True)
@@ -192,7 +192,7 @@ def _over_seeds(points: list[list[tuple[float, float]]]) -> list[dict[str, Any]]
 def pays_from(content: dict[str, Any], rival: str) -> tuple[float, float]:
     """Return from how many queries a rival matches MetricOpt at a new start, and from how many starts MetricOpt pays.
 
-    Both are infinite if the rival never matches it, or MetricOpt needs as many queries at each start.
+    Both are infinite if the rival never matches it, or if MetricOpt needs as many queries per start.
     """
     sign = 1 if content["metric"]["maximize"] else -1
     (ours,) = content["methods"]["metricopt"]
@@ -228,7 +228,7 @@ def markdown(content: dict[str, Any]) -> str:
     lines.append("")
     for rival in ("cma_es", "guided_es"):
         if rival not in content["methods"]:
-            continue  # no budget was enough for it
+            continue  # no budget was enough for this method
         most = max(point["queries"] for point in content["methods"][rival])
         (queries, starts), title = pays_from(content, rival), METHODS[rival].title
         if math.isinf(queries):
@@ -253,7 +253,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def plot(content: dict[str, Any], path: Path) -> None:
-    """Draw the test metric against the queries for each start."""
+    """Draw the test metric against the queries per start."""
     figure, ((axes,),) = new_figure(6.4, 4.0)
     for name, points in content["methods"].items():
         x = [max(1.0, point["queries"]) for point in points]

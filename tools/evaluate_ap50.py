@@ -1,4 +1,4 @@
-"""Compute the AP50 of detections: the average precision where a hit is an intersection over union of 0.5.
+"""Compute the AP50 of detections: the average precision if a hit needs an intersection over union of 0.5.
 
     python tools/evaluate_ap50.py --detections results.json --annotations VOC_FOLDER --split test --output-dir out/ap50
     python tools/evaluate_ap50.py --detections results.json --annotations instances.json --definition coco \
@@ -7,11 +7,11 @@
         --weights out/run/seed-0/tuned.pth --annotations out/run/seed-0/scenes --split test --output-dir out/ap50
 
 Detections are in COCO's results format: a list of {"image_id", "category_id", "bbox": [x, y, width, height], "score"}.
-Annotations are COCO's JSON, or a folder or zip file in Pascal VOC's format: then image_id is the image's file name
+Annotations are COCO's JSON, or a folder or zip file in Pascal VOC's format: image_id is then the image's file name
 without suffix, and category_id counts the classes from 1 (or category_name names one). The module
-metricopt_ext.detection.ap50 says how the definitions differ. In place of a file of detections, a detector finds them:
-one that the config file of tools/finetune_detector.py describes, with its weights, and with a finetuned adapter if one
-is given. Prints a table and writes report.json.
+metricopt_ext.detection.ap50 explains how the definitions differ. Instead of a file, detections can come from a detector
+that the config file of tools/finetune_detector.py describes, with its weights, and with a finetuned adapter if one is
+given. Prints a table and writes report.json.
 """
 
 import argparse
@@ -28,24 +28,24 @@ from metricopt_ext.utils.files import write_json
 
 
 def main() -> None:
-    """Parse the command line, evaluate, report; an error that a user can mend ends in one line."""
+    """Parse the command line, evaluate, report; an error that a user can fix is printed on one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     detections = parser.add_mutually_exclusive_group(required=True)
     detections.add_argument("--detections", type=Path, help="JSON file in COCO's results format")
     detections.add_argument("--config-file", type=Path, help="describes the detector that finds them")
     parser.add_argument("--weights", type=Path, help="the detector's state dict, or a checkpoint of Detectron2")
-    parser.add_argument("--adapter", type=Path, help="a finetuned adapter of it")
+    parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it")
     parser.add_argument("--annotations", required=True, type=Path, help="COCO's JSON file, or VOC's folder or zip file")
     parser.add_argument("--images-dir", type=Path, help="folder of the images that COCO's JSON file names")
-    parser.add_argument("--split", help="of a VOC set: the list of images to evaluate; all of them by default")
+    parser.add_argument("--split", help="VOC only: the list of images to evaluate; default: all")
     parser.add_argument(
         "--classes",
         nargs="+",
-        help="of a VOC set: the classes in the order of category_id; else the config's, or all in the set, sorted",
+        help="VOC only: the classes in the order of category_id; default: the config's, or all in the set, sorted",
     )
     parser.add_argument("--definition", choices=["voc_11_point", "voc", "coco", "all"], default="all")
     parser.add_argument(
-        "--rounded", action="store_true", help="round for VOC's definitions as Detectron2's evaluation of VOC does"
+        "--rounded", action="store_true", help="for VOC's definitions: round as Detectron2's VOC evaluation does"
     )
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
     arguments = parser.parse_args()
@@ -73,10 +73,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Refuse options that don't go together.
+    """Reject options that don't go together.
 
     Raises:
-        DataError: There are such, or one is missing.
+        DataError: Options clash, or one is missing.
     """
     if arguments.config_file is None:
         of_model = ("weights", "adapter", "images_dir")
@@ -87,7 +87,7 @@ def check_options(arguments: argparse.Namespace) -> None:
     if not arguments.weights:
         raise DataError("--config-file needs --weights, the state dict of the detector that it describes")
     if (arguments.annotations.suffix == ".json") != (arguments.images_dir is not None):
-        raise DataError("--images-dir names the images of a JSON file in COCO's format; VOC's format has its own")
+        raise DataError("--images-dir is for a JSON file in COCO's format; VOC's format has its own images")
 
 
 def read_found(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
@@ -128,7 +128,7 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
         load_adapter(model, arguments.adapter)
     found: list[Any] = []
     images: list[Any] = []
-    for at in range(0, len(truth), EVALUATION_BATCH):  # so that few images are in memory
+    for at in range(0, len(truth), EVALUATION_BATCH):  # to keep few images in memory
         places = range(at, min(at + EVALUATION_BATCH, len(truth)))
         examples = load_examples(truth.subset(places), config.data.size or None)
         found += toolkit.detect(model, examples)
@@ -152,12 +152,12 @@ def read_annotations(
     if path.suffix != ".json":
         return read_voc(path, split, classes=classes)
     if split is not None or classes is not None:
-        raise DataError(f"--split and --classes are for VOC's format; {path} is in COCO's, and names its own")
+        raise DataError(f"--split and --classes are for VOC's format; {path} is in COCO's, which has its own")
     return read_coco(path, images_dir, dtype=float64)
 
 
 def evaluate(found: Sequence[Any], truth: Any, definition: str, rounded: bool) -> dict[str, Any]:
-    """Return the numbers of objects and detections of each class, and the AP50 by each definition asked for."""
+    """Return the numbers of objects and detections of each class, and the AP50 by each requested definition."""
     from metricopt_ext.detection.ap50 import DEFINITIONS, average_precision
 
     wanted = [each for each in DEFINITIONS if definition in (each, "all")]

@@ -1,4 +1,4 @@
-"""Compute Recall@k of embeddings: the share of queries with their label among the k nearest others.
+"""Compute Recall@k of embeddings: the share of queries whose label is among those of the k nearest others.
 
     python tools/evaluate_recall.py --embeddings E.npy --labels Y.npy --ks 1 10 100 --output-dir out/recall
     python tools/evaluate_recall.py --embeddings Q.npy --labels QY.npy \
@@ -9,9 +9,9 @@
 
 Images are <class>/<file> in a folder or zip file, embedded by a model that the config file of
 tools/finetune_retrieval.py describes, with its weights, and with a finetuned adapter if one is given.
-Files are .npy, or .safetensors with tensors "embeddings" and "labels": then --labels (--gallery-labels) is left out.
-Without a gallery the queries search each other; so they do where a gallery is the queries' own file. Another gallery
-must not hold the queries: they would find themselves. Prints a table and writes report.json.
+Files are .npy, or .safetensors with tensors "embeddings" and "labels"; --labels (--gallery-labels) is then omitted.
+Without a gallery, or with the queries' own file as a gallery, the queries search each other. Any other gallery must not
+contain the queries: they would find themselves. Prints a table and writes report.json.
 """
 
 import argparse
@@ -37,15 +37,15 @@ Gallery = tuple[str, Items | None]  # its name, and its items unless they are th
 
 @dataclass(frozen=True)
 class Row:
-    """Recalls against one gallery, as the report has them.
+    """Recalls against one gallery, as in the report.
 
     Attributes:
         gallery: The gallery's file; ``"the queries"`` without one.
         size: Number of items in it.
-        queries: Number of queries that the recalls are means over.
+        queries: Number of queries that the recalls are averaged over.
         without_match: Number of queries left out because no other item of the gallery has their label.
         recall: Recall in [0, 1] for each k.
-        mean: Mean of these.
+        mean: Mean of the recalls.
         seconds: Duration of the search.
     """
 
@@ -76,12 +76,12 @@ def main() -> None:
     )
     parser.add_argument("--config-file", type=Path, help="describes the model that embeds images")
     parser.add_argument("--weights", type=Path, help="its state dict")
-    parser.add_argument("--adapter", type=Path, help="a finetuned adapter of it")
-    parser.add_argument("--grey", action="store_true", help="read images in shades of grey")
+    parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it")
+    parser.add_argument("--grey", action="store_true", help="read images in greyscale")
     parser.add_argument("--ks", nargs="+", type=int, default=[1, 10, 100, 1000], help="numbers of neighbours")
     parser.add_argument("--distance", choices=["l2", "ip"], default="l2", help="Euclidean or inner product")
     parser.add_argument("--query-subset", type=int, help="search only this many queries, drawn by --seed")
-    parser.add_argument("--seed", type=int, default=0, help="draws the subset, at least 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the subset, at least 0")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
     arguments = parser.parse_args()
     with errors_in_one_line(ImportError):
@@ -128,10 +128,10 @@ def run(arguments: argparse.Namespace) -> list[Row]:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Refuse options that belong to the other kind of queries.
+    """Reject options that belong to the other kind of queries.
 
     Raises:
-        DataError: There is one, or one is missing.
+        DataError: There is such an option, or one is missing.
     """
     of_files = ("labels", "gallery_embeddings", "gallery_labels")
     of_images = ("config_file", "weights", "adapter", "gallery_images", "grey")
@@ -166,7 +166,7 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
     from metricopt_ext.utils.modes import evaluating
 
     config = load_config(RetrievalConfig, arguments.config_file, [])
-    labels: dict[str, int] = {}  # of all folders: a class is what has the same name
+    labels: dict[str, int] = {}  # over all folders: the same name is the same class
     model: nn.Module | None = None
 
     def embedded(path: Path) -> Items:
@@ -196,14 +196,14 @@ def galleries(embeddings: list[Path], labels: list[Path], queries: Path) -> Iter
 
     Args:
         embeddings: Files of the galleries; none for the queries themselves.
-        labels: Files of their labels, one for each gallery; none where the galleries' own files hold them.
+        labels: Files of their labels, one for each gallery; none if the galleries' own files hold them.
         queries: The queries' file.
 
     Yields:
-        Name and (embeddings, labels) of each; None in place of these for the queries.
+        Name and (embeddings, labels) of each; None instead of these for the queries.
 
     Raises:
-        DataError: Another number of label files than of galleries, or a file can't be read.
+        DataError: The numbers of label files and galleries differ, or a file can't be read.
     """
     if labels and len(labels) != len(embeddings):
         raise DataError(
@@ -220,7 +220,7 @@ def read_items(embeddings: Path, labels: Path | None, option: str) -> tuple[Any,
     """Read embeddings ``n x d`` and their labels ``n``; without a file of labels, both from one .safetensors file.
 
     Raises:
-        DataError: A file can't be read or lacks what is asked of it; ``option`` is what gives a file of labels.
+        DataError: A file can't be read or lacks what it should hold; ``option`` is the option for a file of labels.
     """
     if labels is None and embeddings.suffix != ".safetensors":
         raise DataError(f"{embeddings} holds no labels; name their file with {option}")
@@ -239,7 +239,7 @@ def read_array(path: Path, name: str) -> Any:
         try:
             return np.load(path, allow_pickle=False)
         except (ValueError, EOFError) as error:
-            raise DataError(f"{path} is no .npy file of numbers ({error})") from error
+            raise DataError(f"{path} is not a .npy file of numbers ({error})") from error
     if path.suffix != ".safetensors":
         raise DataError(f"{path} must be a .npy or .safetensors file")
 
@@ -251,7 +251,7 @@ def read_array(path: Path, name: str) -> Any:
                 raise DataError(f"{path} has no tensor {name!r}, only {', '.join(map(repr, names))}")
             return file.get_tensor(name)
     except SafetensorError as error:
-        raise DataError(f"{path} is truncated or no safetensors file ({error})") from error
+        raise DataError(f"{path} is truncated or not a safetensors file ({error})") from error
 
 
 def print_rows(rows: list[Row]) -> None:

@@ -1,10 +1,10 @@
-"""Finetune a classifier for the metric it is judged by, and say what that was worth.
+"""Finetune a classifier for the metric it is judged by, and report what it gained.
 
     python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/digits
     python tools/finetune_classifier.py --config-file configs/classification/a9a.yaml --output-dir out/a9a \
         metric.name=f1 data.root=FOLDER
 
-Writes report.json, report.md and plots, and for each seed model, adapter, value function and trajectories.
+Writes report.json, report.md and plots, and each seed's model, adapter, value function and trajectories.
 """
 
 from functools import partial

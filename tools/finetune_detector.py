@@ -1,10 +1,10 @@
-"""Finetune a detector for AP50, and say what that was worth.
+"""Finetune a detector for AP50, and report what it gained.
 
     python tools/finetune_detector.py --config-file configs/detection/scenes_torchvision.yaml --output-dir out/scenes
     python tools/finetune_detector.py --toolkit detectron2 --config-file configs/detection/bccd_detectron2.yaml \
         --output-dir out/bccd data.root=FOLDER
 
-Writes report.json, report.md and plots, and for each seed detector, adapter, value function and trajectories.
+Writes report.json, report.md and plots, and each seed's detector, adapter, value function and trajectories.
 """
 
 from functools import partial

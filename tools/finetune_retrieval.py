@@ -1,10 +1,10 @@
-"""Finetune an embedding for Recall@k on classes it has not seen, and say what that was worth.
+"""Finetune an embedding for Recall@k on classes it has not seen, and report what it gained.
 
     python tools/finetune_retrieval.py --config-file configs/retrieval/digits.yaml --output-dir out/digits_retrieval
     python tools/finetune_retrieval.py --config-file configs/retrieval/omniglot.yaml --output-dir out/omniglot \
         data.root=FOLDER
 
-Writes report.json, report.md and plots, and for each seed model, adapter, value function and trajectories.
+Writes report.json, report.md and plots, and each seed's model, adapter, value function and trajectories.
 """
 
 from functools import partial

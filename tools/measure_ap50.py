@@ -1,10 +1,10 @@
-"""Measure AP50's time against pycocotools and Detectron2's evaluation of VOC, on random detections.
+"""Time AP50 against pycocotools and Detectron2's VOC evaluation, on random detections.
 
     python tools/measure_ap50.py --images 1000 --detections 100 --classes 20 --output-dir out/measure_ap50
 
-All get the same detections, in memory, in one process; pycocotools computes nothing but IoU 0.5, any area and 100
-detections, while Detectron2's evaluator always goes through ten thresholds of IoU. Where Detectron2 is missing it is
-left out. Prints a table, writes report.json, and fails if values differ.
+All get the same detections, in memory, in one process; pycocotools computes only IoU 0.5, any area and 100
+detections, while Detectron2's evaluator always computes ten IoU thresholds. Detectron2 is left out if it is not
+installed. Prints a table, writes report.json, and fails if values differ.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from metricopt_ext.detection.voc import write_voc
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.utils.files import write_json
 
-SIZE = 300  # of an image; none is looked at
-OBJECTS = 7  # most in an image
+SIZE = 300  # of an image; none is opened
+OBJECTS = 7  # maximum in an image
 
 Contender = Callable[[], float]
 
@@ -39,16 +39,16 @@ def main() -> None:
     """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=1000, help="number of images")
-    parser.add_argument("--detections", type=int, default=100, help="detections in each")
+    parser.add_argument("--detections", type=int, default=100, help="detections per image")
     parser.add_argument("--classes", type=int, default=20, help="number of classes")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each; the fastest counts")
-    parser.add_argument("--seed", type=int, default=0, help="draws the objects and detections")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the objects and detections")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
     run(parser.parse_args())
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure each against its reference, print and write what came out; returns the report."""
+    """Measure each against its reference, print and write the results; returns the report."""
     found, truth = draw(arguments.images, arguments.detections, arguments.classes, arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
         coco = read_coco(write_coco(Path(folder) / "coco.json", truth))
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def draw(images: int, per_image: int, classes: int, seed: int) -> tuple[list[Detections], DetectionSet]:
-    """Draw objects, and detections of which about half are near one."""
+    """Draw objects, and detections, about half of which are near an object."""
     rng = np.random.default_rng(seed)
     found, truth = [], []
     for i in range(images):
@@ -194,7 +194,7 @@ def compare(ours: Contender, theirs: Contender, repeats: int) -> dict[str, Any]:
 
 
 def timed(contender: Contender, times: list[float]) -> float:
-    """Return the contender's value, and note its time."""
+    """Return the contender's value and record its time."""
     started = time.perf_counter()
     value = contender()
     times.append(time.perf_counter() - started)

@@ -3,7 +3,7 @@
     python tools/measure_cost.py --output-dir out/cost
 
 Two tables: a finetuning step with MetricOpt against one with a plain loss optimizer, and a population of phi computed
-together against one by one. The sides take turns (A B A B ...), so that whatever else the machine does hits all alike.
+together against one by one. The sides take turns (A B A B ...), so any other load on the machine affects all equally.
 Writes cost.json and cost.md. A missed target is a result, not an error.
 """
 
@@ -54,7 +54,7 @@ class Ratio:
         over: What it is compared with.
         ratios: Quotient of the two times, one for each repeat, at least `FEWEST_REPEATS`.
         at_most: Target for the ratio, None for none.
-        at_least: Likewise, from below.
+        at_least: The same, from below.
     """
 
     of: str
@@ -89,7 +89,7 @@ class Ratio:
         return [self.of, self.over, f"{self.median:.3f}", "[{:.3f}, {:.3f}]".format(*self.interval), *verdict]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what cost.json says."""
+        """Return the ratio's entry in cost.json."""
         return {
             "of": self.of,
             "over": self.over,
@@ -108,7 +108,7 @@ class Table:
     Attributes:
         title: What was measured.
         note: What the sides are.
-        seconds: Median time of each side, of no meaning on another machine.
+        seconds: Median time of each side, meaningless on another machine.
         rows: The ratios.
     """
 
@@ -131,9 +131,9 @@ class Table:
 def main() -> None:
     """Parse the command line, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", required=True, type=Path, help="folder for everything that is written")
-    parser.add_argument("--threads", type=int, default=1, help="threads that torch computes with (default: 1)")
-    parser.add_argument("--repeats", type=int, default=100, help="times that each side takes its turn (default: 100)")
+    parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
+    parser.add_argument("--threads", type=int, default=1, help="torch's CPU threads (default: 1)")
+    parser.add_argument("--repeats", type=int, default=100, help="turns of each side (default: 100)")
     arguments = parser.parse_args()
     if arguments.threads < 1:
         parser.error(f"--threads is {arguments.threads}; it must be at least 1")
@@ -169,7 +169,7 @@ def write(tables: list[Table], folder: Path, threads: int, repeats: int) -> list
         "# What metricopt costs\n",
         f"Made by `python tools/measure_cost.py --output-dir FOLDER --threads {threads} --repeats {repeats}`: medians",
         f"of ratios of times, the sides taking turns, on {processor()} ({used}).",
-        "A target is met where the whole interval meets it.\n",
+        "A target is met if the whole interval meets it.\n",
         *(table.markdown() for table in tables),
     ]
     write_atomically(paths[1], ("\n".join(text).rstrip() + "\n").encode())
@@ -209,7 +209,7 @@ def measure_step(
     """Time a finetuning step of phi (forward, backward, optimizer step) with SGD and with MetricOpt.
 
     Raises:
-        RuntimeError: MetricOpt did not follow f, so that there would be nothing to measure.
+        RuntimeError: MetricOpt did not follow f, so there would be nothing to measure.
     """
     adapter = attach_film(untrained(model, (3, pixels, pixels), 10), dim=dim)
     batches = random_batches((3, pixels, pixels), 10, batch_size)
@@ -229,7 +229,7 @@ def measure_step(
     seconds = take_turns(
         {
             sgd: lambda turn: loss_step(plain, turn),
-            alone: lambda turn: ours.step(),  # behind SGD's: in a loop too, the model has just emptied the caches
+            alone: lambda turn: ours.step(),  # after SGD's: in a real loop too, the model has just emptied the caches
             metricopt: lambda turn: loss_step(ours, turn),
         },
         repeats,
@@ -251,7 +251,7 @@ def measure_population(
 ) -> Table:
     """Time losses and gradients of a population of phi of an MLP, together and one by one.
 
-    One by one is measured in three ways: a loop over forward and backward as one writes it without metricopt, one call
+    One by one is measured in three ways: a loop over forward and backward, as written without metricopt, one call
     of `FinetuneTask.loss_and_gradient` for each phi, and one call for all with ``population=1``.
 
     Raises:
@@ -289,7 +289,7 @@ def measure_population(
     return Table(
         f"Losses and gradients of {population} phi, MLP on {features} inputs, {batch_size} examples each, d = {dim}",
         "Together: one call of `FinetuneTask.loss_and_gradient`, one forward by `torch.func.vmap`. One by one: a loop"
-        " of forward and backward as one writes it without metricopt; one call of `loss_and_gradient` for each phi; one"
+        " of forward and backward, as written without metricopt; one call of `loss_and_gradient` for each phi; one"
         " call for all with `population=1`. Every side draws the same batches and finds the same gradients.",
         medians(seconds),
         [Ratio(name, "together", list(seconds[name] / together), at_least=5) for name in sides if name != "together"],
@@ -324,10 +324,10 @@ def fitted_value_function(dim: int) -> ValueFunction:
 
 
 def check_followed(f: ValueFunction, start: Tensor, loss_gradient: Tensor | None) -> None:
-    """Take one step of MetricOpt without a loss step: phi, ``d``, must have moved, to where f is lower.
+    """Take one step of MetricOpt without a loss step: phi, ``d``, must move to where f is lower.
 
     Raises:
-        RuntimeError: It has not.
+        RuntimeError: It does not.
     """
     phi = nn.Parameter(start.clone())
     phi.grad = loss_gradient

@@ -2,7 +2,7 @@
 
     python tools/measure_recall.py --size 60502 --dim 512 --k 1000 --output-dir out/measure_recall
 
-Each contender runs in a process of its own on the same data, one after the other. Prints a table, writes report.json,
+Each contender runs in its own process on the same data, one after the other. Prints a table, writes report.json,
 and fails if the recalls differ from raw FAISS'.
 """
 
@@ -22,19 +22,19 @@ import numpy as np
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.utils.files import write_json
 
-SPREAD = 0.4  # of the clusters' centres, in units of their members' own spread: neither all nor none are found
+SPREAD = 0.4  # of the clusters' centres, in units of their members' own spread: some, but not all, are found
 ROUNDS = ("ours", "raw FAISS", "pytorch-metric-learning")
 
 
 def main() -> None:
-    """Parse the command line; measure, or be one of the processes that are measured."""
+    """Parse the command line; measure, or run as one of the measured processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=60502, help="number of embeddings")
     parser.add_argument("--dim", type=int, default=512, help="their dimension")
     parser.add_argument("--k", type=int, default=1000, help="largest number of neighbours")
     parser.add_argument("--per-class", type=float, default=5.35, help="mean size of a cluster")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each; the fastest counts")
-    parser.add_argument("--seed", type=int, default=0, help="draws the embeddings")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the embeddings")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -45,10 +45,10 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run all contenders, print and write what came out; returns the report."""
+    """Run all contenders, print and write the results; returns the report."""
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        # This process stays small: a child's peak memory begins with that of its parent.
+        # This process stays small: a child's peak memory starts from its parent's.
         start("make data", arguments, folder)
         for _ in range(arguments.repeats):
             for name in ROUNDS:
@@ -125,7 +125,7 @@ def prepare_ours() -> Search:
 
 
 def prepare_faiss() -> Search:
-    """Import; returns what is measured: one search of a flat index for all queries, as FAISS' manual has it."""
+    """Import; returns what is measured: one search of a flat index for all queries, as in FAISS' manual."""
     import faiss
 
     def search(embeddings: Any, labels: Any, ks: list[int]) -> dict[str, float]:
@@ -133,7 +133,7 @@ def prepare_faiss() -> Search:
         index.add(embeddings)
         neighbours = index.search(embeddings, max(ks) + 1)[1]
         hits = (labels[neighbours] == labels[:, None]) & (neighbours != np.arange(len(labels))[:, None])
-        # The own row is no hit but may take a place: without it, the hit behind it moves up by one.
+        # A query's own row is not a hit but may take a place: without it, the hit after it moves up by one.
         own = np.where(neighbours == np.arange(len(labels))[:, None], np.arange(max(ks) + 1), max(ks)).min(axis=1)
         first = np.where(hits.any(axis=1), hits.argmax(axis=1), max(ks) + 1)
         return {str(k): float(np.mean(first - (own < first) < k)) for k in ks}
@@ -142,7 +142,7 @@ def prepare_faiss() -> Search:
 
 
 def prepare_theirs() -> Search:
-    """Import; returns what is measured: its cheapest metric of k neighbours, for it has no Recall@k."""
+    """Import; returns what is measured: its cheapest metric of k neighbours, as it has no Recall@k."""
     import torch
     from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 

@@ -1,4 +1,4 @@
-"""Train a detector of Detectron2, or finetune one for AP50, as Detectron2's own tools/train_net.py does.
+"""Train a Detectron2 detector, or finetune one for AP50, in the manner of Detectron2's tools/train_net.py.
 
     python tools/train_detector.py --config-file FILE                                        # 1: train, as Detectron2
     python tools/train_detector.py --config-file FILE --meta-train f.safetensors
@@ -8,13 +8,13 @@
     python tools/train_detector.py --config-file FILE --eval-only MODEL.WEIGHTS out/tuned/model_merged.pth
         DATASETS.TEST "('voc07_test',)"                                                      # 4: judge on test
 
-FILE is one of configs/detection/detectron2. The options are those of train_net.py, --num-gpus 0 computes on the CPU;
-overrides are KEY VALUE pairs at the end; docs/detection.md lists those below METRICOPT. Each item above is one command.
+FILE is one of configs/detection/detectron2. The options are those of train_net.py; --num-gpus 0 computes on the CPU;
+overrides are KEY VALUE pairs at the end; docs/detection.md lists those under METRICOPT. Each item above is one command.
 With METRICOPT.ENABLED False, training is Detectron2's own. Learning f takes METRICOPT.META.ROUNDS * TASKS runs, each of
 which evaluates AP50 on METRICOPT.METRIC.SET METRIC.EVALS times, and keeps them in OUTPUT_DIR/trajectories; --resume
-goes on with what a killed one left there. Finetuning keeps a checkpoint after each tenth of its steps, which --resume
-goes on from, and writes its best model, phi merged, to OUTPUT_DIR/model_merged.pth, which any program that uses
-Detectron2 loads and which is evaluated on DATASETS.TEST. Evaluation is by AP50.
+continues what a killed run left there. Finetuning saves a checkpoint after each tenth of its steps, from which --resume
+continues, and writes its best model, with phi merged, to OUTPUT_DIR/model_merged.pth, which any program that uses
+Detectron2 can load and which is evaluated on DATASETS.TEST. Evaluation is by AP50.
 """
 
 import argparse
@@ -55,7 +55,7 @@ WRITTEN = re.compile(r"model_(final|best|merged|\d+)\.pth")  # by a finetuning r
 
 
 def main(arguments: argparse.Namespace) -> Any:
-    """Do in one process what the command line says; returns the evaluation's results, if any."""
+    """Run the command line's task in one process; returns the evaluation's results, if any."""
     cfg = read_config(arguments.config_file, arguments.opts)
     if arguments.num_gpus == 0:
         cfg.MODEL.DEVICE = "cpu"
@@ -94,7 +94,7 @@ def evaluate(cfg: CfgNode, resume: bool) -> Any:
 
 
 def evaluate_model(cfg: CfgNode, model: nn.Module) -> Any:
-    """Evaluate a model on ``DATASETS.TEST``, and hold the results against ``TEST.EXPECTED_RESULTS``."""
+    """Evaluate a model on ``DATASETS.TEST``, and check the results against ``TEST.EXPECTED_RESULTS``."""
     results = MetricOptTrainer.test(cfg, model)
     if comm.is_main_process():
         verify_results(cfg, results)
@@ -102,11 +102,11 @@ def evaluate_model(cfg: CfgNode, model: nn.Module) -> Any:
 
 
 def finetune(cfg: CfgNode, resume: bool) -> Any:
-    """Finetune phi, and merge its best point, or its last where AP50 was not evaluated, into the weights."""
+    """Finetune phi, and merge its best point, or its last if AP50 was not evaluated, into the weights."""
     settings, training = metricopt_settings(cfg), cfg.clone()
     training.defrost()
     training.SOLVER.CHECKPOINT_PERIOD = min(cfg.SOLVER.CHECKPOINT_PERIOD, max(1, settings.finetune.steps // 10))
-    training.DATASETS.TEST, training.TEST.EXPECTED_RESULTS = (), []  # not the last point is judged, but the chosen one
+    training.DATASETS.TEST, training.TEST.EXPECTED_RESULTS = (), []  # the chosen point is judged, not the last
     trainer = MetricOptTrainer(training)
     trainer.resume_or_load(resume=resume)
     trainer.train()
@@ -122,14 +122,14 @@ def finetune(cfg: CfgNode, resume: bool) -> Any:
 
 
 def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
-    """Refuse what could not end well, before anything is read or written.
+    """Reject settings that can't work, before anything is read or written.
 
     Raises:
-        ConfigError: A setting lacks another one, or can't act; the message says what would do.
+        ConfigError: A setting lacks another one, or can't take effect; the message says what would work.
     """
     weights, folder = cfg.MODEL.WEIGHTS, Path(cfg.OUTPUT_DIR)
     finetuning = cfg.METRICOPT.ENABLED and not arguments.eval_only and arguments.meta_train is None
-    resumed = arguments.resume and (folder / "last_checkpoint").exists()  # then MODEL.WEIGHTS is not read
+    resumed = arguments.resume and (folder / "last_checkpoint").exists()  # MODEL.WEIGHTS is then not read
     if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, but no GPU was found; --num-gpus 0 computes on the CPU")
     if weights and not resumed and "://" not in weights and not Path(weights.partition("?")[0]).is_file():
@@ -138,7 +138,7 @@ def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
         raise ConfigError("METRICOPT.ENABLED needs MODEL.WEIGHTS, the trained detector")
     if finetuning and Path(weights).resolve().parent == folder.resolve() and WRITTEN.fullmatch(Path(weights).name):
         raise ConfigError(
-            f"OUTPUT_DIR={folder} holds MODEL.WEIGHTS={weights}, which would be written over; give another"
+            f"OUTPUT_DIR={folder} holds MODEL.WEIGHTS={weights}, which would be overwritten; give another"
         )
     if arguments.eval_only and not cfg.DATASETS.TEST:
         raise ConfigError("--eval-only needs DATASETS.TEST, e.g. DATASETS.TEST \"('scenes_test',)\"")
@@ -147,14 +147,14 @@ def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
 
 
 def run() -> None:
-    """Parse the command line and launch the processes; an error that a user can mend ends in one line."""
+    """Parse the command line and launch the processes; an error that a user can fix is printed on one line."""
     parser = default_argument_parser(epilog=__doc__)
     parser.add_argument("--meta-train", type=Path, metavar="FILE", help="learn a value function and write it here")
     arguments = parser.parse_args()
     if not arguments.config_file:
         parser.error("--config-file is needed, e.g. configs/detection/detectron2/scenes.yaml")
     if arguments.eval_only and arguments.meta_train:
-        parser.error("--eval-only and --meta-train are two commands")
+        parser.error("--eval-only and --meta-train are separate commands")
     try:
         launch(
             main,
@@ -172,9 +172,9 @@ def run() -> None:
 
 
 def in_one_line(message: str) -> str | None:
-    """Return an error's message in one line; of another process's traceback, that of the error it ends with.
+    """Return an error's message on one line; for another process's traceback, the message of its final error.
 
-    None where that is no error that a user can mend.
+    None if it is not an error that a user can fix.
     """
     if "Traceback (most recent call last)" in message:
         *_, last = re.finditer(r"^([\w.]+): ", message, re.MULTILINE)

@@ -25,13 +25,13 @@ class APOutputLayers(FastRCNNOutputLayers):  # type: ignore[misc]
 
 
 def use_ap_loss(model: nn.Module) -> nn.Module:
-    """Give a detector's box predictor the AP loss, its weights and their names kept, and return the detector.
+    """Give a detector's box predictor the AP loss, keeping its weights and their names, and return the detector.
 
     Raises:
         ConfigError: The detector has another kind of box predictor.
     """
     predictor = getattr(getattr(model, "roi_heads", None), "box_predictor", None)
     if type(predictor) is not FastRCNNOutputLayers:
-        raise ConfigError(f"the AP loss is for FastRCNNOutputLayers, this detector has {type(predictor).__name__}")
-    predictor.__class__ = APOutputLayers  # Detectron2's heads make their predictor themselves, of this class alone
+        raise ConfigError(f"the AP loss is for FastRCNNOutputLayers, but this detector has {type(predictor).__name__}")
+    predictor.__class__ = APOutputLayers  # Detectron2's heads create their own predictor, always of this class
     return model

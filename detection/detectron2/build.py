@@ -35,12 +35,12 @@ def with_film(
     """Attach FiLM to a model, set phi to a start, and return the model.
 
     Args:
-        model: A detector, not wrapped for several processes yet.
-        layers: Where FiLM goes, see `placements.film_layers`.
+        model: A detector, not yet wrapped for several processes.
+        layers: Where FiLM goes; see `placements.film_layers`.
         dim: Dimension d of phi.
         seed: Draws FiLM's matrices and the start: the same on every rank, whose global streams differ.
         start_std: Standard deviation of the start; 0 starts from the model as it was trained.
-        index: Another start for each.
+        index: Each index has a different start.
 
     Raises:
         ConfigError: A placement or pattern is not in this model.
@@ -52,17 +52,17 @@ def with_film(
 
 
 def phi_of(model: nn.Module) -> list[nn.Parameter]:
-    """Return what an optimizer tunes: the phi of a model, which may be wrapped for several processes."""
+    """Return what an optimizer tunes: a model's phi. The model may be wrapped for several processes."""
     return Adapter(unwrapped(model)).parameters()
 
 
 def phi_optimizer(
     params: Iterable[Tensor], *, value_function: str = "", lr: float = 0.1, **options: Any
 ) -> torch.optim.Optimizer:
-    """Return `MetricOpt` on phi, or gradient descent on it where there is no value function.
+    """Return `MetricOpt` on phi, or gradient descent on it if there is no value function.
 
     Args:
-        params: phi, see `phi_of`.
+        params: phi; see `phi_of`.
         value_function: File of f; empty follows the loss alone.
         lr: Rate of the loss step.
         options: Further arguments of `MetricOpt`.
@@ -96,7 +96,7 @@ def finetuning_hooks(
 
     Args:
         model: The detector with FiLM.
-        metric: Is evaluated at some of the points; None evaluates and records nothing.
+        metric: Evaluated at some of the points; None to evaluate and record nothing.
         store: Receives the trajectory; give only the main process one with a folder.
         steps: Number T of steps.
         evals: Number K of points at which the metric is evaluated.
@@ -115,12 +115,12 @@ def finetuning_hooks(
 
 
 def main_process_folder(folder: str) -> str | None:
-    """Return a folder on the main process, and None elsewhere or where it is empty."""
+    """Return a folder on the main process, and None elsewhere or if it is empty."""
     return folder if folder and comm.is_main_process() else None
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that checkpoints are made of."""
+    """Return the model that is checkpointed."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model.module  # type: ignore[no-any-return]
     return model

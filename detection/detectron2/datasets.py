@@ -28,7 +28,7 @@ ENTRY = re.compile(
 
 
 class ZipHandler(PathHandler):  # type: ignore[misc]
-    """Opens ``zip://ARCHIVE!MEMBER`` wherever Detectron2 reads a file, so that its own data mapper reads archives."""
+    """Opens ``zip://ARCHIVE!MEMBER`` wherever Detectron2 reads a file, so its own data mapper can read archives."""
 
     PREFIX = "zip://"
 
@@ -46,13 +46,13 @@ PathManager.register_handler(ZipHandler(), allow_override=True)
 
 
 class Mapper(DatasetMapper):  # type: ignore[misc]
-    """Detectron2's data mapper, but what it can't read it names."""
+    """Detectron2's data mapper, with errors that name what it can't read."""
 
     def __call__(self, dataset_dict: dict[str, Any]) -> Any:
-        """Return what the model is given of one image.
+        """Return the model's input for one image.
 
         Raises:
-            DataError: The image is missing, truncated, or of another size than its annotation says.
+            DataError: The image is missing, truncated, or of a different size from its annotation.
         """
         try:
             return super().__call__(dataset_dict)
@@ -61,19 +61,19 @@ class Mapper(DatasetMapper):  # type: ignore[misc]
 
 
 def register(name: str, data: DetectionSet) -> None:
-    """Enter a set into Detectron2's catalog, where configs name it.
+    """Enter a set into Detectron2's catalog, so that configs can name it.
 
     Raises:
         DataError: The name is taken.
     """
     if name in DatasetCatalog.list():
-        raise DataError(f"Detectron2's catalog has a dataset {name!r} already; choose another name")
+        raise DataError(f"Detectron2's catalog already has a dataset {name!r}; choose another name")
     DatasetCatalog.register(name, lambda: as_records(data))
     MetadataCatalog.get(name).set(thing_classes=list(data.classes))
 
 
 def registered_truth(name: str) -> DetectionSet:
-    """Return a set of Detectron2's catalog, one that `register` entered or one of Detectron2's or the user's own.
+    """Return a set in Detectron2's catalog, whether from `register`, Detectron2 or the user.
 
     Raises:
         DataError: There is no such set, or it does not name its classes.
@@ -82,7 +82,7 @@ def registered_truth(name: str) -> DetectionSet:
 
 
 def records_of(name: str) -> list[dict[str, Any]]:
-    """Return the records of a set of Detectron2's catalog.
+    """Return the records of a set in Detectron2's catalog.
 
     Raises:
         DataError: There is no such set.
@@ -99,9 +99,9 @@ def as_records(data: DetectionSet) -> list[dict[str, Any]]:
 
 
 def as_truth(name: str, records: Sequence[dict[str, Any]]) -> DetectionSet:
-    """Return some records of a set of Detectron2's catalog as an annotated set.
+    """Return some records of a set in Detectron2's catalog as an annotated set.
 
-    Detectron2's records of VOC's sets do not say which objects are difficult; these are read from VOC's files again.
+    Detectron2's records of VOC's sets do not say which objects are difficult; VOC's files are read again for that.
 
     Raises:
         DataError: The set is empty or names no classes, a record lacks what AP50 needs, or VOC's files can't be read.
@@ -109,7 +109,7 @@ def as_truth(name: str, records: Sequence[dict[str, Any]]) -> DetectionSet:
     if not records:
         raise DataError(f"dataset {name!r} has no images")
     metadata, classes = MetadataCatalog.get(name), classes_of(name)
-    if metadata.get("dirname") and metadata.get("split"):  # as register_pascal_voc enters them
+    if metadata.get("dirname") and metadata.get("split"):  # as entered by register_pascal_voc
         images = {image.image_id: image for image in read_voc(metadata.dirname, metadata.split, classes=classes).images}
         return DetectionSet(classes, [images[str(record["image_id"])] for record in records])
     try:
@@ -119,7 +119,7 @@ def as_truth(name: str, records: Sequence[dict[str, Any]]) -> DetectionSet:
 
 
 def classes_of(name: str) -> tuple[str, ...]:
-    """Return the names of a set's classes; Detectron2 reads those of its COCO sets with the images.
+    """Return the names of a set's classes; Detectron2 reads those of its COCO sets along with the images.
 
     Raises:
         DataError: The set does not name them.
@@ -136,10 +136,10 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
     Args:
         cfg: The detector's config.
         trained: Names of the sets that it is trained on.
-        judged: Names of those that AP50 is evaluated on.
+        judged: Names of the sets that AP50 is evaluated on.
 
     Raises:
-        ConfigError: The detector has another number of classes, or two sets number them differently.
+        ConfigError: The number of classes differs from the detector's, or two sets number them differently.
         DataError: There is no such set, or it can't be read.
     """
     head = {"GeneralizedRCNN": "ROI_HEADS", "RetinaNet": "RETINANET"}.get(cfg.MODEL.META_ARCHITECTURE)
@@ -149,7 +149,7 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
         if name in judged:
             as_truth(name, records)
         elif not MetadataCatalog.get(name).get("thing_classes"):
-            continue  # a set to train on need not name its classes
+            continue  # a training set need not name its classes
         classes, first = classes_of(name), first or name
         if head and len(classes) != cfg.MODEL[head].NUM_CLASSES:
             raise ConfigError(
@@ -159,12 +159,12 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
         if classes != classes_of(first):
             raise ConfigError(
                 f"{name} has the classes {', '.join(classes)}, but {first} has {', '.join(classes_of(first))};"
-                " METRICOPT.DATASETS.CLASSES gives VOC folders the same ones"
+                " METRICOPT.DATASETS.CLASSES gives VOC folders the same classes"
             )
 
 
 def write_example(datasets: DatasetsNode) -> None:
-    """Write the scenes that METRICOPT.DATASETS.SCENES names, if any; one process of each machine does.
+    """Write the scenes that METRICOPT.DATASETS.SCENES names, if any; one process per machine does so.
 
     Raises:
         DataError: A setting of the scenes is impossible.
@@ -177,26 +177,26 @@ def write_example(datasets: DatasetsNode) -> None:
 
 
 def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence[str] = ()) -> None:
-    """Register what METRICOPT.DATASETS.REGISTER lists, as far as the catalog lacks it.
+    """Register what METRICOPT.DATASETS.REGISTER lists, unless it is already in the catalog.
 
     An entry is ``NAME=FOLDER:SPLIT`` for a VOC folder or its zip file, or ``NAME=FOLDER:FILE.json`` for images with
-    annotations in COCO's format. ``[:80%]`` and ``[80%:]`` behind it choose parts of the images in an order that is
-    shuffled, always in the same way: what one leaves out is what the other has, in every run.
+    annotations in COCO's format. A suffix of ``[:80%]`` or ``[80%:]`` chooses a part of the images in an order that
+    is always shuffled the same way: what one leaves out is what the other has, in every run.
 
     Args:
         entries: The entries.
-        root: Where relative folders are.
-        classes: Names of the classes of VOC folders; empty for all that a folder's annotations name.
+        root: What relative folders are relative to.
+        classes: Names of the classes of VOC folders; empty for all in a folder's annotations.
 
     Raises:
         ConfigError: An entry can't be read.
-        DataError: The data can't be.
+        DataError: The data can't be read.
     """
     for entry in entries:
         match = ENTRY.fullmatch(entry)
         if match is None:
             raise ConfigError(
-                f"METRICOPT.DATASETS.REGISTER: {entry!r} is not NAME=FOLDER:SPLIT, NAME=FOLDER:SPLIT[:80%] or so"
+                f"METRICOPT.DATASETS.REGISTER: {entry!r} is not NAME=FOLDER:SPLIT, NAME=FOLDER:SPLIT[:80%] or similar"
             )
         name, folder, split = match["name"], Path(root) / match["folder"], match["split"]
         if name in DatasetCatalog.list():
@@ -212,11 +212,11 @@ def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence
 def _part(data: DetectionSet, first: int, last: int) -> DetectionSet:
     """Return the images between two percentages of a shuffled order, in the order of the set."""
     if not 0 <= first < last <= 100:
-        raise ConfigError(f"METRICOPT.DATASETS.REGISTER: [{first}%:{last}%] is no part of a set")
+        raise ConfigError(f"METRICOPT.DATASETS.REGISTER: [{first}%:{last}%] is not part of a set")
     order = torch.randperm(len(data), generator=generator(0, "part"))
     chosen = order[len(data) * first // 100 : len(data) * last // 100]
     if not len(chosen):
-        raise ConfigError(f"METRICOPT.DATASETS.REGISTER: [{first}%:{last}%] of {len(data)} images is none of them")
+        raise ConfigError(f"METRICOPT.DATASETS.REGISTER: [{first}%:{last}%] of {len(data)} images is empty")
     return data.subset(chosen.sort().values.tolist())
 
 

@@ -23,12 +23,12 @@ from metricopt_ext.utils.seeding import generator
 class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
     """Average precision at IoU 0.5 over an annotated set.
 
-    With several processes, each is given some of the images; they exchange their detections, and each computes and
-    returns the same result.
+    With several processes, each gets some of the images; they exchange their detections, and each computes and returns
+    the same result.
 
     Args:
-        truth: The set that the model is evaluated on, e.g. `datasets.registered_truth` a name.
-        definition: ``"voc_11_point"``, ``"voc"`` or ``"coco"``, see `ap50.average_precision`.
+        truth: The set that the model is evaluated on, e.g. from `datasets.registered_truth`.
+        definition: ``"voc_11_point"``, ``"voc"`` or ``"coco"``; see `ap50.average_precision`.
     """
 
     def __init__(self, truth: DetectionSet, definition: Definition = "voc") -> None:
@@ -41,12 +41,12 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
         self._found = {}
 
     def process(self, inputs: Sequence[dict[str, Any]], outputs: Sequence[dict[str, Any]]) -> None:
-        """Keep the detections in some images."""
+        """Store the detections in some images."""
         for each, output in zip(inputs, outputs, strict=True):
             self._found[each["image_id"]] = detections_of(output["instances"])
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Return ``{"bbox": {"AP50": ..., "AP50-CLASS": ...}}`` in percent, as Detectron2's own evaluators do.
+        """Return ``{"bbox": {"AP50": ..., "AP50-CLASS": ...}}`` in percent, like Detectron2's own evaluators.
 
         Raises:
             MetricError: Some image of the set was not given to the model.
@@ -69,7 +69,7 @@ def ap50_metric(loader: Iterable[Any], evaluator: AP50Evaluator) -> Metric:
 
     Args:
         loader: Gives the images, e.g. Detectron2's test loader.
-        evaluator: Knows the truth about them.
+        evaluator: Holds their ground truth.
     """
 
     def ap50(model: nn.Module) -> float:
@@ -81,10 +81,10 @@ def ap50_metric(loader: Iterable[Any], evaluator: AP50Evaluator) -> Metric:
 def validation_metric(
     cfg: CfgNode, name: str, *, definition: Definition = "voc", images: int = 0, seed: int = 0
 ) -> Metric:
-    """Return AP50 on a set of Detectron2's catalog as a metric, in [0, 1].
+    """Return AP50 on a set in Detectron2's catalog as a metric, in [0, 1].
 
     Args:
-        cfg: Says how images are read.
+        cfg: Determines how images are read.
         name: The set.
         definition: See `AP50Evaluator`.
         images: How many of its images, drawn at random from the seed; 0 for all.
@@ -96,7 +96,7 @@ def validation_metric(
     """
     records = records_of(name)
     if images > len(records):
-        raise ConfigError(f"{images} validation images requested; {name!r} has {len(records)}")
+        raise ConfigError(f"{images} validation images requested, but {name!r} has {len(records)}")
     if images:
         chosen = torch.randperm(len(records), generator=generator(seed, "validation"))[:images]
         records = [records[index] for index in chosen.sort().values.tolist()]

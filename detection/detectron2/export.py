@@ -13,7 +13,7 @@ from metricopt_ext.utils.files import write_atomically
 def export(model: nn.Module, path: str | Path) -> None:
     """Merge phi into a copy of a model and write it as a checkpoint for Detectron2's own trainer and predictor.
 
-    The model itself is left as it is. Load it with the config that the model was built from, as ``MODEL.WEIGHTS``.
+    The model itself is unchanged. Load the file with the config that the model was built from, as ``MODEL.WEIGHTS``.
 
     Args:
         model: A detector with an adapter.

@@ -1,4 +1,4 @@
-"""Hooks for Detectron2's trainers: record a trajectory, keep its best model, replay a run's random draws."""
+"""Hooks for Detectron2's trainers: record a trajectory, save its best model, replay a run's random draws."""
 
 import io
 from pathlib import Path
@@ -20,11 +20,11 @@ class TrajectoryRecorder(HookBase):  # type: ignore[misc]
     """Records the first T steps of a trainer as a trajectory.
 
     phi_0 is what the adapter holds when training starts. The trainer's checkpoints keep what was recorded, if the hook
-    is registered before the one that writes them. With several processes each must have the hook, for all of them
+    is registered before the one that writes them. With several processes, each must have the hook, as all of them
     compute the metric; give only the main one a store with a folder.
 
     Args:
-        recording: What to record, see `recording.Recording`.
+        recording: What to record; see `recording.Recording`.
 
     Example:
         >>> recording = Recording(adapter, metric, TrajectoryStore(folder), steps=200, evals=10)  # doctest: +SKIP
@@ -37,16 +37,16 @@ class TrajectoryRecorder(HookBase):  # type: ignore[misc]
         self.recording = recording
 
     def before_train(self) -> None:
-        """Take phi_0 and evaluate the metric at it; nothing where a checkpoint brought an earlier part.
+        """Take phi_0 and evaluate the metric at it; do nothing if a checkpoint restored an earlier part.
 
         Raises:
-            FileFormatError: The store has this trajectory already.
+            FileFormatError: The store already has this trajectory.
         """
         if self.recording.points:
             return
         if self.recording.trajectory is not None:
             raise FileFormatError(
-                f"trajectory {self.recording.index} of round {self.recording.round} is stored already; give this run"
+                f"trajectory {self.recording.index} of round {self.recording.round} is already stored; give this run"
                 " another index"
             )
         self.recording.start()
@@ -62,15 +62,15 @@ class TrajectoryRecorder(HookBase):  # type: ignore[misc]
         self.recording.record(self._loss(), [self.trainer.model])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what was recorded so far, for the trainer's checkpoint."""
+        """Return what has been recorded so far, for the trainer's checkpoint."""
         return self.recording.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from a checkpoint; see `recording.Recording.load_state_dict`."""
+        """Continue from a checkpoint; see `recording.Recording.load_state_dict`."""
         self.recording.load_state_dict(state)
 
     def _loss(self) -> float:
-        # Only the main process writes the loss, a mean over all of them.
+        # Only the main process writes the loss, a mean over all processes.
         latest = self.trainer.storage.latest().get("total_loss")
         (loss, iteration), *_ = comm.all_gather(latest or (None, None))
         if iteration != self.trainer.iter:
@@ -79,9 +79,9 @@ class TrajectoryRecorder(HookBase):  # type: ignore[misc]
 
 
 class BestCheckpoint(HookBase):  # type: ignore[misc]
-    """Keeps the model at the best of the points at which a recorder evaluates the metric, the start included.
+    """Saves the model at the best of the points at which a recorder evaluates the metric, including the start.
 
-    Register it behind the recorder. The file holds ``{"model": state dict}``, phi among it.
+    Register it after the recorder. The file holds ``{"model": state dict}``, including phi.
 
     Args:
         recording: What the recorder records.
@@ -93,13 +93,13 @@ class BestCheckpoint(HookBase):  # type: ignore[misc]
         self.seen = 0
 
     def before_train(self) -> None:
-        """Save the start; nothing where a checkpoint brought an earlier part."""
+        """Save the start; do nothing if a checkpoint restored an earlier part."""
         if len(self.recording.points) > 1:
             self.seen = len(self.recording.evaluations)
         self._save_if_best()
 
     def after_step(self) -> None:
-        """Save the model if the metric likes it better than any before."""
+        """Save the model if its metric is the best so far."""
         self._save_if_best()
 
     def _save_if_best(self) -> None:
@@ -112,11 +112,11 @@ class BestCheckpoint(HookBase):  # type: ignore[misc]
 
 
 class ReplayedSteps(HookBase):  # type: ignore[misc]
-    """Draws what a step samples from (seed, index, step, rank), so that a resumed run goes on as if it had not stopped.
+    """Draws what a step samples from (seed, index, step, rank), so a resumed run continues as if it had not stopped.
 
-    Detectron2's data loader starts anew in a resumed run: batches that were used are read once more and passed over.
-    That holds bit for bit where no worker process reads the images (``DATALOADER.NUM_WORKERS: 0``) and the data
-    loader's order comes from a seed.
+    Detectron2's data loader starts anew in a resumed run: used batches are read again and skipped. The run is the same
+    bit for bit if no worker process reads the images (``DATALOADER.NUM_WORKERS: 0``) and the data loader's order comes
+    from a seed.
 
     Args:
         seed: The run's seed.
@@ -127,7 +127,7 @@ class ReplayedSteps(HookBase):  # type: ignore[misc]
         self.seed, self.index = seed, index
 
     def before_train(self) -> None:
-        """Pass over the batches of the steps before the first."""
+        """Skip the batches of the steps before the first."""
         # A DefaultTrainer steps through another trainer, which has the batches.
         trainer: Any = getattr(self.trainer, "_trainer", self.trainer)
         for step in range(self.trainer.start_iter):
@@ -143,7 +143,7 @@ class ReplayedSteps(HookBase):  # type: ignore[misc]
 
 
 def checkpoint_of(state: dict[str, Any]) -> bytes:
-    """Return a file's content that Detectron2's checkpointer reads, from a model's state dict."""
+    """Return the content of a file for Detectron2's checkpointer, from a model's state dict."""
     buffer = io.BytesIO()
     torch.save({"model": {name: tensor.cpu() for name, tensor in state.items()}}, buffer)
     return buffer.getvalue()

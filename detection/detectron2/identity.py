@@ -1,4 +1,4 @@
-"""What a run under Detectron2 depends on, by which runs with other settings are told from it."""
+"""What a run under Detectron2 depends on, to tell it from runs with other settings."""
 
 import hashlib
 import os
@@ -9,13 +9,13 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-# What meta-training sets anew for each of its runs, whose trajectories belong together all the same.
+# What meta-training sets for each of its runs, whose trajectories belong together all the same.
 OF_ONE_RUN = {
     "METRICOPT.ENABLED",
     *(f"METRICOPT.FINETUNE.{name}" for name in ("VALUE_FUNCTION", "METRIC_STEP", "LOSS_WEIGHT")),
     *(f"METRICOPT.META.{name}" for name in ("ROUND", "INDEX")),
 }
-# Where and how long, not what: of no influence on a trajectory.
+# Where and how long, not what: no influence on a trajectory.
 WITHOUT_INFLUENCE = ("MODEL.DEVICE", "METRICOPT.META.TRAJECTORIES", "METRICOPT.META.ROUNDS")
 
 
@@ -34,7 +34,7 @@ def identity_of_run(cfg: CfgNode) -> dict[str, Any]:
 
 
 def identity_of_trajectories(cfg: CfgNode) -> dict[str, Any]:
-    """Return the settings that all trajectories share which a value function is fitted to."""
+    """Return the settings shared by all trajectories that a value function is fitted to."""
     return {key: value for key, value in identity_of_run(cfg).items() if key not in OF_ONE_RUN}
 
 
@@ -47,10 +47,10 @@ def _leaves(node: CfgNode, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _described(name: str) -> str:
-    """Return a file's name and fingerprint, which another that takes its place does not have."""
-    path = Path(name.partition("?")[0])  # Detectron2 takes options behind the name
+    """Return a file's name and fingerprint, to tell it from another file that takes its place."""
+    path = Path(name.partition("?")[0])  # Detectron2 allows options after the name
     if not path.is_file():
-        return name  # of Detectron2's model zoo, or none
+        return name  # from Detectron2's model zoo, or empty
     return f"{path.name} ({_fingerprint(path, os.stat(path).st_mtime_ns)})"
 
 

@@ -1,4 +1,4 @@
-"""Learns a value function by Detectron2's default trainer: rounds of short runs, each from another phi."""
+"""Learns a value function with Detectron2's default trainer: rounds of short runs, each from a different phi."""
 
 import logging
 import os
@@ -23,24 +23,24 @@ from metricopt_ext.value.fitting import Fit
 
 
 def meta_train(cfg: CfgNode, path: str | Path, resume: bool = False) -> Fit:
-    """Learn f for a trained detector and write it (Algorithm 1, meta-training, see `rounds.learn_in_rounds`).
+    """Learn f for a trained detector and write it (Algorithm 1, meta-training; see `rounds.learn_in_rounds`).
 
-    Each of ``META.ROUNDS * META.TASKS`` runs starts from a phi of its own and evaluates AP50 on ``METRIC.SET``
+    Each of ``META.ROUNDS * META.TASKS`` runs starts from its own phi and evaluates AP50 on ``METRIC.SET``
     ``METRIC.EVALS`` times. Trajectories are kept in ``META.TRAJECTORIES``, or else in ``OUTPUT_DIR/trajectories``.
 
     Args:
         cfg: The config of the finetuning to come; ``MODEL.WEIGHTS`` is the trained detector. A ``FINETUNE.START_STD``
-            of 0 stands for `Recipe`'s here, as f can't be learned from one start. On-policy runs take steps around
+            of 0 means `Recipe`'s here, as f can't be learned from one start. On-policy runs take steps around
             ``FINETUNE.METRIC_STEP``.
         path: Receives f at the end.
-        resume: Go on with the trajectories that are there.
+        resume: Continue with the trajectories that are there.
 
     Returns:
         f with its held-out quality, fitted by each process to the same trajectories.
 
     Raises:
         ConfigError: No trained detector is named, or no set to evaluate AP50 on.
-        FileFormatError: There are trajectories and ``resume`` is False, or they are of runs with other settings.
+        FileFormatError: There are trajectories and ``resume`` is False, or they are from runs with other settings.
     """
     settings = metricopt_settings(cfg)
     _check(cfg, settings)
@@ -57,7 +57,7 @@ def meta_train(cfg: CfgNode, path: str | Path, resume: bool = False) -> Fit:
     runs.METRICOPT.META.TRAJECTORIES = meta.trajectories or os.path.join(cfg.OUTPUT_DIR, "trajectories")
     if _stored(runs) and not resume:
         raise FileFormatError(
-            f"{runs.METRICOPT.META.TRAJECTORIES} holds trajectories already: add --resume to go on with them, or use"
+            f"{runs.METRICOPT.META.TRAJECTORIES} already holds trajectories: add --resume to continue with them, or use"
             " another folder"
         )
 
@@ -67,13 +67,13 @@ def meta_train(cfg: CfgNode, path: str | Path, resume: bool = False) -> Fit:
             followed = "" if fit is None else os.path.join(scratch, "f.safetensors")
             if fit is not None and comm.is_main_process():
                 fit.f.save(followed)
-            comm.synchronize()  # every process follows it now
+            comm.synchronize()  # every process follows f now
             stored = _stored(runs)
             for index in indices:
                 if (round, index) not in stored:
                     _run(runs, recipe, followed, round, index)
                     stored = _stored(runs)
-                first, last = (1 - stored[round, index].cost[[0, -1]]).tolist()  # AP50's cost is what it lacks to 1
+                first, last = (1 - stored[round, index].cost[[0, -1]]).tolist()  # AP50's cost is 1 - AP50
                 watcher.query((index + 1) * settings.metric.evals, f"AP50 {first:.4f} -> {last:.4f}")
             return [trajectory for trajectory in stored.values() if trajectory.round <= round]
 
@@ -93,13 +93,13 @@ def _check(cfg: CfgNode, settings: Settings) -> None:
         )
     if not settings.metric.set:
         raise ConfigError(
-            "meta-training needs METRICOPT.METRIC.SET, the set that AP50 is evaluated on; hold it out of both training"
-            " and test"
+            "meta-training needs METRICOPT.METRIC.SET, the set that AP50 is evaluated on; hold it out from"
+            " both training and test"
         )
 
 
 def _stored(cfg: CfgNode) -> dict[tuple[int, int], Trajectory]:
-    """Return the trajectories by (round, index), on every process those of the main one, which alone keeps them."""
+    """Return the trajectories by (round, index); every process gets those of the main one, which alone stores them."""
     store = trajectory_store(cfg, main_process_folder(cfg.METRICOPT.META.TRAJECTORIES))
     trajectories = comm.all_gather(list(store))[0]
     return {(trajectory.round, trajectory.index): trajectory for trajectory in trajectories}
@@ -117,7 +117,7 @@ def _run(cfg: CfgNode, recipe: Recipe, followed: str, round: int, index: int) ->
 
 @contextmanager
 def _progress(cfg: CfgNode, settings: Settings) -> Iterator[Watcher]:
-    """Show a bar on the main process, in place of what Detectron2 logs to the terminal."""
+    """Show a bar on the main process, instead of Detectron2's log on the terminal."""
     handlers = [
         handler
         for name in ("detectron2", "fvcore")
@@ -132,7 +132,7 @@ def _progress(cfg: CfgNode, settings: Settings) -> Iterator[Watcher]:
             with Bars() as bars:
                 watcher = bars.watch("AP50", settings.meta.rounds * settings.meta.tasks * settings.metric.evals)
                 if handlers:
-                    watcher.say(f"what the runs log is in {cfg.OUTPUT_DIR}/log.txt")
+                    watcher.say(f"the runs' log is in {cfg.OUTPUT_DIR}/log.txt")
                 yield watcher
         else:
             yield Watcher()

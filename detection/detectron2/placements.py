@@ -7,9 +7,9 @@ from torch import nn
 from metricopt_ext.detection.toolkit import patterns_in
 from metricopt_ext.errors import ConfigError
 
-# The norms stand before the ReLU, where the paper has FiLM. A C4 model has the last stage of the ResNet as its head;
-# an FPN model has linear layers there. Only what matches a given model is used. The early layers are what a change of
-# contrast or noise reaches first, and few enough for a short phi.
+# The norms come before the ReLU, where the paper puts FiLM. A C4 model has the last stage of the ResNet as its head;
+# an FPN model has linear layers there. Only what matches a given model is used. A change of contrast or noise reaches
+# the early layers first, and they are few enough for a short phi.
 PLACEMENTS: dict[str, tuple[str, ...]] = {
     "backbone": ("backbone.*res?.*.norm",),
     "early": ("backbone.*stem.*.norm", "backbone.*res2.*.norm"),
@@ -26,7 +26,7 @@ def film_layers(model: nn.Module, layers: Sequence[str]) -> list[str]:
 
     Args:
         model: A detector of Detectron2.
-        layers: Names of `PLACEMENTS`, which stand for those of their patterns that the model has layers for, or
+        layers: Names of `PLACEMENTS`, which stand for those of their patterns that match layers of the model, or
             patterns of module names.
 
     Raises:

@@ -27,15 +27,15 @@ from metricopt_ext.utils.modes import evaluating, in_mode
 class Detectron2Toolkit:
     """Builds, trains and queries the detectors of a Detectron2 config.
 
-    Images are resized as ``INPUT.MIN_SIZE_TEST`` and ``INPUT.MAX_SIZE_TEST`` say, for the loss too: augmenting is the
-    caller's. As in Detectron2's own data loaders, objects marked as difficult are learned from and crowds are not;
+    Images are resized by ``INPUT.MIN_SIZE_TEST`` and ``INPUT.MAX_SIZE_TEST``, for the loss too: augmentation is left to
+    the caller. As in Detectron2's own data loaders, difficult objects are learned from and crowds are not;
     `TorchvisionToolkit` leaves out both.
 
     Args:
-        cfg: The config, e.g. from `config.read_config`. ``MODEL.WEIGHTS``, where given, is read by Detectron2's
+        cfg: The config, e.g. from `config.read_config`. ``MODEL.WEIGHTS``, if given, is read by Detectron2's
             checkpointer, which unpickles ``.pkl`` files: name only files that you trust.
         classification_loss: Of the box head: the detector's own ``cross_entropy``, or ``ap`` (`ap_loss.ap_loss`).
-        strict_weights: Whether ``MODEL.WEIGHTS`` must give every parameter; False where the detector will be trained.
+        strict_weights: Whether ``MODEL.WEIGHTS`` must give every parameter; False if the detector will be trained.
 
     Raises:
         ConfigError: There is no such loss.
@@ -54,7 +54,7 @@ class Detectron2Toolkit:
         """Return a new detector; what ``MODEL.WEIGHTS`` does not give is drawn from the seed.
 
         Raises:
-            DataError: The weights can't be loaded, see `weights.load_weights`.
+            DataError: The weights can't be loaded; see `weights.load_weights`.
         """
         cfg = self.cfg.clone()
         cfg.defrost()
@@ -69,7 +69,7 @@ class Detectron2Toolkit:
         return model
 
     def film_layers(self, model: nn.Module, placements: Sequence[str]) -> list[str]:
-        """Return the patterns of layers that some placements stand for, see `placements.film_layers`."""
+        """Return the patterns of layers that some placements stand for; see `placements.film_layers`."""
         return film_layers(model, placements)
 
     def inputs(self, model: nn.Module, batch: Sequence[Example]) -> list[dict[str, Any]]:
@@ -77,16 +77,16 @@ class Detectron2Toolkit:
         return [self._input(example) for example in batch]
 
     def export(self, model: nn.Module, path: str | Path) -> None:
-        """Merge phi into a copy of an adapted model and write it as a checkpoint of Detectron2, see `export.export`."""
+        """Merge phi into a copy of an adapted model and write it as a Detectron2 checkpoint; see `export.export`."""
         export(model, path)
 
     def loss(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
         """Return the sum of the detector's losses on a batch, a scalar; the model computes in training mode.
 
-        Anchors and proposals are sampled from torch's global stream of the model's device.
+        Anchors and proposals are sampled from torch's global stream on the model's device.
         """
         inputs = [{**self._input(example), "instances": self._targets(example)} for example in batch]
-        # The R-CNN heads count their samples in an event storage, and fail without one.
+        # The R-CNN heads count their samples in an event storage and fail without one.
         with in_mode(model, training=True), EventStorage():
             losses: dict[str, Tensor] = model(inputs)
         return torch.stack(list(losses.values())).sum()

@@ -1,4 +1,4 @@
-"""Detectron2's default trainer with MetricOpt under its optimizer."""
+"""Detectron2's default trainer with MetricOpt as its optimizer."""
 
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,12 @@ from metricopt_ext.utils.seeding import generator
 
 
 class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
-    """Finetunes phi if ``METRICOPT.ENABLED``, and trains as Detectron2 does if not; either is evaluated by AP50.
+    """Finetunes phi if ``METRICOPT.ENABLED``, and trains as Detectron2 does if not; both are evaluated by AP50.
 
-    phi is finetuned for ``METRICOPT.FINETUNE.STEPS`` steps. Where ``METRICOPT.METRIC.SET`` names a set, AP50 on it is
+    phi is finetuned for ``METRICOPT.FINETUNE.STEPS`` steps. If ``METRICOPT.METRIC.SET`` names a set, AP50 on it is
     evaluated at some of the points, the best of which is kept in ``OUTPUT_DIR/model_best.pth``. ``DATASETS.TEST`` is
     evaluated once, at the end. Checkpoints, of which the last numbered one is kept, hold phi and the optimizer's past
-    gradients; a resumed run goes on from them as `hooks.ReplayedSteps` says.
+    gradients; a resumed run continues from them, see `hooks.ReplayedSteps`.
 
     Args:
         cfg: A config that has a METRICOPT node.
@@ -49,17 +49,17 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             cfg.defrost()
             cfg.SOLVER.MAX_ITER = settings.finetune.steps
             cfg.SOLVER.REFERENCE_WORLD_SIZE = 0  # which would scale the number of steps
-            # Evaluating now and then, as Detectron2 does, would choose a model by the test set.
+            # Evaluating periodically, as Detectron2 does, would choose a model by the test set.
             cfg.TEST.EVAL_PERIOD = 0
             cfg.TEST.PRECISE_BN.ENABLED = False  # theta is frozen, its statistics included
         super().__init__(cfg)
 
     def resume_or_load(self, resume: bool = True) -> None:
-        """Go on from the last checkpoint, or start from ``MODEL.WEIGHTS``.
+        """Continue from the last checkpoint, or start from ``MODEL.WEIGHTS``.
 
         Raises:
-            FileFormatError: The checkpoint is of a finetuning run with other settings.
-            DataError: The checkpoint is of another kind of run, or the weights can't be loaded, see
+            FileFormatError: The checkpoint is from a finetuning run with other settings.
+            DataError: The checkpoint is from another kind of run, or the weights can't be loaded; see
                 `weights.load_weights`.
         """
         if metricopt_settings(self.cfg).enabled and comm.is_main_process():
@@ -71,14 +71,14 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
                 raise
             except (KeyError, RuntimeError, ValueError) as error:
                 raise DataError(
-                    f"{self.checkpointer.get_checkpoint_file()} is no checkpoint of such a run ({error}); use another"
-                    " OUTPUT_DIR, or leave --resume out"
+                    f"{self.checkpointer.get_checkpoint_file()} is not a checkpoint of such a run ({error}); use"
+                    " another OUTPUT_DIR, or omit --resume"
                 ) from error
         elif self.cfg.MODEL.WEIGHTS:
             load_weights(self.model, self.cfg.MODEL.WEIGHTS, strict=metricopt_settings(self.cfg).enabled)
 
     def _claim_folder(self, resume: bool) -> None:
-        """Check that the checkpoints in ``OUTPUT_DIR`` are of this run, or forget them where a new one starts."""
+        """Check that the checkpoints in ``OUTPUT_DIR`` are from this run, or forget them if a new one starts."""
         folder = Path(self.cfg.OUTPUT_DIR)
         if not resume:
             (folder / "last_checkpoint").unlink(missing_ok=True)
@@ -87,7 +87,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
-        """Return the model, its FiLM attached and phi at its start."""
+        """Return the model, with FiLM attached and phi at its start."""
         settings = metricopt_settings(cfg)
         model: nn.Module = super().build_model(cfg)
         if settings.classification_loss == "ap":
@@ -105,7 +105,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Any:
-        """Return MetricOpt on phi, or gradient descent on it where there is no value function."""
+        """Return MetricOpt on phi, or gradient descent on it if there is no value function."""
         settings = metricopt_settings(cfg)
         if not settings.enabled:
             return super().build_optimizer(cfg, model)
@@ -122,7 +122,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
-        """Return Detectron2's loader, its order another one for each trajectory."""
+        """Return Detectron2's loader, in a different order for each trajectory."""
         settings = metricopt_settings(cfg)
         if settings.enabled:
             cfg = cfg.clone()
@@ -141,7 +141,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         return AP50Evaluator(registered_truth(dataset_name), metricopt_settings(cfg).metric.definition)
 
     def build_hooks(self) -> list[HookBase]:
-        """Return ours and Detectron2's hooks."""
+        """Return our and Detectron2's hooks."""
         stock: list[HookBase] = super().build_hooks()
         settings = metricopt_settings(self.cfg)
         if not settings.enabled:
@@ -176,6 +176,6 @@ def trajectory_store(cfg: CfgNode, folder: str | None) -> TrajectoryStore:
     """Return the trajectories in a folder, or an empty store in memory.
 
     Raises:
-        FileFormatError: Its trajectories are of runs with other settings.
+        FileFormatError: Its trajectories are from runs with other settings.
     """
     return TrajectoryStore(folder, identity_of_trajectories(cfg))

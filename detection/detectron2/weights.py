@@ -1,4 +1,4 @@
-"""Weights of a detector, which are refused where they are another detector's."""
+"""Loading a detector's weights, and rejecting those of another detector."""
 
 import pickle
 from typing import Any
@@ -9,7 +9,7 @@ from torch import nn
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.errors import DataError, MetricOptError
 
-# What a file that is no checkpoint makes Detectron2's checkpointer raise.
+# What Detectron2's checkpointer raises on a file that is not a checkpoint.
 LOAD_ERRORS = (
     *(AssertionError, AttributeError, EOFError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError),
     pickle.UnpicklingError,
@@ -17,18 +17,18 @@ LOAD_ERRORS = (
 
 
 def load_weights(model: nn.Module, path: str, *, strict: bool = True, tuned: bool = False) -> None:
-    """Load what ``MODEL.WEIGHTS`` names into a detector, as Detectron2's checkpointer does.
+    """Load what ``MODEL.WEIGHTS`` names into a detector, like Detectron2's checkpointer.
 
     Args:
-        model: The detector; may have an adapter, and may be wrapped for several processes.
+        model: The detector; it may have an adapter and be wrapped for several processes.
         path: The file, or a name in Detectron2's model zoo; files that end in ``.pkl`` are unpickled.
-        strict: Refuse weights that lack a parameter, have it in another shape, or have more of a part that the detector
-            has; what only they have, e.g. a mask head, is left out. False is for detectors that will be trained, e.g.
-            from a backbone's weights.
+        strict: Reject weights that lack a parameter, have it in another shape, or have extra ones in a part that the
+            detector has; parts that only they have, e.g. a mask head, are left out. False is for detectors that will be
+            trained, e.g. from a backbone's weights.
         tuned: Whether the weights may hold a phi.
 
     Raises:
-        DataError: The weights can't be read, are another detector's, or hold a phi.
+        DataError: The weights can't be read, belong to another detector, or hold a phi.
     """
     try:
         _Checkpointer(model, strict, tuned).load(path)
@@ -39,7 +39,7 @@ def load_weights(model: nn.Module, path: str, *, strict: bool = True, tuned: boo
 
 
 class _Checkpointer(DetectionCheckpointer):  # type: ignore[misc]
-    """Detectron2's, which only warns of weights that don't fit."""
+    """Detectron2's checkpointer, which by itself only warns about weights that don't fit."""
 
     def __init__(self, model: nn.Module, strict: bool, tuned: bool) -> None:
         super().__init__(model)
@@ -48,19 +48,19 @@ class _Checkpointer(DetectionCheckpointer):  # type: ignore[misc]
     def _load_model(self, checkpoint: Any) -> Any:
         if not self.tuned and any(name.endswith(f"{CONTEXT_NAME}.phi") for name in checkpoint["model"]):
             raise DataError(
-                "holds a phi, so it is a detector in the middle of finetuning: give model_merged.pth, which has phi in"
-                " its weights, or the detector before; --eval-only takes it with METRICOPT.ENABLED True"
+                "holds a phi, so it is a detector partway through finetuning: give model_merged.pth, which has phi in"
+                " its weights, or the original detector; --eval-only accepts it with METRICOPT.ENABLED True"
             )
         incompatible = super()._load_model(checkpoint)
         parts = {_part(name) for name, _ in self.model.named_modules()}
         unlike = [
-            *(f"{name} has shape {tuple(a)} in place of {tuple(b)}" for name, a, b in incompatible.incorrect_shapes),
+            *(f"{name} has shape {tuple(a)} instead of {tuple(b)}" for name, a, b in incompatible.incorrect_shapes),
             *(f"{name} is missing" for name in incompatible.missing_keys),
             *(f"{name} is unknown" for name in incompatible.unexpected_keys if _part(name) in parts and _counts(name)),
         ]
         if self.strict and unlike:
             more = f", and {len(unlike) - 1} more do not fit" if len(unlike) > 1 else ""
-            raise DataError(f"is another detector's: {unlike[0]}{more}; give the config that it was trained with")
+            raise DataError(f"belongs to another detector: {unlike[0]}{more}; give the config that it was trained with")
         return incompatible
 
 

@@ -1,4 +1,4 @@
-"""The handle on an attached adapter: set phi, save and load it, merge it into the model or remove it."""
+"""The handle to an attached adapter: set phi, save and load it, merge it into the model or remove it."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ FILE_FORMAT = "metricopt_ext/adapter/1"
 
 
 class Adapter:
-    """Handle on the adapter that is attached to a model; `attach_film` and `attach_input_bias` make one.
+    """Handle to the adapter that is attached to a model; `attach_film` and `attach_input_bias` return one.
 
-    It keeps no state of its own: ``Adapter(copy.deepcopy(model))`` is the handle on the copy's adapter.
+    It keeps no state of its own: ``Adapter(copy.deepcopy(model))`` is the handle to the copy's adapter.
 
     Args:
         model: A model with an attached adapter.
@@ -68,7 +68,7 @@ class Adapter:
 
     @contextmanager
     def using(self, phi: Tensor) -> Iterator[nn.Module]:
-        """Let the model compute with ``phi``, ``d``, in place of the parameter; works inside ``torch.func.vmap``."""
+        """Make the model compute with ``phi``, ``d``, in place of the parameter; works inside ``torch.func.vmap``."""
         context = self.context
         before, context.override = context.override, phi
         try:
@@ -77,7 +77,7 @@ class Adapter:
             context.override = before
 
     def modulations(self) -> list[tuple[nn.Module, Modulation]]:
-        """Pairs of modulated layer and modulation."""
+        """Pairs of a modulated layer and its modulation."""
         return [
             (layer, layer.get_submodule(MODULATION_NAME))  # type: ignore[misc]
             for layer in map(self.model.get_submodule, self.context.layers)
@@ -89,7 +89,7 @@ class Adapter:
         return {key: value for key, value in self.model.state_dict().items() if not key.startswith(prefix)}
 
     def remove(self) -> nn.Module:
-        """Detach; the model is again what it was, bit for bit. Returns the model."""
+        """Detach, which restores the model bit for bit. Returns the model."""
         context = self.context
         for layer, modulation in self.modulations():
             modulation.handle.remove()
@@ -104,12 +104,12 @@ class Adapter:
         return self.model
 
     def merge(self) -> nn.Module:
-        """Fold phi into the modulated layers and detach: a plain model computing what the adapted one did.
+        """Fold phi into the modulated layers and detach: the plain model computes what the adapted one did.
 
         Every host can save, export and serve it, and it costs nothing at inference. Returns the model.
 
         Raises:
-            AdapterError: A modulated layer shares its weight with another, or computes it; nothing was changed.
+            AdapterError: A modulated layer shares its weight with another, or computes it; nothing is changed.
         """
         tensors = [
             t for module in self.model.modules() for t in (*module._parameters.values(), *module._buffers.values())
@@ -141,7 +141,7 @@ class Adapter:
         """Read phi and the matrices from a file that `save` wrote for an adapter of the same kind, dim and layers.
 
         Raises:
-            FileFormatError: The file is corrupt or no adapter file.
+            FileFormatError: The file is corrupt or not an adapter file.
             AdapterError: The file's adapter differs from this one.
         """
         tensors, described = read_tensors(path, FILE_FORMAT)
@@ -153,7 +153,7 @@ class Adapter:
         for name, (_, modulation) in zip(self.layers, self.modulations(), strict=True):
             for key, buffer in modulation.named_buffers():
                 buffer.copy_(tensors[f"{name}.{key}"])
-        context.seed = described["seed"]  # of the matrices that are here now
+        context.seed = described["seed"]  # the seed of the matrices just copied
         context.signature[0] = context.seed
 
     def __repr__(self) -> str:
@@ -163,5 +163,5 @@ class Adapter:
 
 
 def shortened(names: list[str]) -> str:
-    """Return a list of names for a message, of a long one its beginning and length."""
+    """Format a list of names for a message; a long one is cut to its beginning and its length."""
     return str(names) if len(names) <= 6 else f"[{', '.join(map(repr, names[:5]))}, ... {len(names)} in all]"

@@ -43,18 +43,17 @@ def attach_film(
     """Freeze a model and modulate some of its layers by FiLM (paper, Fig. S1b).
 
     The output is unchanged until phi moves from 0. Every parameter is frozen; normalisation and dropout layers compute
-    as in evaluation whatever ``model.training`` says (functional dropout that a model's own code applies is beyond
-    reach).
+    as in evaluation whatever ``model.training`` says (functional dropout in the model's own code is out of reach).
 
     Args:
         model: Any module. It is changed in place.
-        layers: Patterns of module names, e.g. ``"layer4.*.bn2"``; by default every normalisation layer with weight
-            and bias. Convolutions and linear layers with a bias can be named as well.
+        layers: Patterns of module names, e.g. ``"layer4.*.bn2"``; by default every normalisation layer with a
+            weight and a bias. Convolutions and linear layers with a bias can be named as well.
         dim: Dimension d of phi, at least 1.
         seed: Seed of A and B.
 
     Returns:
-        The handle to tune, save, merge or remove the adapter.
+        The handle for tuning, saving, merging or removing the adapter.
 
     Raises:
         AdapterError: A pattern matches no layer that FiLM can modulate, or the model has an adapter already.
@@ -69,8 +68,8 @@ def attach_film(
         names = [name for name, module in usable.items() if not isinstance(module, (*CONVOLUTIONS, nn.Linear))]
         if not names:
             raise AdapterError(
-                f"{type(model).__name__} has no normalisation layer with weight and bias; name layers to modulate,"
-                f" e.g. {shortened(list(usable)) if usable else 'none of its layers has both weight and bias'}"
+                f"{type(model).__name__} has no normalisation layer with a weight and a bias; name layers to modulate"
+                f" (possible: {shortened(list(usable)) if usable else 'none of its layers has both'})"
             )
     else:
         names = _matching([layers] if isinstance(layers, str) else list(layers), model, usable)
@@ -112,10 +111,10 @@ def attach_input_bias(model: nn.Module, layer: str | None = None, *, dim: int = 
 
 
 def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
-    """Attach to a bare model the adapter that `Adapter.save` wrote.
+    """Attach an adapter that `Adapter.save` wrote to a bare model.
 
     Raises:
-        FileFormatError: The file is corrupt or no adapter file.
+        FileFormatError: The file is corrupt or not an adapter file.
         AdapterError: The model lacks a layer that the file names.
     """
     _, described = read_tensors(path, FILE_FORMAT)
@@ -135,8 +134,8 @@ def _attach(model: nn.Module, kind: AdapterKind, names: list[str], dim: int, see
         raise AdapterError(f"{type(model).__name__} has an adapter already; remove() or merge() it first")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise AdapterError(
-            f"{type(model).__name__} wraps the model that checkpoints are made of; attach before wrapping it, or phi is"
-            " not among what they hold"
+            f"{type(model).__name__} wraps the model that is checkpointed; attach before wrapping it, or checkpoints"
+            " will lack phi"
         )
     if dim < 1:
         raise AdapterError(f"dim is {dim}; phi needs at least one dimension")
@@ -158,18 +157,18 @@ def _attach(model: nn.Module, kind: AdapterKind, names: list[str], dim: int, see
 
 
 def _unusable(module: nn.Module) -> str | None:
-    """Why FiLM can't modulate a module; None where it can."""
+    """Why FiLM can't modulate a module; None if it can."""
     kind = type(module).__name__
     if not (isinstance(module, (*NORMS, *CONVOLUTIONS, nn.Linear)) or kind in TOOLKIT_NORMS):
         return f"is a {kind}, neither a normalisation, convolution nor linear layer"
     if kind == "NonDynamicallyQuantizableLinear":
-        return "is the output projection of an attention, which is never called as a layer"
+        return "is the output projection of an attention layer, which is never called as a layer"
     if getattr(module, "weight", None) is None or getattr(module, "bias", None) is None:
         return f"is a {kind} without a weight and a bias to merge into"
     if isinstance(module, CONVOLUTIONS) and any(
         getattr(module, name, None) is not None for name in ("norm", "activation")
     ):
-        # Detectron2's: what leaves the layer is no longer affine in its weight, so phi could not be merged.
+        # Detectron2's: the layer's output is not affine in its weight, so phi could not be merged.
         return f"is a {kind} with a norm or an activation inside; name its norm instead"
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
         return f"is a {kind} over {len(module.normalized_shape)} axes, which has no channel axis"
@@ -209,4 +208,4 @@ def _matching(patterns: list[str], model: nn.Module, usable: dict[str, nn.Module
 
 def _nearest(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
-    return f"; did you mean {near}?" if near else f"; there are {shortened(known)}"
+    return f"; did you mean {near}?" if near else f"; the choices are {shortened(known)}"

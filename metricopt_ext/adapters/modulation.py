@@ -14,17 +14,17 @@ CONTEXT_NAME = "metricopt"
 MODULATION_NAME = "metricopt_modulation"
 
 UNBATCHED = ((nn.Conv1d, nn.InstanceNorm1d), (nn.Conv2d, nn.InstanceNorm2d), (nn.Conv3d, nn.InstanceNorm3d))
-# Named, not imported: the core knows no vision toolkit.
+# Named, not imported: the core does not depend on a vision toolkit.
 TOOLKIT_NORMS = ("FrozenBatchNorm2d", "LayerNorm2d")
 
 
 class Context(nn.Module):
-    """Holds phi; stands in the model's module tree under the name ``metricopt``.
+    """Holds phi; registered in the model's module tree under the name ``metricopt``.
 
     Attributes:
         phi: The tuned parameters, ``d``; 0 leaves the model as it was.
         signature: Seed of A, B (or C) and a checksum of where they act, ``2``, so that a checkpoint can't be loaded
-            into an adapter to which its phi means something else.
+            into an adapter for which its phi means something else.
     """
 
     signature: Tensor
@@ -57,9 +57,9 @@ class Context(nn.Module):
         theirs = state_dict.get(prefix + "signature")
         if theirs is not None and not torch.equal(theirs.cpu(), self.signature.cpu()):
             error_msgs.append(
-                f"{prefix}signature: the checkpoint's adapter (seed {int(theirs[0])}) modulates other layers, has"
-                f" another dimension or another seed than this one (seed {self.seed}, dim {self.phi.numel()});"
-                " attach with its settings before loading"
+                f"{prefix}signature: the checkpoint's adapter (seed {int(theirs[0])}) differs in its layers, dimension"
+                f" or seed from this one (seed {self.seed}, dim {self.phi.numel()});"
+                " attach with the checkpoint's settings before loading"
             )
             return
         super()._load_from_state_dict(
@@ -78,7 +78,7 @@ class Modulation(nn.Module):
 
     def __init__(self, context: Context) -> None:
         super().__init__()
-        # A tuple hides the shared module from registration: phi must appear once in the state dict.
+        # A tuple hides the shared module from registration: phi must appear only once in the state dict.
         self._context = (context,)
         self.handle: Any = None
 
@@ -92,7 +92,7 @@ class Modulation(nn.Module):
         phi = self.phi
         device = phi.device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            # It would round phi, and keep the first rounded phi until the user's autocast region ends.
+            # Autocast would round phi, and cache the first rounded phi until the user's autocast region ends.
             with torch.autocast(device, enabled=False):
                 return matrix @ phi
         return matrix @ phi
@@ -103,7 +103,7 @@ class Modulation(nn.Module):
         return modulated
 
     def merge_into(self, layer: nn.Module) -> None:
-        """Fold the modulation at the present phi into the layer's weight and bias."""
+        """Fold the modulation at the current phi into the layer's weight and bias."""
         raise NotImplementedError
 
 
@@ -111,7 +111,7 @@ class FiLM(Modulation):
     """Feature-wise linear modulation ``h * (1 + A phi) + B phi`` (paper, Fig. S1b), per channel.
 
     Args:
-        context: Where phi is.
+        context: Holds phi.
         channels: Number of channels C of the layer's output.
         axis: The output's channel axis.
         rng: Draws A and B, each ``C x d`` with entries N(0, 1/d).
@@ -149,7 +149,7 @@ class FiLM(Modulation):
 class InputBias(Modulation):
     """Dynamic biases of a fully connected network, ``h = W x + b + C phi`` (paper, section 4.2 and Fig. S1a).
 
-    Concatenating phi to the layer's input and freezing its new weights C is the same thing.
+    This is the same as concatenating phi to the layer's input with frozen new weights C.
     """
 
     C: Tensor
@@ -171,12 +171,12 @@ class InputBias(Modulation):
 
 
 def _gaussian(rows: int, phi: Tensor, rng: torch.Generator) -> Tensor:
-    """Entries N(0, 1/d), ``rows x d``, so that a row times phi is about as long as phi's entries."""
+    """Draw entries from N(0, 1/d), ``rows x d``, so that a row times phi is about as large as phi's entries."""
     return torch.randn(rows, phi.numel(), generator=rng, dtype=torch.float64).div(phi.numel() ** 0.5).to(phi.dtype)
 
 
 def affine(layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return weight and bias of a layer that has both."""
+    """Return the weight and bias of a layer that has both."""
     weight, bias = layer.weight, layer.bias
     assert isinstance(weight, Tensor)
     assert isinstance(bias, Tensor)

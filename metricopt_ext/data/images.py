@@ -37,15 +37,15 @@ def load_image_folder(
     """Read ``<class>/<file>`` images from a folder or a zip file, possibly below one more folder.
 
     Args:
-        path_or_zip: The folder or the zip file; files without the suffix of an image are passed over.
-        image_size: Height and width to resize to, or one number for both; None where all images have one size.
-        limit_per_class: Read only this many of each class, the first in order of file name; at least 1.
+        path_or_zip: The folder or the zip file; files without an image suffix are skipped.
+        image_size: Height and width to resize to, or one number for both; None if all images have the same size.
+        limit_per_class: Read only this many of each class, the first by file name; at least 1.
         depth: Number of folders that name a class; 2 for ``<group>/<class>/<file>``.
-        mode: ``"RGB"``, or ``"L"`` for shades of grey.
+        mode: ``"RGB"``, or ``"L"`` for greyscale.
 
     Returns:
         Inputs ``n x 3 x h x w`` uint8 (``n x 1 x h x w`` in grey), ordered by class and
-            file name; classes in alphabetic order.
+            file name; classes in alphabetical order.
 
     Raises:
         DataError: For a missing path, no images, another layout, an unreadable image, or unequal sizes without
@@ -74,9 +74,9 @@ def read_images(
     """Read images, ``n x 3 x h x w`` uint8 (``n x 1 x h x w`` in grey).
 
     Args:
-        path: What they are in, for messages.
-        names: Their names in it, at least one.
-        read: Returns the content of a file of it.
+        path: The folder or zip file that holds them, for messages.
+        names: Their names there, at least one.
+        read: Returns the content of a file by its name there.
         image_size: As in `load_image_folder`.
         mode: As in `load_image_folder`.
 
@@ -90,7 +90,7 @@ def read_images(
         if pixels.shape != x.shape[1:]:
             got, first = (f"{shape[1]} x {shape[2]}" for shape in (pixels.shape, x.shape[1:]))
             raise DataError(
-                f"{path}: images must have one size, got {got} ({name}) and {first} ({names[0]}); set image_size"
+                f"{path}: images must all have one size, got {got} ({name}) and {first} ({names[0]}); set image_size"
             )
         x[i] = pixels
     return torch.from_numpy(x)
@@ -102,7 +102,7 @@ def reader(folder: Path) -> Callable[[str], bytes]:
 
 
 def flip_and_shift(x: Tensor, rng: torch.Generator, pixels: int = 4) -> Tensor:
-    """Mirror half of the images, ``n x c x h x w``, and shift each by up to ``pixels``, with zeros from outside."""
+    """Mirror half of the images, ``n x c x h x w``, and shift each by up to ``pixels``, padding with zeros."""
     n, _, height, width = x.shape
     mirrored = torch.rand(n, generator=rng).to(x.device) < 0.5
     x = torch.where(mirrored[:, None, None, None], x.flip(-1), x)

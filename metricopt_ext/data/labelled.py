@@ -1,4 +1,4 @@
-"""Examples with the labels of their classes, in memory."""
+"""Examples with their class labels, in memory."""
 
 from dataclasses import dataclass
 

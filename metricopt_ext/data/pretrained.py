@@ -1,4 +1,4 @@
-"""The model to be finetuned: built by the seed, then loaded, resumed or trained."""
+"""The model to be finetuned: built from the seed, then loaded, resumed or trained."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +24,10 @@ def pretrained(
     """Return a model in evaluation mode, and keep its weights in ``folder`` as ``model.safetensors``.
 
     Args:
-        build: Returns the untrained model, with weights from torch's global stream.
-        train: Trains it where it is given no weights.
-        weights: File to load weights from; empty trains instead.
-        folder: Where the weights are kept, and taken from where an earlier part of the run has left them.
+        build: Returns the untrained model, with weights drawn from torch's global stream.
+        train: Trains it if no weights are given.
+        weights: File to load weights from; empty to train instead.
+        folder: Where the weights are kept, and loaded from if an earlier part of the run left them there.
         seed: Seed of the initial weights.
         device: Where the model goes.
 
@@ -56,10 +56,10 @@ def torchvision_classifier(name: str, input_shape: torch.Size, outputs: int, oth
         name: Its name, e.g. ``resnet18``.
         input_shape: Shape of one image, ``c x h x w``.
         outputs: Number of outputs.
-        others: Names of the other models there are, for the message.
+        others: Names of the other available models, for the message.
 
     Raises:
-        ConfigError: There is no such model, or it doesn't take such images.
+        ConfigError: There is no such model, or it doesn't take images of this shape.
     """
     import torchvision
 

@@ -1,4 +1,4 @@
-"""A fixed shift of images, as between what a model was trained on and what it meets."""
+"""A fixed shift of images, as between the images a model was trained on and those it meets in use."""
 
 import math
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from torch.nn.functional import affine_grid, grid_sample
 
 from metricopt_ext.errors import DataError
 
-_CHUNK = 1024  # images worked on at a time, to bound memory
+_CHUNK = 1024  # images processed at a time, to bound memory
 
 
 def rotate(x: Tensor, degrees: Tensor) -> Tensor:
-    """Rotate each image counter-clockwise about its centre, bilinearly, with zeros from outside.
+    """Rotate each image counter-clockwise about its centre, bilinearly, padding with zeros.
 
     Args:
         x: Images, ``n x c x h x w`` floats.
@@ -27,7 +27,7 @@ def rotate(x: Tensor, degrees: Tensor) -> Tensor:
     height, width = x.shape[-2:]
     radians = torch.deg2rad(degrees.to(x))
     cos, sin, zero = radians.cos(), radians.sin(), torch.zeros_like(radians)
-    rows = [cos, -sin * height / width, zero, sin * width / height, cos, zero]  # coordinates run over -1..1 each way
+    rows = [cos, -sin * height / width, zero, sin * width / height, cos, zero]  # coordinates span -1..1 on each axis
     grid = affine_grid(torch.stack(rows, 1).view(-1, 2, 3), list(x.shape), align_corners=False)
     return grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
@@ -36,8 +36,8 @@ def rotate(x: Tensor, degrees: Tensor) -> Tensor:
 class ImageShift:
     """Rotation, then contrast, brightness and noise, drawn anew for each image but always the same from one seed.
 
-    The draws of an image depend on the seed and its place in the set only: the first k images come out the same however
-    many follow. Defaults change nothing.
+    An image's draws depend only on the seed and its position in the set: the first k images come out the same however
+    many follow. The defaults change nothing.
 
     Attributes:
         contrast: Factor in (0, 1] on each image's distance from its mean, channel by channel.
@@ -47,7 +47,7 @@ class ImageShift:
         seed: Seed of the draws, an integer of 0 or more.
 
     Raises:
-        ValueError: For a value out of its range.
+        ValueError: For a value out of range.
     """
 
     contrast: float = 1.0
@@ -72,7 +72,7 @@ class ImageShift:
         """Shift a set of images.
 
         Args:
-            x: Images, ``n x c x h x w`` floats in [0, 1]; left as it is.
+            x: Images, ``n x c x h x w`` floats in [0, 1]; not modified.
             seed: Seed to use in place of the shift's own.
 
         Returns:
@@ -91,7 +91,7 @@ class ImageShift:
         return torch.cat(list(self._chunks(x, self.seed if seed is None else seed)))
 
     def _chunks(self, x: Tensor, seed: int) -> Iterator[Tensor]:
-        # Each generator is read in image order, so that chunks and the size of the set do not matter.
+        # Each generator is read in image order, so neither chunking nor the size of the set matters.
         angles, noise = (np.random.default_rng((seed, stream)) for stream in range(2))
         for images in torch.split(x, _CHUNK):
             out = images

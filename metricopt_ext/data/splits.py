@@ -1,4 +1,4 @@
-"""The three parts of a labelled set: what the loss sees, what the metric sees, and what the report is about."""
+"""The three parts of a labelled set: what the loss sees, what the metric sees, and what the result is reported on."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,8 +26,8 @@ class Splits:
         class_names: The names of all c classes; labels index them.
 
     Raises:
-        DataError: For fewer than two classes, an empty part, inputs of another shape than train's, or a label without
-            a name.
+        DataError: For fewer than two classes, an empty part, inputs whose shape differs from train's, or a label
+            without a name.
     """
 
     train: Split
@@ -45,7 +45,7 @@ class Splits:
                 raise DataError(f"the {name} part is empty")
             shape, wanted = tuple(part.x.shape[1:]), tuple(self.train.x.shape[1:])
             if shape != wanted:
-                raise DataError(f"the {name} inputs must be of shape n x {wanted} as those of train, got {shape}")
+                raise DataError(f"the {name} inputs must be of shape n x {wanted} like those of train, got {shape}")
             wrong = [label for label in part.y.unique().tolist() if not 0 <= label < self.num_classes]
             if wrong:
                 raise DataError(f"the {name} labels must be in 0..{self.num_classes - 1}, got {wrong[0]}")
@@ -56,7 +56,7 @@ class Splits:
         return len(self.class_names)
 
     def map(self, change: Callable[[Split, str], Split]) -> "Splits":
-        """Return what ``change(part, name)`` makes of each part."""
+        """Return the splits with ``change(part, name)`` applied to each part."""
         train, validation, test = (change(getattr(self, name), name) for name in PARTS)
         return replace(self, train=train, validation=validation, test=test)
 
@@ -83,15 +83,15 @@ class Splits:
 
 
 def in_parts(x: Tensor, size: int) -> tuple[Tensor, ...]:
-    """Divide inputs, ``n x ...``, into parts of about one size, at most ``size`` each."""
+    """Divide inputs, ``n x ...``, into parts of about equal size, at most ``size`` each."""
     return x.tensor_split(math.ceil(len(x) / size))
 
 
 def check_fractions(fractions: Sequence[float]) -> None:
-    """Refuse shares of train, validation and test that are not above 0 or do not sum to 1.
+    """Reject shares of train, validation and test that are not above 0 or do not sum to 1.
 
     Raises:
-        ValueError: With the shares.
+        ValueError: The shares are rejected; the message gives them.
     """
     if len(fractions) != 3 or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
         raise ValueError(f"fractions must be three numbers above 0 that sum to 1, got {tuple(fractions)}")

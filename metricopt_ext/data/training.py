@@ -20,14 +20,14 @@ def train_supervised(
     seed: int,
     augment: bool = False,
 ) -> None:
-    """Train what can be trained in a model, with Adam under a one-cycle schedule; ends in evaluation mode.
+    """Train a model's trainable parameters by Adam with a one-cycle schedule; leaves it in evaluation mode.
 
     Args:
         model: Changed in place.
         loss: ``loss(model, (x, y)) -> scalar``.
         batches: ``batches(seed, 0, step)`` returns the inputs and labels of a step.
         steps: Number of steps, at least 1.
-        lr: Peak rate.
+        lr: Peak learning rate.
         seed: Seed of batches and augmentation.
         augment: Whether images are flipped and shifted at random, see `images.flip_and_shift`.
     """

@@ -20,7 +20,7 @@ from metricopt_ext.utils.parallel import run_seeds
 
 @contextmanager
 def errors_in_one_line(*more: type[Exception]) -> Iterator[None]:
-    """End the process with one line for an error that a user can mend, and with those of further types."""
+    """End the process with one line for an error that a user can fix, or one of the given further types."""
     mendable: tuple[type[Exception], ...] = (MetricOptError, FloatingPointError, OSError, *more)
     try:
         yield
@@ -40,18 +40,18 @@ def main_of(
         description: What ``--help`` says.
         experiment: What each seed runs.
         overrides: Examples of overrides, for ``--help``.
-        choices: Settings that have an option of their own, with their values.
+        choices: Settings that have their own option, with their values.
     """
     schema = experiment.config_type
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config-file", required=True, help=f"YAML file; its keys are those of {schema.__name__}")
-    parser.add_argument("--output-dir", required=True, type=Path, help="folder for everything that is written")
-    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run in the output folder")
-    parser.add_argument("--seed", type=int, help="first seed, in place of the config's")
+    parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run in the output folder")
+    parser.add_argument("--seed", type=int, help="first seed, overriding the config")
     for name, values in (choices or {}).items():
-        parser.add_argument(f"--{name}", choices=values, help="in place of the config's")
+        parser.add_argument(f"--{name}", choices=values, help="overrides the config")
     parser.add_argument("overrides", nargs="*", help=f"key=value, e.g. {overrides}")
-    arguments = parser.parse_intermixed_args()  # overrides may stand before, between and after the options
+    arguments = parser.parse_intermixed_args()  # overrides may come before, between or after the options
     with errors_in_one_line():
         config = load_config(schema, arguments.config_file, arguments.overrides)
         for name in ("seed", *(choices or {})):
@@ -61,13 +61,13 @@ def main_of(
 
 
 def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, resume: bool) -> Report:
-    """Run every seed, write report, plots and events, and print what came out.
+    """Run every seed, write report, plots and events, and print the outcome.
 
     Args:
         experiment: What each seed runs.
         config: The settings.
-        folder: Receives everything that is written.
-        resume: Go on with an interrupted run in the folder.
+        folder: Receives all output files.
+        resume: Continue an interrupted run in the folder.
     """
     config.check()
     subject = experiment.describe(config)

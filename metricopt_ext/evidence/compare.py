@@ -1,4 +1,4 @@
-"""Methods side by side on one task: each with a ledger of its own, each end judged once on the test data."""
+"""Methods side by side on one task: each with its own ledger, each end judged once on the test data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from metricopt_ext.tasks.task import FinetuneTask
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of the methods of a comparison, by name.
+    """The outcomes of the methods in a comparison, by name.
 
     Attributes:
         results: What each returned; those that do not apply are left out.
-        outcomes: What each end is worth, one for each number of queries that the method answers for.
-        curves: Validation metric along a method's path, ``T + 1`` numbers, where it has one. No method sees them.
+        outcomes: The outcome of each end, one for each number of queries that the method reports.
+        curves: Validation metric along a method's path, ``T + 1`` numbers, if it has one. No method sees them.
     """
 
     results: dict[str, MethodResult]
@@ -32,7 +32,7 @@ def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Metho
     Args:
         task: The task; its metric looks at the validation data.
         test_metric: The same metric on the test data.
-        methods: By name, in an order in which each finds the results that it goes on from.
+        methods: By name, ordered so that each finds the results that it continues from.
 
     Raises:
         ConfigError: A method has no entry in `METHODS`; none was run.

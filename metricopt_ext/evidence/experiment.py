@@ -41,8 +41,8 @@ class Experiment(ABC, Generic[Config]):
 
     Args:
         config: The settings.
-        folder: The seed's folder; the model is kept there, and taken from there once it is trained.
-        seed: A fresh split, model and value function for each.
+        folder: The seed's folder; the model is saved there, and loaded from there once trained.
+        seed: Each seed has a fresh split, model and value function.
 
     Attributes:
         config_type: The settings' class.
@@ -65,7 +65,7 @@ class Experiment(ABC, Generic[Config]):
         """Return what a run is about.
 
         Raises:
-            ConfigError: Metric, loss or model are none that there are; this is found before any work is done.
+            ConfigError: There is no such metric, loss or model; this is checked before any work is done.
         """
 
     @classmethod
@@ -75,7 +75,7 @@ class Experiment(ABC, Generic[Config]):
 
     @abstractmethod
     def prepare(self) -> tuple[FinetuneTask, Metric]:
-        """Load the data, train the model or take it from the folder, and return the task and the test metric."""
+        """Load the data, train the model or load it from the folder, and return the task and the test metric."""
 
     @abstractmethod
     def validation(self) -> tuple[Sequence[Any], Batches]:
@@ -89,21 +89,21 @@ class Experiment(ABC, Generic[Config]):
         )
 
     def finish(self) -> None:
-        """Write what else is to be kept, e.g. pictures, once the model has MetricOpt's phi."""
+        """Write any further output, e.g. pictures, once the model has MetricOpt's phi."""
 
 
 def run_seed(
     experiment_type: type[Experiment[Any]], config: RunConfig, folder: Path, resume: bool, seed: int, watcher: Watcher
 ) -> SeedRecord:
-    """Run one seed and keep all of it in ``folder/seed-N``; a seed whose record is there is not run again.
+    """Run one seed and keep all of it in ``folder/seed-N``; a seed whose record exists is not run again.
 
     Args:
         experiment_type: What to run.
         config: The settings.
         folder: The run's folder.
-        resume: Go on with what an interrupted run left there.
+        resume: Continue what an interrupted run left there.
         seed: The seed.
-        watcher: Is notified of the progress.
+        watcher: Notified of progress.
 
     Raises:
         MetricOptError: Data, settings or metric are not usable; the message says which.

@@ -19,15 +19,15 @@ End = Tensor | nn.Module
 
 @dataclass(frozen=True)
 class Entry:
-    """A method as tables and plots show it.
+    """How a method is shown in tables and plots.
 
     Attributes:
-        title: What it is called.
+        title: Its displayed name.
         colour: Its colour, ``#rrggbb``.
-        kind: ``free`` spends no metric query, ``queries`` does, and ``follow_up`` goes on from MetricOpt's result, so
-            that what this spent counts as its own too.
-        needs: What it needs of the data that the metric sees: the metric's scores alone, the inputs, or the labels too;
-            or the value function of another run.
+        kind: ``free`` spends no metric query, ``queries`` does, and ``follow_up`` continues from MetricOpt's result,
+            so what MetricOpt spent counts as its own too.
+        needs: What it needs from the data that the metric sees: the metric's scores alone, the inputs, or the labels
+            too; or the value function of another run.
     """
 
     title: str
@@ -59,9 +59,9 @@ class Reached:
     """Where a method stood after a number of metric queries.
 
     Attributes:
-        end: phi, ``d``, of the task's model; or a model of its own, whose weights it may have trained.
+        end: phi, ``d``, of the task's model; or its own model, whose weights it may have trained.
         queries: Metric queries spent by then.
-        queries_per_start: Of these, what each further start costs again.
+        queries_per_start: How many of these each further start costs again.
         seconds: Wall-clock seconds spent by then.
     """
 
@@ -76,9 +76,9 @@ class MethodResult:
     """What a method returns.
 
     Attributes:
-        reached: Where it stood, for each number of queries that it answers for, in ascending order; at least one.
-        path: The visited phi, ``(T + 1) x d``, for a plot along finetuning; None where there is none.
-        details: What `optimize_metric` returned, for methods that go on from it.
+        reached: Where it stood at each number of queries that it reports, in ascending order; at least one.
+        path: The visited phi, ``(T + 1) x d``, for a plot along finetuning; None if there is none.
+        details: What `optimize_metric` returned, for methods that continue from it.
     """
 
     reached: tuple[Reached, ...]
@@ -96,7 +96,7 @@ class Meter:
 
     Args:
         task: The method's task.
-        on_top_of: What it goes on from: that counts as its own too.
+        on_top_of: What it continues from, which counts as its own too.
     """
 
     def __init__(self, task: FinetuneTask, on_top_of: Reached | None = None) -> None:
@@ -115,14 +115,14 @@ class Meter:
 
 
 def now() -> float:
-    """Return seconds on a clock, once the GPU has finished what it was given."""
+    """Return seconds on a clock, once the GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def ending_at(run: Callable[[FinetuneTask], End | None]) -> Method:
-    """Make a method of a function of the task that returns an end, or None where it does not apply."""
+    """Make a method from a function of the task that returns an end, or None if it does not apply."""
 
     def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult | None:
         meter = Meter(task)
@@ -133,7 +133,7 @@ def ending_at(run: Callable[[FinetuneTask], End | None]) -> Method:
 
 
 def following_metricopt(run: Callable[[FinetuneTask, MetricOptResult], End]) -> Method:
-    """Make a method of a function that goes on from MetricOpt's result and returns an end."""
+    """Make a method from a function that continues from MetricOpt's result and returns an end."""
 
     def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
         before = earlier["metricopt"]
@@ -145,11 +145,11 @@ def following_metricopt(run: Callable[[FinetuneTask, MetricOptResult], End]) -> 
 
 
 def check_known(names: Iterable[str]) -> None:
-    """Refuse methods that `METHODS` does not have, before anything runs.
+    """Reject methods that are not in `METHODS`, before anything runs.
 
     Raises:
-        ConfigError: One of them is not there; the message names it.
+        ConfigError: A method is not in `METHODS`; the message names it.
     """
     for name in names:
         if name not in METHODS:
-            raise ConfigError(f"method {name!r} has no entry in METHODS; there are {', '.join(METHODS)}")
+            raise ConfigError(f"method {name!r} has no entry in METHODS; the choices are {', '.join(METHODS)}")

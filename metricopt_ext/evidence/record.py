@@ -1,4 +1,4 @@
-"""What one seed of evidence leaves: each method's outcome and how good the value function was."""
+"""The record of one seed: each method's outcome and how good the value function was."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ class Outcome:
         validation: Metric on the data that queries see.
         test: Metric on the test data, evaluated once.
         queries_total: Metric queries spent.
-        queries_per_start: Of these, what each further start costs again.
+        queries_per_start: How many of these each further start costs again.
         seconds: Wall-clock seconds.
     """
 
@@ -34,10 +34,10 @@ class SeedRecord:
 
     Attributes:
         seed: The seed.
-        outcomes: By method, one for each number of queries that it answers for.
+        outcomes: By method, one for each number of queries that it reports.
         quality: Held-out quality of the value function in use.
         candidates: Held-out quality of each kind of value function that was fitted.
-        trivial: The same of trivial predictors, on the same points.
+        trivial: The same for trivial predictors, on the same points.
         kept: Which end point the guard kept.
         setting: How boldly f was followed.
         split_half: Correlation of the metric's halves over random phi; None if it does not report them.
@@ -45,7 +45,7 @@ class SeedRecord:
         curves: Validation metric along finetuning by method, ``steps + 1`` numbers each. Evaluated for the plot; no
             method sees them.
         true: Metric at held-out points where f is used.
-        predicted: What f said there before it saw them.
+        predicted: What f predicted there before it saw them.
     """
 
     seed: int
@@ -84,5 +84,5 @@ class SeedRecord:
             return cls(**content)
         except (KeyError, TypeError, AttributeError) as error:
             raise FileFormatError(
-                f"{path} is no record of a seed: {error!r}; delete it to have it made again"
+                f"{path} is not the record of a seed: {error!r}; delete it to regenerate it"
             ) from error

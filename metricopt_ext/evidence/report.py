@@ -1,4 +1,4 @@
-"""Evidence in one place: methods side by side over seeds, as JSON, Markdown and a table on the terminal."""
+"""The evidence in one place: methods side by side over seeds, as JSON, Markdown and a table on the terminal."""
 
 import collections
 import importlib.metadata
@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a tool states about a run.
+    """Everything that a tool reports about a run.
 
     Attributes:
         task: What was finetuned, e.g. ``"classification/a9a"``.
@@ -56,7 +56,7 @@ class Report:
         return [name for name in METHODS if any(name in record.outcomes for record in self.records)]
 
     def title(self, method: str) -> str:
-        """Return what tables and plots call a method; how many seeds have it, if some lack it."""
+        """Return a method's name in tables and plots, with the number of seeds that have it if some lack it."""
         seeds, missing = len(self.records), sum(method not in record.outcomes for record in self.records)
         return METHODS[method].title + (f" ({seeds - missing} of {seeds} seeds)" if missing else "")
 
@@ -65,7 +65,7 @@ class Report:
         return [value for value in self._by_seed(method, column) if value is not None]
 
     def _by_seed(self, method: str, column: str) -> list[float | None]:
-        """Return one number of a method's last `Outcome` for each seed, None where the method is missing."""
+        """Return one number of a method's last `Outcome` for each seed, None if the method is missing."""
         found = [record.outcomes.get(method) for record in self.records]
         return [getattr(outcomes[-1], column) if outcomes else None for outcomes in found]
 
@@ -147,7 +147,7 @@ class Report:
         return "\n".join(lines)
 
     def findings(self) -> list[str]:
-        """Say in words what the numbers show, gains and failures alike."""
+        """Say in words what the numbers show, both gains and failures."""
         lines = []
         for name in self.methods:
             if name == "metricopt":

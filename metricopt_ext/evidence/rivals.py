@@ -32,16 +32,16 @@ def usual_methods(
     resume: bool = False,
     watcher: Watcher | None = None,
 ) -> dict[str, Method]:
-    """Return the methods that the settings say, by name.
+    """Return the methods that the settings select, by name.
 
     Args:
-        config: The run.
+        config: The run's settings.
         seed: Seed of batches and searches.
-        inputs: The validation data's inputs in parts of about one size, for BatchNorm to be re-estimated on.
+        inputs: The validation data's inputs in parts of about equal size, to re-estimate BatchNorm on.
         batches: Batches of the labelled validation data, as the loss takes them.
         folder: Receives what MetricOpt keeps.
-        resume: Let it go on with what an interrupted run left there.
-        watcher: Is notified of its progress.
+        resume: Let MetricOpt continue what an interrupted run left there.
+        watcher: Notified of its progress.
     """
     recipe, queries = config.recipe.build(), config.search_queries
 
@@ -95,9 +95,9 @@ def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Ten
     """Evaluate the metric at evenly spaced points of a loss-only finetune and return the best, ``d`` (paper, Table 1).
 
     Args:
-        task: What is judged.
+        task: The task.
         points: The visited phi, ``(T + 1) x d``.
-        evals: Number of queries, both ends included; all points where that is T + 1 or more.
+        evals: Number of queries, both ends included; all points if that is T + 1 or more.
     """
     chosen = torch.linspace(0, len(points) - 1, min(evals, len(points))).round().long()
     costs = task.costs_at(points[chosen], "loss_finetune_best")
@@ -105,11 +105,11 @@ def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Ten
 
 
 def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module | None:
-    """Return a copy of a model whose BatchNorm statistics are those of other inputs, or None if it has no BatchNorm.
+    """Return a copy of a model with BatchNorm statistics of other inputs, or None if it has no BatchNorm.
 
     Args:
         model: With or without an adapter; the copy has none, and is in evaluation mode.
-        inputs: Batches of inputs, without labels; each counts the same, so give them about one size.
+        inputs: Batches of inputs, without labels; each counts the same, so make them about equal in size.
     """
     copied = copy.deepcopy(model)
     if hasattr(copied, CONTEXT_NAME):
@@ -117,7 +117,7 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module |
     norms = [module for module in copied.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if not norms:
         return None
-    copied.eval()  # dropout, above all, must not disturb the statistics
+    copied.eval()  # dropout in particular must not disturb the statistics
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()

@@ -27,8 +27,8 @@ class RecipeConfig:
     start_std: float = Recipe.start_std
     trials: int = Recipe.trials
     folds: int = Recipe.folds
-    labels: str = "observed"  # observed, linear, gp (interpolated where that shows skill) or gp_always
-    learners: list[str] = field(default_factory=DEFAULT_LEARNERS.copy)  # of neural, ridge, reptile
+    labels: str = "observed"  # observed, linear, gp (interpolated if that shows skill) or gp_always
+    learners: list[str] = field(default_factory=DEFAULT_LEARNERS.copy)  # any of neural, ridge, reptile
     adapt_queries: int = Recipe.adapt_queries  # spent along each start's finetuning to adapt f to it; 0 uses f as it is
 
     def build(self) -> Recipe:
@@ -45,7 +45,7 @@ class RecipeConfig:
     def _learners(self) -> tuple[Learner, ...]:
         unknown = [name for name in self.learners if name not in LEARNERS]
         if unknown or not self.learners:
-            raise ValueError(f"learners is {self.learners}; it must name some of {', '.join(LEARNERS)}")
+            raise ValueError(f"learners is {self.learners}; it must name one or more of {', '.join(LEARNERS)}")
         return tuple(LEARNERS[name] for name in self.learners)
 
     def _labeller(self) -> Labeller:
@@ -75,13 +75,13 @@ class AdapterConfig:
 class TrainingConfig:
     """How a model is trained before anything else happens."""
 
-    weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use in place of training
+    weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use instead of training
     epochs: int = 10
-    lr: float = 1e-3  # peak rate of Adam under a one-cycle schedule
+    lr: float = 1e-3  # peak rate of Adam with a one-cycle schedule
     augment: bool = False  # images: random flips and shifts by up to 4 pixels while training
 
     def check(self) -> None:
-        """Refuse what can't be trained with.
+        """Reject what can't be trained with.
 
         Raises:
             ConfigError: A value is out of range.
@@ -93,7 +93,7 @@ class TrainingConfig:
 
 @dataclass
 class ShiftConfig:
-    """How validation and test images differ from what the loss sees; see `ImageShift`."""
+    """How validation and test images differ from those that the loss sees; see `ImageShift`."""
 
     kind: str = "none"  # none or image
     contrast: float = ImageShift.contrast  # factor on each image's contrast, in (0, 1]
@@ -116,24 +116,24 @@ class RunConfig:
 
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
-    queries: int = 600  # metric queries of MetricOpt in all
+    queries: int = 600  # MetricOpt's metric queries in total
     population: int = 32  # tasks computed together
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     search_queries: int = 0  # of each direct search on the true metric, Guided ES and CMA-ES; 0: none
-    refine_queries: int = 0  # of CMA-ES that goes on from MetricOpt's end point; 0: none
+    refine_queries: int = 0  # of CMA-ES continuing from MetricOpt's end point; 0: none
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
     seed: int = 0  # the first of them
-    pictures: bool = True  # of the first seed's value function; its landscape evaluates the metric 169 times more
-    workers: int = 1  # seeds that run side by side, each in a process of its own
+    pictures: bool = True  # of the first seed's value function; its landscape evaluates the metric another 169 times
+    workers: int = 1  # seeds that run in parallel, each in its own process
     threads: int = 1  # CPU threads of each
     device: str = "auto"  # auto, cpu, cuda, cuda:0, ...
 
     def check(self) -> None:
-        """Refuse what would only fail after work was done.
+        """Reject what would only fail after work has been done.
 
         Raises:
             ConfigError: A value is out of range.
-            BudgetError: There are too few queries; the message says how many would do.
+            BudgetError: There are too few queries; the message says how many are needed.
         """
         check_at_least(1, {n: getattr(self, n) for n in ("population", "best_evals", "seeds", "workers", "threads")})
         check_at_least(1, {"adapter.dim": self.adapter.dim})
@@ -153,10 +153,10 @@ class RunConfig:
 
 
 def check_at_least(least: int, values: dict[str, int]) -> None:
-    """Refuse settings below a number.
+    """Reject settings below a minimum.
 
     Raises:
-        ConfigError: One of the values is; the message names its key.
+        ConfigError: A value is below it; the message names its key.
     """
     for name, value in values.items():
         if value < least:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any) -> tuple[Any, Any]:
-    """Return a figure of that many inches and its panels, ``rows x columns``; no global state is touched."""
+    """Return a figure of this size in inches and its panels, ``rows x columns``; no global state is touched."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")

@@ -1,4 +1,4 @@
-"""Predictors of the metric that know next to nothing, to set a value function's quality beside."""
+"""Predictors of the metric that know next to nothing, to compare a value function's quality with."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,12 +11,12 @@ from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.ridge import best_penalty, ridge_path
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 
-# Turns the points of Observations, given which of them may be learned from, into features, ``n x p``.
+# Turns the points of Observations, given a mask of those that may be learned from, into features, ``n x p``.
 Features = Callable[[Tensor], Tensor]
 
 
 def trivial_predictors(trajectories: Sequence[Trajectory], *, folds: int = 4, seed: int = 0) -> dict[str, Quality]:
-    """Measure trivial predictors as `fit_value_function` measures f: on the same held-out points, by the same folds.
+    """Measure trivial predictors as `fit_value_function` measures f: on the same held-out points, with the same folds.
 
     Each is a linear regression, fitted to the other folds, on one thing: nothing (``constant``), the step (``step``),
     the distance to the mean end point (``end_distance``), the surrogate loss (``loss``), phi and its squares

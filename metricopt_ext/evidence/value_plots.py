@@ -1,4 +1,4 @@
-"""Pictures of a value function: the labels it learns from, what it made of them, and where finetuning goes on it."""
+"""Pictures of a value function: the labels it learns from, what it made of them, and the path of finetuning on it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ def draw_value_function(
     """Draw all pictures of a run's value function into a folder; returns their paths.
 
     Args:
-        task: Its metric is evaluated ``grid * grid`` times, for the landscape; give it a ledger of its own.
+        task: Its metric is evaluated ``grid * grid`` times, for the landscape; give it its own ledger.
         result: What `optimize_metric` returned.
         paths: Visited phi by method, ``(T + 1) x d`` each.
         folder: Where the PNG files go.
@@ -50,14 +50,14 @@ def plot_interpolation(
     path: str | Path,
     note: str = "",
 ) -> Path:
-    """Draw the metric observed along trajectories and the band between (paper, Fig. 2b).
+    """Draw the metric observed along trajectories and the band in between (paper, Fig. 2b).
 
     Args:
         trajectories: The trajectories, one panel each.
         posterior: For each, mean and standard deviation of the cost at all steps, ``T + 1`` each.
         metric: The `Metric`, for its name and units.
         path: The PNG file.
-        note: Title of the whole, e.g. the interpolation's leave-one-out skill.
+        note: Title of the figure, e.g. the interpolation's leave-one-out skill.
     """
     n = len(trajectories)
     columns = min(n, 3)
@@ -101,10 +101,10 @@ def plot_embedding(f: NeuralValueFunction, data: Observations, metric: Any, path
 def plot_landscape(
     task: FinetuneTask, f: ValueFunction, paths: Mapping[str, Tensor], path: str | Path, *, grid: int = 13
 ) -> Path:
-    """Draw f and the true metric on the plane that best holds the paths (paper, Fig. 1 and S2).
+    """Draw f and the true metric on the plane that best fits the paths (paper, Fig. 1 and S2).
 
     Args:
-        task: Its metric is evaluated ``grid * grid`` times; give it a ledger of its own (`FinetuneTask.judged_by`).
+        task: Its metric is evaluated ``grid * grid`` times; give it its own ledger (`FinetuneTask.judged_by`).
         f: The value function.
         paths: Visited phi by method, ``(T + 1) x d`` each; all start at phi = 0.
         path: The PNG file.

@@ -1,6 +1,6 @@
-"""Algorithm 1 of the paper as printed, for anyone who wants to reproduce it; we recommend `optimize_metric` instead.
+"""Algorithm 1 of the paper as printed, for anyone who wants to reproduce it; otherwise, prefer `optimize_metric`.
 
-The paper leaves open the rate alpha_t of the metric step, the spread of phi_0 and the rate of SGD or Adam: they are
+The paper leaves open the rate alpha_t of the metric step, the spread of phi_0 and the rate of SGD or Adam; they are
 arguments here. Everything else has the paper's value.
 """
 
@@ -52,16 +52,16 @@ class Algorithm1:
     """MetricOpt with SGD or Adam, as the paper's Algorithm 1 prints it.
 
     As printed it did not lower a metric whose optimum is known. On the quadratic problems of
-    tests/methods/test_paper.py, over 20 seeds, the true cost of the starts changed by +6% in the mean (standard error
-    5%) with each task taken once, by +10% (7%) with 35 passes, by -71% (3%) where Reptile's meta-batches mix 32 tasks,
+    tests/methods/test_paper.py, over 20 seeds, the true cost of the starts changed by +6% on average (standard error
+    5%) with each task taken once, by +10% (7%) with 35 passes, by -71% (3%) if Reptile's meta-batches mix 32 tasks,
     and by -82% (2%) with `NeuralLearner.offline`.
 
     Attributes:
         steps: T.
-        evals: K, both ends included; the paper has 5% of T.
+        evals: K, both ends included; 5% of T in the paper.
         lr: Rate of SGD or Adam on the loss, not given in the paper.
         metric_rate: alpha_t, not given in the paper.
-        optimizer: Whose trajectories are collected, and whose steps span the search space.
+        optimizer: The optimizer whose trajectories are collected and whose steps span the search space.
         start_std: Standard deviation of phi_0, not given in the paper.
         history: k of Eq. 3.
         count: P of Eq. 4.
@@ -84,10 +84,10 @@ class Algorithm1:
     labels: Labeller | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what the algorithm is not defined for.
+        """Reject what the algorithm is not defined for.
 
         Raises:
-            ValueError: With the value.
+            ValueError: A value is rejected; the message gives it.
         """
         if self.optimizer not in ("sgd", "adam"):
             raise ValueError(f"optimizer is {self.optimizer!r}; it must be 'sgd' or 'adam'")
@@ -104,9 +104,9 @@ class Algorithm1:
         The trajectories do not depend on f, so they are collected first; Reptile then takes them task by task.
 
         Raises:
-            ValueFunctionError: As `learn`; too few tasks are refused before the first query.
-            BudgetError: The metric's budget ended; what was finished is in the store.
-            MetricError: The metric failed; what was finished is in the store.
+            ValueFunctionError: As in `learn`; too few tasks are rejected before the first query.
+            BudgetError: The metric's budget ran out; finished trajectories are in the store.
+            MetricError: The metric failed; finished trajectories are in the store.
         """
         refuse_too_few(tasks)
         trajectories = collect(  # line 3, for T ~ p(T)
@@ -125,9 +125,9 @@ class Algorithm1:
     def learn(self, trajectories: Sequence[Trajectory], seed: int = 0) -> ValueFunction:
         """Interpolate the metrics (line 4) and meta-train f on them (lines 5-6); no query.
 
-        f is one network that saw all tasks, as printed. Its ``quality`` is that of further ones, each of which the same
-        learner fits without some of the trajectories, as `fitting.fit_value_function` measures it: `MetricOpt` follows
-        f only if that shows skill. `meta_test` follows it in any case.
+        f is one network that saw all tasks, as printed. Its ``quality`` is measured on further networks, which the same
+        learner fits without some of the trajectories each, as in `fitting.fit_value_function`: `MetricOpt` follows f
+        only if it shows skill. `meta_test` follows f in any case.
 
         Raises:
             ValueFunctionError: There are fewer than `recipe.LEAST_TASKS` trajectories, so that quality can't be
@@ -141,7 +141,7 @@ class Algorithm1:
         f = learner(data, in_no_fold, 1, seed)
         f.set_domain(data.phi)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # what there is to say was said of f itself
+            warnings.simplefilter("ignore", UserWarning)  # f itself has already warned
             folds = Recipe().folds_for(len(trajectories))
             f.quality = fit_value_function(data, [learner], folds=folds, seed=seed).f.quality
         return f
@@ -175,19 +175,19 @@ class Algorithm1:
 
 
 def refuse_too_few(tasks: int) -> None:
-    """Refuse so few tasks that some can't be held out from a learner that still sees some.
+    """Reject too few tasks to hold some out and still learn from others.
 
     Raises:
-        ValueFunctionError: With the number of tasks.
+        ValueFunctionError: There are too few tasks; the message gives their number.
     """
     if tasks < LEAST_TASKS:
         raise ValueFunctionError(
-            f"{tasks} tasks are too few to measure f's quality on tasks held out; give at least {LEAST_TASKS}"
+            f"{tasks} tasks are too few to measure f's quality on held-out tasks; give at least {LEAST_TASKS}"
         )
 
 
 class GuidedSearch:
-    """The step rule of lines 10-15: the loss spans the search space, f says where to go in it."""
+    """The step rule of lines 10-15: the loss spans the search space, f gives the direction in it."""
 
     def __init__(self, settings: Algorithm1, f: ValueFunction, rng: torch.Generator) -> None:
         self.settings, self.f, self.rng = settings, f, rng

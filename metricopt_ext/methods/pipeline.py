@@ -55,21 +55,21 @@ def optimize_metric(
     """Finetune a frozen model's phi for its metric within a number of metric queries.
 
     By default it learns f from rounds of trajectories, chooses how boldly to follow it, finetunes from phi = 0, and
-    leaves in the model whichever of start, loss-only end and MetricOpt's end the metric likes best. A direct search
-    (`search.CMAES`, `search.GuidedES`) spends all queries on the metric itself instead: the better tool for a single
-    start. Either way the model is left at phi = 0 unless the gain is larger than chance would make it, as far as the
-    metric tells (see `Metric`), so it never ends worse than it was trained on the data that the metric sees. A phi that
-    it held before counts for nothing: `tune_start` goes on from one, or `Adapter.merge` it and attach anew.
+    leaves in the model whichever of start, loss-only end and MetricOpt's end scores best on the metric. A direct search
+    (`direct.CMAES`, `direct.GuidedES`) spends all queries on the metric itself instead: the better tool for a single
+    start. Either way the model is left at phi = 0 unless the gain exceeds chance, as far as the metric reveals it (see
+    `Metric`), so on the data that the metric sees it never ends up worse than it was trained. Any phi that it held
+    before is ignored: continue from it by `tune_start`, or `Adapter.merge` it and attach a new adapter.
 
     Args:
         task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end;
-            a failed run that keeps its work in ``output_dir`` is charged once it was resumed.
-        queries: Metric queries that may be spent in all.
+            a failed run that keeps its work in ``output_dir`` is charged once resumed.
+        queries: Total metric queries that may be spent.
         strategy: A recipe for learning and following f, or a direct search.
         seed: Seed of all draws.
         output_dir: Keeps trajectories, ``value_function.safetensors`` and ``adapter.safetensors``; None keeps nothing.
-        resume: Go on with what an interrupted run left in ``output_dir``; the result is the same bit for bit.
-        watcher: Is notified of the progress; by default a bar on the terminal.
+        resume: Continue what an interrupted run left in ``output_dir``; the result is the same bit for bit.
+        watcher: Notified of progress; by default a bar on the terminal.
 
     Returns:
         The result; the tuned phi is in the model.
@@ -77,12 +77,12 @@ def optimize_metric(
     Raises:
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
-        FileFormatError: ``output_dir`` holds another run, with other settings or of a model with other weights, or it
-            holds a run and ``resume`` is False.
+        FileFormatError: ``output_dir`` holds another run, with other settings or model weights, or it holds a run and
+            ``resume`` is False.
     """
     strategy = strategy or Recipe()
     if queries > task.metric.ledger.left:
-        raise BudgetError(f"{queries} queries requested, {task.metric.ledger.left} are left in the metric's own budget")
+        raise BudgetError(f"{queries} queries requested, {task.metric.ledger.left} left in the metric's own budget")
     if isinstance(strategy, Recipe):
         size = {"tasks": strategy.tasks_per_round(queries, task.dim)}
     elif queries >= (least := strategy.least_queries(task.dim)):

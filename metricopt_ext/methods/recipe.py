@@ -30,13 +30,13 @@ class Setting(NamedTuple):
     metric_step: float
 
 
-# Tasks of the first round, from which f is to be learned and measured: two to learn from while two are held out.
+# Tasks of the first round, from which f is learned and measured: two to learn from while two are held out.
 LEAST_TASKS = 4
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How `optimize_metric` works. The defaults are meant to be left alone, but for ``steps`` and ``lr``.
+    """How `optimize_metric` works. The defaults are meant to be left alone, except ``steps`` and ``lr``.
 
     Attributes:
         steps: Finetuning steps T of each task.
@@ -48,15 +48,15 @@ class Recipe:
             loss weight is drawn from [0, 1].
         settings: Candidate `Setting` s for finetuning, or pairs of numbers; a few queries choose among them.
         trials: Random starts, besides phi = 0, on which each setting is tried, one query each.
-        folds: Parts of the trajectories; each is held out from some members of f's ensemble, to measure it by. Early
-            rounds with fewer than two trajectories for each make do with fewer parts.
-        labels: Turns trajectories into labelled points: those observed, or all steps by interpolation
+        folds: Parts of the trajectories; each is held out from some members of f's ensemble, to measure f. Early
+            rounds with fewer than two trajectories per part use fewer parts.
+        labels: Turns trajectories into labelled points: the observed ones, or all steps by interpolation
             (`labels.GaussianProcessLabels`).
-        learners: Kinds of value function to fit; held-out quality chooses.
+        learners: Kinds of value function to fit; held-out quality decides.
         adapt_queries: Queries along MetricOpt's own finetuning of a start, to which f is then adapted before that start
-            is finetuned once more; 0 uses f as it is.
-        refine: A direct search on the metric from the best end point so far; None leaves it at that.
-        refine_queries: Queries of that search, for each start.
+            is finetuned again; 0 uses f as it is.
+        refine: A direct search on the metric from the best end point so far; None for no such search.
+        refine_queries: Queries of that search per start.
     """
 
     steps: int = 50
@@ -75,10 +75,10 @@ class Recipe:
     refine_queries: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values that would only fail later.
+        """Reject values that would only fail later.
 
         Raises:
-            ValueError: A value is out of range; the message prints it.
+            ValueError: A value is out of range; the message gives it.
         """
         check_at_least(2, steps=self.steps, evals=self.evals, folds=self.folds)
         check_at_least(1, rounds=self.rounds)
@@ -93,7 +93,7 @@ class Recipe:
             )
         if (self.refine is None) != (self.refine_queries == 0):
             raise ValueError(
-                f"refine is {self.refine} and refine_queries is {self.refine_queries}; give both, or neither"
+                f"refine is {self.refine} and refine_queries is {self.refine_queries}; give both or neither"
             )
         if not self.settings:
             raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
@@ -107,12 +107,12 @@ class Recipe:
 
     @property
     def choice_queries(self) -> int:
-        """Queries that choose among the settings."""
+        """Number of queries for choosing among the settings."""
         return len(self.settings) * (1 + self.trials) if len(self.settings) > 1 else 0
 
     @property
     def start_queries(self) -> int:
-        """Most queries that one start can cost: its guard, adaptation and refinement.
+        """Maximum number of queries for one start: its guard, adaptation and refinement.
 
         The guard evaluates the start, the loss-only end, MetricOpt's end, and the two cross-checked ends of a metric
         that reports halves.
@@ -120,11 +120,11 @@ class Recipe:
         return 5 + (self.adapt_queries + 1 if self.adapt_queries else 0) + self.refine_queries
 
     def folds_for(self, trajectories: int) -> int:
-        """Return the number of parts for so many trajectories: at least 2, and else two trajectories in each."""
+        """Return the number of parts for this many trajectories: at least 2, otherwise two trajectories in each."""
         return max(2, min(self.folds, trajectories // 2))
 
     def fit(self, trajectories: Sequence[Trajectory], seed: int) -> Fit:
-        """Label trajectories and fit a value function to them, see `fitting.fit_value_function`."""
+        """Label trajectories and fit a value function to them; see `fitting.fit_value_function`."""
         folds = self.folds_for(len(trajectories))
         return fit_value_function(self.labels(trajectories), self.learners, folds=folds, seed=seed)
 
@@ -133,11 +133,11 @@ class Recipe:
 
         Args:
             queries: The budget.
-            dim: Dimension d of phi, which the least budget of ``refine`` depends on.
+            dim: Dimension d of phi, which the minimum budget of ``refine`` depends on.
 
         Raises:
-            BudgetError: Fewer than `LEAST_TASKS`, or ``refine_queries`` are too few; the message says how many would
-                do.
+            BudgetError: Fewer than `LEAST_TASKS`, or ``refine_queries`` are too few; the message says how many are
+                needed.
         """
         if self.refine is not None and self.refine_queries < (least := self.refine.least_queries(dim)):
             raise BudgetError(

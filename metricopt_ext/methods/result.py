@@ -26,13 +26,13 @@ class Result:
 
     Attributes:
         metric: The metric's name.
-        before: Metric of the model as it came, on the data that the metric sees.
+        before: Metric of the model as it was given, on the data that the metric sees.
         after: Metric of the model as it is now.
-        best: Metric of the best candidate; it differs from ``after`` if its gain may be chance.
+        best: Metric of the best candidate; it differs from ``after`` if its gain may be due to chance.
         chosen: The candidate that was kept: ``"start"`` or another of ``ends``.
         chance: Standard deviation of the chance part of a gain; 0 if the metric does not report halves.
-        optimism: What the gain of following f is expected to lose on other data; 0 if the metric does not report
-            halves, and for direct searches.
+        optimism: How much of the gain of following f is expected to be lost on other data; 0 if the metric does not
+            report halves, and for direct searches.
         queries: Queries spent, by purpose.
         queries_per_start: Queries that another start would cost.
         ends: End point phi, ``d``, of each candidate.
@@ -59,8 +59,8 @@ class Result:
         lines = [f"{self.metric}: {self.before:.4f} -> {self.after:.4f}{self.beside()}; kept {KEPT[self.chosen]}"]
         if self.best != self.after:
             lines.append(
-                f"the best candidate has {self.best:.4f}, but on this little data up to"
-                f" {CERTAINTY * self.chance + self.optimism:.4f} of a gain are chance and optimism. Judge by more data"
+                f"the best candidate has {self.best:.4f}, but with so little data up to"
+                f" {CERTAINTY * self.chance + self.optimism:.4f} of a gain may be chance and optimism. Use more data"
                 " to see smaller gains"
             )
         total = sum(self.queries.values())
@@ -68,7 +68,7 @@ class Result:
         return lines
 
     def beside(self) -> str:
-        """Return what stands beside the outcome."""
+        """Return what is printed next to the outcome."""
         return ""
 
 
@@ -79,9 +79,9 @@ class MetricOptResult(Result):
     Attributes:
         loss_finetune: Metric after the same number of steps on the loss alone.
         setting: The (loss weight, metric step) used.
-        split_half: Correlation of the metric's halves over random phi, NaN if it does not report them.
+        split_half: Correlation of the metric's halves over random phi; NaN if it does not report them.
         fit: The value function with its held-out quality.
-        trajectories: What it was learned from.
+        trajectories: The trajectories it was learned from.
     """
 
     loss_finetune: float
@@ -96,5 +96,5 @@ class MetricOptResult(Result):
         return [*super().lines(), f"value function ({self.fit.f.kind}): {self.fit.f.quality}{halves}"]
 
     def beside(self) -> str:
-        """Return what stands beside the outcome."""
+        """Return what is printed next to the outcome."""
         return f" (loss-only {self.loss_finetune:.4f})"

@@ -1,4 +1,4 @@
-"""Meta-training in rounds: collect trajectories, fit f to all of them, let the next round follow it."""
+"""Meta-training in rounds: collect trajectories, fit f to all of them, follow it in the next round."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,8 +18,8 @@ from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction
 
-# collect(round, indices, fit): collects the tasks of a round, by whatever trainer finetunes phi, under the fit of the
-# round before, or under the loss alone for None; returns the trajectories of all rounds up to this one.
+# collect(round, indices, fit): collects the tasks of a round with any trainer that finetunes phi, under the previous
+# round's fit, or under the loss alone for None; returns the trajectories of all rounds up to this one.
 Collect = Callable[[int, Sequence[int], Fit | None], Sequence[Trajectory]]
 
 
@@ -35,15 +35,15 @@ def meta_train(
     """Learn a value function from rounds of ``tasks`` trajectories (Algorithm 1, meta-training).
 
     The first round follows the loss alone; each later one follows the f fitted so far, with step lengths and loss
-    weights drawn at random, so that f is corrected where it is going to be used.
+    weights drawn at random, so that f is corrected where it will be used.
 
     Args:
         task: Model, loss, batches and metric; ``rounds * tasks * evals`` queries are spent.
         tasks: Number of tasks per round.
-        recipe: How to work.
+        recipe: How f is learned.
         seed: Seed of all draws.
-        store: Keeps the trajectories; those that it has are not collected again.
-        watcher: Is notified of the progress.
+        store: Keeps the trajectories; those already in it are not collected again.
+        watcher: Notified of progress.
     """
     recipe = recipe or Recipe()
     store = TrajectoryStore() if store is None else store
@@ -87,15 +87,15 @@ def learn_in_rounds(
     """Learn f from rounds of ``tasks`` trajectories (Algorithm 1, meta-training).
 
     The first round follows the loss alone; each later one follows the f fitted so far, so that f is corrected where it
-    is going to be used.
+    will be used.
 
     Args:
         collect: Collects a round.
         recipe: Number of rounds, and how f is fitted.
         tasks: Number of tasks in a round.
         seed: Seed of the fits.
-        watcher: Is notified of the progress.
-        device: Where f is put.
+        watcher: Notified of progress.
+        device: Device that f is put on.
     """
     fit: Fit | None = None
     for round in range(recipe.rounds):
@@ -111,7 +111,7 @@ def learn_in_rounds(
 
 
 def _fit_halves(trajectories: Sequence[Trajectory], recipe: Recipe, seed: int) -> tuple[ValueFunction, ...]:
-    """Fit f to each half of the metric's data; none if the metric does not report halves, or one never differs."""
+    """Fit f to each half of the metric's data; none if the metric does not report halves, or one never varies."""
     if any(t.halves is None for t in trajectories):
         return ()
     try:

@@ -1,4 +1,4 @@
-"""What a run keeps in its folder: whose it is, its trajectories and its evaluations, so that it can be resumed."""
+"""What a run keeps in its folder so that it can be resumed: its identity, trajectories and evaluations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from metricopt_ext.value.value_function import ValueFunction
 
 IDENTITY, TRAJECTORIES, EVALUATIONS = "identity.json", "trajectories", "evaluations.json"
 
-# Settings of a tool's run that a resumed one may change: which seeds to run, and how.
+# Settings of a tool's run that may change on resuming: which seeds to run, and how.
 RUN_AGAIN_KEYS = ("seed", "seeds", "workers", "device")
 
 
@@ -28,14 +28,14 @@ class RunFolder:
 
     Args:
         path: The folder; None for memory only.
-        identity: What the run depends on, see `identity_of`: a folder that holds another run is refused.
-        resume: Go on with what an interrupted run left there.
+        identity: What the run depends on; see `identity_of`. A folder that holds another run is rejected.
+        resume: Continue what an interrupted run left there.
 
     Attributes:
         trajectories: What was collected, empty in a new run.
 
     Raises:
-        FileFormatError: The folder holds a run and ``resume`` is False, or it holds another run: the message names the
+        FileFormatError: The folder holds a run and ``resume`` is False, or it holds another run; the message names the
             first difference.
     """
 
@@ -46,22 +46,22 @@ class RunFolder:
             return
         if not resume and any((self.path / name).exists() for name in (IDENTITY, TRAJECTORIES, EVALUATIONS)):
             raise FileFormatError(f"{self.path} holds an earlier run; resume it, or use another output folder")
-        claim(self.path / IDENTITY, identity)  # of the evaluations too: another strategy must not be given them
+        claim(self.path / IDENTITY, identity)  # guards the evaluations too: another strategy must not reuse them
         self.trajectories = TrajectoryStore(self.path / TRAJECTORIES, identity)
 
     @contextmanager
     def counted(self, metric: Metric, queries: int) -> Iterator[CachedMetric]:
-        """Count the run in a ledger of its own, and charge the metric's own once the run is over.
+        """Count the run in its own ledger, and charge the metric's ledger once the run is over.
 
-        What an interrupted run evaluated comes from its files and is booked as it was. A run that fails charges nothing
-        if it has a folder: what it did comes back when it is resumed. Without one it is charged for what it spent.
+        What an interrupted run evaluated is read from its files and booked as before. A failed run with a folder is not
+        charged: its work is reused when it is resumed. Without a folder it is charged for what it spent.
 
         Args:
-            metric: Has the run's ledger meanwhile. What is collected by it has files of its own.
+            metric: Has the run's ledger meanwhile. Collected trajectories have their own files.
             queries: The run's budget.
 
         Yields:
-            The metric that keeps its evaluations in the folder.
+            A metric that keeps its evaluations in the folder.
         """
         own, metric.ledger = metric.ledger, Ledger(queries)
         run, finished = metric.ledger, False
@@ -77,7 +77,7 @@ class RunFolder:
                     own.spend(purpose, spent)
 
     def keep(self, task: FinetuneTask, f: ValueFunction | None) -> None:
-        """Write the adapter, with the phi that it holds, and the value function, if there is one."""
+        """Write the adapter, with its current phi, and the value function, if there is one."""
         if self.path is None:
             return
         task.adapter.save(self.path / "adapter.safetensors")
@@ -86,13 +86,13 @@ class RunFolder:
 
 
 def identity_of(strategy: Recipe | Search, task: FinetuneTask, *, seed: int, size: dict[str, int]) -> dict[str, Any]:
-    """Return what a run depends on, by which other runs are recognised.
+    """Return what a run depends on, to tell it from other runs.
 
     Args:
         strategy: The recipe or search.
-        task: Its model's weights count, so that a model that was trained again is another.
+        task: Its model's weights count, so a retrained model makes another run.
         seed: The run's seed.
-        size: What follows from the budget: the tasks of a round, or the queries of a search.
+        size: Sizes that follow from the budget: the tasks of a round, or the queries of a search.
     """
     if isinstance(strategy, Recipe):
         parts = {name: _described(getattr(strategy, name)) for name in ("labels", "learners", "refine")}
@@ -112,7 +112,7 @@ def identity_of(strategy: Recipe | Search, task: FinetuneTask, *, seed: int, siz
 
 
 def _described(part: Any) -> str:
-    """Return what ``repr`` does, but functions by name: their own repr holds an address, which no other process has."""
+    """Return ``repr``, but functions by name: their own repr holds an address, which differs between processes."""
     if isinstance(part, tuple):
         return f"({', '.join(map(_described, part))})"
     if isinstance(part, FunctionType):
@@ -121,9 +121,9 @@ def _described(part: Any) -> str:
 
 
 def open_run(folder: Path, settings: dict[str, Any], resume: bool) -> None:
-    """Make the output folder of a tool's run its own; seeds may be added to a run, other settings may not change.
+    """Claim the output folder for a tool's run; seeds may be added to a run, other settings may not change.
 
-    A run that failed before it made anything, a ``seed-N`` folder that is, does not hold the folder.
+    A run that failed before it made a ``seed-N`` folder has no claim.
 
     Raises:
         FileFormatError: The folder holds a run, and ``resume`` is False or its settings differ.
@@ -131,5 +131,5 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool) -> None:
     if not any(folder.glob("seed-*")):
         (folder / "run.json").unlink(missing_ok=True)
     if (folder / "run.json").exists() and not resume:
-        raise FileFormatError(f"{folder} holds an earlier run: add --resume to go on with it, or use another folder")
+        raise FileFormatError(f"{folder} holds an earlier run: add --resume to continue it, or use another folder")
     claim(folder / "run.json", {key: value for key, value in settings.items() if key not in RUN_AGAIN_KEYS})

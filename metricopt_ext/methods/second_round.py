@@ -19,11 +19,11 @@ class SecondRound:
     """What a second round reached, in the metric's own units.
 
     Attributes:
-        before: Metric of the model as it came into the round.
+        before: Metric of the model at the start of the round.
         theta: Metric after theta was finetuned.
         after: Metric after phi was adjusted to the new theta.
-        kept: Which of ``"before"``, ``"theta"`` and ``"after"`` the model was left with.
-        points: The phi visited in adjusting, ``(T + 1) x d``.
+        kept: Which of ``"before"``, ``"theta"`` and ``"after"`` was kept in the model.
+        points: The phi visited while adjusting, ``(T + 1) x d``.
     """
 
     before: float
@@ -42,16 +42,16 @@ def run_second_round(
     setting: Setting,
     seed: int = 0,
 ) -> SecondRound:
-    """Finetune theta by the user's own training, then phi again under the f of the first round; three queries.
+    """Finetune theta by the user's own training, then phi again under the first round's f; three queries.
 
-    f was learned around the first theta. It is reused as the paper does, so the guard decides whether it still helps:
-    the model is left with whatever the metric likes best of before, theta alone, and theta and phi.
+    f was learned around the first theta and is reused, as in the paper, so the guard decides whether it still helps:
+    the model keeps whichever of before, theta alone, and theta and phi scores best on the metric.
 
     Args:
         task: Its model holds the first round's phi, and is changed in place.
         fit: The first round's value function.
-        train_theta: Trains the model it is given, e.g. a few epochs at a low rate; theta is unfrozen meanwhile, phi
-            and the normalisation layers' running statistics are not touched.
+        train_theta: Trains the model it is given, e.g. a few epochs at a low rate; theta is unfrozen meanwhile;
+            phi and the normalisation layers' running statistics are left alone.
         recipe: The first round's recipe.
         setting: How boldly f is followed.
         seed: Seed of the batches.
@@ -79,7 +79,7 @@ def run_second_round(
 
 @contextmanager
 def unfrozen_theta(adapter: Adapter) -> Iterator[nn.Module]:
-    """Let the parameters that were trainable before the adapter was attached be trained, with phi held fixed."""
+    """Unfreeze the parameters that were trainable before the adapter was attached, with phi held fixed."""
     trainable = set(adapter.context.thawed)
     theta = [parameter for name, parameter in adapter.model.named_parameters() if name in trainable]
     for parameter in theta:
@@ -95,5 +95,5 @@ def unfrozen_theta(adapter: Adapter) -> Iterator[nn.Module]:
 
 
 def copied_task(task: FinetuneTask) -> FinetuneTask:
-    """Return the same task on a copy of the model, whose theta may be changed."""
+    """Return the same task on a copy of the model, whose theta can be changed freely."""
     return replace(task, adapter=Adapter(copy.deepcopy(task.adapter.model)))

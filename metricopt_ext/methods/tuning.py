@@ -18,7 +18,7 @@ from metricopt_ext.value.adapted import AdaptedValueFunction
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction
 
-# Task indices from here on are never collected from, so that finetuning meets fresh starts and fresh batches.
+# Task indices from here on are never used in collection, so finetuning gets fresh starts and batches.
 FRESH = 1_000_000
 
 WITHOUT_F = ("start", "loss_finetune")
@@ -26,15 +26,15 @@ WITHOUT_F = ("start", "loss_finetune")
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of a start.
+    """The outcome of tuning a start.
 
     Attributes:
         ends: End point phi, ``d``, of each candidate: ``"start"`` itself, ``"loss_finetune"``, ``"metricopt"``, and
-            ``"adapted"`` and ``"refined"`` where the recipe has them.
-        evaluations: What the metric said about each of them.
+            ``"adapted"`` and ``"refined"`` if the recipe has them.
+        evaluations: The metric's evaluation of each of them.
         chosen: The candidate to keep.
         chance: Standard deviation of the chance part of a gain over the start, in units of the cost; 0 if unknown.
-        optimism: What f's own gain is expected to lose on other data of the same kind; 0 if unknown.
+        optimism: How much of f's gain is expected to be lost on other data of the same kind; 0 if unknown.
     """
 
     ends: dict[str, Tensor]
@@ -47,7 +47,7 @@ class Tuned:
 
     @property
     def best(self) -> str:
-        """The candidate that the metric likes best, by chance or not."""
+        """The candidate with the best metric, by chance or not."""
         return min(self.evaluations, key=lambda name: self.evaluations[name].cost)
 
 
@@ -62,23 +62,23 @@ def tune_start(
     seed: int = 0,
     watcher: Watcher | None = None,
 ) -> Tuned:
-    """Finetune one start under a value function that was learned before; at most ``recipe.start_queries`` queries.
+    """Finetune one start under a value function learned earlier; at most ``recipe.start_queries`` queries.
 
     The metric judges the start, the end of a loss-only finetune and MetricOpt's end, and, if it reports halves, two
     ends that show how optimistic MetricOpt's gain is. If the recipe says so, f is then adapted to the metric along
-    MetricOpt's path and followed once more, and a direct search goes on from the best end. The start is kept unless
+    MetricOpt's path and followed again, and a direct search continues from the best end. The start is kept unless
     another end is better by more than chance and optimism (`split_half`).
 
     Args:
-        task: Model, loss, batches and metric. The model is left as it was: set the phi of ``ends[chosen]`` yourself.
+        task: Model, loss, batches and metric. The model is left unchanged: set the phi of ``ends[chosen]`` yourself.
         fit: The value function with its held-out quality; without skill it is not followed. For one from a file,
-            ``Fit(load_value_function(path))``, on the device of phi: chance and optimism are then unknown.
-        recipe: How to work.
+            ``Fit(load_value_function(path))``, on phi's device; chance and optimism are then unknown.
+        recipe: How the start is tuned.
         setting: How boldly f is followed; by default the recipe's first.
         start: phi_0, ``d``; by default 0, the model as it was trained.
-        index: The task index, for the batches; another one for each start.
+        index: The task index, for the batches; a different one for each start.
         seed: Seed of batches and search.
-        watcher: Is notified of the progress.
+        watcher: Notified of progress.
     """
     recipe, watcher = recipe or Recipe(), watcher or Watcher()
     start = task.origin() if start is None else start
@@ -101,7 +101,7 @@ def tune_start(
     crossed = []
     if fit.f.trusted:
         for half, f in enumerate(fit.half_fits):
-            # With half the data f may not look trusted; not to follow it there would show no optimism at all.
+            # With half the data f may look untrusted; not following it here would show no optimism at all.
             end = follow(replace(metric_policy(f, recipe, setting), even_untrusted=True))[-1]
             crossed.append(evaluate(task, end, "guard", f"cross-check, half {half}", watcher))
     optimism = optimism_of_gain(crossed)
@@ -127,13 +127,13 @@ def tune_start(
 
 
 def choose(evaluations: Mapping[str, Evaluation], chance: float, optimism: float = 0.0) -> str:
-    """Return the candidate with the least cost, but the start unless that gains more than chance.
+    """Return the candidate with the lowest cost, or the start unless that gains more than chance.
 
     Args:
-        evaluations: What the metric said about each candidate, ``"start"`` among them.
+        evaluations: The metric's evaluation of each candidate, including ``"start"``.
         chance: Standard deviation of the chance part of a gain, in units of the cost.
-        optimism: What the gain of a candidate that f led to has too much; only the start and the loss-only end saw
-            nothing of f.
+        optimism: By how much the gain of a candidate that f led to is overstated; only the start and the loss-only end
+            do not depend on f.
     """
     corrected = {name: a.cost + optimism * (name not in WITHOUT_F) for name, a in evaluations.items()}
     best = min(corrected, key=lambda name: corrected[name])
@@ -141,7 +141,7 @@ def choose(evaluations: Mapping[str, Evaluation], chance: float, optimism: float
 
 
 def choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int, watcher: Watcher) -> Setting:
-    """Try each setting from phi = 0 and a few random starts; the least mean cost wins."""
+    """Try each setting from phi = 0 and a few random starts; the lowest mean cost wins."""
     if len(recipe.settings) == 1 or not fit.f.trusted:
         return recipe.settings[0]
     indices = range(FRESH + 1, FRESH + 1 + recipe.trials)

@@ -1,7 +1,7 @@
 """Direct search: lower the true metric over phi itself, without a value function.
 
 The better tool for few starts: no query goes into learning f, so one start gets further for the same number. But each
-further start costs a whole search again, where an f that has been learned tunes it for a few queries.
+further start costs another whole search, whereas a learned f tunes it for a few queries.
 """
 
 import math
@@ -28,9 +28,9 @@ class SearchResult:
     """What a direct search found.
 
     Attributes:
-        phi: The best of all points that the metric was evaluated about, ``d``.
+        phi: The best of all points at which the metric was evaluated, ``d``.
         cost: Its cost.
-        curve: (queries, best cost so far), at the start and wherever the best cost fell.
+        curve: (queries, best cost so far), at the start and whenever the best cost fell.
     """
 
     phi: Tensor
@@ -48,14 +48,14 @@ class Search(Protocol):
     def __call__(
         self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0, on_query: Told | None = None
     ) -> SearchResult:
-        """Search from a start, whose own cost is the first query, and return the best point seen.
+        """Search from a start, whose cost is the first query, and return the best point seen.
 
-        The model is left as it was: the result's phi is not set.
+        The model is left unchanged: the result's phi is not set.
 
         Args:
             task: Model, loss, batches and metric.
             start: phi_0, ``d``.
-            queries: Budget; exactly as many are booked under "search".
+            queries: Budget; exactly this many are booked under "search".
             seed: Seed of all draws.
             on_query: Called with each observed cost, for a progress bar.
 
@@ -71,17 +71,17 @@ class Search(Protocol):
 class GuidedES:
     """Guided ES (paper, section 3.2, Eq. 3-4) on the metric itself.
 
-    A step descends by Eq. 4's estimate u, at a length of its own, and by the loss; both decay linearly to 0. Lengths
-    are given per coordinate, |.| / sqrt(d), as the standard deviation of random starts is.
+    A step descends along Eq. 4's estimate u, at a length of its own, and along the loss; both decay linearly to 0.
+    Lengths are per coordinate, |.| / sqrt(d), like the standard deviation of random starts.
 
     Attributes:
-        pairs: Number P of antithetic pairs per step, two queries each; one more judges the step's end.
+        pairs: Number P of antithetic pairs per step, two queries each; one more query judges the step's end.
         scale: Length s of the perturbations, above 0.
         step: Length of the first step along u, at least 0.
         loss_weight: Weight w of the loss step, at least 0.
         lr: Rate of the first loss step, at least 0.
-        history: Number k of past loss gradients that half of each perturbation is confined to; the paper has 3. 0
-            searches all directions alike, which measured better where the loss does not know what the metric does.
+        history: Number k of past loss gradients that half of each perturbation is confined to; 3 in the paper. 0
+            searches all directions equally, which did better where the loss says little about the metric.
     """
 
     pairs: int = 6
@@ -126,7 +126,7 @@ class GuidedES:
 
 @dataclass(frozen=True)
 class CMAES:
-    """CMA-ES (Hansen, 2016) by the package cma.
+    """CMA-ES (Hansen, 2016), from the package cma.
 
     Attributes:
         sigma0: First standard deviation of each coordinate, above 0.
@@ -147,7 +147,7 @@ class CMAES:
         return self.population(dim) + 2
 
     def population(self, dim: int) -> int:
-        """Return how many points make a population in d dimensions."""
+        """Return the size of a population in d dimensions."""
         return 4 + int(3 * math.log(dim))
 
     def __call__(
@@ -175,7 +175,7 @@ class CMAES:
         return cost_at.finish(centres)
 
 
-# -10 also keeps cma from reading options out of a file in the working directory.
+# -10 also keeps cma from reading options from a file in the working directory.
 QUIET = {"verbose": -10, "verb_log": 0, "verb_disp": 0}
 
 
@@ -186,7 +186,7 @@ class _Counted:
         if queries < least:
             raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
         if queries > task.metric.ledger.left:
-            raise BudgetError(f"{queries} queries requested, {task.metric.ledger.left} are left in the metric's budget")
+            raise BudgetError(f"{queries} queries requested, {task.metric.ledger.left} left in the metric's budget")
         self.task, self.queries, self.on_query = task, queries, on_query
         self.spent, self.best, self.cost = 0, start, math.inf
         self.curve: list[tuple[int, float]] = []
@@ -210,12 +210,12 @@ class _Counted:
         return torch.cat(costs)
 
     def one(self, point: Tensor) -> Tensor:
-        """Evaluate one point, ``d``, and return it."""
+        """Evaluate one point, ``d``, and return the point."""
         self(point[None])
         return point
 
     def finish(self, centres: Sequence[Tensor]) -> SearchResult:
-        """Spend what is left between the last centre and the mean of the later half of them."""
+        """Spend what is left on the last centre and the mean of the later half of the centres."""
         last, mean = centres[-1], torch.stack(list(centres[(len(centres) - 1) // 2 :])).mean(0)
         for share in torch.linspace(0, 1, self.left + 1)[1:].tolist():
             self.one(torch.lerp(last, mean, share))

@@ -11,8 +11,8 @@ from metricopt_ext.utils.checks import check_above, check_at_least
 def orthonormal_basis(gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Return an orthonormal basis U of the subspace that past loss gradients span.
 
-    Gradients are brought to unit length first, so that a small one counts as a direction too. Dependent gradients add
-    no direction, where a QR factorisation would invent one out of rounding errors.
+    Gradients are first scaled to unit length, so that a small one counts as a direction too. Dependent gradients add
+    no direction, whereas a QR factorisation would make one up from rounding errors.
 
     Args:
         gradients: The past k gradients, ``... x k x d``, k may be 0.
@@ -77,7 +77,7 @@ def perturbations(basis: Tensor, rank: Tensor, count: int, scale: float, generat
         rank: Number of its non-zero columns, ``...``.
         count: Number P of draws, at least 1.
         scale: s, above 0.
-        generator: Where the draws come from.
+        generator: Source of the draws.
 
     Returns:
         The draws, ``... x P x d``.
@@ -108,13 +108,13 @@ def es_direction(
 ) -> Tensor:
     """Estimate the direction u_t from values of f alone, by antithetic perturbations (Eq. 4).
 
-    f may be a black box. Where its gradient is available, `analytic_direction` returns what this estimates, exactly.
+    f may be a black box. Where its gradient is available, `analytic_direction` returns exactly what this estimates.
 
     Args:
         f: Called once, with all 2P points, ``... x 2P x d``; returns their values, ``... x 2P``.
         phi: ``... x d``.
         history: The past k loss gradients, ``... x k x d``.
-        generator: Where the perturbations come from.
+        generator: Source of the perturbations.
         count: Number P of antithetic pairs, at least 1.
         variance: s^2, above 0.
 

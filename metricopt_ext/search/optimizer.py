@@ -12,7 +12,7 @@ from metricopt_ext.search.guided_es import analytic_direction
 from metricopt_ext.utils.checks import check_above, check_at_least
 from metricopt_ext.value.value_function import ValueFunction
 
-# How boldly f is followed by default, see `MetricOptStep`.
+# How boldly f is followed by default; see `MetricOptStep`.
 METRIC_STEP, LOSS_WEIGHT, TRUST, HISTORY = 0.15, 0.3, 1.2, 3
 
 
@@ -32,8 +32,8 @@ class MetricOptStep:
     """Eq. 1's step: ``phi - w * lr * loss gradient - metric step``, kept within a trust radius.
 
     The metric step goes along u = 2 Sigma grad f, the expectation of Eq. 4. |u| differs by orders of magnitude between
-    tasks, so its length is set apart: ``metric_step`` times f's data radius, linearly decayed to 0 over ``steps``,
-    less where f is flat. An f without held-out skill is not followed at all: then this is the plain loss step.
+    tasks, so the length is set separately: ``metric_step`` times f's data radius, linearly decayed to 0 over ``steps``,
+    less where f is flat. An f without held-out skill is not followed at all: this is then the plain loss step.
 
     Attributes:
         f: The value function.
@@ -88,7 +88,7 @@ class MetricOpt(torch.optim.Optimizer):
     gradients and the step count but not f: save f with ``f.save(path)``.
 
     Args:
-        params: phi, e.g. ``adapter.parameters()``; several tensors count as one vector in their order.
+        params: phi, e.g. ``adapter.parameters()``; several tensors count as one vector, in order.
         f: The value function, fitted for as many numbers as ``params`` hold.
         lr: Rate of the loss step, at least 0.
         metric_step: Length of the first metric step in units of f's data radius, at least 0.
@@ -139,12 +139,12 @@ class MetricOpt(torch.optim.Optimizer):
         numbers = sum(parameter.numel() for parameter in self._parameters)
         if numbers != f.dim:
             raise ValueFunctionError(
-                f"the parameters hold {numbers} numbers, f was fitted for phi of dimension {f.dim}"
+                f"the parameters hold {numbers} numbers, but f was fitted for phi of dimension {f.dim}"
             )
         self.f = f
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take the first parameter group and refuse any other."""
+        """Take the first parameter group and reject any other."""
         if self.param_groups:
             raise ValueError(f"{len(self.param_groups) + 1} parameter groups given; f sees one vector phi, so give one")
         super().add_param_group(param_group)

@@ -1,1 +1,1 @@
-"""What is finetuned for what: batches, loss, metric, and the trajectories that finetuning leaves."""
+"""The finetuning task: batches, loss and metric, and the trajectories that finetuning leaves behind."""

@@ -17,8 +17,8 @@ class IndexSampler:
 
     Args:
         size: Number of examples n.
-        batch_size: Indices per batch; rounded down to a multiple of the number of classes where ``labels`` are given.
-        labels: Class labels, ``n``; given, every class gets an equal part of the batch (paper, section 4.2).
+        batch_size: Indices per batch; rounded down to a multiple of the number of classes if ``labels`` are given.
+        labels: Class labels, ``n``; if given, every class gets an equal share of the batch (paper, section 4.2).
     """
 
     def __init__(self, size: int, batch_size: int, labels: Tensor | None = None) -> None:
@@ -49,7 +49,7 @@ class TensorBatches:
         x: Inputs, ``n x ...``.
         y: Targets, ``n x ...``.
         batch_size: Examples per batch.
-        balanced: Whether every class in ``y``, ``n``, gets an equal part of the batch.
+        balanced: Whether every class in ``y``, ``n``, gets an equal share of the batch.
     """
 
     def __init__(self, x: Tensor, y: Tensor, batch_size: int, *, balanced: bool = False) -> None:
@@ -68,13 +68,13 @@ class ClassBatches:
     """Batches ``(x, y)`` of m classes with k examples each, from tensors in memory.
 
     Classes are drawn without replacement, and so are the examples of a class that has k. A class with a single example
-    is never drawn: it has no pair.
+    is never drawn: it forms no pair.
 
     Args:
         x: Inputs, ``n x ...``.
         y: Class labels, ``n`` integers.
         classes: Number m of classes in a batch, at least 2.
-        samples: Number k of examples of each, at least 2.
+        samples: Number k of examples of each class, at least 2.
     """
 
     def __init__(self, x: Tensor, y: Tensor, classes: int, samples: int) -> None:
@@ -87,7 +87,7 @@ class ClassBatches:
         groups = labels.argsort(stable=True).split(labels.unique(return_counts=True)[1].tolist())
         self.groups = [group for group in groups if len(group) > 1]
         if len(self.groups) < classes:
-            raise DataError(f"a batch needs {classes} classes of at least two examples, there are {len(self.groups)}")
+            raise DataError(f"a batch needs {classes} classes of at least two examples, got {len(self.groups)}")
 
     def __call__(self, seed: int, task: int, step: int) -> tuple[Tensor, Tensor]:
         """Return inputs ``mk x ...`` and labels ``mk``, class by class."""
@@ -109,8 +109,8 @@ class DatasetBatches:
         dataset: Has ``__len__`` and ``__getitem__``. Random augmentation in it draws from torch's global CPU stream,
             which is seeded for every batch and restored.
         batch_size: Examples per batch.
-        labels: Class labels, ``n``; given, every class gets an equal part of the batch.
-        collate: Makes a batch of a list of examples.
+        labels: Class labels, ``n``; if given, every class gets an equal share of the batch.
+        collate: Makes a batch from a list of examples.
     """
 
     def __init__(

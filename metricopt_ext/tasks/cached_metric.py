@@ -10,17 +10,17 @@ from metricopt_ext.utils.files import read_json, write_json
 
 
 class CachedMetric(Metric):
-    """A metric with a file of its evaluations, in their order.
+    """A metric with a file of its evaluations, in order.
 
     Runs are repeatable, so a run that is started again evaluates the same points in the same order: the evaluations on
-    file are given first, and booked as they were, before the metric itself is called.
+    file are returned first, and booked as before; only then is the metric itself called.
 
     Args:
         metric: The metric; both share a ledger.
-        path: The JSON file, written anew with every evaluation; None keeps nothing beyond this object.
+        path: The JSON file, rewritten with every evaluation; None keeps them in memory only.
 
     Attributes:
-        evaluations: Those given through this object so far.
+        evaluations: Those returned by this object so far.
 
     Raises:
         FileFormatError: The file holds something else.
@@ -36,7 +36,7 @@ class CachedMetric(Metric):
         self._on_file = [] if path is None or not path.exists() else _read(path)
 
     def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
-        """Return the next evaluation on file, or evaluate the metric (see `Metric.evaluate`) and write it down."""
+        """Return the next evaluation on file, or evaluate the metric (see `Metric.evaluate`) and store the result."""
         if len(self.evaluations) < len(self._on_file):
             self.ledger.spend(purpose)
             evaluation = self._on_file[len(self.evaluations)]
@@ -56,7 +56,7 @@ def _read(path: Path) -> list[Evaluation]:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise FileFormatError(
-            f"{path} holds no evaluations of a metric: {error!r}; delete it to have them made again"
+            f"{path} holds no evaluations of a metric: {error!r}; delete it to evaluate again"
         ) from error
 
 

@@ -14,10 +14,10 @@ from metricopt_ext.utils.renamed import Renamed
 
 
 class Ledger:
-    """Counts metric queries by purpose and refuses one more than the budget.
+    """Counts metric queries by purpose and refuses any beyond the budget.
 
     Args:
-        budget: Most queries that may be spent; None for no limit.
+        budget: Maximum number of queries; None for no limit.
     """
 
     def __init__(self, budget: int | None = None) -> None:
@@ -38,7 +38,7 @@ class Ledger:
         """Count queries.
 
         Raises:
-            BudgetError: Fewer are left.
+            BudgetError: Fewer queries are left.
         """
         if queries > self.left:
             raise BudgetError(
@@ -49,7 +49,7 @@ class Ledger:
 
 
 class Evaluation(NamedTuple):
-    """What a metric said about a model, as costs.
+    """A metric's verdict on a model, as costs.
 
     Attributes:
         cost: The metric's cost.
@@ -64,15 +64,15 @@ class Metric:
     """A black-box evaluation metric, seen as a cost to minimise (paper, section 3: M normalised into [0, 1]).
 
     Args:
-        function: Returns the metric as a float. It takes the model, or nothing where it knows the model already. It
+        function: Returns the metric as a float. It takes the model, or nothing if it already knows the model. It
             is called in evaluation mode and without gradients, once per phi. It may return ``(value, (half, half))``
-            instead, its value on all of its data and on two random halves of them: from these the tool learns how
-            much of a gain is chance (`split_half`). That is still one query, for it takes one pass over the data.
+            instead, its value on all of its data and on two random halves of them: they show how much of a
+            gain is due to chance (`split_half`). This is still one query, as it takes one pass over the data.
             ``(value, None)`` is the value alone.
         maximize: Whether higher is better.
         bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for a metric without known
-            bounds: its cost is the value itself, negated where higher is better.
-        name: What tables call it.
+            bounds: its cost is the value itself, negated if higher is better.
+        name: Its name in tables.
         ledger: Counts the queries; give several metrics one ledger to share a budget.
 
     Example:
@@ -104,15 +104,15 @@ class Metric:
     ask = Renamed("evaluate")
 
     def with_new_ledger(self) -> "Metric":
-        """Return the same metric with an empty ledger without a budget."""
+        """Return the same metric with an empty ledger and no budget."""
         return Metric(self.function, maximize=self.maximize, bounds=self.bounds, name=self.name)
 
     def cost(self, model: nn.Module, purpose: str) -> float:
-        """Evaluate the metric at the model as it is and return the cost; see `evaluate`."""
+        """Evaluate the metric on the model as it is and return the cost; see `evaluate`."""
         return self.evaluate(model, purpose).cost
 
     def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
-        """Evaluate the metric at the model as it is; one query.
+        """Evaluate the metric on the model as it is; one query.
 
         Args:
             model: The model to judge.
@@ -120,7 +120,7 @@ class Metric:
 
         Raises:
             BudgetError: The budget is spent; the metric was not evaluated.
-            MetricError: The metric raised, returned no finite number, or left its bounds. The query counts.
+            MetricError: The metric raised, did not return a finite number, or left its bounds. The query still counts.
         """
         self.ledger.spend(purpose)
         with evaluating(model), torch.no_grad():
@@ -148,13 +148,13 @@ class Metric:
             raise MetricError(f"metric {self.name!r} returned {value}{where}; it must be a finite number")
         if self.bounds is not None and not self.bounds[0] <= value <= self.bounds[1]:
             raise MetricError(
-                f"metric {self.name!r} returned {value}{where}, outside its bounds {self.bounds}; give the right"
+                f"metric {self.name!r} returned {value}{where}, outside its bounds {self.bounds}; set the right"
                 " bounds, or bounds=None for a metric without any"
             )
         return self.to_cost(value)
 
     def to_cost(self, value: float) -> float:
-        """Turn the metric's value into a cost: in [0, 1] where bounds are known, lower is better."""
+        """Turn the metric's value into a cost: in [0, 1] if bounds are known, lower is better."""
         if self.bounds is None:
             return -value if self.maximize else value
         low, high = self.bounds
@@ -162,7 +162,7 @@ class Metric:
 
     @property
     def scale(self) -> float:
-        """How much the value changes where the cost changes by 1, without its sign."""
+        """How much the value changes when the cost changes by 1, ignoring the sign."""
         return 1.0 if self.bounds is None else self.bounds[1] - self.bounds[0]
 
     def to_value(self, cost: float) -> float:
@@ -174,10 +174,10 @@ class Metric:
 
 
 def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Tensor]) -> Any:
-    """Return what a metric's function returns: its value, and that on two halves of its data if there are halves.
+    """Return what a metric's function returns: its value and, if there are halves, its values on both.
 
     Args:
-        value_on: Returns the value on the examples at some indices, ``m``, or on all for None.
+        value_on: Returns the value on the examples at some indices, ``m``, or on all of them for None.
         halves: Indices of two halves of the data, or nothing.
     """
     value = value_on(None)
@@ -194,7 +194,7 @@ def _takes_model(function: Callable[..., Any]) -> bool:
     ]
     if len(required) > 1:
         raise ValueError(
-            f"a metric takes the model or nothing, {getattr(function, '__name__', function)!r} needs"
+            f"a metric takes the model or nothing, but {getattr(function, '__name__', function)!r} needs"
             f" {[p.name for p in required]}; bind the rest with functools.partial"
         )
     return bool(required) or any(p.kind is p.VAR_POSITIONAL for p in parameters)

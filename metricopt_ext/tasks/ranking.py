@@ -1,4 +1,4 @@
-"""Losses of rankings: the ranks are true ones, their gradient is that of blackbox differentiation."""
+"""Losses of rankings: exact ranks, with a gradient by blackbox differentiation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +11,12 @@ def ranking_losses(scores: Tensor, losses: Callable[[Tensor], Tensor], lambda_va
     """Return the loss of each row's ranking, ``n``.
 
     With the ranks rk(s) of the scores s, the gradient is that of an interpolation (Rolinek et al., CVPR 2020,
-    "Optimizing Rank-based Metrics with Blackbox Differentiation"), for each row by itself:
+    "Optimizing Rank-based Metrics with Blackbox Differentiation"), row by row:
 
         d loss / d s = (rk(s + lambda_val * d loss / d rk) - rk(s)) / lambda_val.
 
     Args:
-        scores: What is ranked, ``n x m``; infinite ones rank first or last.
+        scores: What is ranked, ``n x m``; infinite scores rank first or last.
         losses: Turns ranks, ``n x m``, into losses, ``n``; differentiable, and each loss depends on its own row alone.
         lambda_val: How far the interpolation moves the scores, above 0.
     """
@@ -45,14 +45,14 @@ class _Interpolated(torch.autograd.Function):
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """Return the rank of each entry in its row, ``n x m``, 1 for the highest; the first of equal ones ranks higher."""
+    """Return the rank of each entry in its row, ``n x m``, 1 for the highest; of equals, the first ranks higher."""
     order = scores.argsort(dim=1, descending=True, stable=True)
     places = torch.arange(1, scores.shape[1] + 1, dtype=scores.dtype, device=scores.device)
     return torch.empty_like(scores).scatter_(1, order, places.expand_as(scores))
 
 
 def positives_up_to(ranks: Tensor, positive: Tensor) -> Tensor:
-    """Return how many positives rank up to each entry, itself included, ``n x m``; constant for the gradient."""
+    """Return how many positives rank no lower than each entry, itself included, ``n x m``; has no gradient."""
     places = ranks.detach().long() - 1
     in_order = torch.zeros_like(positive).scatter_(1, places, positive)
     return in_order.cumsum(dim=1).gather(1, places).to(ranks.dtype)

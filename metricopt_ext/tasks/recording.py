@@ -1,4 +1,4 @@
-"""Recording of trajectories of phi while somebody else's trainer finetunes it."""
+"""Records trajectories of phi while another toolkit's trainer finetunes it."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -17,20 +17,20 @@ from metricopt_ext.utils.modes import evaluating
 class Recording:
     """Collects the first T steps of a trainer as a trajectory; the toolkits' hooks feed it.
 
-    phi_0 is the adapter's phi at `start`, and what the t-th `record` finds is phi_t, with the loss of phi_{t-1}. The
-    metric is evaluated at K of the T + 1 points as they come, with the models in evaluation mode; torch's random
-    streams are put back afterwards, so that training goes as it would without it. After T steps the trajectory is in
-    the store, and nothing more is recorded. A trajectory that the store has already is not recorded again.
+    phi_0 is the adapter's phi at `start`; the t-th `record` adds phi_t, with the loss at phi_{t-1}. The metric is
+    evaluated at K of the T + 1 points as they are reached, with the models in evaluation mode; torch's random streams
+    are restored afterwards, so training is unaffected. After T steps the trajectory is in the store, and nothing more
+    is recorded. A trajectory that is already in the store is not recorded again.
 
     Args:
-        adapter: Handle on the adapter.
-        metric: Is evaluated on ``adapter.model`` and counts the K queries as ``"collect"``.
-        store: Receives the trajectory; `fitting.fit_value_function` learns f from what it holds.
+        adapter: Handle to the adapter.
+        metric: Evaluated on ``adapter.model``; counts the K queries as ``"collect"``.
+        store: Receives the trajectory; `fitting.fit_value_function` learns f from its trajectories.
         steps: T, at least 1.
         evals: K, from 2 to T + 1.
         seed: Draws the observed steps, as in `rollout.collect`.
-        round: The trajectory's round: 0 where the loss alone is followed.
-        index: The trajectory's index; another one for each run.
+        round: The trajectory's round: 0 if the loss alone is followed.
+        index: The trajectory's index; a different one for each run.
 
     Raises:
         ValueError: K is out of range.
@@ -94,7 +94,7 @@ class Recording:
                 raise MetricError(f"{error} (round {self.round}, task {self.index}, step {step})") from error
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what was recorded so far, for a checkpoint."""
+        """Return what has been recorded so far, for a checkpoint."""
         halves = stacked_halves(self.evaluations)
         state = {
             "observed": self.observed,
@@ -105,15 +105,15 @@ class Recording:
         return state if halves is None else {**state, "halves": halves}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state_dict` returned.
+        """Continue from what `state_dict` returned.
 
         Raises:
-            FileFormatError: It observes other steps, so it belongs to another trajectory.
+            FileFormatError: The state observes other steps, so it belongs to another trajectory.
         """
         if not torch.equal(state["observed"].cpu(), self.observed):
             raise FileFormatError(
                 f"the checkpoint's trajectory is observed at steps {state['observed'].tolist()}, this one at"
-                f" {self.observed.tolist()}; make the recorder with its steps, evals, seed and index"
+                f" {self.observed.tolist()}; create the recorder with the checkpoint's steps, evals, seed and index"
             )
         self.points = list(state["phi"].cpu())
         self.losses = state["loss"].tolist()

@@ -89,8 +89,8 @@ def collect(
 ) -> list[Trajectory]:
     """Run one round of tasks and observe the metric K times along each (Algorithm 1, line 3).
 
-    No step depends on the metric, so each chunk of ``task.population`` tasks runs first and is judged afterwards, task
-    by task; each task is stored when its K queries are in. Tasks that the store has are not judged again.
+    No step depends on the metric, so each chunk of ``task.population`` tasks runs first and is evaluated afterwards,
+    task by task; each task is stored once its K queries are done. Tasks already in the store are not evaluated again.
 
     Args:
         task: What is finetuned.
@@ -108,8 +108,8 @@ def collect(
         The trajectories in the order of ``indices``.
 
     Raises:
-        BudgetError: The metric's budget ended; what was finished is in the store.
-        MetricError: The metric failed; what was finished is in the store.
+        BudgetError: The metric's budget ran out; finished trajectories are in the store.
+        MetricError: The metric failed; finished trajectories are in the store.
     """
     for at in range(0, len(indices), task.population):
         chunk = indices[at : at + task.population]

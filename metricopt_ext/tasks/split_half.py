@@ -1,8 +1,8 @@
-"""How much of a metric is chance: what its values on two halves of its data say about each other.
+"""How much of a metric is due to chance, judged by its values on two halves of its data.
 
 A metric sees a sample. What differs between two halves of the sample will differ again on the next one, and the best of
-many models on a small sample is partly the luckiest: its gain is optimistic. Halves come with a query for nothing (see
-`Metric`); they say how large gains by chance are, and a value function fitted to one half shows on the other how
+many models on a small sample is partly the luckiest: its gain is optimistic. Halves come free with a query (see
+`Metric`); they show how large chance gains are, and a value function fitted to one half shows on the other how
 optimistic its gains are.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.trajectory import Trajectory
 
-# Standard deviations of chance that a gain has to exceed, once what is known to be optimism was taken off.
+# Standard deviations of chance that a gain has to exceed, once known optimism has been subtracted.
 CERTAINTY = 1.0
 
 
@@ -27,7 +27,7 @@ def split_half_correlation(trajectories: Sequence[Trajectory]) -> float:
     Near 0 the metric says nothing about other data of its kind, and no method can help.
 
     Returns:
-        The correlation in [-1, 1]; NaN if the metric does not report halves or never differs.
+        The correlation in [-1, 1]; NaN if the metric does not report halves or never varies.
     """
     starts = [t.halves[0] for t in trajectories if t.halves is not None and t.observed[0] == 0]
     if len(starts) < 3:
@@ -41,15 +41,15 @@ def split_half_correlation(trajectories: Sequence[Trajectory]) -> float:
 def chance_of_gain(start: Evaluation, elsewhere: Tensor | None) -> float:
     """Return the standard deviation of the chance part of a gain over a start, in units of the cost.
 
-    A gain on all data is the mean of its two halves' gains. If it was the same everywhere these would agree: half the
+    A gain on all data is the mean of its two halves' gains. Were it the same everywhere, these would agree: half the
     root mean square of their difference estimates how far chance moves the mean.
 
     Args:
-        start: What the metric said about the start.
-        elsewhere: Costs on the two halves of points to compare with, ``m x 2``, best those that finetuning visits.
+        start: The evaluation of the start.
+        elsewhere: Costs on the two halves at points to compare with, ``m x 2``, ideally those that finetuning visits.
 
     Returns:
-        The standard deviation; 0 if the metric does not report halves, for then nothing is known of it.
+        The standard deviation; 0 if the metric does not report halves, as nothing is then known about chance.
     """
     if start.halves is None or elsewhere is None or len(elsewhere) == 0:
         return 0.0
@@ -60,7 +60,7 @@ def chance_of_gain(start: Evaluation, elsewhere: Tensor | None) -> float:
 def halves_where_used(trajectories: Sequence[Trajectory]) -> Tensor | None:
     """Return the halves, ``m x 2``, observed where finetuning goes; None if the metric does not report them.
 
-    That is on the second half of on-policy trajectories, or of all while there are none on policy.
+    That is the second half of on-policy trajectories, or of all trajectories while none is on-policy.
     """
     on_policy = [t for t in trajectories if t.round > 0] or list(trajectories)
     late = [t.halves[2 * t.observed >= len(t.phi) - 1] for t in on_policy if t.halves is not None]
@@ -68,24 +68,24 @@ def halves_where_used(trajectories: Sequence[Trajectory]) -> Tensor | None:
 
 
 def seen_on_half(trajectories: Sequence[Trajectory], half: int) -> list[Trajectory]:
-    """Return the trajectories as a metric would have judged them that has one half (0 or 1) of the data only."""
+    """Return the trajectories as judged by a metric that has only one half (0 or 1) of the data."""
     return [replace(t, cost=t.halves[:, half]) for t in trajectories if t.halves is not None]
 
 
 def optimism_of_gain(crossed: Sequence[Evaluation]) -> float:
-    """Return by how much the gain of following f is larger on the data that f was fitted to than on others.
+    """Return how much larger the gain of following f is on the data that f was fitted to than on other data.
 
-    An end that was found with half the data is better on its own half than on the other by the optimism of half the
-    data: what chance gave it here and, as much again, what it lost elsewhere. The mean over both halves is free of one
-    half being harder than the other. Optimism is inversely proportional to the data (as in Akaike's criterion), so on
-    all data it is half of that mean: a quarter of the sum.
+    An end found with half the data is better on its own half than on the other by the optimism of half the data: what
+    chance added on the one and, just as much, what it cost on the other. The mean over both halves cancels out one half
+    being harder than the other. Optimism is inversely proportional to the amount of data (as in Akaike's criterion), so
+    on all data it is half of that mean: a quarter of the sum.
 
     Args:
-        crossed: What the metric said about two ends, found with an f fitted to the first and to the second half; none
-            if there are no such ends.
+        crossed: The evaluations of two ends, found with an f fitted to the first and to the second half; empty if
+            there are no such ends.
 
     Returns:
-        What to subtract from the gain, in units of the cost; 0 without such ends or the halves of one, never below 0.
+        What to subtract from the gain, in units of the cost; 0 without such ends or if one lacks halves, never below 0.
     """
     apart = [a.halves[1 - half] - a.halves[half] for half, a in enumerate(crossed) if a.halves is not None]
     return max(0.0, sum(apart) / 4) if len(apart) == len(crossed) else 0.0

@@ -1,4 +1,4 @@
-"""What is finetuned for what: one frozen model with its loss, its batches and its metric (paper, section 3.1)."""
+"""The finetuning task: one frozen model with its loss, its batches and its metric (paper, section 3.1)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -23,10 +23,10 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True)
 class OutputLoss:
-    """A surrogate loss in two parts, for one whose second part ``vmap`` can't take (data-dependent control flow).
+    """A surrogate loss in two parts, the second of which ``vmap`` can't handle (data-dependent control flow).
 
-    A `FinetuneTask` computes the outputs of a population together and then the loss of each task by itself, which sees
-    the outputs and the batch of this task only.
+    A `FinetuneTask` computes the outputs of a population together and then each task's loss separately, from the
+    outputs and the batch of that task alone.
 
     Attributes:
         forward: ``forward(model, batch) -> outputs``, a tensor or a tree of tensors.
@@ -42,7 +42,7 @@ class OutputLoss:
 
 
 class FoldedBatchNorm(TorchFunctionMode):
-    """Computes BatchNorm in evaluation mode, which is affine, as one scale and one shift of each channel.
+    """Computes BatchNorm in evaluation mode, which is affine, as one scale and one shift per channel.
 
     `torch.func.vmap` has no such shortcut: its BatchNorm transposes and copies the whole population.
     """
@@ -69,7 +69,7 @@ def _affine_batch_norm(
     scale = (var + eps).rsqrt() if weight is None else weight * (var + eps).rsqrt()
     shift = -mean * scale if bias is None else bias - mean * scale
     channels = (-1, *[1] * (x.dim() - 2))
-    # Statistics may be of higher precision than x, as in autocast: like F.batch_norm, compute in theirs, return x's.
+    # Statistics may have higher precision than x, as under autocast: like F.batch_norm, compute in theirs, return x's.
     return torch.addcmul(shift.view(channels), x, scale.view(channels)).to(x.dtype)
 
 
@@ -78,19 +78,19 @@ class FinetuneTask:
     """A frozen model whose phi is to be finetuned.
 
     Populations of phi share the frozen weights: their losses are computed by ``torch.func.vmap``, which runs the part
-    of the network before the first modulated layer once where the input is shared, and folds the population into the
-    batch behind it.
+    of the network before the first modulated layer only once if the input is shared, and folds the population into the
+    batch after it.
 
     Attributes:
-        adapter: Handle on the model's adapter.
-        loss: ``loss(model, batch) -> scalar``, the surrogate loss l(phi); an `OutputLoss` where only the model's part
+        adapter: Handle to the model's adapter.
+        loss: ``loss(model, batch) -> scalar``, the surrogate loss l(phi); an `OutputLoss` if only the model's part
             of it can be computed for a population at once.
         batches: ``batches(seed, task, step) -> batch``, the same batch at every call with the same arguments
             (`TensorBatches`, `DatasetBatches`).
         metric: What the model is judged by.
-        population: Most phi in one forward pass, at least 1. 1 for models that ``vmap`` can't take (data-dependent
-            control flow), and where a batch fills the machine anyway. It is also the unit of work: results can
-            depend on it in the last bits.
+        population: Maximum number of phi in one forward pass, at least 1. Use 1 for models that ``vmap`` can't handle
+            (data-dependent control flow), or if one batch fills the machine anyway. It is also the unit of work:
+            results can depend on it in the last bits.
     """
 
     adapter: Adapter
@@ -101,7 +101,7 @@ class FinetuneTask:
     population: int = 32
 
     def __post_init__(self) -> None:
-        """Refuse what can't be computed with.
+        """Check the arguments.
 
         Raises:
             ValueError: ``population`` is below 1.
@@ -159,8 +159,8 @@ class FinetuneTask:
     def evaluate(self, phi: Tensor, purpose: str) -> Evaluation:
         """Evaluate the metric at one phi, ``d``; one query.
 
-        phi is copied into the model's own parameter meanwhile, so that a metric which exports the model, or reads its
-        state dict, judges the right one.
+        phi is copied into the model's own parameter meanwhile, so that a metric that exports the model or reads its
+        state dict judges the right one.
         """
         before = self.adapter.phi.detach().clone()
         self.adapter.set_phi(phi)

@@ -16,7 +16,7 @@ FILE_FORMAT = "metricopt_ext/trajectory/1"
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One finetuning run of T steps, its metric observed at K of its T + 1 points.
+    """One finetuning run of T steps, with its metric observed at K of its T + 1 points.
 
     Attributes:
         round: 0 for loss-only runs, 1, 2, ... for on-policy rounds.
@@ -51,12 +51,12 @@ class Trajectory:
 
 
 class TrajectoryStore:
-    """Append-only collection of trajectories, one file each, kept in memory where no folder is given.
+    """Append-only collection of trajectories, one file each, or kept in memory if no folder is given.
 
     Args:
         folder: Where the files are; None for memory only.
-        identity: What the trajectories depend on (seed, layers, step count, ...). A folder that was filled under
-            another identity is refused.
+        identity: What the trajectories depend on (seed, layers, step count, ...). A folder with another
+            identity is rejected.
 
     Raises:
         FileFormatError: The folder belongs to another run, or a file in it is corrupt.
@@ -75,7 +75,7 @@ class TrajectoryStore:
         return len(self._items)
 
     def __iter__(self) -> Iterator[Trajectory]:
-        """Iterate in the order of (round, index), however they came in."""
+        """Iterate in the order of (round, index), whatever the order of arrival."""
         return (self._items[key] for key in sorted(self._items))
 
     def get(self, round: int, index: int) -> Trajectory | None:
@@ -83,17 +83,17 @@ class TrajectoryStore:
         return self._items.get((round, index))
 
     def add(self, trajectory: Trajectory) -> None:
-        """Store a finished trajectory; once this returns it survives a kill."""
+        """Store a finished trajectory; once this returns, it survives a kill."""
         key = trajectory.round, trajectory.index
         if key in self._items:
-            raise ValueError(f"trajectory {trajectory.index} of round {trajectory.round} is stored already")
+            raise ValueError(f"trajectory {trajectory.index} of round {trajectory.round} is already stored")
         if self.folder is not None:
             _write(self.folder / f"round-{trajectory.round}-task-{trajectory.index:05d}.safetensors", trajectory)
         self._items[key] = trajectory
 
     @property
     def queries(self) -> int:
-        """Metric queries that went into the stored trajectories."""
+        """Metric queries spent on the stored trajectories."""
         return sum(len(trajectory.cost) for trajectory in self)
 
 

@@ -1,11 +1,11 @@
-"""Checks of hyper-parameters: one that is out of range is a ValueError that prints its name and value."""
+"""Checks of hyper-parameters: a value out of range raises a ValueError that gives its name and value."""
 
 
 def check_at_least(least: float, **values: float | None) -> None:
-    """Refuse values below ``least``, NaN among them; None, which stands for no value, passes.
+    """Reject values below ``least`` and NaN; None, meaning no value, passes.
 
     Raises:
-        ValueError: With the first such name and value.
+        ValueError: A value is rejected; the message gives the first such name and value.
     """
     for name, value in values.items():
         if value is not None and not value >= least:
@@ -13,10 +13,10 @@ def check_at_least(least: float, **values: float | None) -> None:
 
 
 def check_above(bound: float, **values: float | None) -> None:
-    """Refuse values that are not above ``bound``, NaN among them; None, which stands for no value, passes.
+    """Reject values that are not above ``bound`` and NaN; None, meaning no value, passes.
 
     Raises:
-        ValueError: With the first such name and value.
+        ValueError: A value is rejected; the message gives the first such name and value.
     """
     for name, value in values.items():
         if value is not None and not value > bound:

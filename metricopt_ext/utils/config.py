@@ -58,7 +58,7 @@ def load_config(schema: type[Schema], file: str | Path | None, overrides: Sequen
 
 
 def default_of(function: Callable[..., Any], argument: str) -> Any:
-    """Return the default of a function's argument, for a setting that is passed on to it."""
+    """Return the default of a function's argument, for the setting that is passed to it."""
     return inspect.signature(function).parameters[argument].default
 
 
@@ -74,7 +74,7 @@ def known_keys(schema: Any, prefix: str = "") -> list[str]:
 
 def _nearest(key: str, known: list[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(known))}"
+    return f"; did you mean {near[0]!r}?" if near else f"; the choices are {', '.join(sorted(known))}"
 
 
 @contextmanager

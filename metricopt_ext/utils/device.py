@@ -1,4 +1,4 @@
-"""Where a run computes."""
+"""The device that a run computes on."""
 
 import torch
 
@@ -6,7 +6,7 @@ from metricopt_ext.errors import ConfigError
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that a name stands for; ``auto`` is a GPU where there is one.
+    """Return the device that a name stands for; ``auto`` is a GPU if there is one.
 
     Raises:
         ConfigError: There is no such device.

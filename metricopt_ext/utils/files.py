@@ -1,4 +1,4 @@
-"""Files that are whole or not there: safetensors and JSON written to a temporary name, synced, then renamed."""
+"""Files that are either complete or absent: safetensors and JSON written to a temporary name, synced, then renamed."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from metricopt_ext.errors import DataError, FileFormatError
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Write ``data`` so that a reader, or a run after a crash, sees all of it or the old file."""
+    """Write ``data`` so that a reader, or a run after a crash, sees either all of it or the old file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -42,21 +42,19 @@ def read_json(path: str | Path) -> Any:
     """Read a JSON object.
 
     Raises:
-        FileFormatError: The file is not JSON, or something else than an object.
+        FileFormatError: The file is not JSON, or not a JSON object.
     """
     try:
         content = json.loads(Path(path).read_text())
     except ValueError as error:
-        raise FileFormatError(f"{path} is not valid JSON ({error}); delete it to have it made again") from error
+        raise FileFormatError(f"{path} is not valid JSON ({error}); delete it to regenerate it") from error
     if not isinstance(content, dict):
-        raise FileFormatError(
-            f"{path} holds a {type(content).__name__}, no JSON object; delete it to have it made again"
-        )
+        raise FileFormatError(f"{path} holds a {type(content).__name__}, not a JSON object; delete it to regenerate it")
     return content
 
 
 def fingerprint(state: dict[str, Any]) -> str:
-    """Return 16 hexadecimal digits that distinguish a state dict's names and tensors from others, on any device."""
+    """Return 16 hexadecimal digits that identify a state dict's names and tensors, whatever the device."""
     digest = hashlib.blake2b(digest_size=8)
     for name, value in sorted(state.items()):
         if isinstance(value, Tensor):
@@ -66,7 +64,7 @@ def fingerprint(state: dict[str, Any]) -> str:
 
 
 def claim(path: str | Path, identity: dict[str, Any]) -> None:
-    """Write what a folder's content depends on, or check that it is what an earlier run wrote.
+    """Record what a folder's content depends on, or check it against what an earlier run recorded.
 
     Raises:
         FileFormatError: The folder belongs to a run with other settings; the message names the first that differs.
@@ -80,12 +78,12 @@ def claim(path: str | Path, identity: dict[str, Any]) -> None:
         if theirs.get(key) != identity.get(key):
             raise FileFormatError(
                 f"{Path(path).parent} holds another run: {key} was {theirs.get(key)!r}, now {identity.get(key)!r};"
-                " go on with the old settings or use another output folder"
+                " continue with the old settings or use another output folder"
             )
 
 
 def write_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, described: dict[str, Any]) -> None:
-    """Write tensors and what describes them to a safetensors file, atomically."""
+    """Write tensors and their description to a safetensors file, atomically."""
     contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     metadata = {"format": kind, "described": json.dumps(described)}
     write_atomically(path, safetensors.torch.save(contiguous, metadata=metadata))
@@ -104,7 +102,7 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     except Exception as error:
-        raise FileFormatError(f"{path} is truncated or no safetensors file ({error})") from error
+        raise FileFormatError(f"{path} is truncated or not a safetensors file ({error})") from error
     if metadata.get("format") != kind:
         raise FileFormatError(f"{path} has format {metadata.get('format')!r}, expected {kind!r}")
     try:
@@ -114,17 +112,17 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
 
 
 def load_checkpoint(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -> None:
-    """Load a state dict, of safetensors or of torch without pickled code, into a model.
+    """Load a state dict into a model, from a safetensors file or a torch file without pickled code.
 
-    A checkpoint of Detectron2 works too: its state dict is the entry ``model``.
+    A Detectron2 checkpoint works too: its state dict is the entry ``model``.
 
     Args:
         model: The model.
         path: The file.
-        keep: Names of weights that stay as they are in the model, whatever the file has.
+        keep: Names of weights to leave as they are in the model, whatever the file holds.
 
     Raises:
-        DataError: The file can't be read, or holds other weights than the model's.
+        DataError: The file can't be read, or its weights are not the model's.
     """
     try:
         if path.suffix == ".safetensors":
@@ -143,7 +141,7 @@ def existing(*candidates: str | os.PathLike[str]) -> Path:
     """Return the first of these paths that exists.
 
     Raises:
-        DataError: None of them does.
+        DataError: None of them exists.
     """
     for candidate in candidates:
         if Path(candidate).exists():

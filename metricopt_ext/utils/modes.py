@@ -1,4 +1,4 @@
-"""Training and evaluation mode of modules, put back as they were."""
+"""Modules in training or evaluation mode for a while, each restored afterwards."""
 
 from contextlib import contextmanager
 from typing import Any
@@ -8,14 +8,14 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Any:
-    """Put every module of a model into evaluation mode and back into the mode that each was in."""
+    """Put every module of a model into evaluation mode, then restore the mode each was in."""
     with in_mode(model, training=False):
         yield model
 
 
 @contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Any:
-    """Put every module of a model into training or evaluation mode and back into the mode that each was in."""
+    """Put every module of a model into training or evaluation mode, then restore the mode each was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:

@@ -1,4 +1,4 @@
-"""Runs the seeds of an experiment one after another or in processes side by side; the results are the same."""
+"""Runs the seeds of an experiment one after another or in parallel processes; the results are the same."""
 
 import multiprocessing
 import threading
@@ -21,12 +21,12 @@ def run_seeds(
     """Run every seed and return what they return, in the order of the seeds.
 
     Args:
-        run: ``run(seed, watcher)``; picklable where there are several workers.
+        run: ``run(seed, watcher)``; picklable if there are several workers.
         seeds: The seeds.
         queries: Queries of one seed, for the progress bars.
         workers: Number of processes, at least 1. Each has its own copy of data and model.
-        threads: CPU threads of each worker, at least 1. Small models run fastest on one thread, and a number that is
-            the same everywhere makes runs repeatable to the last bit.
+        threads: CPU threads of each worker, at least 1. Small models run fastest on one thread, and the same
+            number everywhere makes runs repeatable to the last bit.
 
     Raises:
         ConfigError: ``workers`` or ``threads`` is below 1.

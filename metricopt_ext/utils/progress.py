@@ -1,4 +1,4 @@
-"""Progress as people watch it: a bar for each run with its stage, the metric last seen and the queries spent."""
+"""Progress display: a bar for each run with its stage, the latest metric value and the queries spent."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -9,16 +9,16 @@ class Watcher:
     """Is notified of a run's progress; this one shows nothing."""
 
     def stage(self, description: str) -> None:
-        """What is being done from now on."""
+        """A new stage begins."""
 
     def query(self, spent: int, seen: str) -> None:
-        """One more metric query was made: how many were spent, and the value it returned."""
+        """A metric query was made: how many have been spent, and the value it returned."""
 
     def say(self, line: str) -> None:
-        """Something is worth a line of its own."""
+        """A message deserves a line of its own."""
 
     def done(self) -> None:
-        """The run is over, with whatever queries it left unspent."""
+        """The run is over, even if queries are left unspent."""
 
 
 class Bars(AbstractContextManager["Bars"]):
@@ -33,7 +33,7 @@ class Bars(AbstractContextManager["Bars"]):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._progress = Progress(
-            TextColumn("{task.fields[name]}", markup=False),  # a metric's name may hold brackets
+            TextColumn("{task.fields[name]}", markup=False),  # a metric's name may contain brackets
             TextColumn("{task.description:<22}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
@@ -57,7 +57,7 @@ class Bars(AbstractContextManager["Bars"]):
 
 @contextmanager
 def watched(watcher: Watcher | None, name: str, total: int) -> Iterator[Watcher]:
-    """Give a watcher, or where there is none a bar on the terminal for a run of ``total`` queries."""
+    """Yield the watcher or, if there is none, a bar on the terminal for a run of ``total`` queries."""
     if watcher is not None:
         yield watcher
         return
@@ -110,6 +110,6 @@ class QueueWatcher(Watcher):
 
 
 def relay(queue: Any, watchers: dict[str, Watcher]) -> None:
-    """Hand messages of `QueueWatcher` to the watchers of those names until None comes through the queue."""
+    """Pass each `QueueWatcher` message on to the watcher of that name, until None comes through the queue."""
     for name, method, arguments in iter(queue.get, None):
         getattr(watchers[name], method)(*arguments)

@@ -1,13 +1,13 @@
-"""Names that public attributes had before: using one is an error that names the new one."""
+"""Former names of public attributes: using one raises an error that gives the new name."""
 
 from typing import Any, NoReturn
 
 
 class Renamed:
-    """Stands in a class in place of an attribute that has another name now.
+    """Takes the place, in a class, of an attribute that has been renamed.
 
     Args:
-        new: The attribute's present name.
+        new: The attribute's current name.
 
     Example:
         >>> class Metric:

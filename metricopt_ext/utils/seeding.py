@@ -17,7 +17,7 @@ def generator(seed: int, purpose: str, *indices: int) -> torch.Generator:
         purpose: What is drawn, e.g. ``"batch"``; different purposes are independent streams.
         indices: Task index, step, ..., each at least 0.
     """
-    # The number of indices is a word too: SeedSequence ignores trailing zeros.
+    # The number of indices is hashed too: SeedSequence ignores trailing zeros.
     words = [operator.index(seed), zlib.crc32(purpose.encode()), len(indices), *indices]
     # The same entropy as the list, which SeedSequence takes several times longer to convert; large seeds need the list.
     entropy = np.array(words, dtype=np.uint32) if min(words) >= 0 and max(words) < 2**32 else words
@@ -27,11 +27,11 @@ def generator(seed: int, purpose: str, *indices: int) -> torch.Generator:
 
 @contextmanager
 def seeded_streams(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global streams for code that draws from them, and put them back.
+    """Seed torch's global streams for code that draws from them, and restore them.
 
     Args:
         seed: The streams' seed, at least 0.
-        device: Where the code computes: a GPU has a stream of its own, besides the CPU's.
+        device: Where the code runs: a GPU has its own stream besides the CPU's.
     """
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):

@@ -8,9 +8,9 @@ import torch
 
 @contextmanager
 def num_threads(number: int) -> Iterator[None]:
-    """Compute on this many CPU threads, and put the number back afterwards; works as a decorator too.
+    """Compute on this many CPU threads, and restore the number afterwards; works as a decorator too.
 
-    One thread is fastest where tensors are so small that several would only wait for each other.
+    One thread is fastest for tensors so small that several threads would only wait for each other.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(number)

@@ -1,20 +1,20 @@
-"""Adaptation of a value function to a new start, from a few metric queries along its own finetuning."""
+"""Adaptation of a value function to a new start, from a few metric queries along that start's finetuning."""
 
 import torch
 from torch import Tensor
 
 from metricopt_ext.value.value_function import ValueFunction
 
-# The correction's noise variance in units of its own: the points lie close together and the metric is not smooth.
+# Noise variance relative to the correction's variance: the points lie close together and the metric is not smooth.
 NOISE = 0.1
 
 
 class AdaptedValueFunction(ValueFunction):
-    """f plus a smooth correction: the posterior mean of a Gaussian process on what f got wrong at some points.
+    """f plus a smooth correction: the posterior mean of a Gaussian process on f's errors at some points.
 
-    Further training of f's weights on the points of a single path, Reptile's own way, changed f everywhere and made the
-    finetune worse on toy problems whose optimum is known; this fades to f away from the points. The process has mean 0,
-    f's data radius as length scale and the mean square of the errors as variance.
+    Training f's weights further on the points of a single path, as Reptile would, changed f everywhere and made
+    finetuning worse on toy problems whose optimum is known; this correction fades away from the points. The process has
+    mean 0, f's data radius as length scale and the mean square of the errors as variance.
 
     Args:
         f: The fitted value function, of any kind.
@@ -22,7 +22,7 @@ class AdaptedValueFunction(ValueFunction):
         cost: Their costs, ``n``; the caller has counted the queries.
 
     Attributes:
-        quality: That of ``f``, as is the domain.
+        quality: Taken from ``f``, as is the domain.
     """
 
     kind = "adapted"
@@ -45,7 +45,7 @@ class AdaptedValueFunction(ValueFunction):
         self.eval().requires_grad_(False)
 
     def kernel(self, phi: Tensor) -> Tensor:
-        """Return the correlation of the correction at phi, ``m x d``, and at the points, ``m x n``."""
+        """Return the correlation between the correction at phi, ``m x d``, and at the points, ``m x n``."""
         return torch.exp(-((phi[:, None] - self.points).square().sum(-1)) / (2 * self.radius**2))
 
     def members(self, phi: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from metricopt_ext.value.value_function import Quality, ValueFunction
 
 @dataclass(frozen=True)
 class Fit:
-    """A chosen value function with what it was chosen by; of one from a file, ``Fit(f)``, nothing else is known.
+    """A chosen value function and what it was chosen by; for one loaded from a file, ``Fit(f)``, only f is known.
 
     Attributes:
         f: The value function; ``f.quality`` is its held-out quality.
@@ -43,8 +43,8 @@ def fit_value_function(
 ) -> Fit:
     """Fit each kind of value function and keep the one that predicts held-out trajectories best.
 
-    Every trajectory is held out from some members of the ensemble: these members' predictions measure quality, and yet
-    no query is spent on held-out data alone. (The mean of all is usually better than the members so measured.)
+    Every trajectory is held out from some members of the ensemble: their predictions measure quality without
+    spending queries on held-out data alone. (The mean of all is usually better than the members measured this way.)
 
     Args:
         data: The observed points.
@@ -80,13 +80,13 @@ def fit_value_function(
 
 
 def assign_folds(trajectory: Tensor, folds: int, seed: int) -> Tensor:
-    """Return the fold of each point, ``n``, the same along a trajectory, from the trajectory of each point, ``n``."""
+    """Return the fold of each point, ``n``, given its trajectory, ``n``; points of one trajectory share a fold."""
     order = torch.randperm(int(trajectory.max()) + 1, generator=generator(seed, "folds"))
     return (order % folds)[trajectory]
 
 
 def _merit(quality: Quality) -> tuple[bool, float]:
-    """Rank first what errs less than a constant, then what ranks best; without any such, what errs least."""
+    """Prefer fits that err less than a constant, then the best rank correlation; if none does, the smallest error."""
     useful = quality.mae < quality.constant_mae
     return useful, quality.spearman if useful else -quality.mae
 
@@ -100,7 +100,7 @@ def measure(predicted: Tensor, true: Tensor, trajectory: Tensor) -> Quality:
         trajectory: The trajectory of each point, ``m``.
     """
     if not predicted.isfinite().all():
-        spearman = -1.0  # a diverged fit must lose against any other
+        spearman = -1.0  # a diverged fit must lose to any other
     elif true.min() == true.max() or predicted.min() == predicted.max():
         spearman = 0.0
     else:

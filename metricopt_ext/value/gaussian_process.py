@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 
 R = TypeVar("R")
 
-# Where hyper-parameters are searched, in standardised units. The bounds keep every covariance matrix well conditioned;
+# Bounds of the hyper-parameter search, in standardised units. They keep every covariance matrix well conditioned;
 # a length scale of 3 is already a parabola over times in [0, 1].
 BOUNDS = {
     "length_scale": (0.01, 3.0),
@@ -40,16 +40,16 @@ LENGTH_SCALE_STARTS = (0.05, 0.2, 0.8)
 
 @dataclass(frozen=True)
 class Skill:
-    """How well interpolation recovers observations that are left out, one by one, in units of the cost.
+    """How well interpolation recovers observations left out one by one, in units of the cost.
 
-    Only observations between two others of the same trajectory count, as labels are never extrapolated, and only
-    trajectories that are not constant.
+    Only observations between two others of the same trajectory count, as labels are never extrapolated, and
+    constant trajectories do not count.
 
     Attributes:
         gp_mae: Mean absolute error of the Gaussian process.
-        constant_mae: The same of each trajectory's level: the mean of its other points, shrunk towards the mean of all
-            trajectories as far as their spread suggests. A Gaussian process does as well where time explains nothing.
-        linear_mae: The same of linear interpolation in time.
+        constant_mae: The same for each trajectory's level: the mean of its other points, shrunk towards the mean of all
+            trajectories as far as their spread suggests. A Gaussian process does no better if time explains nothing.
+        linear_mae: The same for linear interpolation in time.
         gain_error: Standard error of ``constant_mae - gp_mae`` over the trajectories; infinite for fewer than two.
         points: Number of observations left out.
         trajectories: Number of trajectories that they lie on.
@@ -64,16 +64,16 @@ class Skill:
 
     @property
     def skill(self) -> float:
-        """Part of the level's error that the Gaussian process avoids, at most 1; 0 is no skill."""
+        """Share of the level's error that the Gaussian process avoids, at most 1; 0 is no skill."""
         return 1 - self.gp_mae / self.constant_mae if self.constant_mae > 0 else 0.0
 
     @property
     def skilful(self) -> bool:
-        """Whether time explains something: a tenth of the error is avoided, and not by luck (2 standard errors)."""
+        """Whether time explains something: a tenth of the error is avoided, beyond luck (2 standard errors)."""
         return self.skill > 0.1 and self.constant_mae - self.gp_mae > 2 * self.gain_error
 
     def __str__(self) -> str:
-        """Return the errors in one line."""
+        """Return the errors on one line."""
         return (
             f"skill {self.skill:.2f}; left-out MAE {self.gp_mae:.4g}, levels {self.constant_mae:.4g},"
             f" linear {self.linear_mae:.4g} ({self.points} points of {self.trajectories} trajectories)"
@@ -82,20 +82,20 @@ class Skill:
 
 @dataclass(frozen=True)
 class GaussianProcess:
-    """The metric along a trajectory as a smooth function of time t = step / T, one prior for all trajectories.
+    """The metric along a trajectory as a smooth function of time t = step / T, with one prior for all trajectories.
 
     The covariance of two points of one trajectory is ``output_scale exp(-(u - u')^2 / (2 length_scale^2)) +
     level_scale``, where u is t, or ``log(1 + warp t) / log(1 + warp)``. The level is each trajectory's unknown mean,
-    integrated out. With one mean for all, the RBF would have to explain levels that differ, and grow too long;
-    subtracting the mean of a few points would hide how unsure that is. Where levels do not differ, the likelihood puts
-    ``level_scale`` near 0, and the standard RBF process remains.
+    integrated out. With one mean for all, the RBF would have to explain differing levels, and become too long;
+    subtracting the mean of a few points would hide its uncertainty. Where levels do not differ, the likelihood puts
+    ``level_scale`` near 0, which leaves the standard RBF process.
 
     Attributes:
         length_scale: Length scale of the RBF kernel.
         output_scale: Its variance, in units of ``std ** 2``, as are the next two.
         noise: Variance of an observation.
         level_scale: Variance between the levels of trajectories, at least 0.
-        warp: How much time is stretched at the start, where metrics change fastest; 0 is not at all, as in the paper.
+        warp: How much time is stretched at the start, where metrics change fastest; 0 for not at all, as in the paper.
         mean: Mean of all observed costs.
         std: Standard deviation of observed costs within trajectories.
     """
@@ -112,7 +112,7 @@ class GaussianProcess:
         """Check the values.
 
         Raises:
-            ValueError: One is out of range; the message prints it.
+            ValueError: A value is out of range; the message gives it.
         """
         for name in ("length_scale", "output_scale", "noise", "std"):
             if not 0 < getattr(self, name) < math.inf:
@@ -157,10 +157,10 @@ class GaussianProcess:
     def posterior(self, trajectories: Sequence[Trajectory]) -> list[tuple[Tensor, Tensor]]:
         """Return mean and standard deviation of each trajectory's noise-free metric at steps 0 ... T.
 
-        Three or more observations that are all equal are taken for a constant that is known.
+        Three or more observations that are all equal are treated as a known constant.
 
         Returns:
-            For each trajectory mean and std, each ``T + 1``, float64, in units of the cost.
+            The mean and std of each trajectory, each ``T + 1``, float64, in units of the cost.
 
         Raises:
             ValueFunctionError: A cost is not finite, or a covariance matrix is not positive definite even with jitter;
@@ -186,10 +186,10 @@ class GaussianProcess:
         """Predict each observed cost from the others of its trajectory.
 
         Returns:
-            For each trajectory its K predictions, float64, in units of the cost.
+            The K predictions of each trajectory, float64, in units of the cost.
 
         Raises:
-            ValueFunctionError: As `posterior`.
+            ValueFunctionError: As in `posterior`.
         """
         model = _Model(self)
 
@@ -203,13 +203,13 @@ class GaussianProcess:
         """Measure how well left-out observations are recovered; hyper-parameters stay as they are.
 
         Raises:
-            ValueFunctionError: As `posterior`.
+            ValueFunctionError: As in `posterior`.
         """
         used = [t for t in trajectories if len(t.cost) > 2 and not _is_constant(t)]
         if not used:
             return Skill(0.0, 0.0, 0.0, math.inf, 0, 0)
         gp = self.predict_left_out(used)
-        errors = []  # of each trajectory: Gaussian process, level, linear interpolation; each by inner point
+        errors = []  # per trajectory: Gaussian process, level, linear interpolation; each per inner point
         level, mean, _ = _moments(used)
         for predicted, trajectory in zip(gp, used, strict=True):
             cost, others = trajectory.cost, len(trajectory.cost) - 1
@@ -242,9 +242,9 @@ class GaussianProcess:
         return [self._data([trajectories[row] for row in rows]) for rows in _alike(trajectories, lambda t: len(t.cost))]
 
     def _climb(self, trajectories: Sequence[Trajectory]) -> "GaussianProcess":
-        """Climb from these hyper-parameters to a maximum of the likelihood, by L-BFGS in a sigmoid of their bounds.
+        """Climb from these hyper-parameters to a maximum of the likelihood, by L-BFGS, bounded by a sigmoid.
 
-        It is torch's: scipy's L-BFGS-B spends more time in threads that wait for each other.
+        This uses torch's L-BFGS: scipy's L-BFGS-B loses more time to threads that wait for each other.
         """
         model, batches, points = _Model(self), self._batches(trajectories), sum(len(t.cost) for t in trajectories)
         names = [name for name in BOUNDS if name != "warp" or self.warp > 0]
@@ -271,7 +271,7 @@ class GaussianProcess:
         return replace(self, **dict(zip(names, logarithms().exp().tolist(), strict=True)))
 
 
-# Raw parameters of `_Model` by hyper-parameter.
+# The raw parameter of `_Model` for each hyper-parameter.
 _RAW = {
     "length_scale": "smooth.base_kernel.raw_lengthscale",
     "output_scale": "smooth.raw_outputscale",
@@ -284,7 +284,7 @@ _RAW = {
 class _Model(gpytorch.Module):  # type: ignore[misc]
     """A `GaussianProcess` in standardised units for n trajectories; raw parameters are logarithms.
 
-    It goes without `gpytorch.models.ExactGP`, which computes the covariance of all pairs of test points.
+    It does without `gpytorch.models.ExactGP`, which computes the covariance of all pairs of test points.
     """
 
     def __init__(self, process: GaussianProcess) -> None:
@@ -316,7 +316,7 @@ class _Model(gpytorch.Module):  # type: ignore[misc]
         return self.likelihood(prior)
 
     def forward(self, times: Tensor, targets: Tensor) -> Tensor:
-        """Return the log marginal likelihood of targets, ``n x K``, in all."""
+        """Return the total log marginal likelihood of targets, ``n x K``."""
         total: Tensor = self.observations(times).log_prob(targets).sum()
         return total
 
@@ -336,7 +336,7 @@ class _Model(gpytorch.Module):  # type: ignore[misc]
 
 @contextmanager
 def _exact(*, gradients: bool = False) -> Iterator[None]:
-    """Let gpytorch factorise matrices of any size, as it iterates on large ones by default."""
+    """Make gpytorch factorise matrices of any size; by default it uses iterative solvers for large ones."""
     with torch.set_grad_enabled(gradients), gpytorch.settings.max_cholesky_size(1_000_000):
         yield
 
@@ -358,11 +358,11 @@ def _naming_failures(batch: Sequence[Trajectory], compute: Callable[[Sequence[Tr
     except NotPSDError as error:
         if len(batch) > 1:
             return [result for trajectory in batch for result in _naming_failures([trajectory], compute)]
-        raise ValueFunctionError(f"{_name(batch[0])} can't be interpolated: {error} Give more noise") from error
+        raise ValueFunctionError(f"{_name(batch[0])} can't be interpolated: {error} Increase the noise") from error
 
 
 def _alike(trajectories: Sequence[Trajectory], key: Callable[[Trajectory], Hashable]) -> list[list[int]]:
-    """Group the trajectories of one shape, so that batches need no padding; return their positions."""
+    """Group trajectories of equal shape, so that batches need no padding; return their positions."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for row, trajectory in enumerate(trajectories):
         groups[key(trajectory)].append(row)
@@ -372,7 +372,7 @@ def _alike(trajectories: Sequence[Trajectory], key: Callable[[Trajectory], Hasha
 def _moments(trajectories: Sequence[Trajectory]) -> tuple[float, float, float]:
     """Return the variance between levels in units of ``std ** 2``, the mean of all costs, and std within trajectories.
 
-    Where nothing varies within trajectories, std is a small part of how they differ, or 1 if they do not.
+    Where nothing varies within trajectories, std is a small fraction of the spread between them, or 1 if there is none.
     """
     means = torch.stack([t.cost.mean() for t in trajectories])
     squares = torch.stack([(t.cost - t.cost.mean()).square().sum() for t in trajectories]).sum()
@@ -398,7 +398,7 @@ def _linear_left_out(times: Tensor, cost: Tensor) -> Tensor:
 
 
 def _is_constant(trajectory: Trajectory) -> bool:
-    """Whether all observations are equal; two equal ones say nothing about what is between them."""
+    """Whether all observations are equal; two equal ones say nothing about what lies between them."""
     return len(trajectory.cost) > 2 and bool(trajectory.cost.min() == trajectory.cost.max())
 
 

@@ -14,7 +14,7 @@ from metricopt_ext.value.observations import Observations
 
 @dataclass(frozen=True)
 class Labels(Observations):
-    """Labelled points with what decided on them.
+    """Labelled points and what decided between kinds of labels.
 
     Attributes:
         kind: Where labels come from: ``"observed"``, ``"linear"`` or ``"gp"``.
@@ -25,14 +25,14 @@ class Labels(Observations):
     skill: Skill | None = None
 
     def __str__(self) -> str:
-        """Return kind, number and skill in one line."""
+        """Return kind, number and skill on one line."""
         skill = "" if self.skill is None else f"; Gaussian process: {self.skill}"
         return f"{self.kind} labels at {len(self.cost)} points{skill}"
 
 
 @dataclass(frozen=True)
 class LinearLabels:
-    """Labels all steps by linear interpolation in time, all as sure as each other: what the paper argues against."""
+    """Labels all steps by linear interpolation in time, all equally certain: what the paper argues against."""
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> Labels:
         """Return labels at all steps; before the first and after the last observation they are constant."""
@@ -44,24 +44,24 @@ class LinearLabels:
 
 @dataclass(frozen=True)
 class GaussianProcessLabels:
-    """Labels all steps by Gaussian processes if these recover left-out observations, else the observed points only.
+    """Labels all steps by a Gaussian process if it recovers left-out observations, otherwise only the observed points.
 
     Attributes:
         always: Label all steps in any case, as the paper does.
-        warped: Let time run faster at the start of trajectories, as far as the likelihood asks for it.
+        warped: Stretch time at the start of trajectories, as far as the likelihood favours it.
     """
 
     always: bool = False
     warped: bool = False
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> Labels:
-        """Return the labels with the skill that decided on them.
+        """Return the labels with the skill that decided which points get one.
 
-        An interpolated label is as unsure as another observation at that step would be. An observed one keeps its cost
-        and is as unsure as the noise.
+        An interpolated label is as uncertain as another observation at that step would be. An observed one keeps its
+        cost, and its uncertainty is the noise.
 
         Raises:
-            ValueFunctionError: As `GaussianProcess.fit` and `GaussianProcess.posterior`.
+            ValueFunctionError: As in `GaussianProcess.fit` and `GaussianProcess.posterior`.
         """
         process = GaussianProcess.fit(trajectories, warped=self.warped)
         skill = process.leave_one_out(trajectories)

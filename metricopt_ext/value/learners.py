@@ -1,4 +1,4 @@
-"""Learners: what fits a value function to observations."""
+"""Learners, which fit value functions to observations."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,7 +17,7 @@ class Learner(Protocol):
     """Fits an ensemble; member m must not see the trajectories of fold ``m % folds``."""
 
     def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
-        """Return the fitted f, with ``folds`` members or a multiple of that.
+        """Return the fitted f, with ``folds`` members or a multiple of it.
 
         Args:
             data: The observed points.
@@ -32,16 +32,16 @@ class Learner(Protocol):
 class NeuralLearner:
     """Fits `NeuralValueFunction` by AdamW with a one-cycle rate on batches that mix all tasks.
 
-    Batches of one trajectory, as Algorithm 1 has them, would let BatchNorm normalise away what differs between tasks.
+    Batches of one trajectory, as in Algorithm 1, would let BatchNorm normalise away what differs between tasks.
 
     Attributes:
         iterations: Steps of AdamW.
         batch_size: Observed points per step and member.
         nets: Members for each fold, which differ in their initial weights and their batches.
         lr: Peak learning rate.
-        weight_decay: Decoupled weight decay; strong, because a few hundred points are all there is.
+        weight_decay: Decoupled weight decay; strong, because there are only a few hundred points.
         objective: What is minimised; by default Eq. 2's regression alone.
-        resolution: Sigma of labels that are all equally sure, in standard deviations of the costs.
+        resolution: Sigma of labels that are all equally certain, in standard deviations of the costs.
     """
 
     iterations: int = 400
@@ -54,7 +54,7 @@ class NeuralLearner:
 
     @classmethod
     def offline(cls) -> "NeuralLearner":
-        """Return the rival of Reptile in the paper's Fig. 3b: Eq. 2 on all trajectories stored offline."""
+        """Return Reptile's rival in the paper's Fig. 3b: Eq. 2 on all trajectories stored offline."""
         return cls(iterations=2000, batch_size=64, nets=1, objective=Objective(gamma=10.0, beta=1.0))
 
     def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
@@ -90,8 +90,8 @@ class RidgeLearner:
 
     Attributes:
         penalties: Candidate ridge penalties per point. Each member takes the one that predicts best across the
-            trajectories it sees; points of one trajectory are too alike to be left out one by one.
-        groups: Parts into which a member's trajectories are divided for that.
+            trajectories it sees; points of one trajectory are too similar to be left out one by one.
+        groups: Number of groups that a member's trajectories are divided into for this.
     """
 
     penalties: tuple[float, ...] = tuple(10.0**e for e in range(-4, 4))

@@ -1,6 +1,6 @@
 """What a value function is trained for (paper, section 3.1, Eq. 2), for all members of an ensemble at once.
 
-Each of M members has a batch of B points of its own. A loss is a mean over the member's batch, summed over the members:
+Each of M members has its own batch of B points. A loss is a mean over the member's batch, summed over the members:
 no member's gradient depends on the others.
 """
 
@@ -16,21 +16,21 @@ from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import NeuralValueFunction
 
-# Fisher's ratio from which on two costs count as different.
+# Fisher's ratio from which two costs count as different.
 CUTOFF = 2.0
 
 
 class CollapseWarning(UserWarning):
-    """A value function says nearly the same everywhere, although the costs that it was fitted to differ."""
+    """A value function predicts nearly the same cost everywhere, although the costs it was fitted to differ."""
 
 
 class Triplets(NamedTuple):
-    """For every anchor t one positive t_p and one negative t_n.
+    """One positive t_p and one negative t_n for every anchor t.
 
     Attributes:
         positive: Index of t_p in the batch, ``B x M``.
         negative: Index of t_n in the batch, ``B x M``.
-        valid: Whether the anchor has both, ``B x M``; where it has not, the indices mean nothing.
+        valid: Whether the anchor has both, ``B x M``; if not, the indices mean nothing.
     """
 
     positive: Tensor
@@ -58,14 +58,14 @@ def regression_loss(predicted: Tensor, cost: Tensor, sigma: Tensor) -> Tensor:
     Args:
         predicted: f(phi_t), ``B x M``.
         cost: Labels m_t, ``B x M``.
-        sigma: Their standard deviations, above 0, ``B x M``; only ratios count.
+        sigma: Their standard deviations, above 0, ``B x M``; only ratios matter.
     """
     weight = 1 / sigma
     return ((weight * (predicted - cost).abs()).sum(0) / weight.sum(0)).sum()
 
 
 def fisher_ratio(cost: Tensor, sigma: Tensor) -> Tensor:
-    """Return r_tt' = (m_t - m_t')^2 / (sigma_t^2 + sigma_t'^2), ``B x B x M``: how surely two labels differ.
+    """Return r_tt' = (m_t - m_t')^2 / (sigma_t^2 + sigma_t'^2), ``B x B x M``: how certainly two labels differ.
 
     Args:
         cost: Labels, ``B x M``.
@@ -75,7 +75,7 @@ def fisher_ratio(cost: Tensor, sigma: Tensor) -> Tensor:
 
 
 def pair_sets(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Return who is in P_t (r < 2, not t itself) and who in N_t (r >= 2), ``B x B x M`` each, anchors first."""
+    """Return the members of P_t (r < 2, not t itself) and of N_t (r >= 2), ``B x B x M`` each, anchors first."""
     alike = ratio < CUTOFF
     itself = torch.eye(len(ratio), dtype=torch.bool, device=ratio.device)[..., None]
     return alike & ~itself, ~alike
@@ -91,7 +91,7 @@ def sampled_triplets(ratio: Tensor, features: Tensor, generator: torch.Generator
 
 @torch.no_grad()
 def hardest_triplets(ratio: Tensor, features: Tensor, generator: torch.Generator) -> Triplets:
-    """Take as t_p the farthest embedding of P_t and as t_n the nearest of N_t: hard mining; see `Miner`."""
+    """Take the farthest embedding of P_t as t_p and the nearest of N_t as t_n: hard mining; see `Miner`."""
     positives, negatives = pair_sets(ratio)
     distances = _length(features[:, None] - features)
     positive = distances.where(positives, -torch.inf).max(1)
@@ -127,7 +127,7 @@ def _take(features: Tensor, index: Tensor) -> Tensor:
 class Objective:
     """L_v = gamma L_regress + beta L_oe (Eq. 2, where beta is 1).
 
-    L_regress counts in units of the value function's ``cost_std``: the same weights suit any metric.
+    L_regress is in units of the value function's ``cost_std``, so the same weights suit any metric.
 
     Attributes:
         gamma: Weight of the regression term.
@@ -140,10 +140,10 @@ class Objective:
     miner: Miner = sampled_triplets
 
     def __post_init__(self) -> None:
-        """Refuse weights below 0.
+        """Reject weights below 0.
 
         Raises:
-            ValueError: With the weight's value.
+            ValueError: A weight is below 0; the message gives its value.
         """
         check_at_least(0, gamma=self.gamma, beta=self.beta)
 
@@ -167,7 +167,7 @@ class Objective:
         return loss
 
     def __repr__(self) -> str:
-        """Name the miner: a function's own repr holds its address, which no other process has."""
+        """Name the miner: a function's own repr holds its address, which differs between processes."""
         miner = getattr(self.miner, "__qualname__", repr(self.miner))
         return f"Objective(gamma={self.gamma}, beta={self.beta}, miner={miner})"
 
@@ -175,11 +175,11 @@ class Objective:
 def comparable_sigma(data: Observations, resolution: float) -> Tensor:
     """Return sigma in units of the cost, ``n``, as Fisher's ratio needs it.
 
-    Where all labels are equally sure, sigma carries no unit; differences are then judged against the labels' spread.
+    If all labels are equally certain, sigma has no unit; differences are then judged against the labels' spread.
 
     Args:
         data: The labelled points.
-        resolution: Sigma of equally sure labels, in standard deviations of the costs.
+        resolution: Sigma of equally certain labels, in standard deviations of the costs.
     """
     if data.sigma.min() < data.sigma.max():
         return data.sigma
@@ -188,7 +188,7 @@ def comparable_sigma(data: Observations, resolution: float) -> Tensor:
 
 @torch.no_grad()
 def collapsed(f: NeuralValueFunction, phi: Tensor, cost: Tensor) -> Tensor:
-    """Return which members say nearly the same everywhere, ``M``, bool.
+    """Return which members predict nearly the same cost everywhere, ``M``, bool.
 
     Their predictions spread at most 5% as wide as the labels, or their embeddings at most 0.1% of the embeddings' mean
     length.

@@ -1,4 +1,4 @@
-"""Labelled points for fitting value functions: phi, its cost, and how sure the label is."""
+"""Labelled points for fitting value functions: phi, its cost, and how certain the label is."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Observations:
     Attributes:
         phi: ``n x d``, float32.
         cost: The labels, ``n``, float32.
-        sigma: Standard deviation of each label, ``n``, above 0; only ratios count where all are labels of one kind.
+        sigma: Standard deviation of each label, ``n``, above 0; only ratios matter if all labels are of one kind.
         trajectory: Which trajectory a point lies on, counted from 0, ``n``.
         round: The trajectory's round, ``n``.
         progress: The point's step over T, in [0, 1], ``n``.
@@ -33,7 +33,7 @@ class Observations:
 
     @classmethod
     def of(cls, trajectories: Iterable[Trajectory]) -> "Observations":
-        """Gather the observed points, trajectory by trajectory, each as sure as the others (sigma 1)."""
+        """Gather the observed points, trajectory by trajectory, all equally certain (sigma 1)."""
         items = list(trajectories)
         counts = torch.tensor([len(t.cost) for t in items])
         points = int(counts.sum())
@@ -48,9 +48,9 @@ class Observations:
         )
 
     def where_used(self) -> Tensor:
-        """Mark the points where f is going to be used, ``n``: the second half of on-policy trajectories.
+        """Mark the points where f will be used, ``n``: the second half of on-policy trajectories.
 
-        Before any on-policy round that is the second half of all trajectories.
+        Before the first on-policy round, it is the second half of all trajectories.
         """
         late = self.progress >= 0.5
         on_policy = self.round > 0

@@ -19,7 +19,7 @@ from metricopt_ext.value.value_function import NeuralValueFunction
 
 Weights = list[Tensor]
 
-# Fewer updates hardly train f, see `ReptileLearner.paper`.
+# Fewer updates barely train f, see `ReptileLearner.paper`.
 LEAST_UPDATES = 300
 
 
@@ -32,23 +32,23 @@ ADAMW = partial(torch.optim.AdamW, lr=5e-3, weight_decay=1.0, fused=True)
 
 @dataclass(frozen=True)
 class ReptileLearner:
-    """Fits `NeuralValueFunction` by Reptile on meta-batches that mix tasks; a `fitting.Learner`.
+    """Fits `NeuralValueFunction` by Reptile on meta-batches that mix tasks; a `learners.Learner`.
 
-    A task is a trajectory, and every task so far may be drawn again. Batches of one trajectory each, as Algorithm 1 has
-    them, would let BatchNorm normalise away what differs between tasks. Over mixed batches Reptile amounts to a slow
+    A task is a trajectory, and any task so far may be drawn again. Batches of one trajectory each, as in Algorithm 1,
+    would let BatchNorm normalise away what differs between tasks. Over mixed batches Reptile amounts to a slow
     average of the weights.
 
     Attributes:
         iterations: Meta-iterations, each with one meta-batch per member, its tasks drawn anew; not used with `passes`.
-        passes: How many times each task is taken instead: in each pass over the tasks every one once, in random order.
+        passes: Passes over the tasks to make instead, each taking every task once, in random order.
         tasks: Tasks in a meta-batch; all that the member may see, if those are fewer.
-        points: Points drawn from each of them, without repetition while there are enough; None draws as many as the
+        points: Points drawn from each of them, without repetition if there are enough; None draws as many as the
             longest task has.
-        inner: Optimizer of the inner loop, made afresh in every meta-iteration.
+        inner: Optimizer of the inner loop, created anew in every meta-iteration.
         inner_steps: Its steps, all on the same meta-batch.
         objective: What they minimise.
-        resolution: Sigma of labels that are all equally sure, in standard deviations of the costs.
-        standardise: Whether f predicts standardised costs inside; else gamma counts in raw costs.
+        resolution: Sigma of labels that are all equally certain, in standard deviations of the costs.
+        standardise: Whether f predicts standardised costs internally; otherwise gamma weighs raw costs.
         adapted: Whether to return the weights w~ of the last inner loop (line 8) instead of the meta-weights w.
     """
 
@@ -67,7 +67,7 @@ class ReptileLearner:
         """Check the values that a fit would choke on.
 
         Raises:
-            ValueError: A value is out of range; the message prints it.
+            ValueError: A value is out of range; the message gives it.
         """
         check_at_least(
             1, iterations=self.iterations, passes=self.passes, tasks=self.tasks, inner_steps=self.inner_steps
@@ -83,10 +83,10 @@ class ReptileLearner:
         """Return Algorithm 1 as printed: one step of plain SGD on each task, hard mining, raw costs, the last w~.
 
         It trains f badly, and more passes do not help. On a quadratic metric of three dimensions, with 30 tasks to
-        learn from and five seeds, its held-out Spearman correlation was at most 0.42 in the mean with any number of
-        updates from 30 to 2,400. With meta-batches of all tasks and 4 points of each, all else the same, it was 0.97 by
-        300 updates; and where the metric was divided by 30, so that most of it lay in [0, 1], 0.86 by 300 and 0.95 by
-        2,400.
+        learn from and five seeds, its held-out Spearman correlation was at most 0.42 on average with any number of
+        updates from 30 to 2,400. With meta-batches of all tasks and 4 points of each, all else being equal, it was 0.97
+        after 300 updates; and with the metric divided by 30, so that most of it lay in [0, 1], 0.86 after 300 and 0.95
+        after 2,400.
         """
         return cls(
             passes=1,
@@ -100,7 +100,7 @@ class ReptileLearner:
         )
 
     def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> NeuralValueFunction:
-        """Fit an ensemble; member m draws from the tasks outside fold m only.
+        """Fit an ensemble; member m draws only from the tasks outside fold m.
 
         Args:
             data: The labelled points, n in all.
@@ -109,7 +109,7 @@ class ReptileLearner:
             seed: Seed of initial weights, meta-batches and triplets.
 
         Returns:
-            f in evaluation mode, its BatchNorm statistics those of all points that a member may see.
+            f in evaluation mode, with BatchNorm statistics over all points that a member may see.
         """
         rng = generator(seed, "reptile")
         f = self._initialise(data, folds, rng)
@@ -136,7 +136,7 @@ class ReptileLearner:
     def _schedule(self, tasks: "Tasks", rng: torch.Generator) -> Iterator[tuple[float, Tensor]]:
         """Yield the meta learning rate eta, 1 at first and falling linearly towards 0, and the tasks of a meta-batch.
 
-        Each meta-batch is drawn when it is asked for, as the points and the triplets come from the same stream.
+        Each meta-batch is drawn only when requested, as the points and the triplets come from the same stream.
         """
         if self.passes is None:
             for iteration in range(self.iterations):
@@ -147,7 +147,7 @@ class ReptileLearner:
         if updates < LEAST_UPDATES:
             enough = math.ceil(self.passes * LEAST_UPDATES / updates)
             warnings.warn(
-                f"f gets only {updates} updates, and fewer than {LEAST_UPDATES} hardly train it: set passes to {enough}"
+                f"f gets only {updates} updates, and fewer than {LEAST_UPDATES} barely train it: set passes to {enough}"
                 f" or more (it is {self.passes}), and let meta-batches mix many tasks (tasks is {self.tasks})",
                 stacklevel=4,
             )
@@ -193,13 +193,13 @@ class Tasks:
         return cls(points, count, seen[points[:, 0]].T)
 
     def draw(self, tasks: int, rng: torch.Generator) -> Tensor:
-        """Draw different tasks for each member, ``M x tasks``; all that a member may see, if those are fewer."""
+        """Draw distinct tasks for each member, ``M x tasks``; all that a member may see, if those are fewer."""
         return torch.multinomial(self.seen.float(), self._at_once(tasks), generator=rng)
 
     def draw_all(self, tasks: int, rng: torch.Generator) -> list[Tensor]:
         """Shuffle each member's tasks and divide them into meta-batches as `draw` returns them.
 
-        Every task is in one of them. Where they do not divide evenly, a member starts again with its first.
+        Every task is in one of them. If they do not divide evenly, a member starts again with its first.
         """
         own = self.seen.sum(1, keepdim=True)  # M x 1
         keys = torch.rand(self.seen.shape, generator=rng)
@@ -240,7 +240,7 @@ def export_weights(f: NeuralValueFunction) -> Weights:
 
 @torch.no_grad()
 def import_weights(f: NeuralValueFunction, weights: Weights) -> None:
-    """Copy weights, as `export_weights` returned them, into f."""
+    """Copy weights that `export_weights` returned into f."""
     for parameter, weight in zip(f.parameters(), weights, strict=True):
         parameter.copy_(weight)
 
@@ -251,7 +251,7 @@ def interpolate(old: Weights, new: Weights, eta: float) -> Weights:
 
 
 def inner_loop(f: NeuralValueFunction, inner: InnerOptimizer, steps: int, loss: Callable[[], Tensor]) -> Weights:
-    """Descend a loss of f from its present weights by a fresh optimizer; return the weights reached (line 5)."""
+    """Descend a loss of f from its current weights with a fresh optimizer; return the weights reached (line 5)."""
     optimizer = inner(f.parameters())
     for _ in range(steps):
         loss().backward()
@@ -262,14 +262,14 @@ def inner_loop(f: NeuralValueFunction, inner: InnerOptimizer, steps: int, loss: 
 
 @torch.no_grad()
 def set_statistics(f: NeuralValueFunction, phi: Tensor, seen: Tensor) -> None:
-    """Put f into evaluation mode, BatchNorm's statistics being the exact ones of its inputs over each member's points.
+    """Put f into evaluation mode, with BatchNorm's statistics taken exactly over each member's points.
 
     In evaluation mode a member then computes what training mode would over all of its points as one batch.
 
     Args:
         f: The value function.
         phi: ``n x d``.
-        seen: Whether a point is a member's, ``n x M``, bool.
+        seen: Whether a point belongs to a member, ``n x M``, bool.
     """
     f.eval()
     share = (seen / seen.sum(0))[..., None]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def best_penalty(x: Tensor, y: Tensor, group: Tensor, penalties: Sequence[float]) -> float:
-    """Return the ridge penalty that errs least in leaving out groups of points.
+    """Return the ridge penalty with the smallest error on left-out groups of points.
 
     Args:
         x: Features, ``n x p``.
@@ -28,19 +28,19 @@ def best_penalty(x: Tensor, y: Tensor, group: Tensor, penalties: Sequence[float]
 
 
 def ridge_path(x: Tensor, y: Tensor, penalties: Sequence[float]) -> list[tuple[Tensor, Tensor]]:
-    """Fit ridge regressions to standardised features by one decomposition for all penalties.
+    """Fit ridge regressions to standardised features, with one decomposition for all penalties.
 
     Args:
         x: Features, ``n x p``.
         y: Targets, ``n``.
-        penalties: Penalty per point; the squared coefficients of standardised features count ``n`` times as much.
+        penalties: Penalty per point; the squared coefficients of standardised features are weighted by ``n`` times it.
 
     Returns:
-        For each penalty the coefficients of the raw features, ``p``, and the intercept.
+        The coefficients of the raw features, ``p``, and the intercept for each penalty.
     """
     mean, std = x.mean(0), x.std(0).clamp(min=1e-12)
     z, y_centred = (x - mean) / std, y - y.mean()
-    if z.shape[1] > len(z):  # the same by the smaller matrix of inner products, several times faster
+    if z.shape[1] > len(z):  # the same via the smaller matrix of inner products, several times faster
         squares, u = torch.linalg.eigh(z @ z.T)
         scaled = [u @ (u.T @ y_centred / (squares.clamp(min=0) + len(z) * penalty)) for penalty in penalties]
         coefficients = [z.T @ weights / std for weights in scaled]

@@ -1,7 +1,7 @@
 """Reuse of a value function on another model (paper, section 4.3): the placebo that shows whether it means anything.
 
-The matrices that turn phi into scales and shifts are random. On a model with other matrices or other layers the same
-phi does another thing, so an f that helps there must be shown to help more than the same f turned at random.
+The matrices that turn phi into scales and shifts are random. On a model with other matrices or other layers, the same
+phi has another effect, so an f that helps there must be shown to help more than the same f rotated at random.
 """
 
 import copy
@@ -14,7 +14,7 @@ from metricopt_ext.value.value_function import ValueFunction
 
 
 class RotatedValueFunction(ValueFunction):
-    """f behind a random rotation Q: ``f(Q phi)``. As steep and as curved as f, but in meaningless directions.
+    """f after a random rotation Q: ``f(Q phi)``. As steep and as curved as f, but in meaningless directions.
 
     Args:
         f: The value function.

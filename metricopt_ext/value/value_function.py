@@ -23,7 +23,7 @@ class Quality:
     Attributes:
         spearman: Rank correlation of predicted and true cost, in [-1, 1].
         mae: Mean absolute error, in units of the cost.
-        constant_mae: The same of the best constant, the median of the very points.
+        constant_mae: The same for the best constant, the median of these points.
         points: Number of held-out points.
         trajectories: Number of independent trajectories that they lie on.
     """
@@ -51,7 +51,7 @@ class Quality:
         return self.spearman_lower > 0 and self.mae < self.constant_mae
 
     def __str__(self) -> str:
-        """Say whether f is to be trusted, and why, in one line."""
+        """Say on one line whether f is to be trusted, and why."""
         verdict = "to be trusted" if self.trusted else "NOT to be trusted and not followed"
         return (
             f"{verdict}; on held-out trajectories Spearman {self.spearman:.2f} (95% sure of {self.spearman_lower:.2f}),"
@@ -62,16 +62,16 @@ class Quality:
 class ValueFunction(nn.Module):
     """Base of all value functions; an ensemble of M members whose mean is f.
 
-    Subclasses say only how the members predict. Parameters are frozen and BatchNorm is in evaluation mode once fitted.
+    Subclasses define only how members predict. Parameters are frozen and BatchNorm is in evaluation mode once fitted.
 
     Args:
         dim: Dimension d of phi.
         members: Ensemble size M.
 
     Attributes:
-        radius: Length that 95% of the fitted phi stay below; f is not to be believed much further out.
-        gradient_floor: Length of grad f, under which f counts as flat: 10% of the fitted points have a smaller one.
-        quality: Held-out quality, None until it was measured.
+        radius: Length below which 95% of the fitted phi lie; f should not be trusted much further out.
+        gradient_floor: Length of grad f below which f counts as flat: 10% of the fitted points have a smaller one.
+        quality: Held-out quality, None until measured.
     """
 
     kind: ClassVar[str]
@@ -125,7 +125,7 @@ class ValueFunction(nn.Module):
         """Write f, its domain and its quality to a safetensors file.
 
         Raises:
-            ValueFunctionError: f is made of another one, which is to be saved instead.
+            ValueFunctionError: f wraps another value function, which should be saved instead.
         """
         if self.kind not in KINDS:
             raise ValueFunctionError(f"a value function of kind {self.kind!r} can't be saved; save the one it wraps")
@@ -137,8 +137,8 @@ class ValueFunction(nn.Module):
 class NeuralValueFunction(ValueFunction):
     """The paper's MLP d-64-32-32-16-1, BatchNorm and ReLU in every hidden layer, as an ensemble of M networks.
 
-    The networks are computed together: a member is a slice of each layer's weight, and BatchNorm knows it by its own
-    features. Costs are standardised inside.
+    The networks are computed together: a member is a slice of each layer's weight, with its own BatchNorm
+    features. Costs are standardised internally.
 
     Args:
         dim: Dimension d of phi.
@@ -227,7 +227,7 @@ def load_value_function(path: str | Path, dim: int | None = None) -> ValueFuncti
 
     Args:
         path: The safetensors file.
-        dim: The dimension that phi has where f is to be used; checked if given.
+        dim: The dimension of phi where f will be used; checked if given.
 
     Raises:
         FileFormatError: The file is corrupt or holds something else.

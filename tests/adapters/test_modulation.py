@@ -182,6 +182,6 @@ def test_checkpoint_of_another_adapter_is_refused(
 ) -> None:
     mine = tuned()
     phi = mine.phi.detach().clone()
-    with pytest.raises(RuntimeError, match=rf"seed {other.get('seed', 0)}\).*attach with its"):
+    with pytest.raises(RuntimeError, match=rf"seed {other.get('seed', 0)}\).*attach with the"):
         mine.model.load_state_dict(tuned(**other).model.state_dict(), strict=strict)
     assert torch.equal(mine.phi, phi)

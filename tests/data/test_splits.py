@@ -14,7 +14,7 @@ def test_splits_check_that_parts_fit() -> None:
     with pytest.raises(DataError, match=r"the test labels must be in 0\.\.1, got 2"):
         Splits(two, two, Split(torch.zeros(2, 1), torch.tensor([0, 2])), ("a", "b"))
     with pytest.raises(
-        DataError, match=r"the validation inputs must be of shape n x \(1,\) as those of train, got \(3,\)"
+        DataError, match=r"the validation inputs must be of shape n x \(1,\) like those of train, got \(3,\)"
     ):
         Splits(two, other, two, ("a", "b"))
     with pytest.raises(DataError, match="the test part is empty"):

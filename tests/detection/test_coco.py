@@ -140,7 +140,7 @@ def test_voc_images_are_known_by_their_names_and_classes_by_number_or_name(tmp_p
     found = read_detections(written(tmp_path / "results.json", results), voc_set())
     assert [each.labels.tolist() for each in found] == [[0], [1]]
     results[0]["image_id"] = 3  # numbers are no names
-    with pytest.raises(DataError, match="detection 0 has the unknown image_id 3; known are '000007', '000003'"):
+    with pytest.raises(DataError, match="detection 0 has the unknown image_id 3; known: '000007', '000003'"):
         read_detections(written(tmp_path / "results.json", results), voc_set())
 
 
@@ -172,13 +172,13 @@ def changed(key: str, place: int, **fields: Any) -> Any:
         ([], "has no list 'images'"),
         ({**CONTENT, "categories": None}, "has no list 'categories'"),
         ({**CONTENT, "images": [], "annotations": []}, "annotations.json has an empty list 'images'"),
-        (changed("images", 0, id=7), "an image's id is there twice: 7"),
+        (changed("images", 0, id=7), "an image's id occurs twice: 7"),
         (changed("images", 0, id="x"), "an image has the id 'x'; it must be an integer"),
         (changed("images", 0, width=None), "an image has no 'width'"),
         (changed("images", 0, width=1.5), "an image has the width 1.5"),
         (changed("categories", 0, name="stop sign"), "several categories named 'stop sign'"),
-        (changed("annotations", 1, image_id=8), "annotation 1 has the unknown image_id 8; known are 7, 70, 71"),
-        (changed("annotations", 1, category_id=1), "annotation 1 has the unknown category_id 1; known are 13, 90"),
+        (changed("annotations", 1, image_id=8), "annotation 1 has the unknown image_id 8; known: 7, 70, 71"),
+        (changed("annotations", 1, category_id=1), "annotation 1 has the unknown category_id 1; known: 13, 90"),
         (changed("annotations", 1, bbox=[1, 2, 3]), r"annotation 1 has the bbox \[1, 2, 3\]; it must be 4 finite"),
     ],
 )
@@ -193,8 +193,8 @@ def test_wrong_annotations_are_named(tmp_path: Path, content: Any, message: str)
         ({"annotations": []}, "holds a dict; COCO's results are a list"),
         ([RESULTS[0], 5], "detection 1 has no 'image_id'"),
         ([{**RESULTS[0], "image_id": 8}], "detection 0 has the unknown image_id 8"),
-        ([{**RESULTS[0], "category_id": 1}], "detection 0 has the unknown category_id 1; known are 13, 90"),
-        ([{**RESULTS[0], "category_name": "dog"}], "unknown category_name 'dog'; known are 'stop sign', 'toothbrush'"),
+        ([{**RESULTS[0], "category_id": 1}], "detection 0 has the unknown category_id 1; known: 13, 90"),
+        ([{**RESULTS[0], "category_name": "dog"}], "unknown category_name 'dog'; known: 'stop sign', 'toothbrush'"),
         ([{**RESULTS[0], "category_id": [1]}], r"unknown category_id \[1\]"),
         ([{**RESULTS[0], "score": float("nan")}], "has the score nan; it must be a finite number"),
         ([{**RESULTS[0], "bbox": [1, 2, 3, float("inf")]}], "it must be 4 finite numbers"),
@@ -209,7 +209,7 @@ def test_wrong_detections_are_named(data: CocoSet, tmp_path: Path, content: Any,
 @pytest.mark.parametrize("read", [read_coco, lambda path: read_detections(path, voc_set())])
 def test_what_is_no_json_or_missing_is_named(tmp_path: Path, read: Callable[[Path], Any]) -> None:
     (tmp_path / "torn.json").write_text('{"images": [')
-    with pytest.raises(DataError, match=r"torn.json is truncated or no JSON"):
+    with pytest.raises(DataError, match=r"torn.json is truncated or not JSON"):
         read(tmp_path / "torn.json")
     with pytest.raises(DataError, match=r"missing.json does not exist"):
         read(tmp_path / "missing.json")

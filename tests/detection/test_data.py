@@ -76,7 +76,7 @@ def test_images_are_drawn_by_the_seed_and_further_trees_join_train(tmp_path: Pat
 
 def test_parts_of_other_classes_are_refused(tmp_path: Path) -> None:
     tree, more = voc_tree(tmp_path / "voc"), voc_tree(tmp_path / "more", ("cat", "horse"))
-    with pytest.raises(DataError, match=r"more has other classes than .*voc; name them in data\.classes"):
+    with pytest.raises(DataError, match=r"more and .*voc have different classes; name them in data\.classes"):
         load_splits(config_of(tree, more_train=[str(more)]), 0, tmp_path)
     one = load_splits(config_of(tree, splits=["trainval", "test", "test"]), 0, tmp_path)
     files = [

@@ -63,7 +63,7 @@ def test_images_are_those_that_detectron2_reads(tmp_path: Path, orientation: int
 
 
 def test_a_size_that_ignores_the_orientation_is_named_with_it(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"6.png is 3 x 4 pixels, its annotation says 4 x 3.*EXIF orientation"):
+    with pytest.raises(DataError, match=r"6.png is 3 x 4 pixels, but its annotation says 4 x 3.*EXIF orientation"):
         image_of(oriented(tmp_path / "6.png", 6)).load()
 
 

@@ -185,10 +185,10 @@ def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch:
     for name, value in straight.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name])
     with pytest.raises(
-        FileFormatError, match=r"training\.safetensors is another training's: lr was 0\.05, now 0\.1; delete"
+        FileFormatError, match=r"training\.safetensors is from another run: lr was 0\.05, now 0\.1; delete"
     ):
         train_detector(TOOLKIT, resumed, batches, checkpoint=checkpoint, **{**settings, "lr": 0.1})
-    with pytest.raises(FileFormatError, match=r"training\.safetensors is of another detector; delete it to train anew"):
+    with pytest.raises(FileFormatError, match=r"training\.safetensors is from another detector; delete it to train"):
         train_detector(TOOLKIT, TOOLKIT.build(3, seed=1), batches, checkpoint=checkpoint, **settings)
 
 

@@ -220,7 +220,7 @@ def test_an_unknown_class_is_named_with_the_known_ones(tree: Path) -> None:
 
 def test_what_is_no_zip_file_or_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "torn.zip").write_bytes(b"PK\x03\x04 torn")
-    with pytest.raises(DataError, match=r"torn.zip is neither a folder nor a whole zip file"):
+    with pytest.raises(DataError, match=r"torn.zip is neither a folder nor a complete zip file"):
         read_voc(tmp_path / "torn.zip")
     with pytest.raises(DataError, match="does not exist"):
         read_voc(tmp_path / "missing")
@@ -265,7 +265,7 @@ def test_a_truncated_image_is_noticed_when_it_is_loaded(tree: Path) -> None:
 def test_an_image_of_another_size_is_noticed_when_it_is_loaded(tree: Path) -> None:
     replace(annotation(tree), "<height>30<", "<height>29<")
     (image,) = read_voc(tree, "test").images
-    with pytest.raises(DataError, match=r"a3.png is 40 x 30 pixels, its annotation says 40 x 29"):
+    with pytest.raises(DataError, match=r"a3.png is 40 x 30 pixels, but its annotation says 40 x 29"):
         image.load()
 
 

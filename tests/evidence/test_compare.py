@@ -203,6 +203,6 @@ def test_a_method_without_an_entry_is_refused_before_anything_runs(
     quadratic: Callable[..., Any], tmp_path: Path
 ) -> None:
     task = quadratic()
-    with pytest.raises(ConfigError, match="method 'mine' has no entry in METHODS; there are pretrained, loss_finetune"):
+    with pytest.raises(ConfigError, match="method 'mine' has no entry in METHODS; the choices are pretrained, "):
         beside(task, tmp_path, {"mine": ending_at(lambda task: task.origin())})
     assert task.queries == 0

@@ -18,7 +18,7 @@ def test_every_method_has_a_title_and_a_colour_of_its_own() -> None:
 
 def test_unknown_methods_are_refused_by_name() -> None:
     check_known(METHODS)
-    with pytest.raises(ConfigError, match="method 'tresholds' has no entry in METHODS; there are pretrained"):
+    with pytest.raises(ConfigError, match="method 'tresholds' has no entry in METHODS; the choices are pretrained"):
         check_known(["metricopt", "tresholds"])
 
 

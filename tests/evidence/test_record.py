@@ -69,5 +69,5 @@ def test_a_damaged_record_is_refused(tmp_path: Path, damage: Any) -> None:
     path.write_text(json.dumps(whole))
     assert SeedRecord.load(path).outcomes == {"metricopt": [outcome]}
     path.write_text(damage(whole))
-    with pytest.raises(FileFormatError, match=rf"{re.escape(str(path))} .*delete it to have it made again"):
+    with pytest.raises(FileFormatError, match=rf"{re.escape(str(path))} .*delete it to regenerate it"):
         SeedRecord.load(path)

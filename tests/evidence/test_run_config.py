@@ -122,5 +122,5 @@ def test_learners_are_chosen_by_name() -> None:
     recipe = RecipeConfig(learners=["reptile", "ridge"]).build()
     assert [type(learner).__name__ for learner in recipe.learners] == ["ReptileLearner", "RidgeLearner"]
     for wrong in (["forest"], []):
-        with pytest.raises(ConfigError, match="it must name some of neural, ridge, reptile"):
+        with pytest.raises(ConfigError, match="it must name one or more of neural, ridge, reptile"):
             RecipeConfig(learners=wrong).build()

@@ -191,7 +191,7 @@ def test_the_metrics_own_budget_is_checked_before_anything_is_asked_or_written(
 ) -> None:
     task = quadratic(budget=50)
     task.metric.ledger.spend("elsewhere", 6)
-    with pytest.raises(BudgetError, match=r"47 queries requested, 44 are left in the metric's own budget"):
+    with pytest.raises(BudgetError, match=r"47 queries requested, 44 left in the metric's own budget"):
         go(task, output_dir=tmp_path / "run")
     assert task.queries == 0
     assert not (tmp_path / "run").exists()
@@ -679,7 +679,7 @@ def test_a_gain_that_may_be_chance_leaves_the_model_as_it_was(
     assert (left.chosen, unsure.adapter.phi.any()) == ("start", False)
     assert 0 < kept.chance < 0.02
     assert left.chance + left.optimism > left.before - left.best
-    assert f"up to {left.chance + left.optimism:.4f} of a gain are chance and optimism" in str(left)
+    assert f"up to {left.chance + left.optimism:.4f} of a gain may be chance and optimism" in str(left)
     assert "are chance" not in str(kept)
 
 

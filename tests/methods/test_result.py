@@ -68,7 +68,7 @@ def test_a_gain_that_may_be_chance_is_told_with_what_would_not_be(make: Any) -> 
     assert lines[0].endswith("; kept the model as it was")
     margin = CERTAINTY * 0.125 + 0.0625
     assert lines[1].startswith(
-        f"the best candidate has 0.7500, but on this little data up to {margin:.4f} of a gain are chance and optimism"
+        f"the best candidate has 0.7500, but with so little data up to {margin:.4f} of a gain may be chance and"
     )
     assert len(lines) == len(make().lines()) + 1
 

@@ -14,7 +14,7 @@ def test_a_run_folder_is_not_mixed(tmp_path: Path) -> None:
     open_run(tmp_path, {**config, "queries": 5}, resume=False)
     open_run(tmp_path, config, resume=False)  # the first one failed before it made anything
     (tmp_path / "seed-0").mkdir()
-    with pytest.raises(FileFormatError, match=r"holds an earlier run: add --resume to go on with it"):
+    with pytest.raises(FileFormatError, match=r"holds an earlier run: add --resume to continue it"):
         open_run(tmp_path, config, resume=False)
     open_run(tmp_path, config, resume=True)
     open_run(tmp_path, {**config, "seed": 3, "seeds": 9, "workers": 2, "device": "cpu"}, resume=True)

@@ -75,7 +75,7 @@ def test_validation_classes_are_held_out_of_a_given_train_part() -> None:
     assert len(splits.validation.y.unique()) == 3
     assert len(splits.train) + len(splits.validation) == len(train)
     assert [splits.class_names[label] for label in splits.test.y.unique().tolist()] == ["b0", "b1", "b2", "b3"]
-    with pytest.raises(DataError, match="class 'a0' is in the train and in the test part"):
+    with pytest.raises(DataError, match="class 'a0' is in both the train and the test part"):
         hold_out_classes(train, labelled([2, 2], prefix="a"), 0.3)
     with pytest.raises(ValueError, match=r"validation_share must be in \(0, 1\), got 1"):
         hold_out_classes(train, test, 1.0)

@@ -277,7 +277,7 @@ HUGE[5, 0] = 3e19
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((X, Y[:7]), {}, "embeddings and labels must be equally many, got 20 and 7"),
+        ((X, Y[:7]), {}, "embeddings and labels must match in number, got 20 and 7"),
         ((X[:0], Y[:0]), {}, r"embeddings must be n x d with n and d at least 1, got shape \(0, 3\)"),
         ((X[:, :0], Y), {}, r"got shape \(20, 0\)"),
         ((X[:, 0], Y), {}, r"got shape \(20,\)"),
@@ -295,7 +295,7 @@ HUGE[5, 0] = 3e19
         ((X, Y * 0 + 7), {}, "at least two classes, got only class 7"),
         ((X, np.arange(20)), {}, "none of the 20 queries shares its label"),
         ((X, Y), {"gallery": (X, Y + 100)}, "none of the 20 queries shares its label"),
-        ((X, Y), {"gallery": (X, Y[:5])}, "gallery embeddings and labels must be equally many, got 20 and 5"),
+        ((X, Y), {"gallery": (X, Y[:5])}, "gallery embeddings and labels must match in number, got 20 and 5"),
         ((X, Y), {"gallery": (NAN, Y)}, "gallery embeddings must be finite"),
         ((X, Y), {"gallery": (X[:, :2], Y)}, "embeddings of one dimension, got 3 and 2"),
         ((X, Y), {"gallery": (torch.from_numpy(X).to("meta"), Y)}, "must be on one device, got cpu and meta"),
@@ -415,7 +415,7 @@ def test_metric_refuses() -> None:
     batches = iter(in_batches(x, y))
     metric = recall_metric(batches, (1,))
     metric.cost(nn.Identity(), "once")
-    with pytest.raises(MetricError, match=r"'Recall@1' raised DataError: there are no batches .* iterable again"):
+    with pytest.raises(MetricError, match=r"'Recall@1' raised DataError: there are no batches .* iterable anew"):
         metric.cost(nn.Identity(), "twice")
     x[3] = np.nan
     with pytest.raises(MetricError, match="NaN or infinity in 1 of 40 rows, first in row 3"):

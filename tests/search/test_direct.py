@@ -141,7 +141,7 @@ def test_too_small_a_budget_is_refused(quadratic: Make, search: Search) -> None:
 def test_ledger_without_the_budget_is_refused_before_any_query(quadratic: Make, search: Search) -> None:
     task = quadratic(budget=100)
     task.metric.ledger.spend("collect", 30)
-    with pytest.raises(BudgetError, match="71 queries requested, 70 are left"):
+    with pytest.raises(BudgetError, match="71 queries requested, 70 left"):
         search(task, task.origin(), 71)
     assert task.queries == 0
     search(task, task.origin(), 70)

@@ -493,5 +493,5 @@ def test_parameter_groups() -> None:
 
 @pytest.mark.parametrize("dim", [D - 1, D + 1])
 def test_f_of_another_dimension(dim: int) -> None:
-    with pytest.raises(ValueFunctionError, match=f"hold 6 numbers, f was fitted for phi of dimension {dim}"):
+    with pytest.raises(ValueFunctionError, match=f"hold 6 numbers, but f was fitted for phi of dimension {dim}"):
         MetricOpt([parameter()], make_f(dim=dim))

@@ -147,7 +147,7 @@ def test_batches_of_classes() -> None:
 
 def test_batches_that_cannot_be() -> None:
     inputs, labels = numbered([2, 1, 1])
-    with pytest.raises(DataError, match="a batch needs 2 classes of at least two examples, there are 1"):
+    with pytest.raises(DataError, match="a batch needs 2 classes of at least two examples, got 1"):
         ClassBatches(inputs, labels, 2, 2)
     with pytest.raises(ValueError, match="2 classes x 1 samples holds no pairs"):
         ClassBatches(inputs, labels, 2, 1)

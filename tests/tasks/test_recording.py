@@ -175,7 +175,7 @@ def test_the_checkpoint_of_another_trajectory_is_refused() -> None:
     one.start()
     with pytest.raises(
         FileFormatError,
-        match=r"observed at steps \[0, .*, 8\], this one at \[0, .*, 8\]; make the recorder with its steps",
+        match=r"observed at steps \[0, .*, 8\], this one at \[0, .*, 8\]; create the recorder with the checkpoint's",
     ):
         other.load_state_dict(one.state_dict())
 

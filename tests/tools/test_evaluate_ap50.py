@@ -132,7 +132,7 @@ def test_classes_are_sorted_where_they_are_not_given(folder: Path) -> None:
     [
         ((*COCO, "--split", "test"), "--split and --classes are for VOC's format"),
         ((*VOC[:4], "--split", "train"), "there is no split 'train' in .*; it has test, val"),
-        (("--detections", "coco_results.json", *VOC[2:]), "detection 0 has the unknown image_id 1; known are 's1_0'"),
+        (("--detections", "coco_results.json", *VOC[2:]), "detection 0 has the unknown image_id 1; known: 's1_0'"),
         (("--detections", "missing.json", *VOC[2:]), "missing.json does not exist"),
         (("--detections", "voc_results.json", "--annotations", "voc_results.json"), "has no list 'images'"),
     ],

@@ -179,7 +179,7 @@ def load_adapter_phi(folder: Path, seed: int) -> Tensor:
 
 def test_a_second_call_needs_resume(finished: Path) -> None:
     message = refused("--config-file", DIGITS, "--output-dir", finished, *TINY, "seeds=2")
-    assert message == f"{finished} holds an earlier run: add --resume to go on with it, or use another folder"
+    assert message == f"{finished} holds an earlier run: add --resume to continue it, or use another folder"
     message = refused("--config-file", DIGITS, "--output-dir", finished, "--resume", *TINY, "recipe.lr=0.07")
     assert "holds another run: recipe was" in message
 
@@ -416,7 +416,7 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["shift.contrast=2"], r"shift: contrast must be in \(0, 1\], got 2"),
         (["model.name=resnet999"], r"model\.name='resnet999' is neither"),
         (["model.name=resnet18", "adapter.layers=[]"], r"model\.name=resnet18 does not take images .*\(1, 8, 8\)"),
-        (["model.name=tabular_mlp"], r"model\.name=tabular_mlp takes vectors, the data has \(1, 8, 8\)"),
+        (["model.name=tabular_mlp"], r"model\.name=tabular_mlp takes vectors, but the data has shape \(1, 8, 8\)"),
         (["model.weights=nowhere.pt"], r"nowhere\.pt holds no weights for SmallCNN"),
         (["batch_size=5"], r"batch_size is 5, too small for one example of each of 10 classes"),
         (["device=abacus"], r"device='abacus' is not available here"),

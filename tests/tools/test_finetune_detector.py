@@ -203,7 +203,7 @@ def test_the_report_states_what_pycocotools_says_of_the_kept_detectors(finished:
 
 def test_a_second_call_needs_resume(finished: Path) -> None:
     message = refused("--config-file", SCENES, "--output-dir", finished, *FINISHED)
-    assert message == f"{finished} holds an earlier run: add --resume to go on with it, or use another folder"
+    assert message == f"{finished} holds an earlier run: add --resume to continue it, or use another folder"
     message = refused("--config-file", SCENES, "--output-dir", finished, "--resume", *FINISHED, "recipe.lr=0.07")
     assert "holds another run: recipe was" in message
 
@@ -373,7 +373,7 @@ def test_published_weights_are_whole_where_nothing_trains_them(overrides: list[s
         (["data.nmae=voc"], r"unknown key 'data\.nmae'; did you mean 'data\.name'\?"),
         (["toolkit=mmdet"], r"toolkit='mmdet' is none of detectron2, torchvision"),
         (["metric.definition=coco50"], r"metric\.definition='coco50' is none of voc_11_point, voc, coco"),
-        (["model.name=yolo"], r"no detector is named 'yolo'; there are fasterrcnn_resnet50_fpn"),
+        (["model.name=yolo"], r"no detector is named 'yolo'; the choices are fasterrcnn_resnet50_fpn"),
         (["toolkit=detectron2"], r"model\.min_size=48 is for toolkit=torchvision, .* not change toolkit=detectron2$"),
         (["classification_loss=focal"], r"classification_loss='focal' must be 'cross_entropy' or 'ap'"),
         (["population=2"], r"population=2: detectors compute one task at a time"),
@@ -468,8 +468,8 @@ def test_detectron2_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch
     for name in ("detectron2", "detectron2.config"):
         monkeypatch.setitem(sys.modules, name, None)
     message = refused("--config-file", CONFIGS / "scenes_detectron2.yaml", "--output-dir", tmp_path / "run")
-    assert message.startswith("toolkit=detectron2 needs Detectron2, which is installed from its source (")
-    assert "--toolkit torchvision works without, with a config file of its own" in message
+    assert message.startswith("toolkit=detectron2 needs Detectron2, which is installed from source (")
+    assert "--toolkit torchvision works without it, with its own config file" in message
     assert not (tmp_path / "run").exists()
 
 
@@ -495,7 +495,7 @@ def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Pa
         report = content_of(tmp_path)
         assert report["images"] == 6
         assert report["ap50"]["coco"]["mean"] == pytest.approx(methods[name]["test"][0])
-    with pytest.raises(SystemExit, match=r"error: --images-dir names the images of a JSON file"):
+    with pytest.raises(SystemExit, match=r"error: --images-dir is for a JSON file"):
         call("--config-file", file, "--output-dir", tmp_path, "--weights", tuned, "--annotations", annotations,
              script=evaluate)  # fmt: skip
     with pytest.raises(SystemExit, match=r"error: --config-file needs --weights"):
@@ -524,7 +524,7 @@ def test_evaluate_ap50_finds_with_the_kept_detector(finished: Path, tmp_path: Pa
 def test_a_setting_that_the_toolkit_does_not_look_at_is_refused(toolkit: str, setting: str) -> None:
     other = {"detectron2": "torchvision", "torchvision": "detectron2"}[toolkit]
     config = load_config(DetectionConfig, None, [f"toolkit={toolkit}", "data.name=scenes", setting])
-    said = rf"{setting.partition('=')[0]}=.* is for toolkit={other}, and would not change toolkit={toolkit}$"
+    said = rf"{setting.partition('=')[0]}=.* is for toolkit={other} and has no effect with toolkit={toolkit}$"
     with pytest.raises(ConfigError, match=said):
         build_toolkit(config)
 

@@ -166,7 +166,7 @@ def test_the_report_states_what_the_kept_models_do(finished: Path) -> None:
 
 def test_a_second_call_needs_resume(finished: Path) -> None:
     message = refused("--config-file", DIGITS, "--output-dir", finished, *TINY, "seeds=2")
-    assert message == f"{finished} holds an earlier run: add --resume to go on with it, or use another folder"
+    assert message == f"{finished} holds an earlier run: add --resume to continue it, or use another folder"
     message = refused("--config-file", DIGITS, "--output-dir", finished, "--resume", *TINY, "recipe.lr=0.07")
     assert "holds another run: recipe was" in message
 
@@ -281,7 +281,7 @@ def test_class_folders_with_a_fixed_test_part_and_a_subset_of_queries(tmp_path: 
         (["loss.nmae=fast_ap"], r"unknown key 'loss\.nmae'; did you mean 'loss\.name'\?"),
         (["loss.name=fastap"], r"loss\.name='fastap' is none of .*contrastive.*fast_ap.*triplet_margin"),
         (["loss.params={margn: 1}"], r"loss: fast_ap does not take \{'margn': 1\}"),
-        (["loss.name=proxy_anchor", "loss.params={num_classes: 3, embedding_size: 6}"], "has weights of its own"),
+        (["loss.name=proxy_anchor", "loss.params={num_classes: 3, embedding_size: 6}"], "has its own weights"),
         (["loss.samples=1"], r"loss\.samples=1: it must be at least 2"),
         (["metric.ks=[0]"], r"metric: ks must be .* of at least 1, got \[0\]"),
         (["metric.ks=[]"], r"metric: ks must be one or more numbers"),
@@ -365,7 +365,7 @@ def test_embeddings_that_do_not_match_their_labels_are_refused() -> None:
             return x[::2]
 
     metric = build_metric(MetricConfig([1]), part)
-    with pytest.raises(MetricError, match="embeddings and labels must be equally many, got 3 and 6"):
+    with pytest.raises(MetricError, match="embeddings and labels must match in number, got 3 and 6"):
         metric.evaluate(Halving(), "test")
     with pytest.raises(MetricError, match="embeddings must be n x d"):
         metric.evaluate(nn.Unflatten(1, (3, 1)), "test")
@@ -407,7 +407,7 @@ def test_the_smooth_ap_is_the_one_for_classes_of_any_size() -> None:
 def test_a_part_of_few_classes_gets_smaller_batches() -> None:
     part = Split(torch.zeros(7, 1, 2, 2), torch.tensor([0, 0, 1, 1, 2, 2, 3]))
     assert class_batches(part, LossConfig(classes=16, samples=2)).classes == 3
-    with pytest.raises(DataError, match="a batch needs 2 classes of at least two examples, there are 1"):
+    with pytest.raises(DataError, match="a batch needs 2 classes of at least two examples, got 1"):
         class_batches(Split(part.x[:4], torch.tensor([0, 0, 1, 2])), LossConfig())
 
 

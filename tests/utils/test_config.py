@@ -85,7 +85,7 @@ def test_an_unknown_key_in_an_override_names_the_nearest(override: str, nearest:
 
 
 def test_without_a_near_key_all_are_listed() -> None:
-    assert error_of(None, "zzz=3").endswith(f"; there are {', '.join(sorted(known_keys(Schema)))}")
+    assert error_of(None, "zzz=3").endswith(f"; the choices are {', '.join(sorted(known_keys(Schema)))}")
 
 
 @pytest.mark.parametrize(

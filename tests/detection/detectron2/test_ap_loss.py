@@ -82,7 +82,7 @@ def test_the_gradient_of_the_ap_loss_reaches_phi(tiny_config: Any, squares: Call
 def test_other_predictors_and_losses_are_refused(tiny_config: Any) -> None:
     with pytest.raises(ConfigError, match="classification_loss='focal' must be 'cross_entropy' or 'ap'"):
         Detectron2Toolkit(tiny_config(), classification_loss="focal")
-    with pytest.raises(ConfigError, match="the AP loss is for FastRCNNOutputLayers, this detector has NoneType"):
+    with pytest.raises(ConfigError, match="the AP loss is for FastRCNNOutputLayers, but this detector has None"):
         use_ap_loss(nn.Linear(1, 1))
     cascade = build_model(tiny_config("fpn", "BN", "MODEL.ROI_HEADS.NAME", "CascadeROIHeads",
                                       "MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", True))  # fmt: skip

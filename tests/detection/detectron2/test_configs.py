@@ -256,7 +256,7 @@ def test_tool_does_not_write_over_the_detector(
     (tmp_path / "all.yaml").write_text(cfg.dump())
     Path(cfg.OUTPUT_DIR).mkdir()
     for name, message in (
-        ("model_final.pth", "model_final.pth, which would be written over; give another"),
+        ("model_final.pth", "model_final.pth, which would be overwritten; give another"),
         ("detector.pth", "detector.pth can't be loaded"),  # of no kind that a run writes: the next error is its own
     ):
         file = Path(cfg.OUTPUT_DIR) / name

@@ -210,7 +210,7 @@ def test_config_entries(squares: Callable[..., DetectionSet], tmp_path: Path) ->
         register_entries(["VOC:trainval"], tmp_path)
     with pytest.raises(ConfigError, match=r"\[80%:20%\] is no part"):
         register_entries(["odd=VOC:trainval[80%:20%]"], tmp_path)
-    with pytest.raises(ConfigError, match=r"\[0%:1%\] of 10 images is none of them"):
+    with pytest.raises(ConfigError, match=r"\[0%:1%\] of 10 images is empty"):
         register_entries(["odd=VOC:trainval[:1%]"], tmp_path)
 
 
@@ -280,5 +280,5 @@ def test_validation_metric(tiny_config: Any, squares: Callable[..., DetectionSet
     assert metric.cost(Oracle(data, known=8), "test") == 0
     assert metric.cost(Oracle(data, known=0), "test") == 1
     assert 0 < validation_metric(cfg, "squares").cost(Oracle(data, known=4), "test") < 1
-    with pytest.raises(ConfigError, match="9 validation images requested; 'squares' has 8"):
+    with pytest.raises(ConfigError, match="9 validation images requested, but 'squares' has 8"):
         validation_metric(cfg, "squares", images=9)

@@ -132,11 +132,11 @@ def test_a_run_does_not_go_on_from_another_kind_of_run(tiny_config: Any, tmp_pat
     options = [*FINETUNING, "SOLVER.MAX_ITER", 2, "METRICOPT.FINETUNE.STEPS", 2, "DATASETS.TEST", ()]
     ordinary = tiny_config("fpn", "BN", *options, "METRICOPT.ENABLED", False)
     trained(ordinary)
-    with pytest.raises(DataError, match=r"model_final\.pth is no checkpoint of such a run .* use another OUTPUT_DIR"):
+    with pytest.raises(DataError, match=r"model_final\.pth is not a checkpoint of such a run .* use another OUTPUT"):
         trained(tiny_config("fpn", "BN", *options), resume=True)
     elsewhere = ["OUTPUT_DIR", str(tmp_path / "phi")]
     trained(tiny_config("fpn", "BN", *options, *elsewhere))
-    with pytest.raises(DataError, match=r"model_final\.pth is no checkpoint of such a run"):
+    with pytest.raises(DataError, match=r"model_final\.pth is not a checkpoint of such a run"):
         trained(tiny_config("fpn", "BN", *options, *elsewhere, "METRICOPT.ENABLED", False), resume=True)
 
 
@@ -276,7 +276,7 @@ def test_hooks_in_a_simple_trainer(tiny_config: Any, tmp_path: Path) -> None:
     best = torch.load(path, weights_only=True)["model"]["metricopt.phi"]
     assert torch.equal(best, trajectory.observed_phi[trajectory.cost.argmin()])
     assert len(trajectory.loss) == 4
-    with pytest.raises(FileFormatError, match="trajectory 0 of round 0 is stored already"):
+    with pytest.raises(FileFormatError, match="trajectory 0 of round 0 is already stored"):
         run(TrajectoryRecorder(Recording(adapter, Metric(judge, maximize=False), store, steps=4, evals=3)))
     simple = SimpleTrainer(model, [], None, gather_metric_period=5)
     hook = TrajectoryRecorder(Recording(adapter, Metric(judge, maximize=False), TrajectoryStore(), steps=4, evals=3))
@@ -378,7 +378,7 @@ def test_killed_meta_training_goes_on(
         return train(self)
 
     monkeypatch.setattr(MetricOptTrainer, "train", counted)
-    with pytest.raises(FileFormatError, match=r"holds trajectories already: add --resume"):
+    with pytest.raises(FileFormatError, match=r"already holds trajectories: add --resume"):
         meta_train(cfg, tmp_path / "again.safetensors")
     meta_train(cfg, tmp_path / "again.safetensors", resume=True)
     assert runs == [5, 6, 7]

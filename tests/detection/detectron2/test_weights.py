@@ -64,7 +64,7 @@ def test_phi_is_taken_only_where_it_is_asked_for(tiny_config: Any, saved: Callab
     assert_loaded(adapted, path)
     for settings in ({"dim": 3}, {"dim": 2, "seed": 1}):
         other = with_film(build_model(tiny_config()), ["fpn"], **settings)
-        with pytest.raises(DataError, match=r"(?s)weights\.pth can't be loaded: .*has another dimension or"):
+        with pytest.raises(DataError, match=r"(?s)weights\.pth can't be loaded: .*differs in its layers, dimension"):
             load_weights(other, path, tuned=True)
 
 
@@ -72,19 +72,19 @@ def test_another_detector_s_weights_are_refused(tiny_config: Any, saved: Callabl
     path = saved(build_model(tiny_config()))
     wider = tiny_config("fpn", "BN", "MODEL.FPN.OUT_CHANNELS", 32)
     message = (
-        r"weights\.pth is another detector's: .* has shape \(16,.*\) in place of \(32,.*\), and \d+ more do not fit"
+        r"weights\.pth belongs to another detector: .* has shape \(16,.*\) instead of \(32,.*\), and \d+ more do not"
     )
     with pytest.raises(DataError, match=message):
         load_weights(build_model(wider), path)
     backbone = saved(build_model(tiny_config()).backbone.bottom_up)
-    with pytest.raises(DataError, match=r"is another detector's: .* is missing"):
+    with pytest.raises(DataError, match=r"belongs to another detector: .* is missing"):
         load_weights(build_model(tiny_config()), backbone)
 
 
 def test_a_deeper_detector_s_weights_are_refused(tiny_config: Any, saved: Callable[..., str]) -> None:
     """All that a ResNet-18 has, a ResNet-34 has too, in the same shapes."""
     path = saved(build_model(tiny_config("fpn", "BN", "MODEL.RESNETS.DEPTH", 34)))
-    with pytest.raises(DataError, match=r"is another detector's: backbone\.bottom_up\.res2\.2\..* is unknown, and \d+"):
+    with pytest.raises(DataError, match=r"another detector: backbone\.bottom_up\.res2\.2\..* is unknown, and \d+"):
         load_weights(build_model(tiny_config()), path)
 
 
