@@ -215,7 +215,7 @@ class _Counted:
         return point
 
     def finish(self, centres: Sequence[Tensor]) -> SearchResult:
-        """Spend what is left on the last centre and the mean of the later half of the centres."""
+        """Spend what is left on points from the last centre to the mean of the later half of the centres."""
         last, mean = centres[-1], torch.stack(list(centres[(len(centres) - 1) // 2 :])).mean(0)
         for share in torch.linspace(0, 1, self.left + 1)[1:].tolist():
             self.one(torch.lerp(last, mean, share))
