@@ -330,7 +330,7 @@ def test_impossible_detections_are_refused(damage: Callable[[Detections], Tensor
 
 def test_impossible_arguments_are_named() -> None:
     found, truth = random_set(1)
-    with pytest.raises(DataError, match="detections of 29 images, but 30 images"):
+    with pytest.raises(DataError, match="detections for 29 images, but 30 images"):
         match(found[1:], truth, "voc")
     with pytest.raises(DataError, match="definition must be one of voc_11_point, voc, coco, got 'ap'"):
         match(found, truth, "ap")

@@ -44,8 +44,8 @@ def test_a_recipe_out_of_range_is_refused(name: str, value: Any, message: str) -
     [
         ({"adapt_queries": 10}, "adapt_queries is 10; a task of 10 steps has 9 points between its ends"),
         ({"adapt_queries": -1}, "adapt_queries is -1; it must be at least 0"),
-        ({"refine_queries": 9}, "refine is None and refine_queries is 9; give both, or neither"),
-        ({"refine": CMAES()}, "and refine_queries is 0; give both, or neither"),
+        ({"refine_queries": 9}, "refine is None and refine_queries is 9; give both or neither"),
+        ({"refine": CMAES()}, "and refine_queries is 0; give both or neither"),
     ],
 )
 def test_queries_without_a_use_and_uses_without_queries_are_refused(change: dict[str, Any], message: str) -> None:

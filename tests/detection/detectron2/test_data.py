@@ -208,7 +208,7 @@ def test_config_entries(squares: Callable[..., DetectionSet], tmp_path: Path) ->
     assert ids[1] != ids[0][:7]  # shuffled
     with pytest.raises(ConfigError, match="'VOC:trainval' is not NAME=FOLDER:SPLIT"):
         register_entries(["VOC:trainval"], tmp_path)
-    with pytest.raises(ConfigError, match=r"\[80%:20%\] is no part"):
+    with pytest.raises(ConfigError, match=r"\[80%:20%\] is not part"):
         register_entries(["odd=VOC:trainval[80%:20%]"], tmp_path)
     with pytest.raises(ConfigError, match=r"\[0%:1%\] of 10 images is empty"):
         register_entries(["odd=VOC:trainval[:1%]"], tmp_path)
