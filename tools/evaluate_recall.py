@@ -256,21 +256,13 @@ def read_array(path: Path, name: str) -> Any:
 
 def print_rows(rows: list[Row]) -> None:
     """Print a line for each gallery."""
-    recalls = [f"R@{k}" for k in rows[0].recall]
-    print_table(
-        ["gallery", "items", "queries", "no match", *recalls, "mean", "seconds"],
-        [
-            [
-                row.gallery,
-                *(str(count) for count in (row.size, row.queries, row.without_match)),
-                *(f"{value:.4f}" for value in (*row.recall.values(), row.mean)),
-                f"{row.seconds:.1f}",
-            ]
-            for row in rows
-        ],
-        fold=True,
-        least_width=60 + 8 * len(recalls),
-    )
+    recalls, shown = [f"R@{k}" for k in rows[0].recall], []
+    for row in rows:
+        counts = [str(count) for count in (row.size, row.queries, row.without_match)]
+        values = [f"{value:.4f}" for value in (*row.recall.values(), row.mean)]
+        shown.append([row.gallery, *counts, *values, f"{row.seconds:.1f}"])
+    header = ["gallery", "items", "queries", "no match", *recalls, "mean", "seconds"]
+    print_table(header, shown, fold=True, least_width=60 + 8 * len(recalls))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Methods side by side on one task: each with its own ledger, each end judged once on the test data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from metricopt_ext.evidence.method import End, Method, MethodResult, Reached, check_known
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.method import METHODS, End, Method, MethodResult, Reached, check_known
 from metricopt_ext.evidence.record import Outcome
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -40,9 +41,14 @@ def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Metho
     check_known(methods)
     results: dict[str, MethodResult] = {}
     for name, method in methods.items():
-        result = method(task.judged_by(task.metric.with_new_ledger()), results)
-        if result is not None:
-            results[name] = result
+        result, entry = method(task.judged_by(task.metric.with_new_ledger()), results), METHODS[name]
+        if result is None:
+            continue
+        if entry.kind == "free" and result.reached[-1].queries:
+            raise ConfigError(f"method {name!r} is free in METHODS, but spent {result.reached[-1].queries} queries")
+        before = results[entry.after].reached[-1] if entry.after else None
+        reached = tuple(each.after(before) if before else each for each in result.reached)
+        results[name] = replace(result, reached=reached)
     validation, test = task.judged_by(task.metric.with_new_ledger()), task.judged_by(test_metric)
 
     def outcome(each: Reached) -> Outcome:

@@ -12,7 +12,7 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.tasks.task import FinetuneTask
 
-Kind = Literal["free", "queries", "follow_up"]
+Kind = Literal["free", "queries"]
 Needs = Literal["scores", "inputs", "labels", "another f"]
 End = Tensor | nn.Module
 
@@ -24,23 +24,24 @@ class Entry:
     Attributes:
         title: Its displayed name.
         colour: Its colour, ``#rrggbb``.
-        kind: ``free`` spends no metric query, ``queries`` does, and ``follow_up`` continues from MetricOpt's result,
-            so what MetricOpt spent counts as its own too.
+        kind: ``free`` spends no metric query of its own, ``queries`` does.
         needs: What it needs from the data that the metric sees: the metric's scores alone, the inputs, or the labels
             too; or the value function of another run.
+        after: The method that it continues from: what that one spent counts as its own too.
     """
 
     title: str
     colour: str
     kind: Kind
     needs: Needs = "scores"
+    after: str = ""
 
 
 # Every method that a comparison can run, by name, in the order of tables.
 METHODS: dict[str, Entry] = {
     "pretrained": Entry("pretrained", "#9a9a9a", "free"),
     "loss_finetune": Entry("loss finetune", "#d98c3f", "free"),
-    "loss_finetune_best": Entry("loss finetune, best step", "#b5651d", "queries"),
+    "loss_finetune_best": Entry("loss finetune, best step", "#b5651d", "queries", after="loss_finetune"),
     "threshold": Entry("tuned threshold", "#5b7db1", "queries", "inputs"),
     "batchnorm_validation": Entry("BatchNorm on validation", "#8a6fb0", "free", "inputs"),
     "loss_finetune_validation": Entry("loss on validation labels", "#4f8f8b", "free", "labels"),
@@ -49,8 +50,8 @@ METHODS: dict[str, Entry] = {
     "transferred": Entry("f of another run", "#7f9c3c", "free", "another f"),
     "placebo": Entry("the same f, turned", "#b9c58f", "free", "another f"),
     "metricopt": Entry("MetricOpt", "#c02942", "queries"),
-    "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "follow_up"),
-    "second_round": Entry("MetricOpt, second round", "#7a1f3d", "follow_up"),
+    "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "queries", after="metricopt"),
+    "second_round": Entry("MetricOpt, second round", "#7a1f3d", "queries", after="metricopt"),
 }
 
 
@@ -70,6 +71,15 @@ class Reached:
     queries_per_start: int
     seconds: float
 
+    def after(self, before: "Reached") -> "Reached":
+        """Return the same with what was spent before counted too."""
+        return Reached(
+            self.end,
+            before.queries + self.queries,
+            before.queries_per_start + self.queries_per_start,
+            before.seconds + self.seconds,
+        )
+
 
 @dataclass(frozen=True)
 class MethodResult:
@@ -86,8 +96,9 @@ class MethodResult:
     details: MetricOptResult | None = None
 
 
-# A method: runs on a task whose metric counts its queries alone, given the results of the methods before it; returns
-# what came out, or None where it does not apply. The model may be left with any phi, but with its own weights.
+# A method runs on a task whose metric counts its queries alone, given the results of the methods before it; it returns
+# what came out, with what it spent itself, or None where it does not apply. It may leave the model with any phi, but
+# with its original weights.
 Method = Callable[[FinetuneTask, Mapping[str, MethodResult]], MethodResult | None]
 
 
@@ -96,22 +107,15 @@ class Meter:
 
     Args:
         task: The method's task.
-        on_top_of: What it continues from, which counts as its own too.
     """
 
-    def __init__(self, task: FinetuneTask, on_top_of: Reached | None = None) -> None:
-        self.ledger, self.before = task.metric.ledger, on_top_of or Reached(torch.empty(0), 0, 0, 0.0)
-        self.spent, self.began = self.ledger.spent, now()
+    def __init__(self, task: FinetuneTask) -> None:
+        self.ledger, self.spent, self.began = task.metric.ledger, task.metric.ledger.spent, now()
 
     def reached(self, end: End) -> Reached:
         """Return where the method stands."""
         spent = self.ledger.spent - self.spent
-        return Reached(
-            end,
-            self.before.queries + spent,
-            self.before.queries_per_start + spent,
-            self.before.seconds + now() - self.began,
-        )
+        return Reached(end, spent, spent, now() - self.began)
 
 
 def now() -> float:
@@ -136,10 +140,9 @@ def following_metricopt(run: Callable[[FinetuneTask, MetricOptResult], End]) -> 
     """Make a method from a function that continues from MetricOpt's result and returns an end."""
 
     def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
-        before = earlier["metricopt"]
-        assert before.details is not None
-        meter = Meter(task, on_top_of=before.reached[-1])
-        return MethodResult((meter.reached(run(task, before.details)),))
+        meter, result = Meter(task), earlier["metricopt"].details
+        assert result is not None
+        return MethodResult((meter.reached(run(task, result)),))
 
     return method
 

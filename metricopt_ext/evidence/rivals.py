@@ -68,7 +68,7 @@ def usual_methods(
     def loss_finetune_best(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
         before = earlier["loss_finetune"]
         assert before.path is not None
-        meter = Meter(task, on_top_of=before.reached[-1])
+        meter = Meter(task)
         return MethodResult((meter.reached(best_of_loss_finetune(task, before.path, config.best_evals)),))
 
     methods: dict[str, Method] = {

@@ -106,6 +106,8 @@ def _follow_value_function(
 ) -> MetricOptResult:
     with folder.counted(task.metric, queries) as cached:
         store, ledger = folder.trajectories, cached.ledger
+        if len(store):
+            ledger.spend("collect", store.queries)
         fit = meta_train(task, tasks=tasks, recipe=recipe, seed=seed, store=store, watcher=watcher)
         counted = task.judged_by(cached)
         watcher.stage("choose settings")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -31,9 +32,6 @@ class RunFolder:
         identity: What the run depends on; see `identity_of`. A folder that holds another run is rejected.
         resume: Continue what an interrupted run left there.
 
-    Attributes:
-        trajectories: What was collected, empty in a new run.
-
     Raises:
         FileFormatError: The folder holds a run and ``resume`` is False, or it holds another run; the message names the
             first difference.
@@ -41,20 +39,25 @@ class RunFolder:
 
     def __init__(self, path: str | Path | None, identity: dict[str, Any], resume: bool) -> None:
         self.path = None if path is None else Path(path)
+        self.identity = identity
         if self.path is None:
-            self.trajectories = TrajectoryStore()
             return
         if not resume and any((self.path / name).exists() for name in (IDENTITY, TRAJECTORIES, EVALUATIONS)):
             raise FileFormatError(f"{self.path} holds an earlier run; resume it, or use another output folder")
         claim(self.path / IDENTITY, identity)  # guards the evaluations too: another strategy must not reuse them
-        self.trajectories = TrajectoryStore(self.path / TRAJECTORIES, identity)
+
+    @cached_property
+    def trajectories(self) -> TrajectoryStore:
+        """What was collected, empty in a new run."""
+        return TrajectoryStore() if self.path is None else TrajectoryStore(self.path / TRAJECTORIES, self.identity)
 
     @contextmanager
     def counted(self, metric: Metric, queries: int) -> Iterator[CachedMetric]:
         """Count the run in its own ledger, and charge the metric's ledger once the run is over.
 
-        What an interrupted run evaluated is read from its files and booked as before. A failed run with a folder is not
-        charged: its work is reused when it is resumed. Without a folder it is charged for what it spent.
+        What an interrupted run evaluated is read from its file and booked as before; what it collected has other files.
+        A failed run with a folder is not charged: its work is reused when it is resumed. Without a folder it is charged
+        for what it spent.
 
         Args:
             metric: Has the run's ledger meanwhile. Collected trajectories have their own files.
@@ -66,8 +69,6 @@ class RunFolder:
         own, metric.ledger = metric.ledger, Ledger(queries)
         run, finished = metric.ledger, False
         try:
-            if len(self.trajectories):
-                run.spend("collect", self.trajectories.queries)
             yield CachedMetric(metric, None if self.path is None else self.path / EVALUATIONS)
             finished = True
         finally:

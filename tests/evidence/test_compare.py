@@ -206,3 +206,12 @@ def test_a_method_without_an_entry_is_refused_before_anything_runs(
     with pytest.raises(ConfigError, match="method 'mine' has no entry in METHODS; the choices are pretrained, "):
         beside(task, tmp_path, {"mine": ending_at(lambda task: task.origin())})
     assert task.queries == 0
+
+
+def test_a_method_that_is_said_to_be_free_may_not_spend_queries(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    def spending(task: FinetuneTask) -> Tensor:
+        task.cost(task.origin(), "secretly")
+        return task.origin()
+
+    with pytest.raises(ConfigError, match="method 'batchnorm_validation' is free in METHODS, but spent 1 queries"):
+        beside(quadratic(), tmp_path, {"batchnorm_validation": ending_at(spending)})

@@ -16,6 +16,12 @@ def test_every_method_has_a_title_and_a_colour_of_its_own() -> None:
     assert all(len(entry.colour) == 7 and int(entry.colour[1:], 16) >= 0 for entry in METHODS.values())
 
 
+def test_a_method_comes_after_one_that_there_is() -> None:
+    names = list(METHODS)
+    for name, entry in METHODS.items():
+        assert not entry.after or names.index(entry.after) < names.index(name)
+
+
 def test_unknown_methods_are_refused_by_name() -> None:
     check_known(METHODS)
     with pytest.raises(ConfigError, match="method 'tresholds' has no entry in METHODS; the choices are pretrained"):
@@ -28,11 +34,10 @@ def test_a_meter_counts_from_where_it_was_made(quadratic: Callable[..., Any], mo
     task, end = quadratic(), torch.ones(4, dtype=torch.float64)
     task.cost(end, "before")
     meter = Meter(task)
-    above = Meter(task, on_top_of=Reached(end, queries=100, queries_per_start=10, seconds=1.5))
     task.costs_at(end[None].repeat(3, 1), "search")
     clock[0] = 7.0
     assert meter.reached(end) == Reached(end, 3, 3, 2.0)
-    assert above.reached(end) == Reached(end, 103, 13, 3.5)
+    assert meter.reached(end).after(Reached(end, 100, 10, 1.5)) == Reached(end, 103, 13, 3.5)
 
 
 def test_a_method_that_does_not_apply_returns_nothing(quadratic: Callable[..., Any]) -> None:
