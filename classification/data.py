@@ -31,7 +31,6 @@ def split(
     y: Tensor,
     fractions: Sequence[float] = (0.7, 0.1, 0.2),
     seed: int = 0,
-    stratify: bool = True,
     class_names: Sequence[str] | None = None,
 ) -> Splits:
     """Divide a set at random, the same way for the same seed.
@@ -41,7 +40,6 @@ def split(
         y: Labels, ``n`` int64 from 0.
         fractions: Shares of train, validation and test, above 0 and summing to 1.
         seed: Seed of the shuffle.
-        stratify: Whether each part has the class proportions of the whole.
         class_names: A name for each class; by default their numbers, up to the largest label.
 
     Raises:
@@ -54,25 +52,24 @@ def split(
         raise DataError("the set to split is empty")
     names = tuple(class_names) if class_names is not None else tuple(map(str, range(int(y.max()) + 1)))
     _, validation, test = (round(share * len(whole)) for share in fractions)
-    rest, test_part = hold_out(whole, test, seed, stratify)
-    train_part, validation_part = hold_out(rest, validation, seed, stratify)
+    rest, test_part = hold_out(whole, test, seed)
+    train_part, validation_part = hold_out(rest, validation, seed)
     return Splits(train_part, validation_part, test_part, names)
 
 
-def hold_out(data: Split, size: int | float, seed: int = 0, stratify: bool = True) -> tuple[Split, Split]:
+def hold_out(data: Split, size: int | float, seed: int = 0) -> tuple[Split, Split]:
     """Set aside a part at random, e.g. for validation in a set that comes with its own test part.
 
     Args:
         data: The examples.
         size: How many to set aside, or their share if it is a float in (0, 1).
         seed: Seed of the shuffle.
-        stratify: Whether both parts have the class proportions of the whole.
 
     Returns:
         The rest, and the part set aside.
 
     Raises:
-        DataError: If either part would be empty, or too small to hold every class if stratified.
+        DataError: If either part would be empty, or too small to hold every class.
     """
     from sklearn.model_selection import train_test_split
 
@@ -81,9 +78,7 @@ def hold_out(data: Split, size: int | float, seed: int = 0, stratify: bool = Tru
         raise DataError(f"holding out a part must leave neither part empty, got {count} of {len(data)} examples")
     labels = data.y.numpy(force=True)
     try:
-        rest, held = train_test_split(
-            np.arange(len(data)), test_size=count, random_state=seed, stratify=labels if stratify else None
-        )
+        rest, held = train_test_split(np.arange(len(data)), test_size=count, random_state=seed, stratify=labels)
     except ValueError as error:
         raise DataError(f"cannot set aside {count} of {len(data)} examples by class: {error}") from error
     return data.take(torch.from_numpy(rest)), data.take(torch.from_numpy(held))

@@ -23,7 +23,7 @@ from metricopt_ext.classification.threshold import tune_threshold
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import PARTS, Splits, in_parts
 from metricopt_ext.evidence.experiment import Experiment, Subject
-from metricopt_ext.evidence.method import Method, ending_at, following_metricopt
+from metricopt_ext.evidence.method import Method, ending_at, ending_path, following_metricopt
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.methods.second_round import copied_task, run_second_round
 from metricopt_ext.methods.tuning import finetune
@@ -78,8 +78,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         methods["threshold"] = ending_at(lambda task: tune_threshold(task, self.splits.validation.x))
         if config.transfer.value_function:
             f = load_value_function(config.transfer.value_function, self.task.dim).to(self.task.adapter.phi.device)
-            methods["transferred"] = ending_at(lambda task: self._follow(task, f))
-            methods["placebo"] = ending_at(lambda task: self._follow(task, RotatedValueFunction(f, self.seed)))
+            methods["transferred"] = ending_path(lambda task: self._follow(task, f))
+            methods["placebo"] = ending_path(lambda task: self._follow(task, RotatedValueFunction(f, self.seed)))
         if config.second_round.epochs:
             methods["second_round"] = following_metricopt(self._second_round)
         return methods
@@ -101,7 +101,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         policy = MetricOptStep(
             f, recipe.lr, transfer.metric_step, transfer.loss_weight, recipe.steps, even_untrusted=True
         )
-        return finetune(task, policy, recipe.steps, self.seed)[-1]
+        return finetune(task, policy, recipe.steps, self.seed)
 
     def _second_round(self, task: FinetuneTask, result: MetricOptResult) -> nn.Module:
         """Return the merged model of a second round."""

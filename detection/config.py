@@ -59,10 +59,10 @@ class ModelConfig:
 
     # torchvision: fasterrcnn_resnet50_fpn, fasterrcnn_resnet50_fpn_v2, resnet18_fpn or small_fpn
     name: str = TorchvisionToolkit.name
-    min_size: int = (
-        TorchvisionToolkit.min_size
-    )  # torchvision: shorter side in pixels to which the network scales images ...
-    max_size: int = TorchvisionToolkit.max_size  # ... unless the longer one would then exceed this
+    # torchvision: shorter side in pixels to which the network scales images, unless the longer one would then exceed
+    # the second number
+    min_size: int = TorchvisionToolkit.min_size
+    max_size: int = TorchvisionToolkit.max_size
     # torchvision: maximum number of proposals per image to detect boxes in; 0: the detector's own number
     proposals: int = TorchvisionToolkit.proposals
     # torchvision: file of its ResNet-50 detectors' weights, for COCO or trained further, to start training from

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -89,25 +88,11 @@ class FrozenFeatures:
                     f" {BOX_HEAD!r} leave them unchanged"
                 )
         self.toolkit, self.model = toolkit, adapter.model
+        self.build, self.film_layers = toolkit.build, toolkit.film_layers  # what this memory does not change
+        self.inputs, self.export = toolkit.inputs, toolkit.export
         self.proposals: dict[Example, Proposals] = {}
         self.candidates: dict[Example, Candidates] = {}
         self.gib, self.bytes, self.warned = gib, {"detection": 0, "loss": 0}, False
-
-    def build(self, classes: int, seed: int) -> nn.Module:
-        """Return a new detector, to which this memory does not apply."""
-        return self.toolkit.build(classes, seed)
-
-    def film_layers(self, model: nn.Module, placements: Sequence[str]) -> list[str]:
-        """Return the patterns of layers that some placements stand for; see `TorchvisionToolkit`."""
-        return self.toolkit.film_layers(model, placements)
-
-    def inputs(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
-        """Return what the model's ``forward`` takes in evaluation mode."""
-        return self.toolkit.inputs(model, batch)
-
-    def export(self, model: nn.Module, path: str | Path) -> None:
-        """Write an adapted model as an ordinary checkpoint; see `TorchvisionToolkit`."""
-        self.toolkit.export(model, path)
 
     def loss(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
         """Return the sum of the losses of classes and boxes, a scalar.

@@ -88,5 +88,6 @@ def __getattr__(name: str) -> Any:
     if name in LAZY:
         return getattr(import_module(LAZY[name]), name)
     if name in errors.__all__:
-        raise AttributeError(f"metricopt_ext.{name} is now metricopt_ext.errors.{name}")
+        # Python hides the text of an AttributeError from `from metricopt_ext import ...`, and no other error's.
+        raise ImportError(f"metricopt_ext.{name} is now metricopt_ext.errors.{name}")
     raise AttributeError(f"module 'metricopt_ext' has no attribute {name!r}")

@@ -27,7 +27,9 @@ def test_importing_it_is_light() -> None:
 
 @pytest.mark.parametrize("name", errors.__all__)
 def test_errors_are_in_their_module(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"metricopt_ext.{name} is now metricopt_ext.errors.{name}"):
+    with pytest.raises(ImportError, match=f"metricopt_ext.{name} is now metricopt_ext.errors.{name}"):
+        exec(f"from metricopt_ext import {name}")
+    with pytest.raises(ImportError, match=f"metricopt_ext.{name} is now metricopt_ext.errors.{name}"):
         getattr(mo, name)
 
 
@@ -49,6 +51,11 @@ def test_renamed_attributes_say_their_new_name(owner: type, old: str, new: str) 
     with pytest.raises(AttributeError, match=f"{owner.__name__}.{old} is now {owner.__name__}.{new}"):
         getattr(owner, old)
     assert hasattr(owner, new) or new in owner.__dataclass_fields__  # type: ignore[attr-defined]
+
+
+def test_a_metric_that_overrides_a_former_name_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Mine\.ask overrides a former name: Metric\.ask is now Metric\.evaluate"):
+        type("Mine", (mo.Metric,), {"ask": lambda self, model, purpose: None})
 
 
 def test_a_metric_says_so_too() -> None:

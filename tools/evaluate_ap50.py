@@ -189,7 +189,7 @@ def print_report(report: dict[str, Any]) -> None:
     totals = [str(sum(report[key].values())) for key in ("objects", "detections")]
     rows.append(["mean", *totals, *(f"{result['mean']:.4f}" for result in results.values())])
     header = ["AP50", "objects", "detections", *results]
-    print_table(header, rows, bold=[len(rows) - 1], fold=True, least_width=40 + 13 * len(results))
+    print_table(header, rows, bold=[len(rows) - 1])
 
 
 if __name__ == "__main__":

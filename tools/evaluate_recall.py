@@ -262,7 +262,7 @@ def print_rows(rows: list[Row]) -> None:
         values = [f"{value:.4f}" for value in (*row.recall.values(), row.mean)]
         shown.append([row.gallery, *counts, *values, f"{row.seconds:.1f}"])
     header = ["gallery", "items", "queries", "no match", *recalls, "mean", "seconds"]
-    print_table(header, shown, fold=True, least_width=60 + 8 * len(recalls))
+    print_table(header, shown)
 
 
 if __name__ == "__main__":

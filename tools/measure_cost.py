@@ -90,15 +90,8 @@ class Ratio:
 
     def to_json(self) -> dict[str, Any]:
         """Return the ratio's entry in cost.json."""
-        return {
-            "of": self.of,
-            "over": self.over,
-            "ratio": self.median,
-            "interval": self.interval,
-            "at_most": self.at_most,
-            "at_least": self.at_least,
-            "met": self.met,
-        }
+        names = ("of", "over", "interval", "at_most", "at_least", "met")
+        return {"ratio": self.median, **{name: getattr(self, name) for name in names}}
 
 
 @dataclass(frozen=True)
@@ -124,7 +117,7 @@ class Table:
 
     def print(self) -> None:
         """Print the table, and the times below it."""
-        print_table(HEADER, [[*ratio.row(), "", ""][: len(HEADER)] for ratio in self.rows], title=self.title, left=2)
+        print_table(HEADER, [ratio.row() for ratio in self.rows], title=self.title, left=2)
         print("; ".join(f"{side}: {1e3 * taken:.2f} ms" for side, taken in self.seconds.items()), end="\n\n")
 
 

@@ -63,8 +63,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "time_ratio": ours["seconds"] / raw["seconds"],
         "memory_ratio": ours["peak_mb"] / theirs["peak_mb"],
         "versions": versions(),
-        "config": {"size": arguments.size, "dim": arguments.dim, "k": arguments.k, "per_class": arguments.per_class}
-        | {"repeats": arguments.repeats, "seed": arguments.seed},
+        "config": {name: getattr(arguments, name) for name in ("size", "dim", "k", "per_class", "repeats", "seed")},
     }
     write_json(arguments.output_dir / "report.json", report)
     print_report(report)

@@ -12,7 +12,7 @@ from metricopt_ext.detection.ap50 import Definition
 from metricopt_ext.detection.ap_loss import ClassificationLoss
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.methods.recipe import LEAST_TASKS, Recipe
+from metricopt_ext.methods.recipe import LEAST_TASKS
 from metricopt_ext.search.optimizer import MetricOpt
 from metricopt_ext.utils.config import default_of
 
@@ -170,7 +170,7 @@ class MetaNode:
     """
 
     trajectories: str = ""
-    rounds: int = Recipe.rounds
+    rounds: int = 7
     tasks: int = LEAST_TASKS
     round: int = 0
     index: int = 0

@@ -109,9 +109,17 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         settings = metricopt_settings(cfg)
         if not settings.enabled:
             return super().build_optimizer(cfg, model)
-        options = {name: value for name, value in vars(settings.finetune).items() if name != "start_std"}
-        correcting = settings.meta.round > 0  # f, by these trajectories
-        return phi_optimizer(phi_of(model), even_untrusted=correcting, **options)
+        return phi_optimizer(
+            phi_of(model),
+            value_function=settings.finetune.value_function,
+            lr=settings.finetune.lr,
+            metric_step=settings.finetune.metric_step,
+            loss_weight=settings.finetune.loss_weight,
+            steps=settings.finetune.steps,
+            trust=settings.finetune.trust,
+            history=settings.finetune.history,
+            even_untrusted=settings.meta.round > 0,  # its trajectories are meant to correct f
+        )
 
     @classmethod
     def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> Any:

@@ -129,9 +129,18 @@ def ending_at(run: Callable[[FinetuneTask], End | None]) -> Method:
     """Make a method from a function of the task that returns an end, or None if it does not apply."""
 
     def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult | None:
-        meter = Meter(task)
-        end = run(task)
+        meter, end = Meter(task), run(task)
         return None if end is None else MethodResult((meter.reached(end),))
+
+    return method
+
+
+def ending_path(run: Callable[[FinetuneTask], Tensor]) -> Method:
+    """Make a method from a function of the task that returns the visited phi, ``(T + 1) x d``."""
+
+    def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
+        meter, path = Meter(task), run(task)
+        return MethodResult((meter.reached(path[-1]),), path)
 
     return method
 
@@ -148,11 +157,15 @@ def following_metricopt(run: Callable[[FinetuneTask, MetricOptResult], End]) -> 
 
 
 def check_known(names: Iterable[str]) -> None:
-    """Reject methods that are not in `METHODS`, before anything runs.
+    """Reject methods that are not in `METHODS`, or run before those that they continue from, before anything runs.
 
     Raises:
-        ConfigError: A method is not in `METHODS`; the message names it.
+        ConfigError: There is such a method; the message names it.
     """
+    before: set[str] = set()
     for name in names:
         if name not in METHODS:
             raise ConfigError(f"method {name!r} has no entry in METHODS; the choices are {', '.join(METHODS)}")
+        if (after := METHODS[name].after) and after not in before:
+            raise ConfigError(f"method {name!r} continues from {after!r}, which must run before it")
+        before.add(name)

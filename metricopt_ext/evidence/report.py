@@ -32,6 +32,9 @@ class Interval(NamedTuple):
     high: float
 
 
+HEADER = ["method", "validation", "test", "queries", "per start", "seconds"]
+
+
 @dataclass(frozen=True)
 class Report:
     """Everything that a tool reports about a run.
@@ -130,12 +133,13 @@ class Report:
             f"Mean and standard deviation over {seeds}; each is a fresh split, model and value function.",
             "",
             *markdown_table(
-                [*self._header(), "needs"],
+                [*HEADER, "needs"],
                 [[*row, METHODS[name].needs] for name, row in zip(self.methods, self._rows(), strict=True)],
             ),
             "",
             "`queries`: metric queries in all; `per start`: of these, what finetuning one more start costs again.",
-            "`needs`: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too.",
+            "`needs`: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too;"
+            " `another f`: the value function of another run.",
             "",
             *(f"- {line}" for line in self.findings()),
             "",
@@ -193,7 +197,7 @@ class Report:
         """Print the table and the findings."""
         direction = "higher" if self.maximize else "lower"
         print_table(
-            self._header()[:-1],  # seconds would not fit into 80 columns; report.md has them
+            HEADER[:-1],  # seconds would not fit into 80 columns; report.md has them
             [row[:-1] for row in self._rows()],
             title=f"{self.task}: {self.metric} ({direction} is better), {len(self.records)} seeds",
             bold=[i for i, name in enumerate(self.methods) if name == "metricopt"],
@@ -215,9 +219,6 @@ class Report:
                 if None not in qualities:
                     rows[title.format(name.replace("_", " "))] = qualities
         return [(name, spread([q.spearman for q in qs]), spread([q.mae for q in qs])) for name, qs in rows.items()]
-
-    def _header(self) -> list[str]:
-        return ["method", "validation", "test", "queries", "per start", "seconds"]
 
     def _rows(self) -> list[list[str]]:
         return [

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
-from metricopt_ext.evidence.method import Meter, Method, MethodResult, Reached, ending_at, following_metricopt
+from metricopt_ext.evidence.method import (
+    Meter,
+    Method,
+    MethodResult,
+    Reached,
+    ending_at,
+    ending_path,
+    following_metricopt,
+)
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.tuning import finetune, metric_policy
@@ -60,10 +68,8 @@ def usual_methods(
         path = finetune(task, metric_policy(result.fit.f, recipe, result.setting), recipe.steps, seed)
         return MethodResult((replace(spent, queries_per_start=result.queries_per_start),), path, result)
 
-    def loss_finetune(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
-        meter = Meter(task)
-        path = finetune(task, LossStep(recipe.lr), recipe.steps, seed)
-        return MethodResult((meter.reached(path[-1]),), path)
+    def loss_finetune(task: FinetuneTask) -> Tensor:
+        return finetune(task, LossStep(recipe.lr), recipe.steps, seed)
 
     def loss_finetune_best(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
         before = earlier["loss_finetune"]
@@ -74,12 +80,10 @@ def usual_methods(
     methods: dict[str, Method] = {
         "pretrained": lambda task, earlier: MethodResult((Reached(task.origin(), 0, 0, 0.0),)),
         "metricopt": metricopt,
-        "loss_finetune": loss_finetune,
+        "loss_finetune": ending_path(loss_finetune),
         "loss_finetune_best": loss_finetune_best,
         "batchnorm_validation": ending_at(lambda task: reestimate_batchnorm(task.adapter.model, inputs)),
-        "loss_finetune_validation": ending_at(
-            lambda task: finetune(replace(task, batches=batches), LossStep(recipe.lr), recipe.steps, seed)[-1]
-        ),
+        "loss_finetune_validation": ending_path(lambda task: loss_finetune(replace(task, batches=batches))),
     }
     if queries:
         for name, search in (("guided_es", GuidedES(lr=recipe.lr)), ("cma_es", CMAES())):

@@ -34,8 +34,6 @@ def print_table(
     title: str = "",
     left: int = 1,
     bold: Collection[int] = (),
-    fold: bool = False,
-    least_width: int = 0,
 ) -> None:
     """Print a table on the terminal.
 
@@ -45,8 +43,6 @@ def print_table(
         title: Stands above the table.
         left: Number of columns that are aligned left, the others being numbers.
         bold: Which rows are bold.
-        fold: Whether the first column is folded where it is too wide; no other ever is.
-        least_width: Width below which the terminal breaks lines, rather than that numbers are cut.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -56,11 +52,11 @@ def print_table(
     named = Text(title, "table.title") if title else None  # text, as brackets in a string would be read as markup
     table = Table(title=named, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
     for i, column in enumerate(header):
-        table.add_column(
-            Text(column), justify="left" if i < left else "right", no_wrap=i > 0 or not fold, overflow="fold"
-        )
+        words = i < left  # which are folded where there is no room for them; numbers are never
+        table.add_column(Text(column), justify="left" if words else "right", no_wrap=not words, overflow="fold")
     for i, row in enumerate(rows):
         table.add_row(*map(Text, row), style="bold" if i in bold else "")
     console = Console(highlight=False)
-    console.width = max(console.width, least_width)
+    numbers = sum(max(len(row[i]) for row in (header, *rows)) + 1 for i in range(left, len(header)))
+    console.width = max(console.width, numbers + 12 * left)  # better lines that wrap than numbers cut off
     console.print(table)

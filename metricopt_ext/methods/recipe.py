@@ -97,6 +97,9 @@ class Recipe:
             )
         if not self.settings:
             raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
+        for pair in self.settings:
+            if len(pair) != 2:
+                raise ValueError(f"settings has {pair}; each must be a pair (loss weight, metric step)")
         object.__setattr__(self, "settings", tuple(Setting(*pair) for pair in self.settings))
 
     def explored_settings(self, seed: int, indices: Sequence[int]) -> Tensor:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from metricopt_ext.errors import FileFormatError
@@ -20,8 +20,10 @@ from metricopt_ext.value.value_function import ValueFunction
 
 IDENTITY, TRAJECTORIES, EVALUATIONS = "identity.json", "trajectories", "evaluations.json"
 
+FORMAT = 2  # of what is kept: a folder of another format is not resumed
+
 # Settings of a tool's run that may change on resuming: which seeds to run, and how.
-RUN_AGAIN_KEYS = ("seed", "seeds", "workers", "device")
+RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device"}
 
 
 class RunFolder:
@@ -102,6 +104,7 @@ def identity_of(strategy: Recipe | Search, task: FinetuneTask, *, seed: int, siz
         settings = {"search": repr(strategy)}
     context, metric = task.adapter.context, task.metric
     return {
+        "format": FORMAT,
         **settings,
         **size,
         "seed": seed,
@@ -116,8 +119,8 @@ def _described(part: Any) -> str:
     """Return ``repr``, but functions by name: their own repr holds an address, which differs between processes."""
     if isinstance(part, tuple):
         return f"({', '.join(map(_described, part))})"
-    if isinstance(part, FunctionType):
-        return f"{part.__module__}.{part.__qualname__}"
+    if isinstance(part, (FunctionType, MethodType)):
+        return part.__qualname__
     return repr(part)
 
 
@@ -129,8 +132,11 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool) -> None:
     Raises:
         FileFormatError: The folder holds a run, and ``resume`` is False or its settings differ.
     """
-    if not any(folder.glob("seed-*")):
-        (folder / "run.json").unlink(missing_ok=True)
-    if (folder / "run.json").exists() and not resume:
+    started, file = any(folder.glob("seed-*")), folder / "run.json"
+    if not started:
+        file.unlink(missing_ok=True)
+    elif not file.exists():
+        raise FileFormatError(f"{folder} holds seeds of a run without its settings, {file.name}; use another folder")
+    elif not resume:
         raise FileFormatError(f"{folder} holds an earlier run: add --resume to continue it, or use another folder")
-    claim(folder / "run.json", {key: value for key, value in settings.items() if key not in RUN_AGAIN_KEYS})
+    claim(file, {"format": FORMAT, **{key: settings[key] for key in sorted(settings.keys() - RUN_AGAIN_KEYS)}})

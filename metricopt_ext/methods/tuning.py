@@ -184,5 +184,4 @@ def evaluate(task: FinetuneTask, phi: Tensor, purpose: str, where: str, watcher:
 
 def query_callback(task: FinetuneTask, watcher: Watcher) -> Callable[[float], None]:
     """Return a function that notifies a watcher of an observed cost and of the queries spent."""
-    metric = task.metric
-    return lambda cost: watcher.query(metric.ledger.spent, f"{metric.name} {metric.to_value(cost):.4f}")
+    return lambda cost: watcher.query(task.metric.ledger.spent, f"{task.metric.name} {task.metric.to_value(cost):.4f}")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.utils.modes import evaluating
-from metricopt_ext.utils.renamed import Renamed
+from metricopt_ext.utils.renamed import KnowsRenamed, Renamed
 
 
 class Ledger:
@@ -60,7 +60,7 @@ class Evaluation(NamedTuple):
     halves: tuple[float, float] | None = None
 
 
-class Metric:
+class Metric(KnowsRenamed):
     """A black-box evaluation metric, seen as a cost to minimise (paper, section 3: M normalised into [0, 1]).
 
     Args:

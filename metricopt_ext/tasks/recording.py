@@ -12,6 +12,7 @@ from metricopt_ext.tasks.metric import Evaluation, Metric, stacked_halves
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.renamed import Renamed
 
 
 class Recording:
@@ -54,6 +55,8 @@ class Recording:
         self.points: list[Tensor] = []
         self.losses: list[float] = []
         self.evaluations: list[Evaluation] = []
+
+    answers = Renamed("evaluations")
 
     @property
     def trajectory(self) -> Trajectory | None:

@@ -15,7 +15,7 @@ from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.utils.checks import check_at_least
-from metricopt_ext.utils.renamed import Renamed
+from metricopt_ext.utils.renamed import KnowsRenamed, Renamed
 from metricopt_ext.utils.seeding import generator
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -74,7 +74,7 @@ def _affine_batch_norm(
 
 
 @dataclass(frozen=True, eq=False)
-class FinetuneTask:
+class FinetuneTask(KnowsRenamed):
     """A frozen model whose phi is to be finetuned.
 
     Populations of phi share the frozen weights: their losses are computed by ``torch.func.vmap``, which runs the part

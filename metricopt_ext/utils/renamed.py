@@ -26,3 +26,13 @@ class Renamed:
 
     def __get__(self, instance: Any, owner: type) -> NoReturn:
         raise AttributeError(self.message)
+
+
+class KnowsRenamed:
+    """Base of classes with `Renamed` attributes: a subclass that still overrides one of them is refused."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        former = {k: v for base in cls.__mro__[1:] for k, v in vars(base).items() if isinstance(v, Renamed)}
+        for name in former.keys() & vars(cls).keys():
+            raise TypeError(f"{cls.__name__}.{name} overrides a former name: {former[name].message}")

@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.utils.checks import check_above, check_at_least
 from metricopt_ext.utils.threads import num_threads
 
 with warnings.catch_warnings():
@@ -114,12 +115,10 @@ class GaussianProcess:
         Raises:
             ValueError: A value is out of range; the message gives it.
         """
-        for name in ("length_scale", "output_scale", "noise", "std"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 and finite")
-        for name in ("level_scale", "warp"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and finite")
+        check_above(0, length_scale=self.length_scale, output_scale=self.output_scale, noise=self.noise, std=self.std)
+        check_at_least(0, level_scale=self.level_scale, warp=self.warp)
+        if not all(map(math.isfinite, vars(self).values())):
+            raise ValueError(f"{self}: all values must be finite")
 
     @classmethod
     @num_threads(1)

@@ -57,6 +57,5 @@ class Observations:
         return late & on_policy if on_policy.any() else late
 
 
+# Turns trajectories into labelled points: `Observations.of`, or an interpolation in time.
 Labeller = Callable[[Sequence[Trajectory]], Observations]
-
-"""Turns trajectories into labelled points: `Observations.of`, or an interpolation in time."""

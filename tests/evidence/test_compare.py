@@ -74,8 +74,10 @@ def test_outcomes_are_what_the_ends_are_worth(quadratic: Callable[..., Any], tmp
     assert not torch.equal(best, path[-1])
     assert hidden.calls == hidden.metric.ledger.spent == len(ends)
     steered = finetune(twin, metric_policy(alone.fit.f, RECIPE, alone.setting), 10, seed=3)
+    on_loss = [twin.true_cost(phi) for phi in path]
     assert comparison.curves == {
-        "loss_finetune": [twin.true_cost(phi) for phi in path],
+        "loss_finetune": on_loss,
+        "loss_finetune_validation": on_loss,  # here the labelled batches are those of the loss
         "metricopt": [twin.true_cost(phi) for phi in steered],
     }
 
@@ -205,6 +207,13 @@ def test_a_method_without_an_entry_is_refused_before_anything_runs(
     task = quadratic()
     with pytest.raises(ConfigError, match="method 'mine' has no entry in METHODS; the choices are pretrained, "):
         beside(task, tmp_path, {"mine": ending_at(lambda task: task.origin())})
+    assert task.queries == 0
+
+
+def test_a_method_must_come_after_the_one_that_it_continues_from(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task = quadratic()
+    with pytest.raises(ConfigError, match="method 'refined' continues from 'metricopt', which must run before it"):
+        compare(task, task.metric, {"refined": following_metricopt(lambda task, result: task.origin())})
     assert task.queries == 0
 
 

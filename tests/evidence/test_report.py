@@ -164,6 +164,21 @@ def test_a_method_that_some_seeds_lack_is_shown_as_such(report: Callable[..., Re
     assert plot_methods(made, tmp_path / "methods.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_the_table_never_cuts_a_number(
+    report: Callable[..., Report], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    made = report()
+    del made.records[1].outcomes["cma_es"]  # its title becomes long
+    made.print()
+    shown = capsys.readouterr().out
+    for name in made.methods:
+        assert spread(made.values(name, "validation")) in shown
+        assert spread(made.values(name, "test")) in shown
+    assert "per start" in shown
+
+
 def test_spread() -> None:
     assert spread([0.25]) == "0.2500"
     assert spread([0.0, 1.0]) == "0.5000 ±0.7071"

@@ -114,3 +114,9 @@ def test_a_search_to_refine_with_needs_more_queries_in_more_dimensions() -> None
 def test_every_part_has_two_trajectories_where_there_are_enough() -> None:
     recipe = replace(RECIPE, folds=4)
     assert [recipe.folds_for(n) for n in (3, 4, 6, 8, 99)] == [2, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("pair", [(0.1,), (0.1, 0.2, 0.3)])
+def test_a_setting_is_a_pair(pair: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=r"settings has \(0\.1,.*; each must be a pair \(loss weight, metric step\)"):
+        Recipe(settings=(pair,))  # type: ignore[arg-type]

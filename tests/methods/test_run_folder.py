@@ -1,12 +1,18 @@
 """What a run keeps in its folder."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.methods.run_folder import open_run
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.run_folder import FORMAT, identity_of, open_run
+from metricopt_ext.search.direct import CMAES
+from metricopt_ext.utils.progress import Watcher
 
 
 def test_a_run_folder_is_not_mixed(tmp_path: Path) -> None:
@@ -23,4 +29,33 @@ def test_a_run_folder_is_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match=r"recipe was \{'steps': 50\}, now \{'steps': 60\}"):
         open_run(tmp_path, {**config, "recipe": {"steps": 60}}, resume=True)
     open_run(tmp_path / "new", config, resume=True)  # nothing there to go on with
-    assert json.loads((tmp_path / "new" / "run.json").read_text()) == {"queries": 600, "recipe": {"steps": 50}}
+    assert json.loads((tmp_path / "new" / "run.json").read_text()) == {
+        "format": FORMAT,
+        "queries": 600,
+        "recipe": {"steps": 50},
+    }
+
+
+def test_seeds_without_their_settings_are_not_taken_for_the_run_s(tmp_path: Path) -> None:
+    (tmp_path / "seed-3").mkdir()
+    with pytest.raises(FileFormatError, match=r"holds seeds of a run without its settings, run\.json"):
+        open_run(tmp_path, {"queries": 600}, resume=True)
+
+
+def test_a_run_of_another_format_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "seed-3").mkdir()
+    (tmp_path / "run.json").write_text('{"queries": 600}')
+    with pytest.raises(FileFormatError, match=f"holds another run: format was None, now {FORMAT}"):
+        open_run(tmp_path, {"queries": 600}, resume=True)
+
+
+@pytest.mark.parametrize("strategy", [CMAES(), Recipe(steps=5, evals=3)])
+def test_identity_does_not_depend_on_where_code_is(quadratic: Callable[..., Any], strategy: Any) -> None:
+    text = str(identity_of(strategy, quadratic(), seed=0, size={}))
+    assert "metricopt_ext." not in text
+    assert "0x" not in text
+
+
+def test_only_a_recipe_s_run_has_trajectories(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    optimize_metric(quadratic(), queries=30, strategy=CMAES(), output_dir=tmp_path, watcher=Watcher())
+    assert {path.name for path in tmp_path.iterdir()} == {"identity.json", "evaluations.json", "adapter.safetensors"}

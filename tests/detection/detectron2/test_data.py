@@ -85,7 +85,7 @@ def test_sets_come_back_from_the_catalog(squares: Callable[..., DetectionSet]) -
     assert back.classes == data.classes
     for first, second in zip(data.images, back.images, strict=True):
         assert_same(first, second)
-    with pytest.raises(DataError, match="'squares' already"):
+    with pytest.raises(DataError, match="already has a dataset 'squares'"):
         register("squares", data)
     with pytest.raises(DataError, match="no dataset 'circles'"):
         registered_truth("circles")
