@@ -163,6 +163,7 @@ class MetaNode:
         trajectories: Folder that a run's trajectory is added to, for fitting f. Empty keeps none; meta-training then
             has them in OUTPUT_DIR/trajectories.
         rounds: Number of rounds, at least 1: the first follows the loss alone, each later one the f fitted so far.
+            More than `Recipe` has: with few tasks in each, a detector's f needs to be corrected more often.
         tasks: Runs in each round, at least 4.
         round: The run's round: 0 follows an f that is to be trusted, or else the loss alone; later ones follow any f,
             to correct it.
