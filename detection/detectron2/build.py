@@ -10,7 +10,7 @@ from detectron2.engine import HookBase
 from detectron2.utils import comm
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.adapter import Adapter, signature_of
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.detectron2.config import FilmNode
 from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, ReplayedSteps, TrajectoryRecorder
@@ -69,12 +69,12 @@ def phi_optimizer(
 
     Raises:
         FileFormatError: The value function's file is corrupt.
-        ValueFunctionError: It was fitted for another dimension.
+        ValueFunctionError: It was fitted for another dimension or another adapter.
     """
     (phi,) = params
     if not value_function:
         return torch.optim.SGD([phi], lr=lr)
-    f = load_value_function(value_function, phi.numel()).to(phi.device)
+    f = load_value_function(value_function, phi.numel(), signature_of(phi)).to(phi.device)
     if not f.trusted and not options.get("even_untrusted"):
         logging.getLogger("detectron2").warning("%s is %s: phi follows the loss alone", value_function, f.quality)
     return MetricOpt([phi], f, lr=lr, **options)

@@ -8,11 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.modulation import CONTEXT_NAME, MODULATION_NAME, Context, Modulation
+from metricopt_ext.adapters.modulation import CONTEXT_NAME, GENERATOR, MODULATION_NAME, Context, Modulation
+from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.files import read_tensors, write_tensors
 
 FILE_FORMAT = "metricopt_ext/adapter/1"
+
+TAG = "metricopt_signature"  # the attribute of a parameter that says what its numbers mean
 
 
 class Adapter:
@@ -55,8 +58,16 @@ class Adapter:
         """Names of the modulated layers."""
         return list(self.context.layers)
 
+    @property
+    def signature(self) -> Signature:
+        """What phi means here. A value function is followed only under the signature that it was fitted for."""
+        context = self.context
+        channels = tuple(modulation.channels for _, modulation in self.modulations())
+        return Signature(context.kind, tuple(context.layers), channels, context.seed, self.dim, context.generator)
+
     def parameters(self) -> list[nn.Parameter]:
-        """What an optimizer tunes: phi."""
+        """What an optimizer tunes: phi. It carries its signature, which `MetricOpt` compares with f's."""
+        setattr(self.phi, TAG, self.signature)
         return [self.phi]
 
     @torch.no_grad()
@@ -134,7 +145,13 @@ class Adapter:
         for name, (_, modulation) in zip(self.layers, self.modulations(), strict=True):
             tensors.update({f"{name}.{key}": value for key, value in modulation.named_buffers()})
         context = self.context
-        described = {"kind": context.kind, "dim": self.dim, "seed": context.seed, "layers": context.layers}
+        described = {
+            "kind": context.kind,
+            "dim": self.dim,
+            "seed": context.seed,
+            "layers": context.layers,
+            "generator": context.generator,
+        }
         write_tensors(path, tensors, FILE_FORMAT, described)
 
     def load(self, path: str | Path) -> None:
@@ -154,12 +171,18 @@ class Adapter:
             for key, buffer in modulation.named_buffers():
                 buffer.copy_(tensors[f"{name}.{key}"])
         context.seed = described["seed"]  # the seed of the matrices just copied
+        context.generator = described.get("generator", GENERATOR)  # earlier files do not say it
         context.signature[0] = context.seed
 
     def __repr__(self) -> str:
         """Say what is attached and where."""
         context = self.context
         return f"Adapter({context.kind}, dim={self.dim}, layers={shortened(context.layers)}, seed={context.seed})"
+
+
+def signature_of(parameter: Tensor) -> Signature | None:
+    """Return what a parameter's numbers mean if it came from `Adapter.parameters`, else None."""
+    return getattr(parameter, TAG, None)
 
 
 def shortened(names: list[str]) -> str:

@@ -17,6 +17,8 @@ UNBATCHED = ((nn.Conv1d, nn.InstanceNorm1d), (nn.Conv2d, nn.InstanceNorm2d), (nn
 # Named, not imported: the core does not depend on a vision toolkit.
 TOOLKIT_NORMS = ("FrozenBatchNorm2d", "LayerNorm2d")
 
+GENERATOR = "normal/1"  # names how the matrices are drawn; a change of the draws needs a new name
+
 
 class Context(nn.Module):
     """Holds phi; registered in the model's module tree under the name ``metricopt``.
@@ -34,6 +36,7 @@ class Context(nn.Module):
         self.kind: AdapterKind = kind
         self.layers = list(layers)
         self.seed = seed
+        self.generator = GENERATOR
         self.phi = nn.Parameter(torch.zeros(dim, dtype=dtype))
         place = zlib.crc32(json.dumps([kind, dim, self.layers]).encode())
         self.register_buffer("signature", torch.tensor([seed, place]))
@@ -86,6 +89,11 @@ class Modulation(nn.Module):
     def phi(self) -> Tensor:
         """The phi in use, ``d``."""
         return self._context[0].value()
+
+    @property
+    def channels(self) -> int:
+        """Number of modulated channels: the rows of each matrix."""
+        return next(self.buffers()).shape[0]
 
     def times_phi(self, matrix: Tensor) -> Tensor:
         """Return ``matrix @ phi`` in phi's own precision."""

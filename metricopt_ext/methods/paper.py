@@ -140,6 +140,7 @@ class Algorithm1:
         in_no_fold = torch.full_like(data.trajectory, -1)
         f = learner(data, in_no_fold, 1, seed)
         f.set_domain(data.phi)
+        f.signature = data.signature
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # f itself has already warned
             folds = Recipe().folds_for(len(trajectories))
@@ -157,7 +158,11 @@ class Algorithm1:
             start: phi_0, ``d``.
             seed: Seed of batches and perturbations.
             index: The task's index, for its batches.
+
+        Raises:
+            ValueFunctionError: f was fitted for another adapter.
         """
+        f.check_fits(task.adapter.signature)
         policy = GuidedSearch(self, f, generator(seed, "perturbation", index))
         points, _ = rollout(
             task, start[None], policy, steps=self.steps, seed=seed, indices=[index], history=self.history

@@ -102,7 +102,7 @@ def identity_of(strategy: Recipe | Search, task: FinetuneTask, *, seed: int, siz
         settings = {**asdict(strategy), **parts}
     else:
         settings = {"search": repr(strategy)}
-    context, metric = task.adapter.context, task.metric
+    metric = task.metric
     return {
         "format": FORMAT,
         **settings,
@@ -110,7 +110,7 @@ def identity_of(strategy: Recipe | Search, task: FinetuneTask, *, seed: int, siz
         "seed": seed,
         "population": task.population,
         "metric": [metric.name, metric.maximize, metric.bounds],  # stored costs depend on the last two
-        "adapter": [context.kind, task.dim, context.layers, context.seed],
+        "adapter": task.adapter.signature.to_json(),
         "weights": fingerprint(task.adapter.base_state_dict()),
     }
 

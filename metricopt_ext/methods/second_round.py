@@ -55,7 +55,11 @@ def run_second_round(
         recipe: The first round's recipe.
         setting: How boldly f is followed.
         seed: Seed of the batches.
+
+    Raises:
+        ValueFunctionError: f was fitted for another adapter.
     """
+    fit.f.check_fits(task.adapter.signature)
     adapter = task.adapter
     first_phi = adapter.phi.detach().clone()
     first_theta = copy.deepcopy(adapter.base_state_dict())

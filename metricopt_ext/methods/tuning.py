@@ -79,7 +79,11 @@ def tune_start(
         index: The task index, for the batches; a different one for each start.
         seed: Seed of batches and search.
         watcher: Notified of progress.
+
+    Raises:
+        ValueFunctionError: f was fitted for another adapter.
     """
+    fit.f.check_fits(task.adapter.signature)
     recipe, watcher = recipe or Recipe(), watcher or Watcher()
     start = task.origin() if start is None else start
     setting = setting or recipe.settings[0]

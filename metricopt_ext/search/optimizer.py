@@ -1,5 +1,6 @@
 """MetricOpt: a loss optimizer that a value function steers towards the metric (paper, section 3.2, Algorithm 1)."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metricopt_ext.adapters.adapter import signature_of
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.search.guided_es import analytic_direction
 from metricopt_ext.utils.checks import check_above, check_at_least
@@ -99,8 +101,12 @@ class MetricOpt(torch.optim.Optimizer):
         even_untrusted: Follow f whatever its quality, as when trajectories are collected to correct it.
 
     Raises:
-        ValueFunctionError: f was fitted for another dimension.
+        ValueFunctionError: f was fitted for another dimension or, as far as ``params`` come from
+            `Adapter.parameters`, another adapter.
         ValueError: A hyper-parameter is out of range, or there are several parameter groups.
+
+    Warns:
+        UserWarning: f has no held-out skill, so phi follows the loss alone.
 
     Example:
         >>> optimizer = MetricOpt(adapter.parameters(), f, lr=0.1, steps=200)  # doctest: +SKIP
@@ -140,6 +146,15 @@ class MetricOpt(torch.optim.Optimizer):
         if numbers != f.dim:
             raise ValueFunctionError(
                 f"the parameters hold {numbers} numbers, but f was fitted for phi of dimension {f.dim}"
+            )
+        for parameter in self._parameters:
+            f.check_fits(signature_of(parameter))
+        if not (f.trusted or even_untrusted):
+            quality = f.quality or "of unknown quality"
+            warnings.warn(
+                f"f is {quality}: phi follows the loss alone. Learn f from more tasks (`meta_train`), or follow it all"
+                " the same by even_untrusted=True",
+                stacklevel=2,
             )
         self.f = f
 

@@ -147,4 +147,5 @@ class Recording:
             return
         points = torch.stack(self.points)
         loss = torch.tensor(self.losses, dtype=points.dtype)
-        self.store.add(Trajectory.of(self.round, self.index, points, loss, self.observed, self.evaluations))
+        signature = self.adapter.signature
+        self.store.add(Trajectory.of(self.round, self.index, points, loss, self.observed, self.evaluations, signature))

@@ -125,5 +125,7 @@ def collect(
                 where = f"round {round}, task {chunk[row]}, step {step}; {len(store)} finished trajectories are kept; "
                 evaluations += task.evaluate_at(phi[row, step][None], "collect", where)
                 on_query(evaluations[-1].cost)
-            store.add(Trajectory.of(round, chunk[row], phi[row].cpu(), loss[row].cpu(), observed, evaluations))
+            points, losses = phi[row].cpu(), loss[row].cpu()
+            signature = task.adapter.signature
+            store.add(Trajectory.of(round, chunk[row], points, losses, observed, evaluations, signature))
     return [trajectory for index in indices if (trajectory := store.get(round, index)) is not None]

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.tasks.metric import Evaluation, stacked_halves
 from metricopt_ext.utils.files import claim, read_tensors, write_tensors
 
-FILE_FORMAT = "metricopt_ext/trajectory/1"
+FILE_FORMAT = "metricopt_ext/trajectory/2"
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Trajectory:
         observed: Steps at which the metric was evaluated, ascending, ``K``.
         cost: The metric there as a cost, float64, ``K``.
         halves: The costs on two halves of the metric's data, float64, ``K x 2``; None if the metric reports none.
+        signature: What phi means: the adapter that was finetuned; None if unknown.
     """
 
     round: int
@@ -35,14 +37,22 @@ class Trajectory:
     observed: Tensor
     cost: Tensor
     halves: Tensor | None = None
+    signature: Signature | None = None
 
     @classmethod
     def of(
-        cls, round: int, index: int, phi: Tensor, loss: Tensor, observed: Tensor, evaluations: Sequence[Evaluation]
+        cls,
+        round: int,
+        index: int,
+        phi: Tensor,
+        loss: Tensor,
+        observed: Tensor,
+        evaluations: Sequence[Evaluation],
+        signature: Signature,
     ) -> "Trajectory":
         """Make one of the metric's evaluations at the observed steps; the others are as in the attributes."""
         cost = torch.tensor([each.cost for each in evaluations], dtype=torch.float64)
-        return cls(round, index, phi, loss, observed, cost, stacked_halves(evaluations))
+        return cls(round, index, phi, loss, observed, cost, stacked_halves(evaluations), signature)
 
     @property
     def observed_phi(self) -> Tensor:
@@ -101,9 +111,12 @@ def _write(path: Path, trajectory: Trajectory) -> None:
     tensors = {name: getattr(trajectory, name) for name in ("phi", "loss", "observed", "cost")}
     if trajectory.halves is not None:
         tensors["halves"] = trajectory.halves
-    write_tensors(path, tensors, FILE_FORMAT, {"round": trajectory.round, "index": trajectory.index})
+    signature = None if trajectory.signature is None else trajectory.signature.to_json()
+    described = {"round": trajectory.round, "index": trajectory.index, "signature": signature}
+    write_tensors(path, tensors, FILE_FORMAT, described)
 
 
 def _read(path: Path) -> Trajectory:
     tensors, described = read_tensors(path, FILE_FORMAT)
-    return Trajectory(described["round"], described["index"], **tensors)
+    signature = Signature.from_json(described["signature"])
+    return Trajectory(described["round"], described["index"], **tensors, signature=signature)

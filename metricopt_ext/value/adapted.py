@@ -22,7 +22,7 @@ class AdaptedValueFunction(ValueFunction):
         cost: Their costs, ``n``; the caller has counted the queries.
 
     Attributes:
-        quality: Taken from ``f``, as is the domain.
+        quality: Taken from ``f``, as are the domain and the signature.
     """
 
     kind = "adapted"
@@ -32,7 +32,7 @@ class AdaptedValueFunction(ValueFunction):
     def __init__(self, f: ValueFunction, phi: Tensor, cost: Tensor) -> None:
         super().__init__(f.dim, f.members_count)
         self.f = f
-        self.quality = f.quality
+        self.quality, self.signature = f.quality, f.signature
         self.radius.copy_(f.radius)
         self.gradient_floor.copy_(f.gradient_floor)
         self.to(f.radius.device)

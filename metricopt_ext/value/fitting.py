@@ -71,6 +71,7 @@ def fit_value_function(
     for learner in learners or (NeuralLearner(), RidgeLearner()):
         f = learner(data, fold, folds, seed)
         f.set_domain(data.phi)
+        f.signature = data.signature
         of_fold = f.members(data.phi).view(len(fold), -1, folds).mean(1)
         held_out = of_fold.gather(1, fold[:, None]).squeeze(1)
         f.quality = measure(held_out[used], data.cost[used], data.trajectory[used])

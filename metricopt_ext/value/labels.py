@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.gaussian_process import GaussianProcess, Skill
-from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.observations import Observations, common_signature
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ def _dense(
         round=torch.tensor([t.round for t in trajectories]).repeat_interleave(counts),
         progress=torch.cat([torch.arange(len(t.phi)) / (len(t.phi) - 1) for t in trajectories]),
         observed=observed,
+        signature=common_signature(trajectories),
         kind=kind,
         skill=skill,
     )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from metricopt_ext.adapters.signature import Signature
+from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.trajectory import Trajectory
 
 
@@ -21,6 +23,7 @@ class Observations:
         round: The trajectory's round, ``n``.
         progress: The point's step over T, in [0, 1], ``n``.
         observed: Whether the metric was evaluated there, ``n``; elsewhere the label is interpolated.
+        signature: What phi means: the adapter of all trajectories; None if unknown.
     """
 
     phi: Tensor
@@ -30,10 +33,15 @@ class Observations:
     round: Tensor
     progress: Tensor
     observed: Tensor
+    signature: Signature | None = None
 
     @classmethod
     def of(cls, trajectories: Iterable[Trajectory]) -> "Observations":
-        """Gather the observed points, trajectory by trajectory, all equally certain (sigma 1)."""
+        """Gather the observed points, trajectory by trajectory, all equally certain (sigma 1).
+
+        Raises:
+            ValueFunctionError: The trajectories are of different adapters.
+        """
         items = list(trajectories)
         counts = torch.tensor([len(t.cost) for t in items])
         points = int(counts.sum())
@@ -45,6 +53,7 @@ class Observations:
             round=torch.tensor([t.round for t in items]).repeat_interleave(counts),
             progress=torch.cat([t.observed / (len(t.phi) - 1) for t in items]),
             observed=torch.ones(points, dtype=torch.bool),
+            signature=common_signature(items),
         )
 
     def where_used(self) -> Tensor:
@@ -55,6 +64,21 @@ class Observations:
         late = self.progress >= 0.5
         on_policy = self.round > 0
         return late & on_policy if on_policy.any() else late
+
+
+def common_signature(trajectories: Sequence[Trajectory]) -> Signature | None:
+    """Return what phi means in all of some trajectories.
+
+    Raises:
+        ValueFunctionError: It differs between them.
+    """
+    signatures = {trajectory.signature for trajectory in trajectories}
+    if len(signatures) > 1:
+        raise ValueFunctionError(
+            f"the trajectories are of {len(signatures)} different adapters, between which phi differs in its meaning;"
+            " learn a value function for each"
+        )
+    return next(iter(signatures), None)
 
 
 # Turns trajectories into labelled points: `Observations.of`, or an interpolation in time.

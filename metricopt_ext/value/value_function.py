@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.adapter import shortened
+from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError, ValueFunctionError
 from metricopt_ext.utils.files import read_tensors, write_tensors
 
-FILE_FORMAT = "metricopt_ext/value_function/1"
+FILE_FORMAT = "metricopt_ext/value_function/2"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class ValueFunction(nn.Module):
         radius: Length below which 95% of the fitted phi lie; f should not be trusted much further out.
         gradient_floor: Length of grad f below which f counts as flat: 10% of the fitted points have a smaller one.
         quality: Held-out quality, None until measured.
+        signature: The adapter whose phi f was fitted to, under which alone it is followed; None if unknown. Set it to
+            None to follow f under another adapter all the same.
     """
 
     kind: ClassVar[str]
@@ -83,6 +87,7 @@ class ValueFunction(nn.Module):
         self.dim = dim
         self.members_count = members
         self.quality: Quality | None = None
+        self.signature: Signature | None = None
         self.register_buffer("radius", torch.tensor(math.inf))
         self.register_buffer("gradient_floor", torch.tensor(0.0))
 
@@ -110,6 +115,28 @@ class ValueFunction(nn.Module):
         """Whether held-out quality shows skill; an f of unknown quality is not trusted."""
         return self.quality is not None and self.quality.trusted
 
+    def check_fits(self, signature: Signature | None, name: str = "f") -> None:
+        """Reject an adapter whose phi means something else than what f was fitted to; what is unknown passes.
+
+        Args:
+            signature: The adapter's.
+            name: What the message calls f.
+
+        Raises:
+            ValueFunctionError: It is another adapter; the message says in what it differs.
+        """
+        if self.signature is None or signature is None:
+            return
+        differing = [
+            f"{what} {_shown(fitted)}, not {_shown(given)}"
+            for what, fitted, given in self.signature.differences(signature)
+        ]
+        if differing:
+            raise ValueFunctionError(
+                f"{name} was fitted for another adapter, of {'; '.join(differing)}: attach that one, or learn f anew"
+                " (to follow it all the same, as for a transfer, set f.signature = None)"
+            )
+
     @torch.no_grad()
     def set_domain(self, phi: Tensor) -> None:
         """Freeze f and derive ``radius`` and ``gradient_floor`` from the fitted points, ``n x d``."""
@@ -122,7 +149,7 @@ class ValueFunction(nn.Module):
         return {"dim": self.dim, "members": self.members_count}
 
     def save(self, path: str | Path) -> None:
-        """Write f, its domain and its quality to a safetensors file.
+        """Write f, its domain, its quality and the signature of its adapter to a safetensors file.
 
         Raises:
             ValueFunctionError: f wraps another value function, which should be saved instead.
@@ -130,7 +157,8 @@ class ValueFunction(nn.Module):
         if self.kind not in KINDS:
             raise ValueFunctionError(f"a value function of kind {self.kind!r} can't be saved; save the one it wraps")
         quality = None if self.quality is None else asdict(self.quality)
-        described = {"kind": self.kind, "settings": self.settings(), "quality": quality}
+        signature = None if self.signature is None else self.signature.to_json()
+        described = {"kind": self.kind, "settings": self.settings(), "quality": quality, "signature": signature}
         write_tensors(path, self.state_dict(), FILE_FORMAT, described)
 
 
@@ -222,16 +250,21 @@ class RidgeValueFunction(ValueFunction):
 KINDS: dict[str, type[ValueFunction]] = {f.kind: f for f in (NeuralValueFunction, RidgeValueFunction)}
 
 
-def load_value_function(path: str | Path, dim: int | None = None) -> ValueFunction:
+def _shown(value: Any) -> str:
+    return shortened(list(value)) if isinstance(value, tuple) else repr(value)
+
+
+def load_value_function(path: str | Path, dim: int | None = None, signature: Signature | None = None) -> ValueFunction:
     """Read a value function that `ValueFunction.save` wrote.
 
     Args:
         path: The safetensors file.
         dim: The dimension of phi where f will be used; checked if given.
+        signature: ``adapter.signature`` of the adapter that f will be used with; checked if given.
 
     Raises:
         FileFormatError: The file is corrupt or holds something else.
-        ValueFunctionError: f was fitted for another dimension.
+        ValueFunctionError: f was fitted for another dimension or another adapter.
     """
     tensors, described = read_tensors(path, FILE_FORMAT)
     if described["kind"] not in KINDS:
@@ -239,6 +272,8 @@ def load_value_function(path: str | Path, dim: int | None = None) -> ValueFuncti
     f = KINDS[described["kind"]](**described["settings"])
     if dim is not None and f.dim != dim:
         raise ValueFunctionError(f"{path} was fitted for phi of dimension {f.dim}, the adapter's is {dim}")
+    f.signature = Signature.from_json(described["signature"])
+    f.check_fits(signature, str(path))
     f.load_state_dict(tensors)
     f.quality = None if described["quality"] is None else Quality(**described["quality"])
     return f.eval().requires_grad_(False)

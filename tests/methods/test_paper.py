@@ -61,6 +61,10 @@ def test_meta_test_is_lines_9_to_16(quadratic: Callable[..., Any]) -> None:
     assert torch.allclose(points[6], phi[0], atol=1e-6)
     assert task.queries == 0
 
+    f.signature = replace(task.adapter.signature, seed=1)
+    with pytest.raises(ValueFunctionError, match="another adapter, of seed 1, not 0"):
+        settings.meta_test(task, f, torch.zeros(5))
+
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_known_f_leads_to_the_metrics_optimum_not_the_losss(quadratic: Callable[..., Any], optimizer: Any) -> None:
@@ -155,7 +159,7 @@ def test_quality_is_that_of_the_same_learner_on_tasks_it_has_not_seen(
     predicted = torch.empty(len(fold))
     for held_out in range(4):  # each fold by a learner that is given nothing of it
         inside = fold == held_out
-        rest = replace(data, **{name: value[~inside] for name, value in vars(data).items()})
+        rest = replace(data, **{name: v[~inside] for name, v in vars(data).items() if isinstance(v, Tensor)})
         fitted = learner(rest, torch.full_like(rest.trajectory, -1), 1, 1)
         predicted[inside] = fitted(data.phi[inside])
     late = data.progress >= 0.5
@@ -166,6 +170,7 @@ def test_quality_is_that_of_the_same_learner_on_tasks_it_has_not_seen(
         float((predicted - data.cost)[late].abs().mean()), abs=1e-4 * f.quality.constant_mae
     )
     assert f.trusted != noise
+    assert f.signature == task.adapter.signature
 
 
 def test_too_few_tasks_to_measure_quality_are_refused_before_any_query(quadratic: Callable[..., Any]) -> None:

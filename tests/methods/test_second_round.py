@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.second_round import copied_task, run_second_round, unfrozen_theta
@@ -80,6 +82,14 @@ def test_trains_theta_and_says_what_each_step_was_worth(task: FinetuneTask, fit:
     assert kept == min(result.before, result.theta, result.after)
     assert error(task.adapter.model) == pytest.approx(kept, rel=1e-6)
     assert torch.equal(result.points[0], torch.full((4,), 0.1))
+
+
+def test_an_f_of_another_adapter_is_refused_before_any_training(task: FinetuneTask, fit: Fit) -> None:
+    fit.f.signature = replace(task.adapter.signature, dim=9)
+    spent = task.metric.ledger.spent
+    with pytest.raises(ValueFunctionError, match="another adapter, of dim 9, not 4"):
+        run(task, fit, ruin)
+    assert task.metric.ledger.spent == spent
 
 
 def test_guard_restores_theta_and_phi_bit_for_bit_when_training_ruins_them(task: FinetuneTask, fit: Fit) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.tuning import FRESH, choose, finetune, metric_policy, tune_start
@@ -50,6 +51,18 @@ def test_a_value_function_from_a_file_is_followed(quadratic: Callable[..., Any],
     tuned = tune_start(task, Fit(load_value_function(tmp_path / "f.safetensors")), recipe=RECIPE)
     assert torch.equal(tuned.ends["metricopt"], tune_start(task, fit, recipe=RECIPE).ends["metricopt"])
     assert (tuned.chosen, tuned.chance, tuned.optimism) == ("metricopt", 0, 0)
+
+
+def test_an_f_of_another_adapter_is_refused_before_any_query(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dtype=torch.float32)
+    fit = learned(task)
+    assert fit.f.signature == task.adapter.signature
+    task.adapter.context.seed, spent = 1, task.queries
+    with pytest.raises(ValueFunctionError, match="f was fitted for another adapter, of seed 0, not 1"):
+        tune_start(task, fit, recipe=RECIPE)
+    assert task.queries == spent
+    fit.f.signature = None
+    assert tune_start(task, fit, recipe=RECIPE).chosen == "metricopt"
 
 
 def test_an_f_without_skill_is_not_followed_nor_adapted(quadratic: Callable[..., Any]) -> None:

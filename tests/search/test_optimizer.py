@@ -150,12 +150,19 @@ def test_single_precision_and_mixed() -> None:
 def test_an_untrusted_f_is_not_followed(quality: Quality | None, dtype: torch.dtype) -> None:
     phi, other = parameter(dtype=dtype), parameter(dtype=dtype)
     tiny = torch.finfo(dtype).eps
-    optimizer = MetricOpt([phi], make_f(radius=0.01, quality=quality, dtype=dtype), lr=0.2)
+    with pytest.warns(UserWarning, match="f is .*: phi follows the loss alone. Learn f from more tasks"):
+        optimizer = MetricOpt([phi], make_f(radius=0.01, quality=quality, dtype=dtype), lr=0.2)
     reference = torch.optim.SGD([other], lr=0.2)
     for step in range(10):
         train(optimizer, phi, 1, start=step)
         train(reference, other, 1, start=step)
         torch.testing.assert_close(phi, other, rtol=8 * tiny, atol=8 * tiny)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("quality", "even"), [(GOOD, False), (None, True)])
+def test_an_f_that_is_followed_is_not_warned_about(quality: Quality | None, even: bool) -> None:
+    MetricOpt([parameter()], make_f(quality=quality), even_untrusted=even)
 
 
 def test_an_untrusted_f_is_followed_on_demand() -> None:
@@ -489,6 +496,18 @@ def test_parameter_groups() -> None:
     with pytest.raises(ValueError, match="2 parameter groups given"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_f_of_another_adapter() -> None:
+    adapters = [attach_film(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)), dim=D, seed=seed) for seed in (0, 1)]
+    f = make_f()
+    f.signature = adapters[0].signature
+    MetricOpt(adapters[0].parameters(), f)
+    MetricOpt([parameter()], f)  # whose numbers may mean anything
+    with pytest.raises(ValueFunctionError, match="f was fitted for another adapter, of seed 0, not 1"):
+        MetricOpt(adapters[1].parameters(), f)
+    f.signature = None
+    MetricOpt(adapters[1].parameters(), f)
 
 
 @pytest.mark.parametrize("dim", [D - 1, D + 1])

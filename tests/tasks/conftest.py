@@ -12,7 +12,7 @@ from metricopt_ext.tasks.trajectory import Trajectory
 
 def _same(a: Trajectory, b: Trajectory) -> bool:
     tensors = ("phi", "loss", "observed", "cost")
-    return (a.round, a.index) == (b.round, b.index) and all(
+    return (a.round, a.index, a.signature) == (b.round, b.index, b.signature) and all(
         getattr(a, name).dtype == getattr(b, name).dtype and torch.equal(getattr(a, name), getattr(b, name))
         for name in tensors
     )

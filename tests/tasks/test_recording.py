@@ -60,6 +60,7 @@ def test_the_first_steps_become_a_trajectory() -> None:
     assert torch.equal(trajectory.observed, observation_steps(6, 4, 3, 8))
     assert trajectory.cost.tolist() == [float(points[step].norm()) for step in trajectory.observed]
     assert trajectory.halves is None
+    assert trajectory.signature == recording.adapter.signature
     assert recording.metric.ledger.spent_on == {"collect": 4}
     assert torch.equal(recording.adapter.phi, points[9])
 

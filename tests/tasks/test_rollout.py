@@ -108,6 +108,7 @@ def test_collected_trajectories(quadratic: Make, population: int) -> None:
     assert len(store) == 5
     for trajectory in found:
         assert trajectory.round == 2
+        assert trajectory.signature == task.adapter.signature
         starts = task.starts(0.5, 8, [trajectory.index])
         points, losses = rollout(task, starts, LossStep(0.2), steps=6, seed=8, indices=[trajectory.index])
         torch.testing.assert_close(trajectory.phi, points[0], rtol=1e-12, atol=1e-12)

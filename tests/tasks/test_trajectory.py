@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 
@@ -19,7 +20,8 @@ def make_trajectory(round: int = 0, index: int = 0) -> Trajectory:
     rng = torch.Generator().manual_seed(index)
     phi, loss = torch.randn(4, 2, generator=rng), torch.randn(3, generator=rng)
     cost = torch.rand(2, generator=rng, dtype=torch.float64)
-    return Trajectory(round, index, phi, loss, torch.tensor([0, 3]), cost)
+    signature = None if round else Signature("film", ("a", "b"), (3, 4), index, 2, "normal/1")
+    return Trajectory(round, index, phi, loss, torch.tensor([0, 3]), cost, signature=signature)
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

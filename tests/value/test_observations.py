@@ -1,12 +1,16 @@
 """Observations: the labelled points of trajectories, and where f is going to be used."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from metricopt_ext.adapters.signature import Signature
+from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.value.labels import LinearLabels
 from metricopt_ext.value.observations import Observations
 
 
@@ -40,3 +44,16 @@ def test_points_used_on_policy_are_late_and_not_of_the_first_round(
     assert torch.equal(data.where_used(), late & (data.trajectory == 1))
     assert data.sigma.tolist() == [1.0] * 15
     assert data.observed.all()
+
+
+def test_trajectories_of_different_adapters_are_not_mixed(
+    diagonal: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]]
+) -> None:
+    signature = Signature("film", ("a",), (4,), 0, 6, "normal/1")
+    items = [replace(trajectory, signature=signature) for trajectory in trajectories(diagonal, n=3)]
+    assert Observations.of(items).signature == signature
+    assert Observations.of(trajectories(diagonal, n=3)).signature is None
+    items[1] = replace(items[1], signature=replace(signature, seed=1))
+    for label in (Observations.of, LinearLabels()):
+        with pytest.raises(ValueFunctionError, match="trajectories are of 2 different adapters"):
+            label(items)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError, ValueFunctionError
 from metricopt_ext.utils.files import write_tensors
 from metricopt_ext.value.value_function import (
@@ -21,6 +22,7 @@ from metricopt_ext.value.value_function import (
     load_value_function,
 )
 
+SIGNATURE = Signature("film", ("a",), (8,), 3, 5, "normal/1")
 GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40)
 
 
@@ -179,19 +181,19 @@ def test_domain(make: Any) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("quality", [None, GOOD])
-def test_file_roundtrip(make: Any, quality: Quality | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("quality", "signature"), [(None, None), (GOOD, SIGNATURE)])
+def test_file_roundtrip(make: Any, quality: Quality | None, signature: Signature | None, tmp_path: Path) -> None:
     path, f, phi = tmp_path / "f.safetensors", make(), rand(9, 5)
     f.set_domain(rand(50, 5))
-    f.quality = quality
+    f.quality, f.signature = quality, signature
     f.save(path)
-    loaded = load_value_function(path, dim=5)
+    loaded = load_value_function(path, dim=5, signature=SIGNATURE)
     assert type(loaded) is type(f)
     assert loaded.state_dict().keys() == f.state_dict().keys()
     assert all(torch.equal(value, f.state_dict()[key]) for key, value in loaded.state_dict().items())
     assert torch.equal(loaded.members(phi), f.members(phi))
     assert (loaded.radius, loaded.gradient_floor) == (f.radius, f.gradient_floor)
-    assert loaded.quality == quality
+    assert (loaded.quality, loaded.signature) == (quality, signature)
     assert loaded.trusted == (quality is not None)
     assert not loaded.training
     assert not any(p.requires_grad for p in loaded.parameters())
@@ -203,6 +205,25 @@ def test_file_of_another_dimension(tmp_path: Path) -> None:
     with pytest.raises(ValueFunctionError, match=re.escape(str(path)) + r".* dimension 5, the adapter's is 6"):
         load_value_function(path, dim=6)
     assert load_value_function(path).dim == 5
+
+
+def test_file_of_another_adapter(tmp_path: Path) -> None:
+    """The dimension alone does not tell: phi may act on other layers, or through other matrices."""
+    path, f = tmp_path / "f.safetensors", ridge()
+    f.signature = SIGNATURE
+    f.save(path)
+    with pytest.raises(
+        ValueFunctionError, match=re.escape(str(path)) + " was fitted for another adapter, of seed 3, not 4:"
+    ):
+        load_value_function(path, signature=replace(SIGNATURE, seed=4))
+    other = replace(SIGNATURE, layers=tuple("bcdefgh"), channels=(9,) * 7)
+    with pytest.raises(ValueFunctionError, match=r"of layers \['a'\], not \['b', .* 7 in all\]; channels \[8\], not"):
+        load_value_function(path, signature=other)
+    loaded = load_value_function(path)
+    with pytest.raises(ValueFunctionError, match="f was fitted for another adapter, of kind 'film', not 'input_bias'"):
+        loaded.check_fits(replace(SIGNATURE, kind="input_bias"))
+    loaded.signature = None
+    loaded.check_fits(other)
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])

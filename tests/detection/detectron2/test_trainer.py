@@ -21,6 +21,7 @@ from detectron2.modeling import build_model
 from detectron2.utils.env import seed_all_rng
 
 import metricopt_ext as mo
+from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.detection.ap_loss import ap_loss
 from metricopt_ext.detection.detectron2 import trainer as trainer_module
 from metricopt_ext.detection.detectron2.config import metricopt_settings
@@ -30,7 +31,7 @@ from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, TrajectoryR
 from metricopt_ext.detection.detectron2.meta_train import meta_train
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
 from metricopt_ext.detection.records import DetectionSet
-from metricopt_ext.errors import ConfigError, DataError, FileFormatError
+from metricopt_ext.errors import ConfigError, DataError, FileFormatError, ValueFunctionError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.metric import Metric
@@ -58,11 +59,11 @@ def _squares_in_catalog(catalog: Any, squares: Callable[..., DetectionSet]) -> N
         register(name, squares(4, seed=seed))
 
 
-def save_f(path: Path, dim: int = 4) -> RidgeValueFunction:
+def save_f(path: Path, signature: Signature | None = None, dim: int = 4) -> RidgeValueFunction:
     f = RidgeValueFunction(dim)
     f.coefficients.copy_(torch.linspace(-1, 1, 2 * dim)[:, None])
     f.set_domain(torch.randn(50, dim, generator=torch.Generator().manual_seed(0)))
-    f.quality = Quality(0.9, 0.01, 0.1, 50, 10)
+    f.quality, f.signature = Quality(0.9, 0.01, 0.1, 50, 10), signature
     f.save(path)
     return f
 
@@ -178,6 +179,21 @@ def test_a_run_starts_where_it_is_told_to(tiny_config: Any, tmp_path: Path) -> N
     cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR) / "model_final.pth"), str(tmp_path / "again")
     with pytest.raises(DataError, match=r"model_final\.pth holds a phi"):
         trained(cfg)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [("METRICOPT.FILM.LAYERS", ("fpn",), r"layers \[.*backbone.bottom_up"), ("METRICOPT.SEED", 1, "seed 0, not 1")],
+)
+def test_an_f_that_was_learned_under_another_adapter_is_refused(
+    key: str, value: Any, named: str, tiny_config: Any, tmp_path: Path
+) -> None:
+    learned = MetricOptTrainer.build_model(tiny_config("fpn", "BN", *FINETUNING))
+    save_f(tmp_path / "f.safetensors", mo.Adapter(learned).signature)
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.FINETUNE.VALUE_FUNCTION", str(tmp_path / "f.safetensors"),
+                      key, value)  # fmt: skip
+    with pytest.raises(ValueFunctionError, match=rf"f\.safetensors was fitted for another adapter, of .*{named}"):
+        MetricOptTrainer(cfg)
 
 
 def test_finetuning_moves_nothing_but_phi(tiny_config: Any, tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""Signatures: what a phi means, so that nothing that was learned for one adapter is used with another."""
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from metricopt_ext.adapters.adapter import Adapter, signature_of
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias
+from metricopt_ext.adapters.modulation import GENERATOR
+from metricopt_ext.adapters.signature import Signature
+
+
+def test_it_says_all_that_phi_depends_on(cnn: Callable[[], nn.Sequential]) -> None:
+    film = attach_film(cnn(), ["1", "7"], dim=3, seed=5)
+    assert film.signature == Signature("film", ("1", "7"), (4, 5), 5, 3, GENERATOR)
+    bias = attach_input_bias(cnn(), dim=2)
+    assert bias.signature == Signature("input_bias", ("6",), (5,), 0, 2, GENERATOR)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"layers": "1"}, "layers channels"), ({"dim": 4}, "dim"), ({"seed": 1}, "seed")],
+)
+def test_another_adapter_differs(cnn: Callable[[], nn.Sequential], change: dict[str, Any], named: str) -> None:
+    mine, other = attach_film(cnn(), dim=3).signature, attach_film(cnn(), **{"dim": 3, **change}).signature
+    assert " ".join(name for name, _, _ in mine.differences(other)) == named
+    assert not list(mine.differences(attach_film(cnn(), dim=3).signature))
+
+
+def test_json_roundtrip(cnn: Callable[[], nn.Sequential]) -> None:
+    signature = attach_film(cnn(), dim=3).signature
+    assert Signature.from_json(json.loads(json.dumps(signature.to_json()))) == signature
+    assert Signature.from_json(None) is None
+
+
+def test_what_an_optimizer_is_given_carries_it(cnn: Callable[[], nn.Sequential], tmp_path: Path) -> None:
+    adapter = attach_film(cnn(), dim=3, seed=5)
+    (phi,) = adapter.parameters()
+    assert signature_of(phi) == adapter.signature
+    assert signature_of(nn.Linear(2, 2).weight) is None
+    (copied,) = Adapter(copy.deepcopy(adapter.model)).parameters()
+    assert signature_of(copied) == adapter.signature
+
+    other = attach_film(cnn(), dim=3, seed=6)
+    other.save(tmp_path / "adapter.safetensors")
+    adapter.load(tmp_path / "adapter.safetensors")  # its matrices are the file's now
+    assert adapter.signature == replace(adapter.signature, seed=6) == other.signature
+    assert [signature_of(phi) for phi in adapter.parameters()] == [other.signature]
