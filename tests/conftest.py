@@ -17,9 +17,19 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.machine import Machine, missing_capability, processor
 from metricopt_ext.utils.seeding import generator
 
 torch.set_num_threads(1)  # the tests' tensors are small: threads would only wait for each other
+
+
+def pytest_configure() -> None:
+    if missing := missing_capability():
+        pytest.exit(f"ATEN_CPU_CAPABILITY={missing}: {processor()} has no {missing}; no test was run", returncode=4)
+
+
+def pytest_report_header() -> str:
+    return f"machine: {Machine.current(torch.device('cpu'))}"
 
 
 class Problem:

@@ -15,6 +15,7 @@ from metricopt_ext.evidence.report import Report, write_events
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.machine import restart_deterministically
 from metricopt_ext.utils.parallel import run_seeds
 
 
@@ -57,6 +58,8 @@ def main_of(
         for name in ("seed", *(choices or {})):
             if getattr(arguments, name) is not None:
                 setattr(config, name, getattr(arguments, name))
+        if config.deterministic:
+            restart_deterministically(config.threads)
         run_and_report(experiment, config, arguments.output_dir, arguments.resume)
 
 

@@ -15,6 +15,7 @@ from metricopt_ext.evidence.trivial import trivial_predictors
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.machine import Machine, deterministic_algorithms
 from metricopt_ext.utils.progress import Watcher
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -114,8 +115,9 @@ def run_seed(
         watcher.done()
         return SeedRecord.load(record_file)
     watcher.stage("train the model")
-    experiment = experiment_type(config, folder, seed)
-    comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, watcher))
+    with deterministic_algorithms(config.deterministic):
+        experiment = experiment_type(config, folder, seed)
+        comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, watcher))
     task, result = experiment.task, comparison.results["metricopt"].details
     assert result is not None
     assert result.fit.f.quality is not None
@@ -134,6 +136,7 @@ def run_seed(
         curves=comparison.curves,
         true=[to_value(cost) for cost in result.fit.true.tolist()],
         predicted=[to_value(cost) for cost in result.fit.predicted.tolist()],
+        machine=Machine.current(task.adapter.phi.device),
     )
     if config.pictures and seed == config.seed:
         from metricopt_ext.evidence.value_plots import draw_value_function

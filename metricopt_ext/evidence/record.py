@@ -6,6 +6,7 @@ from pathlib import Path
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.recipe import Setting
 from metricopt_ext.utils.files import read_json, write_json
+from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality
 
 
@@ -46,6 +47,7 @@ class SeedRecord:
             method sees them.
         true: Metric at held-out points where f is used.
         predicted: What f predicted there before it saw them.
+        machine: What the seed was computed on.
     """
 
     seed: int
@@ -60,6 +62,7 @@ class SeedRecord:
     curves: dict[str, list[float]]
     true: list[float]
     predicted: list[float]
+    machine: Machine
 
     def save(self, path: Path) -> None:
         """Write the record as JSON."""
@@ -81,6 +84,7 @@ class SeedRecord:
                 content[name] = {kind: Quality(**quality) for kind, quality in content[name].items()}
             content["quality"] = Quality(**content["quality"])
             content["setting"] = Setting(*content["setting"])
+            content["machine"] = Machine(**content["machine"])
             return cls(**content)
         except (KeyError, TypeError, AttributeError) as error:
             raise FileFormatError(

@@ -110,6 +110,7 @@ class Report:
             "chance": [record.chance for record in self.records],
             "kept": [record.kept for record in self.records],
             "settings": [record.setting for record in self.records],
+            "machines": [vars(record.machine) for record in self.records],
             "versions": versions(),
             "config": self.config,
         }
@@ -127,6 +128,7 @@ class Report:
         """Return the content of report.md."""
         direction = "higher" if self.maximize else "lower"
         seeds = f"{len(self.records)} seed" + ("s" if len(self.records) > 1 else "")
+        machines = dict.fromkeys(str(record.machine) for record in self.records)
         lines = [
             f"# {self.task}: {self.metric} ({direction} is better)",
             "",
@@ -142,6 +144,9 @@ class Report:
             " `another f`: the value function of another run.",
             "",
             *(f"- {line}" for line in self.findings()),
+            "",
+            f"Computed on {'; '.join(machines)}. Training amplifies rounding, so other processors, instruction sets and"
+            " numbers of threads give other digits.",
             "",
             "How well the metric is predicted on held-out trajectories, where f is used:",
             "",

@@ -127,6 +127,9 @@ class RunConfig:
     workers: int = 1  # seeds that run in parallel, each in its own process
     threads: int = 1  # CPU threads of each
     device: str = "auto"  # auto, cpu, cuda, cuda:0, ...
+    # The kernels and number of threads that every processor has, deterministic algorithms on a GPU; slower. Whether
+    # processors of different makers then give the same digits is not tested.
+    deterministic: bool = False
 
     def check(self) -> None:
         """Reject what would only fail after work has been done.

@@ -20,7 +20,7 @@ from metricopt_ext.value.value_function import ValueFunction
 
 IDENTITY, TRAJECTORIES, EVALUATIONS = "identity.json", "trajectories", "evaluations.json"
 
-FORMAT = 2  # of what is kept: a folder of another format is not resumed
+FORMAT = 3  # of what is kept: a folder of another format is not resumed
 
 # Settings of a tool's run that may change on resuming: which seeds to run, and how.
 RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device"}

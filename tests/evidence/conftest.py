@@ -9,11 +9,14 @@ from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.record import Outcome, SeedRecord
 from metricopt_ext.evidence.report import Report
 from metricopt_ext.methods.recipe import Setting
+from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality
 
 GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40)
 
 POOR = Quality(spearman=0.1, mae=0.2, constant_mae=0.1, points=100, trajectories=40)
+
+MACHINE = Machine("A processor", "AVX2", 1, "cpu")
 
 BASE = {name: 0.5 + 0.05 * i for i, name in enumerate(METHODS)}
 
@@ -42,6 +45,7 @@ def _report(tests: dict[str, list[float]] | None = None, *, seeds: int = 3, maxi
                 curves={name: (0.5 + noise[row, :3, 0]).tolist() for name in ("loss_finetune", "metricopt")},
                 true=noise[row, :, 0].tolist(),
                 predicted=noise[row, :, 1].tolist(),
+                machine=MACHINE,
             )
         )
     return Report("classification/toy", "accuracy", maximize, records, {"queries": 600})

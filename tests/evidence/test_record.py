@@ -11,6 +11,7 @@ import pytest
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.record import Outcome, SeedRecord
 from metricopt_ext.methods.recipe import Setting
+from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality
 
 
@@ -29,6 +30,7 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
         curves={"metricopt": [0.1, 0.2]},
         true=[0.5],
         predicted=[0.25],
+        machine=Machine("A processor", "AVX2", 1, "cpu"),
     )
     record.save(tmp_path / "record.json")
     assert SeedRecord.load(tmp_path / "record.json") == record
@@ -46,6 +48,7 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
         lambda whole: json.dumps({**whole, "outcomes": []}),
         lambda whole: json.dumps({**whole, "quality": {"spearman": 1.0}}),
         lambda whole: json.dumps({**whole, "setting": None}),
+        lambda whole: json.dumps({**whole, "machine": {"processor": "A processor"}}),
     ],
 )
 def test_a_damaged_record_is_refused(tmp_path: Path, damage: Any) -> None:
@@ -64,6 +67,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path, damage: Any) -> None:
         "curves": {},
         "true": [0.5],
         "predicted": [0.5],
+        "machine": {"processor": "A processor", "capability": "AVX2", "threads": 1, "device": "cpu"},
     }
     path = tmp_path / "record.json"
     path.write_text(json.dumps(whole))

@@ -42,6 +42,8 @@ def test_report_json(report: Callable[..., Report], tmp_path: Path) -> None:
     assert [quality["spearman"] for quality in f["per_seed"]] == [0.1, 0.9, 0.9]
     assert [set(kinds) for kinds in f["candidates"]] == [{"neural", "ridge"}] * 3
     assert content["kept"] == ["start", "metricopt", "metricopt"]
+    machine = {"processor": "A processor", "capability": "AVX2", "threads": 1, "device": "cpu"}
+    assert content["machines"] == [machine] * 3
     assert content["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert content["config"] == {"queries": 600}
 
@@ -139,6 +141,7 @@ def test_the_markdown_table_has_a_row_per_method(report: Callable[..., Report], 
         assert row[3] == str(10 * list(METHODS).index(name))
         assert row[4] == str(list(METHODS).index(name))
         assert row[6] == METHODS[name].needs
+    assert "Computed on A processor (AVX2, 1 thread). Training amplifies rounding, so other processors" in text
 
 
 def test_methods_that_did_not_run_are_left_out(report: Callable[..., Report]) -> None:

@@ -1,0 +1,123 @@
+"""The machine that a run computes on, and the settings under which its results depend on it least.
+
+Processors round differently: torch, oneDNN, MKL, OpenBLAS and FAISS choose among kernels by what the processor can do,
+and sums depend on the number of threads. Training amplifies the differences: a run's digits are those of its machine.
+"""
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from metricopt_ext.errors import ConfigError
+
+CAPABILITY = "ATEN_CPU_CAPABILITY"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run's digits depend on besides its settings.
+
+    Attributes:
+        processor: The processor's name.
+        capability: The instruction set of torch's kernels: ``"DEFAULT"``, ``"AVX2"``, ``"AVX512"``, ...
+        threads: CPU threads that torch computes on.
+        device: Where the model is: ``"cpu"``, or the GPU's name.
+    """
+
+    processor: str
+    capability: str
+    threads: int
+    device: str
+
+    @classmethod
+    def current(cls, device: torch.device) -> "Machine":
+        """Return this machine as this process uses it."""
+        return cls(
+            processor=processor(),
+            capability=torch.backends.cpu.get_cpu_capability(),
+            threads=torch.get_num_threads(),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        )
+
+    def __str__(self) -> str:
+        """Return the attributes in words."""
+        gpu = "" if self.device == "cpu" else f", {self.device}"
+        return f"{self.processor} ({self.capability}, {self.threads} thread{'s' * (self.threads != 1)}){gpu}"
+
+
+def processor() -> str:
+    """Return the processor's name."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def missing_capability() -> str | None:
+    """Return the instruction set that ATEN_CPU_CAPABILITY asks for and this processor lacks, None if it has it.
+
+    torch does not check: its first kernel would end the process by an illegal instruction.
+    """
+    asked, flags = os.environ.get(CAPABILITY, ""), _cpuinfo("flags").split()
+    return asked if flags and asked in ("avx2", "avx512") and asked.replace("avx512", "avx512f") not in flags else None
+
+
+def _cpuinfo(key: str) -> str:
+    """Return the first processor's entry in Linux's table, empty where there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    entries = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in entries if name.strip() == key), "")
+
+
+def deterministic_environment(threads: int) -> dict[str, str]:
+    """Return the environment under which every processor uses the same kernels, as far as the libraries let it."""
+    environment = {
+        CAPABILITY: "default",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "MKL_CBWR": "COMPATIBLE",
+        "FAISS_OPT_LEVEL": "generic",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads)),
+    }
+    if platform.machine() in ("x86_64", "AMD64"):
+        environment["OPENBLAS_CORETYPE"] = "Nehalem"
+    return environment
+
+
+def restart_deterministically(threads: int) -> None:
+    """Start this process anew under `deterministic_environment`, which libraries read when they are loaded.
+
+    Does nothing if the environment is that already.
+
+    Args:
+        threads: CPU threads to compute on.
+
+    Raises:
+        ConfigError: The command line is not this process's own, so that it can't be started anew.
+    """
+    environment = deterministic_environment(threads)
+    if environment.items() <= os.environ.items():
+        return
+    arguments = sys.argv[1:]
+    if not arguments or sys.orig_argv[-len(arguments) :] != arguments:
+        settings = " ".join(f"{name}={value}" for name, value in environment.items())
+        raise ConfigError(f"deterministic takes effect only before torch is loaded: start the program under {settings}")
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **environment})
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """Use only torch's deterministic algorithms, if ``wanted``; an operation without one raises a RuntimeError."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
