@@ -35,6 +35,7 @@ from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import read_json, write_atomically, write_json
+from metricopt_ext.utils.machine import kernels
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
@@ -178,7 +179,7 @@ def ablate(tasks: Sequence[Sequence[str]], folder: Path, seeds: Sequence[int], w
             "maximize": ClassificationExperiment.describe(config).maximize,
             "variants": {variant: [asdict(of_seed[variant]) for of_seed in rows] for variant in variants},
         }
-    content = {"seeds": list(seeds), "tasks": table}
+    content = {"seeds": list(seeds), "computed_on": kernels(), "tasks": table}
     write_json(folder / "ablations.json", content)
     write_atomically(folder / "ablations.md", markdown(content).encode())
     plot(content, folder / "ablations.png")
@@ -279,7 +280,8 @@ def markdown(content: dict[str, Any]) -> str:
         "# Ablations of the default recipe",
         "",
         f"{len(content['seeds'])} seeds from {content['seeds'][0]} on, each a fresh split and model. Differences from"
-        " the default are paired, with 95% intervals; positive is better. An interval that includes 0 shows nothing.",
+        " the default are paired, with 95% intervals; positive is better. An interval that includes 0 shows nothing."
+        f" Computed on {content['computed_on']}, on one thread; other processors give other digits.",
     ]
     for task, of_task in content["tasks"].items():
         default = of_task["variants"][DEFAULT]

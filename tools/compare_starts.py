@@ -39,6 +39,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import read_json, write_atomically, write_json
+from metricopt_ext.utils.machine import kernels
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
 
@@ -98,6 +99,7 @@ def compare_starts(
         "task": f"{task}/{config.data.name}",
         "metric": rows[0]["metric"],
         "seeds": list(seeds),
+        "computed_on": kernels(),
         "starts": starts,
         "queries_once": max(row["queries_once"] for row in rows),
         "spearman": [row["spearman"] for row in rows],
@@ -217,7 +219,7 @@ def markdown(content: dict[str, Any]) -> str:
         f"{len(seeds)} seeds from {seeds[0]} on, {content['starts']} new starts each: random phi on the same model,"
         f" fresh batches. MetricOpt spent {content['queries_once']} queries once, to learn its value function, whose"
         f" Spearman correlation on held-out trajectories is {np.mean(content['spearman']):.2f}. Test metric, mean and"
-        " standard deviation over seeds.",
+        f" standard deviation over seeds. Computed on {content['computed_on']}; other processors give other digits.",
         "",
         "| method | queries per start | test |",
         "|---|---|---|",

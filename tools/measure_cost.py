@@ -8,7 +8,6 @@ Writes cost.json and cost.md. A missed target is a result, not an error.
 """
 
 import argparse
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.files import write_atomically, write_json
+from metricopt_ext.utils.machine import processor
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.fitting import fit_value_function
@@ -167,14 +167,6 @@ def write(tables: list[Table], folder: Path, threads: int, repeats: int) -> list
     ]
     write_atomically(paths[1], ("\n".join(text).rstrip() + "\n").encode())
     return paths
-
-
-def processor() -> str:
-    """Return the processor's name."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def take_turns(sides: dict[str, Callable[[int], Any]], repeats: int) -> dict[str, np.ndarray]:

@@ -56,6 +56,11 @@ def processor() -> str:
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
+def kernels() -> str:
+    """Return the processor's name and the instruction set of torch's kernels."""
+    return f"{processor()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
 def missing_capability() -> str | None:
     """Return the instruction set that ATEN_CPU_CAPABILITY asks for and this processor lacks, None if it has it.
 

@@ -12,6 +12,7 @@ import scipy.stats
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.machine import kernels
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "configs" / "classification" / "digits.yaml"
@@ -50,6 +51,7 @@ def test_all_methods_are_asked_for_their_budgets(tmp_path: Path, monkeypatch: py
     text = (tmp_path / "starts.md").read_text()
     assert "| CMA-ES on the metric | 20 |" in text
     assert "2 seeds from 7 on, 2 new starts each" in text
+    assert f"Computed on {kernels()}" in text
     assert json.loads((tmp_path / "starts.json").read_text()) == content
     assert (tmp_path / "starts.png").stat().st_size > 10_000
 
@@ -65,6 +67,7 @@ def content(rivals: list[tuple[float, float]], maximize: bool = True) -> dict[st
         "task": "t",
         "metric": {"name": "m", "maximize": maximize},
         "seeds": [0],
+        "computed_on": "A processor (AVX2)",
         "starts": 1,
         "queries_once": 600,
         "spearman": [0.5],

@@ -16,6 +16,7 @@ from metricopt_ext.utils.machine import (
     Machine,
     deterministic_algorithms,
     deterministic_environment,
+    kernels,
     missing_capability,
     restart_deterministically,
 )
@@ -48,6 +49,7 @@ def test_the_current_machine() -> None:
     assert here.capability == torch.backends.cpu.get_cpu_capability()
     assert here.processor
     assert str(here) == f"{here.processor} ({here.capability}, 2 threads)"
+    assert kernels() == f"{here.processor} ({here.capability})"
     assert str(Machine("A", "AVX2", 1, "NVIDIA X")) == "A (AVX2, 1 thread), NVIDIA X"
 
 
