@@ -2,6 +2,7 @@
 
 import copy
 import doctest
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pytorch_metric_learning.utils.logging_presets import HookContainer
 
 import metricopt_ext as mo
 from metricopt_ext.errors import MetricError
+from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.retrieval import task as retrieval_task
 from metricopt_ext.retrieval.accuracy import RecallCalculator
 from metricopt_ext.retrieval.hooks import TrajectoryRecorder
@@ -125,7 +127,7 @@ def make_trainer(
     )
 
 
-def test_stock_example_with_two_changed_lines(tmp_path: Path, records: Any) -> None:
+def test_stock_example_with_the_page_s_changed_lines(tmp_path: Path, records: Any) -> None:
     trunk, embedder = make_trunk(), make_embedder()
     train_dataset, val_dataset = dataset(), dataset(seed=1)
     make_f().save(tmp_path / "f.safetensors")
@@ -345,6 +347,26 @@ def test_learns_and_follows_a_value_function() -> None:
     fit = mo.meta_train(task, tasks=4, recipe=recipe)
     assert task.metric.ledger.spent == 2 * 4 * 3
     make_trainer(trunk, mo.MetricOpt(adapter.parameters(), fit.f)).train(num_epochs=1)
+    assert adapter.phi.norm() > 0
+
+
+def test_the_page_s_way_to_a_value_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of docs/retrieval.md as it stands, but for the numbers of its recipe, followed by a trainer."""
+    page = (Path(__file__).parents[2] / "docs" / "retrieval.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert code is not None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mo, "Recipe", lambda **_: Recipe(steps=5, evals=3, rounds=2, learners=(RidgeLearner(),)))
+    (x, y), trunk, embedder = images(), make_trunk(), make_embedder()
+    loss, miner = losses.TripletMarginLoss(), miners.MultiSimilarityMiner()
+    known = {"trunk": trunk, "embedder": embedder, "loss": loss, "miner": miner, "x_train": x, "y_train": y}
+    text = code.group(1).replace("classes=8, samples=4", "classes=3, samples=2").replace("tasks=17", "tasks=4")
+    exec(text, known | {"validation_loader": [images(seed=1)]})
+    adapter = mo.Adapter(trunk)
+    f = mo.load_value_function("f.safetensors")
+    assert f.signature == adapter.signature
+    optimizer = mo.MetricOpt(adapter.parameters(), f, even_untrusted=True)
+    make_trainer(trunk, optimizer, models={"trunk": trunk, "embedder": embedder}).train()
     assert adapter.phi.norm() > 0
 
 
