@@ -21,7 +21,7 @@ from metricopt_ext.search.optimizer import MetricOpt
 from metricopt_ext.tasks.batches import ClassBatches, DatasetBatches, TensorBatches
 from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
-from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore, load_trajectories
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.fitting import Fit, fit_value_function
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
@@ -75,6 +75,7 @@ __all__ = [
     "errors",
     "fit_value_function",
     "load_adapter",
+    "load_trajectories",
     "load_value_function",
     "meta_train",
     "optimize_metric",

@@ -23,6 +23,7 @@ from metricopt_ext.adapters.modulation import (
     channel_axis,
 )
 from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.files import read_tensors
 from metricopt_ext.utils.seeding import generator
 
@@ -35,6 +36,7 @@ MODE_DEPENDENT = (
     nn.MultiheadAttention,
     nn.RNNBase,
 )
+COMPILED = "OptimizedModule"  # what torch.compile returns; named, because its class takes long to import
 
 
 def attach_film(
@@ -56,7 +58,9 @@ def attach_film(
         The handle for tuning, saving, merging or removing the adapter.
 
     Raises:
-        AdapterError: A pattern matches no layer that FiLM can modulate, or the model has an adapter already.
+        AdapterError: A pattern matches no layer that FiLM can modulate, an adapter acts on the model already, or a
+            wrapper was given. The model is then as it was.
+        ValueError: ``dim`` or ``seed`` is out of range.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
@@ -72,7 +76,10 @@ def attach_film(
                 f" (possible: {shortened(list(usable)) if usable else 'none of its layers has both'})"
             )
     else:
-        names = _matching([layers] if isinstance(layers, str) else list(layers), model, usable)
+        patterns = [layers] if isinstance(layers, str) else list(layers)
+        if not patterns:
+            raise AdapterError("layers is empty; name at least one, or leave it out for every normalisation layer")
+        names = _matching(patterns, model, usable)
 
     def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
         channels = affine(layer)[0].shape[0]
@@ -91,7 +98,7 @@ def attach_input_bias(model: nn.Module, layer: str | None = None, *, dim: int = 
         seed: Seed of C.
 
     Raises:
-        AdapterError: There is no such linear layer with a bias, or the model has an adapter already.
+        AdapterError, ValueError: As in `attach_film`, for linear layers with a bias.
     """
     linear = {
         name: module
@@ -130,26 +137,27 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
 
 
 def _attach(model: nn.Module, kind: AdapterKind, names: list[str], dim: int, seed: int, modulation: Any) -> Adapter:
-    if hasattr(model, CONTEXT_NAME) or any(isinstance(module, Context) for module in model.modules()):
-        raise AdapterError(f"{type(model).__name__} has an adapter already; remove() or merge() it first")
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    if hasattr(model, CONTEXT_NAME) or any(map(_adapted, model.modules())):
+        raise AdapterError(
+            f"{type(model).__name__} has an adapter already, or is part of a model that has one; remove() or merge() it"
+            " first"
+        )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) or type(model).__name__ == COMPILED:
         raise AdapterError(
             f"{type(model).__name__} wraps the model that is checkpointed; attach before wrapping it, or checkpoints"
             " will lack phi"
         )
-    if dim < 1:
-        raise AdapterError(f"dim is {dim}; phi needs at least one dimension")
-    if seed < 0:
-        raise AdapterError(f"seed is {seed}; it must be at least 0")
+    check_integer(1, dim=dim)
+    check_integer(0, seed=seed)
     example, _ = affine(model.get_submodule(names[0]))
     dtype = torch.float64 if example.dtype == torch.float64 else torch.float32
-    context = Context(dim, kind, names, seed, dtype)
+    context = Context(dim, kind, names, int(seed), dtype)
+    layers = [model.get_submodule(name) for name in names]
+    children = [modulation(context, index, layer).to(example.device) for index, layer in enumerate(layers)]
     context.thawed = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     model.requires_grad_(False)
     context.pins = [pin for module in model.modules() if _mode_dependent(module) for pin in _pin_to_eval(module)]
-    for index, name in enumerate(names):
-        layer = model.get_submodule(name)
-        child = modulation(context, index, layer).to(example.device)
+    for layer, child in zip(layers, children, strict=True):
         child.handle = layer.register_forward_hook(child.hook)
         layer.add_module(MODULATION_NAME, child)
     model.add_module(CONTEXT_NAME, context.to(example.device))
@@ -173,6 +181,11 @@ def _unusable(module: nn.Module) -> str | None:
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
         return f"is a {kind} over {len(module.normalized_shape)} axes, which has no channel axis"
     return None
+
+
+def _adapted(module: nn.Module) -> bool:
+    """Whether an adapter acts on a module: its phi, a modulation or a pinned mode is there."""
+    return isinstance(module, (Context, Modulation)) or _enter_eval in module._forward_pre_hooks.values()
 
 
 def _mode_dependent(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +20,19 @@ TOOLKIT_NORMS = ("FrozenBatchNorm2d", "LayerNorm2d")
 GENERATOR = "normal/1"  # names how the matrices are drawn; a change of the draws needs a new name
 
 
-class Context(nn.Module):
+class KeepsPrecision(nn.Module):
+    """A module that computes in single precision or better, whatever the model around it is cast to."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        def moved(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            rounded = result.is_floating_point() and result.dtype.itemsize < torch.float32.itemsize
+            return tensor.to(result.device) if rounded else result
+
+        return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+
+
+class Context(KeepsPrecision):
     """Holds phi; registered in the model's module tree under the name ``metricopt``.
 
     Attributes:
@@ -48,6 +60,10 @@ class Context(nn.Module):
         """Return the phi in use, ``d``: the parameter, or what `Adapter.using` put in its place."""
         return self.phi if self.override is None else self.override
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy gets: what `Adapter.using` put in phi's place for a while stays here."""
+        return {**self.__dict__, "override": None}
+
     def forward(self, x: Any) -> Any:
         """Return the input: an ``nn.Sequential`` calls each child, this one included."""
         return x
@@ -70,7 +86,7 @@ class Context(nn.Module):
         )
 
 
-class Modulation(nn.Module):
+class Modulation(KeepsPrecision):
     """What is done to one layer's output. Registered as the layer's child, so it follows ``.to`` and ``deepcopy``.
 
     Attributes:

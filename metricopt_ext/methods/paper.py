@@ -18,7 +18,7 @@ from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.rollout import Policy, collect, rollout
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
-from metricopt_ext.utils.checks import check_above, check_at_least
+from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.labels import GaussianProcessLabels
@@ -91,8 +91,9 @@ class Algorithm1:
         """
         if self.optimizer not in ("sgd", "adam"):
             raise ValueError(f"optimizer is {self.optimizer!r}; it must be 'sgd' or 'adam'")
-        check_at_least(1, steps=self.steps, history=self.history, count=self.count)
+        check_integer(1, steps=self.steps, evals=self.evals, history=self.history, count=self.count)
         check_above(0, lr=self.lr, start_std=self.start_std, variance=self.variance)
+        check_at_least(0, metric_rate=self.metric_rate)
         if not 2 <= self.evals <= self.steps + 1:
             raise ValueError(f"evals is {self.evals}; it must be from 2 (both ends) to steps + 1 = {self.steps + 1}")
 
@@ -183,8 +184,10 @@ def refuse_too_few(tasks: int) -> None:
     """Reject too few tasks to hold some out and still learn from others.
 
     Raises:
+        ValueError: ``tasks`` is not an integer.
         ValueFunctionError: There are too few tasks; the message gives their number.
     """
+    check_integer(0, tasks=tasks)
     if tasks < LEAST_TASKS:
         raise ValueFunctionError(
             f"{tasks} tasks are too few to measure f's quality on held-out tasks; give at least {LEAST_TASKS}"

@@ -13,6 +13,7 @@ from metricopt_ext.search.direct import Search
 from metricopt_ext.tasks.metric import stacked_halves
 from metricopt_ext.tasks.split_half import chance_of_gain, split_half_correlation
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.checks import check_instance, check_integer
 from metricopt_ext.utils.progress import Watcher, watched
 
 
@@ -75,12 +76,16 @@ def optimize_metric(
         The result; the tuned phi is in the model.
 
     Raises:
+        ValueError: ``queries`` or ``seed`` is not an integer of at least 0, or ``strategy`` is a class.
+        AdapterError: The loss is no scalar, or has no gradient in phi.
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
         FileFormatError: ``output_dir`` holds another run, with other settings or model weights, or it holds a run and
             ``resume`` is False.
     """
     strategy = strategy or Recipe()
+    check_integer(0, queries=queries, seed=seed)
+    check_instance(strategy=strategy)
     if queries > task.metric.ledger.left:
         raise BudgetError(f"{queries} queries requested, {task.metric.ledger.left} left in the metric's own budget")
     if isinstance(strategy, Recipe):
@@ -131,6 +136,7 @@ def _follow_value_function(
         split_half=split_half_correlation(list(store)),
         fit=fit,
         trajectories=tuple(store),
+        reports_halves=tuned.evaluations["start"].halves is not None,
     )
 
 
@@ -156,4 +162,5 @@ def _search_directly(
         queries=dict(cached.ledger.spent_on),
         queries_per_start=queries,
         ends={"start": task.origin(), "search": found.phi},
+        reports_halves=start.halves is not None,
     )

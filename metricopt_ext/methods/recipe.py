@@ -1,7 +1,7 @@
 """How `optimize_metric` works by default: learn a value function, then follow it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.search.direct import Search
 from metricopt_ext.tasks.trajectory import Trajectory
-from metricopt_ext.utils.checks import check_above, check_at_least
+from metricopt_ext.utils.checks import check_above, check_at_least, check_instance, check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.fitting import Fit, fit_value_function
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
@@ -28,6 +28,19 @@ class Setting(NamedTuple):
 
     loss_weight: float
     metric_step: float
+
+
+def checked_setting(pair: Sequence[float]) -> Setting:
+    """Return a pair of numbers as a `Setting`.
+
+    Raises:
+        ValueError: It is no pair, or a number in it is not finite or below 0.
+    """
+    if not isinstance(pair, Sized) or len(pair) != 2:
+        raise ValueError(f"settings has {pair!r}; each must be a pair (loss weight, metric step)")
+    setting = Setting(*pair)
+    check_at_least(0, **setting._asdict())
+    return setting
 
 
 # Tasks of the first round, from which f is learned and measured: two to learn from while two are held out.
@@ -80,9 +93,9 @@ class Recipe:
         Raises:
             ValueError: A value is out of range; the message gives it.
         """
-        check_at_least(2, steps=self.steps, evals=self.evals, folds=self.folds)
-        check_at_least(1, rounds=self.rounds)
-        check_at_least(0, trials=self.trials, adapt_queries=self.adapt_queries)
+        check_integer(2, steps=self.steps, evals=self.evals, folds=self.folds)
+        check_integer(1, rounds=self.rounds)
+        check_integer(0, trials=self.trials, adapt_queries=self.adapt_queries, refine_queries=self.refine_queries)
         check_above(0, lr=self.lr, start_std=self.start_std, explored_step=self.explored_step)
         if self.evals > self.steps + 1:
             raise ValueError(f"evals is {self.evals}; a task of {self.steps} steps has {self.steps + 1} points")
@@ -97,10 +110,12 @@ class Recipe:
             )
         if not self.settings:
             raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
-        for pair in self.settings:
-            if len(pair) != 2:
-                raise ValueError(f"settings has {pair}; each must be a pair (loss weight, metric step)")
-        object.__setattr__(self, "settings", tuple(Setting(*pair) for pair in self.settings))
+        object.__setattr__(self, "settings", tuple(map(checked_setting, self.settings)))
+        if not self.learners:
+            raise ValueError("learners is empty; give at least one kind of value function to fit")
+        for learner in self.learners:
+            check_instance(learners=learner)
+        check_instance(labels=self.labels, refine=self.refine)
 
     def explored_settings(self, seed: int, indices: Sequence[int]) -> Tensor:
         """Return (loss weight, metric step) of on-policy tasks, ``n x 2``, drawn from the seed for each index."""

@@ -1,7 +1,7 @@
 """What a run did, in the metric's own units and in words."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -36,6 +36,7 @@ class Result:
         queries: Queries spent, by purpose.
         queries_per_start: Queries that another start would cost.
         ends: End point phi, ``d``, of each candidate.
+        reports_halves: Whether the metric reports its value on two halves of its data.
     """
 
     metric: str
@@ -48,6 +49,7 @@ class Result:
     queries: dict[str, int]
     queries_per_start: int
     ends: dict[str, Tensor]
+    reports_halves: bool = field(kw_only=True)
 
     def __str__(self) -> str:
         """State the outcome, its cost and whether f was to be trusted, in a few lines."""
@@ -65,6 +67,11 @@ class Result:
             )
         total = sum(self.queries.values())
         lines.append(f"queries: {total} ({spent}); {self.queries_per_start} for each further start")
+        if not self.reports_halves:
+            lines.append(
+                "how much of a gain may be chance is unknown, as the metric reports no halves; let it return"
+                " (value, (half, half)), its values on all of its data and on two random halves of them"
+            )
         return lines
 
     def beside(self) -> str:

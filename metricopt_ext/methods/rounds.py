@@ -14,6 +14,7 @@ from metricopt_ext.tasks.rollout import Policy, collect
 from metricopt_ext.tasks.split_half import halves_where_used, seen_on_half
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction
@@ -44,6 +45,9 @@ def meta_train(
         seed: Seed of all draws.
         store: Keeps the trajectories; those already in it are not collected again.
         watcher: Notified of progress.
+
+    Raises:
+        ValueError: ``tasks`` is not an integer of at least 2.
     """
     recipe = recipe or Recipe()
     store = TrajectoryStore() if store is None else store
@@ -71,7 +75,7 @@ def _collection_policy(fit: Fit | None, recipe: Recipe, seed: int, chunk: Sequen
     """Round 0 follows the loss; later rounds follow f, trusted or not: this is how it gets corrected."""
     if fit is None:
         return LossStep(recipe.lr)
-    weight, metric_step = recipe.explored_settings(seed, chunk).to(fit.f.radius.device).unbind(1)
+    weight, metric_step = recipe.explored_settings(seed, chunk).to(fit.f.radius).unbind(1)
     return MetricOptStep(fit.f, recipe.lr, metric_step, weight, recipe.steps, even_untrusted=True)
 
 
@@ -96,7 +100,11 @@ def learn_in_rounds(
         seed: Seed of the fits.
         watcher: Notified of progress.
         device: Device that f is put on.
+
+    Raises:
+        ValueError: ``tasks`` is not an integer of at least 2: f is measured on trajectories that are held out.
     """
+    check_integer(2, tasks=tasks)
     fit: Fit | None = None
     for round in range(recipe.rounds):
         skill = "loss only" if fit is None or fit.f.quality is None else f"f at {fit.f.quality.spearman:.2f}"

@@ -14,11 +14,11 @@ from metricopt_ext.search.direct import Search
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils.files import claim, fingerprint
 from metricopt_ext.value.value_function import ValueFunction
 
-IDENTITY, TRAJECTORIES, EVALUATIONS = "identity.json", "trajectories", "evaluations.json"
+IDENTITY, EVALUATIONS = "identity.json", "evaluations.json"
 
 FORMAT = 3  # of what is kept: a folder of another format is not resumed
 

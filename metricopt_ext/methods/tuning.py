@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from metricopt_ext.methods.recipe import Recipe, Setting
+from metricopt_ext.methods.recipe import Recipe, Setting, checked_setting
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.rollout import Policy, rollout
 from metricopt_ext.tasks.split_half import CERTAINTY, chance_of_gain, optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.renamed import Renamed
 from metricopt_ext.value.adapted import AdaptedValueFunction
@@ -82,11 +83,13 @@ def tune_start(
 
     Raises:
         ValueFunctionError: f was fitted for another adapter.
+        ValueError: ``setting``, ``index`` or ``seed`` is out of range.
     """
     fit.f.check_fits(task.adapter.signature)
     recipe, watcher = recipe or Recipe(), watcher or Watcher()
     start = task.origin() if start is None else start
-    setting = setting or recipe.settings[0]
+    setting = recipe.settings[0] if setting is None else checked_setting(setting)
+    check_integer(0, index=index, seed=seed)
 
     def follow(policy: Policy) -> Tensor:
         return finetune(task, policy, recipe.steps, seed, start, index)

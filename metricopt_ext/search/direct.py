@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.checks import check_above, check_at_least
+from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator
 
 Told = Callable[[float], None]
@@ -97,8 +97,9 @@ class GuidedES:
         Raises:
             ValueError: A setting is out of range.
         """
-        check_at_least(1, pairs=self.pairs)
-        check_at_least(0, step=self.step, loss_weight=self.loss_weight, lr=self.lr, history=self.history)
+        check_integer(1, pairs=self.pairs)
+        check_integer(0, history=self.history)
+        check_at_least(0, step=self.step, loss_weight=self.loss_weight, lr=self.lr)
         check_above(0, scale=self.scale)
 
     def least_queries(self, dim: int) -> int:
@@ -109,6 +110,7 @@ class GuidedES:
         self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0, on_query: Told | None = None
     ) -> SearchResult:
         """Search from a start (see `Search`)."""
+        task.loss_and_gradient(start[None], seed, [0], 0)  # refuses a loss without a gradient before the first query
         cost_at = _Counted(task, start, queries, self.least_queries(task.dim), on_query)
         rng, root = generator(seed, "guided_es"), math.sqrt(task.dim)
         variance, steps = (self.scale * root) ** 2, cost_at.left // (2 * self.pairs + 1)
@@ -183,6 +185,7 @@ class _Counted:
     """The metric as a function of points, for one search: counts its queries and keeps the best point."""
 
     def __init__(self, task: FinetuneTask, start: Tensor, queries: int, least: int, on_query: Told | None) -> None:
+        check_integer(0, queries=queries)
         if queries < least:
             raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
         if queries > task.metric.ledger.left:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from metricopt_ext.utils.checks import check_above, check_at_least
+from metricopt_ext.utils.checks import check_above, check_integer
 
 
 def orthonormal_basis(gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ def perturbations(basis: Tensor, rank: Tensor, count: int, scale: float, generat
     Raises:
         ValueError: ``count`` or ``scale`` is out of range.
     """
-    check_at_least(1, count=count)
+    check_integer(1, count=count)
     check_above(0, scale=scale)
     *batch, d, k = basis.shape
     e1 = torch.randn(*batch, count, d, generator=generator, dtype=basis.dtype, device=generator.device).to(basis)

@@ -11,7 +11,7 @@ from torch import Tensor
 from metricopt_ext.adapters.adapter import signature_of
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.search.guided_es import analytic_direction
-from metricopt_ext.utils.checks import check_above, check_at_least
+from metricopt_ext.utils.checks import check_at_least, check_integer
 from metricopt_ext.value.value_function import ValueFunction
 
 # How boldly f is followed by default; see `MetricOptStep`.
@@ -130,8 +130,10 @@ class MetricOpt(torch.optim.Optimizer):
         even_untrusted: bool = False,
     ) -> None:
         check_at_least(0, lr=lr, metric_step=metric_step, loss_weight=loss_weight)
-        check_at_least(1, history=history, steps=steps)
-        check_above(0, trust=trust)
+        check_integer(1, history=history)
+        check_at_least(1, steps=steps)
+        if not trust > 0:  # infinite for no trust region
+            raise ValueError(f"trust is {trust}; it must be above 0")
         defaults = {
             "lr": lr,
             "metric_step": metric_step,

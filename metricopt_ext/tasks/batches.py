@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 
 Batches = Callable[[int, int, int], Any]
@@ -22,6 +23,7 @@ class IndexSampler:
     """
 
     def __init__(self, size: int, batch_size: int, labels: Tensor | None = None) -> None:
+        check_integer(1, batch_size=batch_size)
         if size < 1:
             raise DataError("there are no examples to draw batches from")
         self.groups = [torch.arange(size)]
@@ -80,8 +82,7 @@ class ClassBatches:
     def __init__(self, x: Tensor, y: Tensor, classes: int, samples: int) -> None:
         if len(x) != len(y):
             raise DataError(f"{len(x)} inputs for {len(y)} labels")
-        if classes < 2 or samples < 2:
-            raise ValueError(f"a batch of {classes} classes x {samples} samples holds no pairs; both must be 2 or more")
+        check_integer(2, classes=classes, samples=samples)
         self.x, self.y, self.classes, self.samples = x, y, classes, samples
         labels = y.cpu()
         groups = labels.argsort(stable=True).split(labels.unique(return_counts=True)[1].tolist())

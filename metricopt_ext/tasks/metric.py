@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.renamed import KnowsRenamed, Renamed
 
@@ -17,10 +18,15 @@ class Ledger:
     """Counts metric queries by purpose and refuses any beyond the budget.
 
     Args:
-        budget: Maximum number of queries; None for no limit.
+        budget: Maximum number of queries, at least 0; None for no limit.
+
+    Raises:
+        ValueError: The budget is out of range.
     """
 
     def __init__(self, budget: int | None = None) -> None:
+        if budget is not None:
+            check_integer(0, budget=budget)
         self.budget = budget
         self.spent_on: dict[str, int] = {}
 
@@ -90,6 +96,8 @@ class Metric(KnowsRenamed):
         name: str | None = None,
         ledger: Ledger | None = None,
     ) -> None:
+        if not callable(function):
+            raise TypeError(f"function is {function!r}; it must be a function that returns the metric of a model")
         if bounds is not None and not bounds[0] < bounds[1]:
             raise ValueError(f"bounds are {bounds}; the lower must be below the upper")
         if bounds is not None and not math.isfinite(bounds[1] - bounds[0]):

@@ -11,6 +11,7 @@ from metricopt_ext.errors import FileFormatError, MetricError
 from metricopt_ext.tasks.metric import Evaluation, Metric, stacked_halves
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.renamed import Renamed
 
@@ -34,7 +35,7 @@ class Recording:
         index: The trajectory's index; a different one for each run.
 
     Raises:
-        ValueError: K is out of range.
+        ValueError: A number is out of range.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Recording:
         round: int = 0,
         index: int = 0,
     ) -> None:
+        check_integer(0, round=round, index=index)
         self.adapter, self.metric, self.store = adapter, metric, store
         self.steps, self.round, self.index = steps, round, index
         self.observed = observation_steps(steps, evals, seed, index)

@@ -9,7 +9,7 @@ from torch import Tensor
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
-from metricopt_ext.utils.checks import check_at_least
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 
 
@@ -50,7 +50,7 @@ def rollout(
     Raises:
         ValueError: ``history`` is below 1.
     """
-    check_at_least(1, history=history)
+    check_integer(1, history=history)
     points, losses, gradients = [phi], [], phi.new_zeros(len(phi), 0, phi.shape[-1])
     for step in range(steps):
         loss, gradient = task.loss_and_gradient(phi, seed, indices, step)
@@ -66,8 +66,9 @@ def observation_steps(steps: int, evals: int, seed: int, index: int) -> Tensor:
     """Return K ascending steps in 0..T at which the metric is evaluated: both ends, the others drawn at random.
 
     Raises:
-        ValueError: K is below 2 or above T + 1.
+        ValueError: T or K is not an integer, or K is below 2 or above T + 1.
     """
+    check_integer(0, steps=steps, evals=evals)
     if not 2 <= evals <= steps + 1:
         raise ValueError(f"evals is {evals}; it must be from 2 (both ends) to steps + 1 = {steps + 1}")
     inner = torch.randperm(steps - 1, generator=generator(seed, "observe", index))[: evals - 2] + 1

@@ -14,7 +14,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Evaluation, Metric
-from metricopt_ext.utils.checks import check_at_least
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.renamed import KnowsRenamed, Renamed
 from metricopt_ext.utils.seeding import generator
 
@@ -107,7 +107,7 @@ class FinetuneTask(KnowsRenamed):
             ValueError: ``population`` is below 1.
             TypeError: ``batches`` can't be replayed.
         """
-        check_at_least(1, population=self.population)
+        check_integer(1, population=self.population)
         if not callable(self.batches):
             raise TypeError(
                 f"batches is a {type(self.batches).__name__}, which can't be replayed; it must be a function"
@@ -142,6 +142,10 @@ class FinetuneTask(KnowsRenamed):
             seed: Seed of the batches.
             indices: The n task indices.
             step: The step t.
+
+        Raises:
+            AdapterError: The loss is no scalar, or has no gradient in phi.
+            FloatingPointError: A loss or a gradient is not finite, as with an empty batch.
         """
         phi = phi.detach().requires_grad_(True)
         batches = [self.batches(seed, index, step) for index in indices]
@@ -150,10 +154,17 @@ class FinetuneTask(KnowsRenamed):
             for at in range(0, len(indices), self.population)
         ]
         loss = torch.cat(losses)
-        (gradient,) = torch.autograd.grad(loss.sum(), phi)
-        if not gradient.isfinite().all():
-            worst = indices[int((~gradient.isfinite()).any(dim=1).nonzero()[0])]
-            raise FloatingPointError(f"the loss gradient of task {worst} is not finite at step {step}; lower the lr")
+        (gradient,) = torch.autograd.grad(loss.sum(), phi, allow_unused=True) if loss.requires_grad else (None,)
+        if gradient is None:
+            raise AdapterError(
+                "loss(model, batch) has no gradient in phi; compute it from the model's output by differentiable"
+                " operations, with gradients enabled"
+            )
+        finite = loss.isfinite() & gradient.isfinite().all(dim=1)
+        if not finite.all():
+            worst = indices[int((~finite).nonzero()[0])]
+            advice = "lower the lr" if step else "look at the loss and its batch"
+            raise FloatingPointError(f"the loss or its gradient of task {worst} is not finite at step {step}; {advice}")
         return loss.detach(), gradient
 
     def evaluate(self, phi: Tensor, purpose: str) -> Evaluation:

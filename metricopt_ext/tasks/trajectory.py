@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.signature import Signature
+from metricopt_ext.errors import FileFormatError
 from metricopt_ext.tasks.metric import Evaluation, stacked_halves
 from metricopt_ext.utils.files import claim, read_tensors, write_tensors
 
 FILE_FORMAT = "metricopt_ext/trajectory/2"
+
+TRAJECTORIES = "trajectories"  # the folder of them in a run's folder
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,7 @@ class TrajectoryStore:
         self._items: dict[tuple[int, int], Trajectory] = {}
         if self.folder is not None:
             claim(self.folder / "identity.json", identity or {})
-            for path in sorted(self.folder.glob("round-*.safetensors")):
-                trajectory = _read(path)
+            for trajectory in _read_all(self.folder):
                 self._items[trajectory.round, trajectory.index] = trajectory
 
     def __len__(self) -> int:
@@ -105,6 +107,36 @@ class TrajectoryStore:
     def queries(self) -> int:
         """Metric queries spent on the stored trajectories."""
         return sum(len(trajectory.cost) for trajectory in self)
+
+
+def load_trajectories(folder: str | Path) -> list[Trajectory]:
+    """Read the trajectories of a run, finished or not, e.g. to fit another f to them without a query.
+
+    Args:
+        folder: The ``output_dir`` of `optimize_metric`, or the folder of a `TrajectoryStore`.
+
+    Returns:
+        The trajectories in the order of (round, index): phi ``(T + 1) x d``, costs ``K``, ...
+
+    Raises:
+        FileFormatError: There are none, or a file is corrupt.
+
+    Example:
+        >>> trajectories = load_trajectories("out/mine")  # doctest: +SKIP
+        >>> fit = fit_value_function(Observations.of(trajectories), [RidgeLearner()])  # doctest: +SKIP
+    """
+    folder = Path(folder)
+    trajectories = _read_all(folder / TRAJECTORIES) or _read_all(folder)
+    if not trajectories:
+        raise FileFormatError(
+            f"{folder} holds no trajectories; give the output_dir of a run that learned an f, or the folder of a"
+            " TrajectoryStore"
+        )
+    return sorted(trajectories, key=lambda trajectory: (trajectory.round, trajectory.index))
+
+
+def _read_all(folder: Path) -> list[Trajectory]:
+    return [_read(path) for path in sorted(folder.glob("round-*.safetensors"))]
 
 
 def _write(path: Path, trajectory: Trajectory) -> None:

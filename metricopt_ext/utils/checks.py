@@ -1,23 +1,67 @@
-"""Checks of hyper-parameters: a value out of range raises a ValueError that gives its name and value."""
+"""Checks of hyper-parameters: a value of the wrong kind or out of range raises a ValueError with its name and value.
+
+None, meaning no value, passes all but `check_integer`.
+"""
+
+import math
+from numbers import Integral
+from typing import Any, SupportsFloat
 
 
-def check_at_least(least: float, **values: float | None) -> None:
-    """Reject values below ``least`` and NaN; None, meaning no value, passes.
+def check_integer(least: int, **values: Any) -> None:
+    """Reject what is not an integer, of Python's or NumPy's, or is below ``least``; a bool is no number.
 
     Raises:
         ValueError: A value is rejected; the message gives the first such name and value.
     """
     for name, value in values.items():
-        if value is not None and not value >= least:
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; it must be an integer")
+    check_at_least(least, **values)
+
+
+def check_finite(**values: Any) -> None:
+    """Reject what is not a finite number.
+
+    Raises:
+        ValueError: A value is rejected; the message gives the first such name and value.
+    """
+    for name, value in values.items():
+        number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
+        if value is not None and not (number and math.isfinite(value)):
+            raise ValueError(f"{name} is {value!r}; it must be a finite number")
+
+
+def check_at_least(least: float, **values: Any) -> None:
+    """Reject what is not a finite number of at least ``least``.
+
+    Raises:
+        ValueError: A value is rejected; the message gives the first such name and value.
+    """
+    check_finite(**values)
+    for name, value in values.items():
+        if value is not None and value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
-def check_above(bound: float, **values: float | None) -> None:
-    """Reject values that are not above ``bound`` and NaN; None, meaning no value, passes.
+def check_above(bound: float, **values: Any) -> None:
+    """Reject what is not a finite number above ``bound``.
+
+    Raises:
+        ValueError: A value is rejected; the message gives the first such name and value.
+    """
+    check_finite(**values)
+    for name, value in values.items():
+        if value is not None and value <= bound:
+            raise ValueError(f"{name} is {value}; it must be above {bound}")
+
+
+def check_instance(**values: Any) -> None:
+    """Reject a class where an instance of it is meant.
 
     Raises:
         ValueError: A value is rejected; the message gives the first such name and value.
     """
     for name, value in values.items():
-        if value is not None and not value > bound:
-            raise ValueError(f"{name} is {value}; it must be above {bound}")
+        if isinstance(value, type):
+            raise ValueError(f"{name} is the class {value.__name__}; it must be an instance, {value.__name__}(...)")

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -35,7 +36,18 @@ def write_atomically(path: str | Path, data: bytes) -> None:
 
 def write_json(path: str | Path, content: Any) -> None:
     """Write indented JSON atomically."""
-    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+    write_atomically(path, (_to_json(content, indent=2) + "\n").encode())
+
+
+def _to_json(content: Any, **layout: Any) -> str:
+    """Return JSON; a number of NumPy's is written like Python's."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"{value!r} is a {type(value).__name__}, which JSON can't hold")
+
+    return json.dumps(content, default=plain, **layout)
 
 
 def read_json(path: str | Path) -> Any:
@@ -69,7 +81,7 @@ def claim(path: str | Path, identity: dict[str, Any]) -> None:
     Raises:
         FileFormatError: The folder belongs to a run with other settings; the message names the first that differs.
     """
-    identity = json.loads(json.dumps(identity))
+    identity = json.loads(_to_json(identity))
     if not Path(path).exists():
         write_json(path, identity)
         return
@@ -85,7 +97,7 @@ def claim(path: str | Path, identity: dict[str, Any]) -> None:
 def write_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, described: dict[str, Any]) -> None:
     """Write tensors and their description to a safetensors file, atomically."""
     contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    metadata = {"format": kind, "described": json.dumps(described)}
+    metadata = {"format": kind, "described": _to_json(described)}
     write_atomically(path, safetensors.torch.save(contiguous, metadata=metadata))
 
 

@@ -1,12 +1,13 @@
 """Random numbers from (seed, purpose, indices), never from a global stream: any draw can be replayed alone."""
 
-import operator
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+from metricopt_ext.utils.checks import check_integer
 
 
 def generator(seed: int, purpose: str, *indices: int) -> torch.Generator:
@@ -16,9 +17,13 @@ def generator(seed: int, purpose: str, *indices: int) -> torch.Generator:
         seed: The run's seed, at least 0.
         purpose: What is drawn, e.g. ``"batch"``; different purposes are independent streams.
         indices: Task index, step, ..., each at least 0.
+
+    Raises:
+        ValueError: The seed is not an integer of at least 0.
     """
+    check_integer(0, seed=seed)
     # The number of indices is hashed too: SeedSequence ignores trailing zeros.
-    words = [operator.index(seed), zlib.crc32(purpose.encode()), len(indices), *indices]
+    words = [int(seed), zlib.crc32(purpose.encode()), len(indices), *indices]
     # The same entropy as the list, which SeedSequence takes several times longer to convert; large seeds need the list.
     entropy = np.array(words, dtype=np.uint32) if min(words) >= 0 and max(words) < 2**32 else words
     state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)

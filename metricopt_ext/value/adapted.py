@@ -35,7 +35,7 @@ class AdaptedValueFunction(ValueFunction):
         self.quality, self.signature = f.quality, f.signature
         self.radius.copy_(f.radius)
         self.gradient_floor.copy_(f.gradient_floor)
-        self.to(f.radius.device)
+        self.to(f.radius)
         points = phi.detach().to(f.radius)
         with torch.no_grad():
             error = (cost.to(points) - f(points)).double()

@@ -9,6 +9,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
@@ -53,8 +54,10 @@ def fit_value_function(
         seed: Seed of folds, weights and batches.
 
     Raises:
+        ValueError: ``folds`` or ``seed`` is not an integer.
         ValueFunctionError: There are fewer than two folds, fewer trajectories than folds, or all costs are equal.
     """
+    check_integer(0, folds=folds)
     if folds < 2:
         raise ValueFunctionError(f"folds is {folds}; it must be at least 2")
     trajectories = int(data.trajectory.max()) + 1

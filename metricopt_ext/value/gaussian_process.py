@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.trajectory import Trajectory
-from metricopt_ext.utils.checks import check_above, check_at_least
+from metricopt_ext.utils.checks import check_above, check_at_least, check_finite
 from metricopt_ext.utils.threads import num_threads
 
 with warnings.catch_warnings():
@@ -117,8 +117,7 @@ class GaussianProcess:
         """
         check_above(0, length_scale=self.length_scale, output_scale=self.output_scale, noise=self.noise, std=self.std)
         check_at_least(0, level_scale=self.level_scale, warp=self.warp)
-        if not all(map(math.isfinite, vars(self).values())):
-            raise ValueError(f"{self}: all values must be finite")
+        check_finite(mean=self.mean)
 
     @classmethod
     @num_threads(1)

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.objective import Objective, comparable_sigma, warn_of_collapse
 from metricopt_ext.value.observations import Observations
@@ -52,6 +53,16 @@ class NeuralLearner:
     objective: Objective = field(default=Objective(gamma=1.0, beta=0.0))
     resolution: float = 0.1
 
+    def __post_init__(self) -> None:
+        """Check the values that a fit would choke on.
+
+        Raises:
+            ValueError: A value is out of range; the message gives it.
+        """
+        check_integer(1, iterations=self.iterations, batch_size=self.batch_size, nets=self.nets)
+        check_above(0, lr=self.lr, resolution=self.resolution)
+        check_at_least(0, weight_decay=self.weight_decay)
+
     @classmethod
     def offline(cls) -> "NeuralLearner":
         """Return Reptile's rival in the paper's Fig. 3b: Eq. 2 on all trajectories stored offline."""
@@ -62,7 +73,7 @@ class NeuralLearner:
         rng = generator(seed, "fit")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(rng.initial_seed())
-            f = NeuralValueFunction(data.phi.shape[-1], folds * self.nets)
+            f = NeuralValueFunction(data.phi.shape[-1], folds * self.nets).to(data.phi)
         f.cost_mean.copy_(data.cost.mean())
         f.cost_std.copy_(data.cost.std().clamp(min=1e-8))
         sigma = comparable_sigma(data, self.resolution)
@@ -97,9 +108,21 @@ class RidgeLearner:
     penalties: tuple[float, ...] = tuple(10.0**e for e in range(-4, 4))
     groups: int = 5
 
+    def __post_init__(self) -> None:
+        """Check the values that a fit would choke on.
+
+        Raises:
+            ValueError: A value is out of range; the message gives it.
+        """
+        check_integer(1, groups=self.groups)
+        if not self.penalties:
+            raise ValueError("penalties is empty; give at least one")
+        for penalty in self.penalties:
+            check_at_least(0, penalty=penalty)
+
     def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
         """Fit each member to the points outside its fold."""
-        f = RidgeValueFunction(data.phi.shape[-1], folds)
+        f = RidgeValueFunction(data.phi.shape[-1], folds).to(data.phi)
         features, cost = f.basis(data.phi).double(), data.cost.double()
         for member in range(folds):
             seen = fold != member

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from metricopt_ext.utils.checks import check_above, check_at_least
+from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.objective import Objective, comparable_sigma, hardest_triplets, warn_of_collapse
 from metricopt_ext.value.observations import Observations
@@ -69,11 +69,11 @@ class ReptileLearner:
         Raises:
             ValueError: A value is out of range; the message gives it.
         """
-        check_at_least(
-            1, iterations=self.iterations, passes=self.passes, tasks=self.tasks, inner_steps=self.inner_steps
-        )
+        check_integer(1, iterations=self.iterations, tasks=self.tasks, inner_steps=self.inner_steps)
+        optional = {"passes": self.passes, "points": self.points}
+        check_integer(1, **{name: value for name, value in optional.items() if value is not None})
         check_above(0, resolution=self.resolution)
-        if self.points is not None and (self.points < 1 or self.points * self.tasks < 2):
+        if self.points is not None and self.points * self.tasks < 2:
             raise ValueError(
                 f"points is {self.points} and tasks is {self.tasks}; BatchNorm needs at least 2 points in a meta-batch"
             )
@@ -158,7 +158,7 @@ class ReptileLearner:
     def _initialise(self, data: Observations, members: int, rng: torch.Generator) -> NeuralValueFunction:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(rng.initial_seed())
-            f = NeuralValueFunction(data.phi.shape[-1], members)
+            f = NeuralValueFunction(data.phi.shape[-1], members).to(data.phi)
         if self.standardise:
             f.cost_mean.copy_(data.cost.mean())
             f.cost_std.copy_(data.cost.std().clamp(min=1e-8))

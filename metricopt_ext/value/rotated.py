@@ -31,6 +31,7 @@ class RotatedValueFunction(ValueFunction):
         self.register_buffer("rotation", random_rotation(f.dim, seed).to(f.radius))
         self.radius.copy_(f.radius)
         self.gradient_floor.copy_(f.gradient_floor)
+        self.to(f.radius)
 
     def members(self, phi: Tensor) -> Tensor:
         """Predict the cost by each member, ``... x M``, at phi, ``... x d``."""

@@ -197,6 +197,20 @@ def test_copies_are_isolated(cnn: Callable[[], nn.Sequential], copied: Callable[
     torch.testing.assert_close(model.eval()(x), at_one)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle], ids=["deepcopy", "pickle"])
+def test_a_copy_has_its_own_phi_and_not_what_is_used_for_a_while(
+    tuned: Callable[..., Adapter], copied: Callable[[nn.Module], Any]
+) -> None:
+    adapter, x = tuned(), rand(2, 3, 6, 6, dtype=torch.float32)
+    expected = adapter.model(x)
+    with adapter.using(2 * torch.ones(3, requires_grad=True)) as model:
+        inside = model(x)
+        twin = copied(model)
+        assert torch.equal(model(x), inside)
+    assert torch.equal(twin(x), expected)
+    assert not torch.allclose(inside, expected)
+
+
 def test_loading_brings_the_matrices_and_their_seed(
     cnn: Callable[[], nn.Sequential], tuned: Callable[..., Adapter], tmp_path: Path
 ) -> None:

@@ -236,17 +236,59 @@ def test_input_bias_needs_a_linear_layer_with_bias() -> None:
         attach_input_bias(model, "heads")
 
 
+def state_of(model: nn.Module) -> list[Any]:
+    """What attaching changes: modules, hooks, attributes, and what is trainable."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks")
+    return [
+        [(name, type(module), set(vars(module))) for name, module in model.named_modules()],
+        [len(getattr(module, each)) for module in model.modules() for each in hooks],
+        [(name, parameter.requires_grad) for name, parameter in model.named_parameters()],
+        list(model.state_dict()),
+    ]
+
+
 @pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
 @pytest.mark.parametrize(
-    ("kwargs", "message"), [({"dim": 0}, "dim is 0"), ({"dim": -2}, "dim is -2"), ({"seed": -1}, "seed is -1")]
+    "wrong", [{"dim": 0}, {"dim": -2}, {"dim": 4.0}, {"dim": True}, {"seed": -1}, {"seed": 1.5}, {"seed": None}]
 )
-def test_bad_numbers(
-    cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter], kwargs: dict[str, int], message: str
+def test_bad_numbers(cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter], wrong: dict[str, Any]) -> None:
+    model = cnn()
+    before = state_of(model)
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
+        attach(model, **wrong)
+    assert state_of(model) == before
+
+
+def test_no_layers(cnn: Callable[[], nn.Sequential]) -> None:
+    with pytest.raises(AdapterError, match="layers is empty; name at least one, or leave it out"):
+        attach_film(cnn(), [])
+
+
+@pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
+def test_a_compiled_model_is_refused_and_left_as_it_was(
+    cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter]
 ) -> None:
     model = cnn()
-    with pytest.raises(AdapterError, match=message):
-        attach(model, **kwargs)
-    assert all(p.requires_grad for p in model.parameters())
+    compiled = torch.compile(model, backend="eager")
+    before = state_of(model)
+    with pytest.raises(AdapterError, match=r"OptimizedModule wraps the model .* attach before wrapping it"):
+        attach(compiled, dim=2)
+    assert state_of(model) == before
+
+
+def test_an_adapter_that_does_not_fit_into_memory_changes_nothing(
+    cnn: Callable[[], nn.Sequential], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*args: Any) -> None:
+        raise MemoryError
+
+    model = cnn()
+    before = state_of(model)
+    monkeypatch.setattr("metricopt_ext.adapters.modulation._gaussian", out_of_memory)
+    with pytest.raises(MemoryError):
+        attach_film(model, dim=2)
+    assert state_of(model) == before
 
 
 @pytest.mark.parametrize("first", [attach_film, attach_input_bias])
@@ -261,6 +303,42 @@ def test_attaching_twice(
             second(target, dim=2)
     adapter.remove()
     second(model, dim=2)
+
+
+def head(*before: nn.Module) -> nn.Module:
+    """A part of a model: the given modules and a linear layer."""
+    return nn.Sequential(*before, nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("second", [attach_film, attach_input_bias])
+@pytest.mark.parametrize(
+    ("part", "layers"),
+    [(lambda: head(nn.LayerNorm(4)), None), (lambda: head(nn.LayerNorm(4), nn.Dropout(0.5)), "0")],
+    ids=["modulated", "pinned to evaluation mode"],
+)
+def test_a_part_of_an_adapted_model_takes_no_second_adapter(
+    part: Callable[[], nn.Module], layers: Any, second: Callable[..., Adapter]
+) -> None:
+    model = nn.Sequential(nn.LayerNorm(4), part())
+    bare = state_of(model)
+    adapter = attach_film(model, layers, dim=2)
+    before = state_of(model)
+    with pytest.raises(AdapterError, match="has an adapter already, or is part of a model that has one"):
+        second(model[1], dim=2)
+    assert state_of(model) == before
+    adapter.remove()
+    assert state_of(model) == bare
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_adapters_of_disjoint_parts_are_removed_in_any_order(first: int) -> None:
+    """A layer that the adapter of the whole leaves alone may have its own."""
+    model = nn.Sequential(nn.LayerNorm(4), head())
+    bare = state_of(model)
+    adapters = [attach_film(model, dim=2), attach_input_bias(model[1], dim=2)]
+    adapters[first].remove()
+    adapters[1 - first].remove()
+    assert state_of(model) == bare
 
 
 @pytest.mark.parametrize("attach", [attach_film, attach_input_bias])

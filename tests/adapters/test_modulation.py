@@ -144,6 +144,22 @@ def test_autocast(attach: Callable[..., Adapter]) -> None:
         assert not torch.equal(model(x), plain)  # autocast caches casts: the new phi must count
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
+def test_casting_the_model_does_not_round_phi(
+    cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter], dtype: torch.dtype
+) -> None:
+    adapter = attach(cnn().eval(), dim=3, seed=7)
+    adapter.set_phi(rand(3, dtype=torch.float32))
+    expected = [adapter.phi.clone(), *(b.clone() for _, module in adapter.modulations() for b in module.buffers())]
+    model = adapter.model.to(dtype)
+    assert {value.dtype for value in adapter.base_state_dict().values() if value.is_floating_point()} == {dtype}
+    assert model(rand(2, 3, 6, 6).to(dtype)).dtype == dtype
+    kept = [adapter.phi, *(b for _, module in adapter.modulations() for b in module.buffers())]
+    assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
+    assert model.double().metricopt.phi.dtype == torch.float64
+
+
 def test_autocast_does_not_round_phi() -> None:
     model = nn.Sequential(nn.LayerNorm(4))
     adapter = attach_film(model, dim=2)

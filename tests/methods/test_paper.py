@@ -1,5 +1,6 @@
 """Algorithm 1 as printed, against its formulas and on a toy problem with a known answer."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -181,6 +182,8 @@ def test_too_few_tasks_to_measure_quality_are_refused_before_any_query(quadratic
     assert task.queries == 0
     store = TrajectoryStore()
     settings.meta_train(task, tasks=4, store=store)
+    with pytest.raises(ValueError, match=r"tasks is 4\.0; it must be an integer"):
+        settings.meta_train(task, tasks=4.0)  # type: ignore[arg-type]
     with pytest.raises(ValueFunctionError, match="3 tasks are too few"):
         settings.learn(list(store)[:3])
 
@@ -203,6 +206,9 @@ def test_trajectories_of_meta_training_follow_the_loss_alone(quadratic: Callable
         ("count", 0),
         ("lr", 0.0),
         ("variance", -1.0),
+        ("metric_rate", math.inf),
+        ("steps", 20.0),
+        ("history", True),
     ],
 )
 def test_impossible_settings_are_printed(wrong: str, value: Any) -> None:

@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+import metricopt_ext as mo
 from metricopt_ext.adapters.attach import attach_input_bias, load_adapter
-from metricopt_ext.errors import BudgetError, FileFormatError, MetricError, ValueFunctionError
+from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError, ValueFunctionError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import MetricOptResult
@@ -149,6 +151,15 @@ def test_a_metric_that_does_not_react_to_phi_is_named(quadratic: Callable[..., A
         go(task)
 
 
+def test_f_can_be_fitted_again_to_what_a_run_left(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    result = go(quadratic(dtype=torch.float32), seed=2, output_dir=tmp_path)
+    data = mo.Observations.of(mo.load_trajectories(tmp_path))
+    fit = mo.fit_value_function(data, [mo.RidgeLearner()], folds=RECIPE.folds, seed=2)
+    assert fit.f.quality == result.fit.f.quality
+    kept = mo.load_value_function(tmp_path / "value_function.safetensors").state_dict()
+    assert all(torch.equal(value, kept[name]) for name, value in fit.f.state_dict().items())
+
+
 # --- What it costs ---------------------------------------------------------------------------------------------
 
 
@@ -197,6 +208,74 @@ def test_the_metrics_own_budget_is_checked_before_anything_is_asked_or_written(
     assert not (tmp_path / "run").exists()
     task.metric.ledger = Ledger(47)
     assert go(task, output_dir=tmp_path / "run").chosen == "metricopt"
+
+
+@pytest.mark.parametrize("strategy", [RECIPE, CMAES()], ids=["recipe", "search"])
+@pytest.mark.parametrize(
+    "wrong", [{"queries": 30.0}, {"queries": True}, {"queries": -5}, {"seed": -1}, {"seed": 1.5}, {"seed": None}]
+)
+def test_what_is_no_integer_is_refused_before_anything_is_asked_or_written(
+    quadratic: Callable[..., Any], tmp_path: Path, wrong: dict[str, Any], strategy: Any
+) -> None:
+    task = quadratic()
+    ((name, value),) = wrong.items()
+    arguments = {"queries": QUERIES, "strategy": strategy, "output_dir": tmp_path / "run", **wrong}
+    with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
+        optimize_metric(task, watcher=Watcher(), **arguments)
+    assert task.queries == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_class_is_no_strategy(quadratic: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="strategy is the class CMAES; it must be an instance"):
+        optimize_metric(quadratic(), queries=QUERIES, strategy=CMAES)  # type: ignore[arg-type]
+
+
+def test_integers_of_numpy_are_integers(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    expected = go(quadratic(), seed=3)
+    result = go(quadratic(), queries=np.int64(QUERIES), seed=np.int64(3), output_dir=tmp_path)
+    assert_same(result, expected)
+    resumed = quadratic()
+    assert_same(go(resumed, seed=3, output_dir=tmp_path, resume=True), expected)
+    assert resumed.queries == 0
+
+
+@pytest.mark.parametrize("strategy", [RECIPE, GuidedES()], ids=["recipe", "search"])
+def test_a_loss_without_a_gradient_costs_no_query(quadratic: Callable[..., Any], strategy: Any) -> None:
+    task = replace(quadratic(), loss=lambda model, batch: (model.metricopt.value() > 0).sum())
+    with pytest.raises(AdapterError, match="has no gradient in phi"):
+        optimize_metric(task, queries=QUERIES, strategy=strategy, watcher=Watcher())
+    assert task.queries == 0
+
+
+# --- Precision -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casting_the_adapted_model_changes_nothing(quadratic: Callable[..., Any], dtype: torch.dtype) -> None:
+    """The loss and the metric of this task depend on phi alone, which keeps its precision."""
+    task = quadratic(dtype=torch.float32)
+    task.adapter.model.to(dtype)
+    assert_same(go(task), go(quadratic(dtype=torch.float32)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_f_has_the_precision_of_its_data_whatever_the_default(
+    quadratic: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    task = quadratic(dtype=torch.float32)
+    recipe = replace(RECIPE, learners=(NeuralLearner(iterations=60), RidgeLearner()), adapt_queries=2)
+    torch.set_default_dtype(dtype)
+    try:
+        result = go(task, queries=60, recipe=recipe)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {tensor.dtype for tensor in result.fit.f.state_dict().values() if tensor.is_floating_point()} == {
+        torch.float32
+    }
+    assert result.fit.f.trusted
+    assert "adapted" in result.ends
+    assert result.after < 0.5 * result.before
 
 
 def test_the_watcher_learns_of_every_query_and_stage(

@@ -13,6 +13,7 @@ import torch
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.recipe import LEAST_TASKS, Recipe, Setting
 from metricopt_ext.search.direct import CMAES
+from metricopt_ext.value.labels import LinearLabels
 from metricopt_ext.value.learners import RidgeLearner
 
 RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
@@ -32,6 +33,17 @@ RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners
         ("explored_step", 0.0, "explored_step is 0.0"),
         ("evals", 12, "evals is 12; a task of 10 steps has 11 points"),
         ("settings", (), "settings is empty"),
+        ("settings", (0.0, 0.1, 0.2), "settings has 0.0; each must be a pair"),
+        ("settings", ((0.3, math.nan),), "metric_step is nan; it must be a finite number"),
+        ("settings", ((-0.3, 0.1),), "loss_weight is -0.3; it must be at least 0"),
+        ("settings", (("0.3", 0.1),), "loss_weight is '0.3'; it must be a finite number"),
+        ("explored_step", math.inf, "explored_step is inf; it must be a finite number"),
+        ("steps", 10.0, "steps is 10.0; it must be an integer"),
+        ("trials", True, "trials is True; it must be an integer"),
+        ("rounds", None, "rounds is None; it must be an integer"),
+        ("learners", (), "learners is empty; give at least one"),
+        ("learners", (RidgeLearner,), "learners is the class RidgeLearner; it must be an instance"),
+        ("labels", LinearLabels, "labels is the class LinearLabels; it must be an instance"),
     ],
 )
 def test_a_recipe_out_of_range_is_refused(name: str, value: Any, message: str) -> None:

@@ -26,6 +26,7 @@ def searched(**change: Any) -> Result:
         "queries": {"search": 100},
         "queries_per_start": 100,
         "ends": {"search": torch.zeros(2)},
+        "reports_halves": True,
     }
     return Result(**{**given, **change})
 
@@ -60,6 +61,17 @@ def test_metricopt_tells_what_it_stands_beside_and_whether_f_was_trusted() -> No
 def test_halves_are_told_where_the_metric_has_them() -> None:
     assert "halves" not in str(learned())
     assert str(learned(split_half=0.376)).endswith("; the metric's halves correlate at 0.38")
+
+
+@pytest.mark.parametrize("make", [searched, learned])
+def test_a_metric_without_halves_is_told_what_it_misses(make: Any) -> None:
+    plain, told = make().lines(), make(reports_halves=False).lines()
+    (line,) = [line for line in told if line not in plain]
+    assert [each for each in told if each != line] == plain
+    assert line.startswith(
+        "how much of a gain may be chance is unknown, as the metric reports no halves; let it return"
+    )
+    assert "(value, (half, half))" in line
 
 
 @pytest.mark.parametrize("make", [searched, learned])

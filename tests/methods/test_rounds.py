@@ -32,6 +32,14 @@ def test_small_rounds_make_do_with_fewer_parts(quadratic: Callable[..., Any]) ->
     assert seen == [2, 4]
 
 
+@pytest.mark.parametrize("tasks", [1, 0, 6.0, None])
+def test_too_few_tasks_are_refused_before_any_query(quadratic: Callable[..., Any], tasks: Any) -> None:
+    task = quadratic()
+    with pytest.raises(ValueError, match=f"tasks is {tasks}; it must be"):
+        meta_train(task, tasks=tasks, recipe=RECIPE)
+    assert task.queries == 0
+
+
 def test_the_first_round_follows_the_loss_and_later_ones_f(quadratic: Callable[..., Any]) -> None:
     task, store = quadratic(), TrajectoryStore()
     fit = meta_train(task, tasks=6, recipe=RECIPE, seed=2, store=store)

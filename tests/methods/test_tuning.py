@@ -1,5 +1,7 @@
 """One start under a known value function: guard, adaptation, refinement, and what each costs."""
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
-from metricopt_ext.value.value_function import load_value_function
+from metricopt_ext.value.value_function import RidgeValueFunction, load_value_function
 
 RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=0, learners=(NeuralLearner(iterations=200),))
 
@@ -42,6 +44,24 @@ def test_ends_are_those_of_the_step_rules(quadratic: Callable[..., Any], start: 
     assert tuned.chosen == tuned.best == "metricopt"
     assert task.metric.ledger.spent - spent == task.metric.ledger.spent_on["guard"] == 3
     assert not task.adapter.phi.any()  # as it was
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"setting": (0.3, math.nan)}, "metric_step is nan; it must be a finite number"),
+        ({"setting": (-0.3, 0.1)}, "loss_weight is -0.3; it must be at least 0"),
+        ({"index": 1.5}, "index is 1.5; it must be an integer"),
+        ({"seed": -1}, "seed is -1; it must be at least 0"),
+    ],
+)
+def test_arguments_out_of_range_cost_no_query(
+    quadratic: Callable[..., Any], wrong: dict[str, Any], message: str
+) -> None:
+    task, f = quadratic(), RidgeValueFunction(4, 2)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tune_start(task, Fit(f), recipe=RECIPE, **wrong)
+    assert task.queries == 0
 
 
 def test_a_value_function_from_a_file_is_followed(quadratic: Callable[..., Any], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.errors import AdapterError, BudgetError, MetricError
 from metricopt_ext.search.direct import CMAES, GuidedES, Search, SearchResult
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.metric import Ledger, Metric
@@ -131,10 +131,20 @@ def test_no_query_asks_twice(quadratic: Make, search: Search) -> None:
 def test_too_small_a_budget_is_refused(quadratic: Make, search: Search) -> None:
     task = quadratic()
     least = search.least_queries(task.dim)
-    for queries in (-1, 0, 1, least - 1):
+    for queries in (0, 1, least - 1):
         with pytest.raises(ValueError, match=f"queries is {queries}; .* at least {least}"):
             search(task, task.origin(), queries)
+    for wrong in (-1, 30.0, True):
+        with pytest.raises(ValueError, match=f"queries is {wrong}; it must be"):
+            search(task, task.origin(), wrong)
     assert task.metric.ledger.spent == 0
+
+
+def test_a_loss_without_a_gradient_is_refused_before_any_query(quadratic: Make) -> None:
+    task = replace(quadratic(), loss=lambda model, batch: batch.sum())
+    with pytest.raises(AdapterError, match="has no gradient in phi"):
+        GuidedES()(task, task.origin(), 100)
+    assert task.queries == task.metric.ledger.spent == 0
 
 
 @each_search

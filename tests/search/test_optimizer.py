@@ -1,6 +1,7 @@
 """MetricOpt and its step rule, against the naive formula and torch's own optimizers."""
 
 import io
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -478,13 +479,24 @@ def test_autocast_training_step() -> None:
         ({"loss_weight": -0.5}, "loss_weight is -0.5"),
         ({"trust": 0.0}, "trust is 0.0; it must be above 0"),
         ({"trust": -2.0}, "trust is -2.0"),
+        ({"trust": float("nan")}, "trust is nan; it must be above 0"),
+        ({"metric_step": float("inf")}, "metric_step is inf; it must be a finite number"),
         ({"history": 0}, "history is 0; it must be at least 1"),
+        ({"history": 3.0}, "history is 3.0; it must be an integer"),
         ({"steps": 0}, "steps is 0; it must be at least 1"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         MetricOpt([parameter()], make_f(), **settings)
+
+
+def test_an_infinite_trust_radius_holds_nothing_back() -> None:
+    far = nn.Parameter(torch.full((D,), 1e6))
+    optimizer = MetricOpt([far], make_f(), lr=0.0, metric_step=0.0, trust=math.inf)
+    far.grad = torch.ones(D)
+    optimizer.step()
+    assert torch.equal(far, torch.full((D,), 1e6))
 
 
 def test_parameter_groups() -> None:

@@ -1,6 +1,7 @@
 """Batches: the same from the same address, balanced where asked, and of classes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -111,12 +112,19 @@ def test_own_collate() -> None:
         (lambda: DatasetBatches([], 2), "no examples"),
         (lambda: DatasetBatches([1, 2], 2, labels=torch.zeros(3)), "3 labels for 2 examples"),
         (lambda: tensor_batches(2, balanced=True), "batch_size is 2, too small .* of 3 classes"),
-        (lambda: tensor_batches(0, balanced=False), "batch_size is 0"),
+        (lambda: TensorBatches(torch.zeros(0, 3), torch.zeros(0), 2), "no examples"),
     ],
 )
 def test_data_that_give_no_batches(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         make()
+
+
+@pytest.mark.parametrize("batch_size", [0, -2, 16.0, True, None])
+def test_a_batch_size_out_of_range_is_refused(batch_size: Any) -> None:
+    for make in (partial(tensor_batches, balanced=False), partial(DatasetBatches, [1, 2])):
+        with pytest.raises(ValueError, match=f"batch_size is {batch_size}; it must be"):
+            make(batch_size)
 
 
 def numbered(counts: list[int]) -> tuple[Tensor, Tensor]:
@@ -149,7 +157,9 @@ def test_batches_that_cannot_be() -> None:
     inputs, labels = numbered([2, 1, 1])
     with pytest.raises(DataError, match="a batch needs 2 classes of at least two examples, got 1"):
         ClassBatches(inputs, labels, 2, 2)
-    with pytest.raises(ValueError, match="2 classes x 1 samples holds no pairs"):
-        ClassBatches(inputs, labels, 2, 1)
+    for wrong in ({"classes": 1}, {"samples": 1}, {"classes": 2.0}, {"samples": None}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
+            ClassBatches(inputs, labels, **{"classes": 2, "samples": 2, **wrong})  # type: ignore[arg-type]
     with pytest.raises(DataError, match="3 inputs for 4 labels"):
         ClassBatches(inputs[:3], labels, 2, 2)

@@ -146,6 +146,17 @@ def test_keyboard_interrupt_passes() -> None:
         Metric(interrupted, maximize=True).cost(nn.Identity(), "test")
 
 
+def test_what_can_not_be_called_is_no_metric() -> None:
+    with pytest.raises(TypeError, match=r"function is 0\.5; it must be a function that returns the metric"):
+        Metric(0.5, maximize=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", [-1, 30.0, math.inf, True])
+def test_a_budget_is_an_integer(budget: Any) -> None:
+    with pytest.raises(ValueError, match=f"budget is {budget}; it must be"):
+        Ledger(budget)
+
+
 @pytest.mark.parametrize("bounds", [(0.0, math.inf), (-math.inf, 0.0)])
 def test_infinite_bounds(bounds: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="both must be finite, or give bounds=None"):

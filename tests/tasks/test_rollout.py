@@ -92,6 +92,13 @@ def test_impossible_observations(steps: int, evals: int) -> None:
         observation_steps(steps, evals, 0, 0)
 
 
+@pytest.mark.parametrize("wrong", [{"steps": 10.0}, {"evals": 3.0}, {"evals": True}, {"seed": -1}, {"seed": 0.5}])
+def test_what_is_no_integer_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
+        observation_steps(**{"steps": 10, "evals": 3, "seed": 0, "index": 0, **wrong})
+
+
 def run(task: Any, store: TrajectoryStore, indices: Sequence[int] = range(5), **kwargs: Any) -> list[Trajectory]:
     settings: dict[str, Any] = {"round": 0, "start_std": 0.5, "steps": 6, "evals": 3, "seed": 8, **kwargs}
     return collect(task, store, lambda chunk: LossStep(0.2), indices=indices, **settings)

@@ -276,9 +276,9 @@ def test_judged_phi_of_another_dimension() -> None:
 # --- Refusals ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("population", [0, -1])
-def test_population_below_one(population: int) -> None:
-    with pytest.raises(ValueError, match=f"population is {population}"):
+@pytest.mark.parametrize("population", [0, -1, 4.0, True, None])
+def test_population_out_of_range(population: Any) -> None:
+    with pytest.raises(ValueError, match=f"population is {population}; it must be"):
         make_task(mlp, population=population)
 
 
@@ -304,6 +304,37 @@ def test_loss_must_be_a_scalar(loss: Any, message: str, population: int) -> None
     with pytest.raises(AdapterError, match=message):
         task.loss_and_gradient(rand(2, 5), 0, [0, 1], 0)
     assert task.adapter.context.override is None
+
+
+TRAINABLE = nn.Parameter(torch.ones(3))
+
+
+def error_rate(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]).argmax(1) != batch[1]).double().mean()
+
+
+@pytest.mark.parametrize("population", [1, 4])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        error_rate,
+        lambda model, batch: cross_entropy(model, batch).detach(),
+        lambda model, batch: batch[0].sum(),
+        lambda model, batch: TRAINABLE.sum(),
+        OutputLoss(lambda model, batch: model(batch[0]), lambda outputs, batch: outputs.argmax(1).double().mean()),
+    ],
+    ids=["error rate", "detached", "data alone", "another parameter", "of outputs"],
+)
+def test_a_loss_without_a_gradient_in_phi_is_refused(loss: Any, population: int) -> None:
+    task = replace(make_task(mlp, population=population), loss=loss)
+    with pytest.raises(AdapterError, match=r"has no gradient in phi; compute it from the model's output"):
+        task.loss_and_gradient(rand(2, 5), 0, [0, 1], 0)
+
+
+def test_a_loss_that_is_not_finite_before_the_first_step_is_no_matter_of_the_lr() -> None:
+    task = replace(make_task(mlp), batches=lambda seed, task, step: (torch.zeros(0, 4).double(), classes(0)))
+    with pytest.raises(FloatingPointError, match="task 7 is not finite at step 0; look at the loss and its batch"):
+        task.loss_and_gradient(rand(1, 5), 0, [7], 0)
 
 
 @pytest.mark.parametrize(("bad", "slope"), [(-1.0, np.nan), (0.0, np.inf)])

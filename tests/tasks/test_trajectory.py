@@ -11,7 +11,7 @@ import torch
 
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.tasks.trajectory import TRAJECTORIES, Trajectory, TrajectoryStore, load_trajectories
 
 Make = Callable[..., Any]
 
@@ -60,6 +60,29 @@ def test_another_identity_is_refused(
     with pytest.raises(FileFormatError, match=re.escape(str(tmp_path)) + ".* another run: " + message):
         TrajectoryStore(tmp_path, other)
     assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("inside", ["", TRAJECTORIES])
+def test_stored_trajectories_can_be_read_without_their_identity(
+    same: Callable[[Trajectory | None, Trajectory | None], bool],
+    files: Callable[[Path], dict[str, bytes]],
+    inside: str,
+    tmp_path: Path,
+) -> None:
+    store = TrajectoryStore(tmp_path / inside, {"seed": 1})
+    for key in [(1, 12), (0, 100_000), (10, 3), (1, 5)]:
+        store.add(make_trajectory(*key))
+    before = files(tmp_path / inside)
+    read = load_trajectories(tmp_path)
+    assert len(read) == 4
+    assert all(same(a, b) for a, b in zip(read, store, strict=True))
+    assert files(tmp_path / inside) == before
+
+
+def test_a_folder_without_trajectories_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(FileFormatError, match=re.escape(f"{folder} holds no trajectories; give the output_dir")):
+            load_trajectories(folder)
 
 
 def test_identity_is_compared_as_json_has_it(tmp_path: Path) -> None:

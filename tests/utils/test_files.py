@@ -1,11 +1,13 @@
-"""A fingerprint of a model's weights tells what is another model from what is the same one, kept in another way."""
+"""Fingerprints tell another model from the same one, kept in another way; JSON takes the numbers of NumPy."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from metricopt_ext.utils.files import fingerprint
+from metricopt_ext.utils.files import claim, fingerprint, read_json, write_json
 
 STATE: dict[str, Any] = {
     "weight": torch.arange(6.0).reshape(2, 3),
@@ -36,3 +38,23 @@ def test_the_same_state_has_the_same_fingerprint() -> None:
 )
 def test_another_state_has_another_fingerprint(change: dict[str, Any]) -> None:
     assert fingerprint({**STATE, **change}) != fingerprint(STATE)
+
+
+def test_numbers_of_numpy_are_numbers_in_json(tmp_path: Path) -> None:
+    numbers = {
+        "seed": np.int64(3),
+        "lr": np.float32(0.5),
+        "maximize": np.bool_(True),
+        "settings": [(np.float64(0.1), 1)],
+    }
+    write_json(tmp_path / "numbers.json", numbers)
+    plain = {"seed": 3, "lr": 0.5, "maximize": True, "settings": [[0.1, 1]]}
+    assert read_json(tmp_path / "numbers.json") == plain
+    claim(tmp_path / "identity.json", numbers)
+    claim(tmp_path / "identity.json", plain)
+
+
+def test_what_json_can_not_hold_is_refused_by_its_type(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"is a Tensor, which JSON can't hold"):
+        write_json(tmp_path / "numbers.json", {"lr": torch.tensor(0.1)})
+    assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,7 @@
 """Draws depend on seed, purpose and indices, and stay what they are."""
 
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,14 +23,20 @@ def test_every_argument_counts() -> None:
     assert len({rng.initial_seed() for rng in drawn}) == len(drawn)
 
 
-def test_negative_numbers_are_refused() -> None:
+def test_negative_indices_are_refused() -> None:
     with pytest.raises(ValueError, match="negative"):
-        generator(-1, "batch")
+        generator(0, "batch", -1)
 
 
-def test_a_seed_that_is_no_integer_is_refused() -> None:
-    with pytest.raises(TypeError, match="float"):
-        generator(1.5, "start")  # type: ignore[arg-type]
+@pytest.mark.parametrize("seed", [-1, 1.5, True, None, "3"])
+def test_a_seed_that_is_no_integer_of_at_least_zero_is_refused(seed: Any) -> None:
+    with pytest.raises(ValueError, match=f"seed is {seed!r}; it must be"):
+        generator(seed, "start")
+
+
+@pytest.mark.parametrize("seed", [3, 2**32])
+def test_integers_of_numpy_are_integers(seed: int) -> None:
+    assert generator(np.int64(seed), "start").initial_seed() == generator(seed, "start").initial_seed()  # type: ignore[arg-type]
 
 
 def test_global_streams_are_seeded_and_put_back() -> None:

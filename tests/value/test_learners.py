@@ -1,5 +1,7 @@
 """Learners: against scikit-learn, on functions that are known, and blind to what is held out."""
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -46,6 +48,25 @@ def test_ridge_is_scikit_learns(
         reference.fit((x - mean) / std, data.cost[seen].double())
         expected = reference.predict((features_of(new) - mean) / std)
         np.testing.assert_allclose(f.members(new)[:, member], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "message"),
+    [
+        (NeuralLearner, {"iterations": 0}, "iterations is 0; it must be at least 1"),
+        (NeuralLearner, {"batch_size": 64.0}, "batch_size is 64.0; it must be an integer"),
+        (NeuralLearner, {"nets": 0}, "nets is 0; it must be at least 1"),
+        (NeuralLearner, {"lr": math.inf}, "lr is inf; it must be a finite number"),
+        (NeuralLearner, {"weight_decay": -1.0}, "weight_decay is -1.0; it must be at least 0"),
+        (NeuralLearner, {"resolution": 0.0}, "resolution is 0.0; it must be above 0"),
+        (RidgeLearner, {"penalties": ()}, "penalties is empty; give at least one"),
+        (RidgeLearner, {"penalties": (1.0, -1.0)}, "penalty is -1.0; it must be at least 0"),
+        (RidgeLearner, {"groups": 2.5}, "groups is 2.5; it must be an integer"),
+    ],
+)
+def test_impossible_settings(make: Callable[..., Any], wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**wrong)
 
 
 @pytest.mark.parametrize("n", [24, 5])

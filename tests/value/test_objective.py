@@ -262,7 +262,7 @@ def test_objective_is_the_weighted_sum(beta: float) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("gamma", -1.0), ("beta", -0.5), ("beta", math.nan)])
 def test_negative_weights(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{name} is {value}; it must be at least 0"):
+    with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
         Objective(**{name: value})
 
 

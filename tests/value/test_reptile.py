@@ -403,7 +403,7 @@ def test_collapse_is_said() -> None:
         ({"tasks": 0}, "tasks is 0; it must be at least 1"),
         ({"inner_steps": -1}, "inner_steps is -1; it must be at least 1"),
         ({"resolution": 0.0}, r"resolution is 0\.0; it must be above 0"),
-        ({"points": 0}, "points is 0 and tasks is 32; BatchNorm needs at least 2"),
+        ({"points": 0}, "points is 0; it must be at least 1"),
         ({"points": 1, "tasks": 1}, "points is 1 and tasks is 1; BatchNorm needs at least 2"),
     ],
 )

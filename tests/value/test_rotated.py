@@ -31,6 +31,16 @@ def test_placebo_is_f_in_turned_coordinates(kind: type[RidgeValueFunction]) -> N
     assert torch.allclose(placebo.gradient(phi).norm(dim=-1), f.gradient(turned).norm(dim=-1), rtol=1e-4)
 
 
+def test_placebo_has_the_precision_of_f() -> None:
+    f = fitted(RidgeValueFunction)
+    torch.set_default_dtype(torch.float64)
+    try:
+        placebo = RotatedValueFunction(f, seed=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert placebo.radius.dtype == placebo(torch.randn(5, 6)).dtype == torch.float32
+
+
 def test_placebo_is_as_trusted_and_as_bold_as_f() -> None:
     f = fitted(RidgeValueFunction)
     placebo = RotatedValueFunction(f, seed=1)
