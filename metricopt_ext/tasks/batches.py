@@ -8,6 +8,7 @@ from torch import Tensor
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import counted
 
 Batches = Callable[[int, int, int], Any]
 
@@ -27,7 +28,7 @@ class IndexSampler:
         self.groups = [torch.arange(size)]
         if labels is not None:
             if len(labels) != size:
-                raise DataError(f"{len(labels)} labels for {size} examples")
+                raise DataError(f"{counted(len(labels), 'label')} for {counted(size, 'example')}")
             self.groups = [(labels.cpu() == label).nonzero().squeeze(1) for label in labels.unique().tolist()]
         if batch_size < len(self.groups):
             raise DataError(
@@ -54,7 +55,7 @@ class TensorBatches:
 
     def __init__(self, x: Tensor, y: Tensor, batch_size: int, *, balanced: bool = False) -> None:
         if len(x) != len(y):
-            raise DataError(f"{len(x)} inputs for {len(y)} targets")
+            raise DataError(f"{counted(len(x), 'input')} for {counted(len(y), 'target')}")
         self.x, self.y = x, y
         self.sample = IndexSampler(len(x), batch_size, y if balanced else None)
 
@@ -79,7 +80,7 @@ class ClassBatches:
 
     def __init__(self, x: Tensor, y: Tensor, classes: int, samples: int) -> None:
         if len(x) != len(y):
-            raise DataError(f"{len(x)} inputs for {len(y)} labels")
+            raise DataError(f"{counted(len(x), 'input')} for {counted(len(y), 'label')}")
         if classes < 2 or samples < 2:
             raise ValueError(f"a batch of {classes} classes x {samples} samples holds no pairs; both must be 2 or more")
         self.x, self.y, self.classes, self.samples = x, y, classes, samples
