@@ -70,7 +70,7 @@ class Report:
     def title(self, method: str) -> str:
         """Return a method's name in tables and plots, with the number of seeds that have it if some lack it."""
         seeds, missing = len(self.records), sum(method not in record.outcomes for record in self.records)
-        return METHODS[method].title + (f" ({seeds - missing} of {counted(seeds, 'seed')})" if missing else "")
+        return METHODS[method].title + (f" ({seeds - missing} of {seeds} seeds)" if missing else "")
 
     def values(self, method: str, column: str) -> list[float]:
         """Return one number of a method's last `Outcome`, e.g. ``"test"``, for each seed that has the method."""
