@@ -19,6 +19,7 @@ from metricopt_ext.data.splits import Splits, check_fractions
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.files import existing
+from metricopt_ext.utils.words import counted
 
 StrPath = str | os.PathLike[str]
 Array = npt.NDArray[Any]
@@ -265,7 +266,7 @@ def _table(path: StrPath, delimiter: str) -> list[tuple[int, list[str]]]:
         raise DataError(f"cannot read {path} as CSV: {error}") from error
     rows = [(number, [cell.strip() for cell in row]) for number, row in enumerate(read, start=1) if row]
     if len(rows) < 2:
-        raise DataError(f"{path} must hold a header and at least one row, got {len(rows)} rows")
+        raise DataError(f"{path} must hold a header and at least one row, got {counted(len(rows), 'row')}")
     width = len(rows[0][1])
     for number, row in rows:
         if len(row) != width:

@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from metricopt_ext.data.labelled import Split
+from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import counted
 
 ROWS, COLUMNS = 3, 8
+LONGEST = 12  # characters of a class's name that fit over an image
 RIGHT, WRONG = "#2e7d4f", "#c02942"
 
 
@@ -31,19 +33,23 @@ def plot_examples(
     order = torch.randperm(len(changed), generator=generator(seed, "examples"))
     shown = changed[order[: ROWS * COLUMNS]].tolist()
     mended, broken = int(((before != y) & (after == y)).sum()), int(((before == y) & (after != y)).sum())
-    figure = Figure(figsize=(COLUMNS * 1.1, ROWS * 1.45 + 0.5), layout="constrained")
-    figure.suptitle(f"{len(y)} test images: {mended} corrected, {broken} broken by finetuning", fontsize=11)
-    for place, axes in enumerate(figure.subplots(ROWS, COLUMNS).flat):
+    figure, panels = new_figure(COLUMNS * 1.1, ROWS * 1.6 + 0.6, ROWS, COLUMNS)
+    figure.suptitle(
+        f"{counted(len(y), 'test image')}: {mended} corrected, {broken} broken by finetuning\n"
+        "predicted before → after; green: right now, red: wrong",
+        fontsize=9,
+    )
+    names = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in class_names]
+    for place, axes in enumerate(panels.flat):
         axes.set_axis_off()
         if place >= len(shown):
             continue
         i = shown[place]
         axes.imshow(x[i].movedim(0, -1).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
         axes.set_title(
-            f"{class_names[before[i]]} → {class_names[after[i]]}",
-            fontsize=9,
+            f"{names[before[i]]}\n→ {names[after[i]]}",
+            fontsize=8,
             color=RIGHT if after[i] == y[i] else WRONG,
         )
-        axes.text(0.5, -0.05, f"is {class_names[y[i]]}", fontsize=7, ha="center", va="top", transform=axes.transAxes)
-    figure.savefig(path, dpi=150)
-    return path
+        axes.text(0.5, -0.05, f"is {names[y[i]]}", fontsize=7, ha="center", va="top", transform=axes.transAxes)
+    return save_figure(figure, path)

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.evidence.method import METHODS
-from metricopt_ext.evidence.style import new_figure, save_figure
+from metricopt_ext.evidence.style import new_figure, over_seeds, save_figure
 from metricopt_ext.retrieval.recall import nearest, recall_at_k
 from metricopt_ext.utils.files import read_json, write_json
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import counted
 
 ROWS, NEIGHBOURS = 6, 5
 HIT, MISS = "#2e7d4f", "#c02942"
@@ -46,7 +47,9 @@ def plot_neighbours(part: Split, before: Tensor, after: Tensor, path: Path, seed
         0.95 * sum(widths), len(shown) + 0.7, len(shown), len(widths), gridspec_kw={"width_ratios": widths}
     )
     figure.suptitle(
-        f"{len(y)} test queries: the nearest neighbour became right for {mended}, wrong for {broken}", fontsize=10
+        f"{counted(len(y), 'test query')}: the nearest neighbour became right for {mended}, wrong for {broken}\n"
+        "green: the query's class, red: another",
+        fontsize=9,
     )
     for line, query in zip(panels, shown, strict=True):
         _show(line[0], part.x[query], "black", 1.0)
@@ -91,9 +94,9 @@ def plot_recalls(files: Sequence[Path], path: Path) -> Path:
     axes.set_xticks(ks, [str(k) for k in ks])
     axes.grid(alpha=0.25)
     axes.set_xlabel("k")
-    axes.set_ylabel("test Recall@k")
-    axes.legend(frameon=False, fontsize=8)
-    axes.set_title(f"mean and standard deviation over {len(seeds)} seeds", fontsize=9)
+    axes.set_ylabel("test Recall@k (higher is better)")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.set_title(over_seeds(len(seeds)), fontsize=9)
     return save_figure(figure, path)
 
 

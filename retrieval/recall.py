@@ -7,7 +7,7 @@ FAISS' exact one: on the CPU or, if FAISS was built for GPUs and finds one, on t
 
 import operator
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -283,14 +283,19 @@ def _chunks(total: int, size: int = CHUNK, fewest: int = 1) -> list[slice]:
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], total], strict=True)]
 
 
-def _with_bar(chunks: list[slice], title: str | None) -> Iterable[slice]:
+def _with_bar(chunks: list[slice], title: str | None) -> Iterator[slice]:
     """Show a bar on the terminal's error stream while the chunks are worked on; none without a title."""
     if title is None:
-        return chunks
+        yield from chunks
+        return
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    return track(chunks, title, console=Console(stderr=True))
+    named = TextColumn("{task.description}", markup=False)  # a path may contain brackets
+    with Progress(
+        named, BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+    ) as progress:
+        yield from progress.track(chunks, description=title)
 
 
 def check_options(ks: Sequence[int], distance: str, query_subset: int | None, seed: int) -> tuple[int, ...]:

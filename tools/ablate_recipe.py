@@ -11,6 +11,7 @@ Writes ablations.json, ablations.md and ablations.png; an interrupted run contin
 """
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -39,6 +40,7 @@ from metricopt_ext.utils.machine import kernels
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
@@ -169,7 +171,8 @@ def ablate(tasks: Sequence[Sequence[str]], folder: Path, seeds: Sequence[int], w
         config = load_config(ClassificationConfig, file, overrides)
         config.check()
         name = title(config)
-        print(f"{name}: {1 + len(FITS) + len(STEPS) + len(RUNS)} variants on seeds {seeds[0]} to {seeds[-1]}")
+        total = 1 + len(FITS) + len(STEPS) + len(RUNS)
+        print(f"{name}: {total} variants on {counted(len(seeds), 'seed')} from {seeds[0]} on")
         own = folder / name.replace(" ", "-")
         open_run(own, config.as_dict(), resume=True)
         run = partial(ablate_seed, file, overrides, own)
@@ -279,9 +282,10 @@ def markdown(content: dict[str, Any]) -> str:
     lines = [
         "# Ablations of the default recipe",
         "",
-        f"{len(content['seeds'])} seeds from {content['seeds'][0]} on, each a fresh split and model. Differences from"
-        " the default are paired, with 95% intervals; positive is better. An interval that includes 0 shows nothing."
-        f" Computed on {content['computed_on']}, on one thread; other processors give other digits.",
+        f"{counted(len(content['seeds']), 'seed')} from {content['seeds'][0]} on, each a fresh split and model."
+        " Differences from the default are paired, with 95% intervals; positive is better. An"
+        f" interval that includes 0 shows nothing. Computed on {content['computed_on']}, on one thread; other"
+        " processors give other digits.",
     ]
     for task, of_task in content["tasks"].items():
         default = of_task["variants"][DEFAULT]
@@ -305,9 +309,10 @@ def markdown(content: dict[str, Any]) -> str:
 
 
 def interval(differences: Sequence[float], digits: int = 2) -> str:
-    """Format a mean and its paired 95% interval."""
+    """Format a mean and its paired 95% interval, which a single seed does not have."""
     mean, low, high = paired_interval(differences)
-    return f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+    ends = "" if math.isnan(low) else f" [{low:+.{digits}f}, {high:+.{digits}f}]"
+    return f"{mean:+.{digits}f}{ends}"
 
 
 def plot(content: dict[str, Any], path: Path) -> None:
@@ -315,10 +320,11 @@ def plot(content: dict[str, Any], path: Path) -> None:
     variants = [*FITS, *STEPS, *RUNS]
     figure, panels = new_figure(10.0, 1.2 + 0.21 * len(variants), 1, 2, sharey=True)
     colours = ("#c02942", "#2f6fa3", "#4f8f8b", "#d98c3f", "#8a6fb0")
-    height = 0.7 / len(content["tasks"])
+    height, several = 0.7 / len(content["tasks"]), len(content["seeds"]) > 1
     for number, task in enumerate(content["tasks"]):
         colour = colours[number % len(colours)]
-        scale = np.std([row["test"] for row in content["tasks"][task]["variants"][DEFAULT]], ddof=1) or 1.0
+        tests = [row["test"] for row in content["tasks"][task]["variants"][DEFAULT]]
+        scale = (np.std(tests, ddof=1) if several else 1.0) or 1.0
         for row, variant in enumerate(variants):
             if variant not in content["tasks"][task]["variants"]:
                 continue
@@ -328,19 +334,18 @@ def plot(content: dict[str, Any], path: Path) -> None:
                     mean, low, high = (value / unit for value in paired_interval(values))
                     axes.plot([low, high], [y, y], color=colour, linewidth=1.0, alpha=0.6)
                     axes.plot(mean, y, "o", color=colour, markersize=3.5, label=task if row == 0 else None)
-    for axes, label, limit in zip(
-        panels.flat, ("held-out Spearman", "gain on test / std over seeds"), (0.6, 6), strict=True
-    ):
+    gain = ("gain on test / std over seeds", 6) if several else ("gain on test", None)
+    for axes, (label, limit) in zip(panels.flat, (("held-out Spearman", 0.6), gain), strict=True):
         axes.axvline(0, color="black", linewidth=0.8)
-        axes.set_xlabel(f"{label}, less the default's")
-        axes.set_xlim(-limit, limit)
+        axes.set_xlabel(f"{label}, less the default's; higher is better")
+        if limit:
+            axes.set_xlim(-limit, limit)
         axes.grid(axis="x", alpha=0.25)
     panels[0, 0].set_yticks([-row for row in range(len(variants))], variants, fontsize=7)
     panels[0, 0].set_ylim(-len(variants) + 0.3, 0.7)
     panels[0, 0].legend(fontsize=7, loc="lower left")
-    figure.suptitle(
-        f"one change at a time; mean and paired 95% interval over {len(content['seeds'])} seeds", fontsize=9
-    )
+    over = f"over {len(content['seeds'])} seeds" if several else "of one seed, which has no interval"
+    figure.suptitle(f"one change at a time; mean and paired 95% interval {over}", fontsize=9)
     save_figure(figure, path)
 
 

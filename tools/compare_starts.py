@@ -29,7 +29,7 @@ from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.report import spread
 from metricopt_ext.evidence.rivals import best_of_loss_finetune
 from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.evidence.style import new_figure, save_figure
+from metricopt_ext.evidence.style import direction, new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import FRESH, finetune, tune_start
@@ -42,6 +42,7 @@ from metricopt_ext.utils.files import read_json, write_atomically, write_json
 from metricopt_ext.utils.machine import kernels
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.words import counted
 
 BUDGETS = (25, 50, 100, 200, 400, 800)
 TASKS = ("classification", "detection", "retrieval")
@@ -213,13 +214,13 @@ def markdown(content: dict[str, Any]) -> str:
     metric, seeds = content["metric"], content["seeds"]
     (ours,) = content["methods"]["metricopt"]
     lines = [
-        f"# What a new start costs: {content['task']}, {metric['name']}"
-        f" ({'higher' if metric['maximize'] else 'lower'} is better)",
+        f"# What a new start costs: {content['task']}, {metric['name']} ({direction(metric['maximize'])})",
         "",
-        f"{len(seeds)} seeds from {seeds[0]} on, {content['starts']} new starts each: random phi on the same model,"
-        f" fresh batches. MetricOpt spent {content['queries_once']} queries once, to learn its value function, whose"
-        f" Spearman correlation on held-out trajectories is {np.mean(content['spearman']):.2f}. Test metric, mean and"
-        f" standard deviation over seeds. Computed on {content['computed_on']}; other processors give other digits.",
+        f"{counted(len(seeds), 'seed')} from {seeds[0]} on, {counted(content['starts'], 'new start')} each: random phi"
+        f" on the same model, fresh batches. MetricOpt spent {content['queries_once']} queries once, to learn its value"
+        f" function, whose Spearman correlation on held-out trajectories is {np.mean(content['spearman']):.2f}. Test"
+        f" metric, mean and standard deviation over seeds. Computed on {content['computed_on']}; other processors give"
+        " other digits.",
         "",
         "| method | queries per start | test |",
         "|---|---|---|",
@@ -237,14 +238,14 @@ def markdown(content: dict[str, Any]) -> str:
             least = math.ceil(content["queries_once"] / max(1, most - ours["queries"]))
             lines.append(
                 f"- {title} did not reach MetricOpt's mean with up to {most:.0f} queries per start: learning f"
-                f" pays from at most {least} starts on."
+                f" pays from at most {counted(least, 'start')} on."
             )
         elif math.isinf(starts):
             lines.append(f"- {title} reaches MetricOpt's mean with no more queries: learning f does not pay.")
         else:
             lines.append(
                 f"- {title} reaches MetricOpt's mean with {queries:.0f} queries per start: learning f pays from"
-                f" {starts:.0f} starts on."
+                f" {counted(int(starts), 'start')} on."
             )
     return "\n".join([*lines, ""])
 
@@ -265,10 +266,11 @@ def plot(content: dict[str, Any], path: Path) -> None:
         axes.errorbar(x, mean, error, color=METHODS[name].colour, marker="o", markersize=4, capsize=2, label=label)
     axes.set_xscale("log")
     axes.set_xlabel("metric queries for each new start, guard included (1: none)")
-    axes.set_ylabel(f"test {content['metric']['name']}")
+    axes.set_ylabel(f"test {content['metric']['name']}\n({direction(content['metric']['maximize'])})")
     axes.legend(frameon=False, fontsize=8)
     axes.set_title(
-        f"{content['starts']} starts on each of {len(content['seeds'])} seeds; bars: standard error over seeds",
+        f"{counted(content['starts'], 'start')} on each of {counted(len(content['seeds']), 'seed')};"
+        " bars: standard error over seeds",
         fontsize=9,
     )
     axes.grid(alpha=0.25)

@@ -13,10 +13,12 @@ from metricopt_ext.evidence.experiment import Experiment, run_seed
 from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_value_function
 from metricopt_ext.evidence.report import Report, write_events
 from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.evidence.style import direction
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.machine import restart_deterministically
 from metricopt_ext.utils.parallel import run_seeds
+from metricopt_ext.utils.words import counted
 
 
 @contextmanager
@@ -75,7 +77,10 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
     config.check()
     subject = experiment.describe(config)
     open_run(folder, config.as_dict(), resume)
-    print(f"{subject.title}: {subject.metric}, {config.seeds} seeds of {config.queries} queries")
+    print(
+        f"{subject.title}: {subject.metric} ({direction(subject.maximize)}),"
+        f" {counted(config.seeds, 'seed')} of {counted(config.queries, 'query')}"
+    )
     seeds = range(config.seed, config.seed + config.seeds)
     run = partial(run_seed, experiment, config, folder, resume)
     records = run_seeds(run, seeds, queries=config.queries, workers=config.workers, threads=config.threads)

@@ -10,6 +10,7 @@ from metricopt_ext.evidence.method import METHODS, End, Method, MethodResult, Re
 from metricopt_ext.evidence.record import Outcome
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.words import counted
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Metho
         if result is None:
             continue
         if entry.kind == "free" and result.reached[-1].queries:
-            raise ConfigError(f"method {name!r} is free in METHODS, but spent {result.reached[-1].queries} queries")
+            spent = counted(result.reached[-1].queries, "query")
+            raise ConfigError(f"method {name!r} is free in METHODS, but spent {spent}")
         before = results[entry.after].reached[-1] if entry.after else None
         reached = tuple(each.after(before) if before else each for each in result.reached)
         results[name] = replace(result, reached=reached)

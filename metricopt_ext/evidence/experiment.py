@@ -112,8 +112,13 @@ def run_seed(
     folder = folder / f"seed-{seed}"
     record_file = folder / "record.json"
     if resume and record_file.exists():
+        watcher.stage("on file")
+        record = SeedRecord.load(record_file)
+        before, after = (record.outcomes[name][-1] for name in ("pretrained", "metricopt"))
+        metric = experiment_type.describe(config).metric
+        watcher.query(after.queries_total, f"{metric} {before.validation:.4f} -> {after.validation:.4f}")
         watcher.done()
-        return SeedRecord.load(record_file)
+        return record
     watcher.stage("train the model")
     with deterministic_algorithms(config.deterministic):
         experiment = experiment_type(config, folder, seed)
@@ -146,4 +151,5 @@ def run_seed(
         draw_value_function(task.judged_by(task.metric.with_new_ledger()), result, paths, folder)
     experiment.finish()
     record.save(record_file)
+    watcher.done()
     return record

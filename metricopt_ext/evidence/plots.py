@@ -1,58 +1,110 @@
 """Pictures of a run: methods side by side, the metric along finetuning, predicted against true metric."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from metricopt_ext.evidence.method import METHODS
-from metricopt_ext.evidence.report import Report
-from metricopt_ext.evidence.style import new_figure, save_figure
+from metricopt_ext.evidence.report import Report, paired_interval
+from metricopt_ext.evidence.style import direction, new_figure, over_seeds, save_figure
+
+STRETCH = 3.0  # a method that alone makes the axis this many times as long is drawn as an arrow at its end
 
 
 def plot_methods(report: Report, path: str | Path) -> Path:
-    """Draw each method's test metric: a dot for each seed and a stroke at the mean."""
-    names = report.methods
-    figure, ((axes,),) = new_figure(6.4, 0.9 + 0.36 * len(names))
-    for row, name in enumerate(reversed(names)):
-        values, colour = report.values(name, "test"), METHODS[name].colour
-        axes.plot(values, [row] * len(values), "o", color=colour, markersize=5, alpha=0.6, markeredgewidth=0)
-        axes.plot([np.mean(values)] * 2, [row - 0.33, row + 0.33], color=colour, linewidth=2.5)
-    axes.set_yticks(range(len(names)), [report.title(name) for name in reversed(names)])
+    """Draw each method's test metric: a dot for each seed, a stroke at the mean and a bar for its 95% interval.
+
+    A single method so far off that the others would merge becomes an arrow at the axis' end, with its mean.
+    """
+    values = {name: report.values(name, "test") for name in reversed(report.methods)}
+    low, high = _bulk(list(values.values()))
+    margin = 0.05 * (high - low) or 0.01
+    figure, ((axes,),) = new_figure(6.4, 1.1 + 0.36 * len(values))
+    for row, (name, dots) in enumerate(values.items()):
+        colour, (mean, *interval) = METHODS[name].colour, paired_interval(dots)
+        if len(dots) > 1:
+            axes.hlines(row, *interval, color=colour, linewidth=7, alpha=0.2)
+        axes.plot(dots, [row] * len(dots), "o", color=colour, markersize=5, alpha=0.6, markeredgewidth=0)
+        axes.plot([mean] * 2, [row - 0.33, row + 0.33], color=colour, linewidth=2.5)
+        if min(dots) < low:
+            _point_beyond(axes, low - margin, row, 20, f"mean {mean:.4f}", colour)
+        if max(dots) > high:
+            _point_beyond(axes, high + margin, row, -20, f"mean {mean:.4f}", colour)
+    axes.set_xlim(low - margin, high + margin)
+    axes.set_yticks(range(len(values)), [report.title(name) for name in values])
     axes.grid(axis="x", alpha=0.25)
-    direction = "higher" if report.maximize else "lower"
-    axes.set_xlabel(f"test {report.metric} ({direction} is better)\ndots: seeds, stroke: mean")
+    several = len(report.records) > 1
+    key = "dots: seeds, stroke: mean, bar: its 95% interval" if several else "one seed, so no intervals"
+    arrow = ", arrow: beyond the axis" if axes.texts else ""
+    axes.set_xlabel(f"test {report.metric} ({direction(report.maximize)})")
+    figure.suptitle(f"{key}{arrow}", fontsize=9)
     return save_figure(figure, path)
 
 
+def _bulk(values: list[list[float]]) -> tuple[float, float]:
+    """Return the ends of the methods' values, less those of a method that alone would stretch them."""
+    low, high = min(map(min, values)), max(map(max, values))
+    for i in range(len(values)):
+        others = values[:i] + values[i + 1 :]
+        if len(others) > 1 and 0 < STRETCH * (max(map(max, others)) - min(map(min, others))) < high - low:
+            return _bulk(others)
+    return low, high
+
+
+def _point_beyond(axes: Any, edge: float, row: int, inwards: float, text: str, colour: str) -> None:
+    """Write a text ``inwards`` points from the edge, with an arrow from there to the edge."""
+    axes.annotate(
+        text,
+        (edge, row),
+        (inwards, 0),
+        textcoords="offset points",
+        fontsize=8,
+        color=colour,
+        ha="left" if inwards > 0 else "right",
+        va="center",
+        arrowprops={"arrowstyle": "->", "color": colour},
+    )
+
+
 def plot_finetuning(report: Report, path: str | Path) -> Path:
-    """Draw the validation metric along finetuning, mean and standard deviation over seeds."""
-    figure, ((axes,),) = new_figure(6.4, 4.0)
+    """Draw the validation metric along finetuning, mean and standard deviation over seeds, and what the guard kept."""
+    figure, ((axes,),) = new_figure(6.4, 4.4)
     for name in report.methods:
-        values = np.array([record.curves[name] for record in report.records if name in record.curves])
-        if not len(values):
+        records = [record for record in report.records if name in record.curves]
+        if not records:
             continue
-        mean, std = values.mean(0), values.std(0)
-        steps = np.arange(values.shape[1])
-        axes.plot(steps, mean, color=METHODS[name].colour, label=report.title(name))
-        axes.fill_between(steps, mean - std, mean + std, color=METHODS[name].colour, alpha=0.15, linewidth=0)
+        values = np.array([record.curves[name] for record in records])
+        mean, std, steps = values.mean(0), values.std(0), np.arange(values.shape[1])
+        colour, label = METHODS[name].colour, report.title(name)
+        if name == "metricopt":
+            times, seeds = sum(record.kept == name for record in records), len(records)
+            often = {0: "not kept", seeds: "kept"}.get(times, f"kept in {times} of {seeds} seeds")
+            label = f"{label}'s path, {often}"
+            kept = [record.outcomes[name][-1].validation for record in records]
+            look: dict[str, Any] = {"fmt": "D", "color": colour, "markeredgecolor": "black", "capsize": 3, "zorder": 5}
+            axes.errorbar(steps[-1], np.mean(kept), np.std(kept), label="what the guard kept", **look)
+        axes.plot(steps, mean, color=colour, label=label)
+        axes.fill_between(steps, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
     axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("finetuning step")
-    axes.set_ylabel(f"validation {report.metric}")
-    axes.legend(frameon=False, fontsize=8)
-    axes.set_title(f"mean and standard deviation over {len(report.records)} seeds", fontsize=9)
+    axes.set_ylabel(f"validation {report.metric}\n({direction(report.maximize)})")
+    axes.set_title(over_seeds(len(report.records)), fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return save_figure(figure, path)
 
 
 def plot_value_function(report: Report, path: str | Path) -> Path:
     """Draw predicted against true metric where f is used, on trajectories that it was not fitted to."""
-    figure, ((axes,),) = new_figure(4.8, 4.6)
+    figure, ((axes,),) = new_figure(5.8, 4.6)
     for record in report.records:
         axes.plot(record.true, record.predicted, ".", markersize=4, alpha=0.5, label=f"seed {record.seed}")
     true = [value for record in report.records for value in record.true]
-    axes.plot([min(true), max(true)], [min(true), max(true)], color="black", linewidth=0.8)
+    ends = [min(true), max(true)]
+    axes.plot(ends, ends, color="black", linewidth=0.8, label="predicted = true")
     axes.set_xlabel(f"true {report.metric}")
     axes.set_ylabel(f"predicted {report.metric}")
     spearman = np.mean([quality.spearman for quality in report.quality])
     axes.set_title(f"value function on held-out trajectories, Spearman {spearman:.2f}", fontsize=9)
-    axes.legend(frameon=False, markerscale=2, fontsize=8)
+    figure.legend(loc="outside right upper", frameon=False, markerscale=2, fontsize=8)
     return save_figure(figure, path)

@@ -13,9 +13,11 @@ import numpy as np
 
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.record import SeedRecord
-from metricopt_ext.evidence.style import markdown_table, print_table
+from metricopt_ext.evidence.style import direction, markdown_table, print_points, print_table
+from metricopt_ext.methods.result import KEPT
 from metricopt_ext.tasks.split_half import CERTAINTY
 from metricopt_ext.utils.files import write_atomically, write_json
+from metricopt_ext.utils.words import counted
 from metricopt_ext.value.value_function import Quality
 
 PACKAGES = (
@@ -32,6 +34,13 @@ class Interval(NamedTuple):
     high: float
 
 
+GAINS = "MetricOpt's gains on test, paired by seed; positive is better"
+# What only report.md shows.
+MORE_NOTES = (
+    "seconds: wall-clock time, the mean over seeds.",
+    "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; another f: the"
+    " value function of another run.",
+)
 HEADER = ["method", "validation", "test", "queries", "per start", "seconds"]
 
 
@@ -126,24 +135,24 @@ class Report:
 
     def markdown(self) -> str:
         """Return the content of report.md."""
-        direction = "higher" if self.maximize else "lower"
-        seeds = f"{len(self.records)} seed" + ("s" if len(self.records) > 1 else "")
         machines = dict.fromkeys(str(record.machine) for record in self.records)
         lines = [
-            f"# {self.task}: {self.metric} ({direction} is better)",
-            "",
-            f"Mean and standard deviation over {seeds}; each is a fresh split, model and value function.",
+            f"# {self.task}: {self.metric} ({direction(self.maximize)})",
             "",
             *markdown_table(
                 [*HEADER, "needs"],
                 [[*row, METHODS[name].needs] for name, row in zip(self.methods, self._rows(), strict=True)],
             ),
             "",
-            "`queries`: metric queries in all; `per start`: of these, what finetuning one more start costs again.",
-            "`needs`: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too;"
-            " `another f`: the value function of another run.",
+            *(f"- {line}" for line in (*self._notes(), *MORE_NOTES)),
             "",
-            *(f"- {line}" for line in self.findings()),
+            f"{GAINS}:",
+            "",
+            *(f"- {line}" for line in self._on_gains()),
+            "",
+            "The guard and the value function f, means over seeds:",
+            "",
+            *(f"- {line}" for line in self._on_guard_and_f()),
             "",
             f"Computed on {'; '.join(machines)}. Training amplifies rounding, so other processors, instruction sets and"
             " numbers of threads give other digits.",
@@ -152,24 +161,47 @@ class Report:
             "",
             *markdown_table(["predictor", "Spearman", "mean absolute error, as a cost"], self._predictors()),
             "",
+            "Spearman's rank correlation is 1 for a perfect order and 0 for none. A cost is lower where the metric is"
+            " better: the metric mapped to [0, 1] by its bounds or, for one without bounds, itself with that sign.",
+            "",
         ]
         return "\n".join(lines)
 
+    def _notes(self) -> list[str]:
+        """Say what the table's numbers are."""
+        one = len(self.records) == 1
+        spread = "One seed: " if one else f"Mean ± standard deviation over {len(self.records)} seeds; each is "
+        return [
+            f"{spread}a fresh split, model and value function. validation: data that the metric's queries see; test:"
+            " data that only the finished models see.",
+            "queries: metric queries in all; per start: of these, what finetuning one more start costs again.",
+        ]
+
     def findings(self) -> list[str]:
         """Say in words what the numbers show, both gains and failures."""
-        lines = []
+        return [*self._on_gains(), *self._on_guard_and_f()]
+
+    def _on_gains(self) -> list[str]:
+        return [
+            f"MetricOpt against {over}: {gain} on test"
+            + (f", 95% interval {interval}: {verdict}" if interval else f" ({verdict})")
+            for over, gain, interval, verdict in self._gains()
+        ]
+
+    def _gains(self) -> list[tuple[str, str, str, str]]:
+        """Return each rival's title, MetricOpt's gain over it, the gain's interval, and what it shows."""
+        rows = []
         for name in self.methods:
             if name == "metricopt":
                 continue
             mean, low, high = self.gain(name)
-            if math.isnan(low):
-                lines.append(f"MetricOpt against {self.title(name)}: {mean:+.4f} on test (one seed, no interval)")
-                continue
             verdict = "a gain" if low > 0 else "a loss" if high < 0 else "no gain shown"
-            lines.append(
-                f"MetricOpt against {self.title(name)}: {mean:+.4f} on test, 95% interval [{low:+.4f}, {high:+.4f}]:"
-                f" {verdict}"
-            )
+            shown = ("", "one seed, no interval") if math.isnan(low) else (f"[{low:+.4f}, {high:+.4f}]", verdict)
+            rows.append((self.title(name), f"{mean:+.4f}", *shown))
+        return rows
+
+    def _on_guard_and_f(self) -> list[str]:
+        lines, seeds = [], counted(len(self.records), "seed")
         trivial = {
             name: float(np.mean([record.trivial[name].spearman for record in self.records]))
             for name in self.records[0].trivial
@@ -185,29 +217,32 @@ class Report:
             lines.append(
                 f"Split-half correlation of the metric over random phi: {np.mean(halves):.2f} (near 0 no method can"
                 f" help). Gains on validation below {CERTAINTY * chance:.4f}, and what they lose from one half of the"
-                f" data to the other, count as chance: in {left} of {len(self.records)} seeds nothing was left, and the"
-                " model was left as it was"
+                f" data to the other, count as chance: the model was left as it was in {left} of {seeds}"
             )
         kept = collections.Counter(record.kept for record in self.records)
         best = max(trivial, key=lambda name: trivial[name], default=None)
         beside = "" if best is None else f" (best trivial predictor, {best.replace('_', ' ')}: {trivial[best]:.2f})"
         lines.append(
-            f"Value function on held-out trajectories: Spearman {spearman:.2f}, MAE {mae:.4f} against {constant:.4f} of"
-            f" a constant{beside}; trusted in {trusted} of {len(self.quality)} seeds. End points kept by the guard: "
-            + ", ".join(f"{name} {count}" for name, count in kept.most_common())
+            f"Value function on held-out trajectories: Spearman {spearman:.2f}{beside}, mean absolute error {mae:.4f}"
+            f" of the cost against {constant:.4f} of a constant; trusted in {trusted} of {seeds}. Kept by the guard: "
+            + ", ".join(f"{KEPT[name]} in {count}" for name, count in kept.most_common())
         )
         return lines
 
     def print(self) -> None:
-        """Print the table and the findings."""
-        direction = "higher" if self.maximize else "lower"
+        """Print the tables and the findings."""
         print_table(
             HEADER[:-1],  # seconds would not fit into 80 columns; report.md has them
             [row[:-1] for row in self._rows()],
-            title=f"{self.task}: {self.metric} ({direction} is better), {len(self.records)} seeds",
+            title=f"{self.task}: {self.metric} ({direction(self.maximize)}), {counted(len(self.records), 'seed')}",
             bold=[i for i, name in enumerate(self.methods) if name == "metricopt"],
         )
-        print(*self.findings(), sep="\n")
+        print()
+        print_points(self._notes())
+        print()
+        print_table(["over", "gain", "95% interval", ""], self._gains(), title=GAINS)
+        print()
+        print_points(self._on_guard_and_f())
 
     def write(self, folder: str | Path) -> list[Path]:
         """Write report.json and report.md; returns their paths."""

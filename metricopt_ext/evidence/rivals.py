@@ -52,6 +52,7 @@ def usual_methods(
         watcher: Notified of its progress.
     """
     recipe, queries = config.recipe.build(), config.search_queries
+    shown = watcher or Watcher()
 
     def metricopt(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
         meter = Meter(task)
@@ -62,8 +63,9 @@ def usual_methods(
             seed=seed,
             output_dir=folder,
             resume=resume,
-            watcher=watcher or Watcher(),
+            watcher=shown,
         )
+        shown.stage("other methods")
         spent = meter.reached(result.ends[result.chosen])
         path = finetune(task, metric_policy(result.fit.f, recipe, result.setting), recipe.steps, seed)
         return MethodResult((replace(spent, queries_per_start=result.queries_per_start),), path, result)

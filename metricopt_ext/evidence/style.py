@@ -1,5 +1,6 @@
 """How figures and tables look."""
 
+import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,37 @@ def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **s
 
 def save_figure(figure: Any, path: str | Path) -> Path:
     """Write a figure as PNG and return its path."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        if text.get_text():  # all but the numbers at ticks, which are written later and may be powers of ten
+            text.set_parse_math(False)  # a name may contain dollar signs
     figure.savefig(path, dpi=150)
     return Path(path)
+
+
+def direction(maximize: bool) -> str:
+    """Say which values of a metric are better."""
+    return f"{'higher' if maximize else 'lower'} is better"
+
+
+def over_seeds(count: int) -> str:
+    """Say what a figure's lines and bands are, for this number of seeds."""
+    return f"mean and standard deviation over {count} seeds" if count > 1 else "one seed"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table in Markdown."""
     return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def print_points(lines: Sequence[str]) -> None:
+    """Print a list of sentences on the terminal, folded between words."""
+    from rich.console import Console
+
+    width = Console().width
+    for line in lines:
+        print(textwrap.fill(line, width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False))
 
 
 def print_table(
@@ -49,8 +74,7 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
-    named = Text(title, "table.title") if title else None  # text, as brackets in a string would be read as markup
-    table = Table(title=named, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     for i, column in enumerate(header):
         words = i < left  # which are folded where there is no room for them; numbers are never
         table.add_column(Text(column), justify="left" if words else "right", no_wrap=not words, overflow="fold")
@@ -59,4 +83,6 @@ def print_table(
     console = Console(highlight=False)
     numbers = sum(max(len(row[i]) for row in (header, *rows)) + 1 for i in range(left, len(header)))
     console.width = max(console.width, numbers + 12 * left)  # better lines that wrap than numbers cut off
+    if title:
+        console.print(Text(title, "italic"))  # text, as brackets in a string would be read as markup
     console.print(table)

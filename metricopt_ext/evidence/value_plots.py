@@ -71,12 +71,14 @@ def plot_interpolation(
         axes.plot(trajectory.observed, _values(metric, trajectory.cost), "o", color="black", markersize=4)
         kind = "loss only" if trajectory.round == 0 else f"on policy, round {trajectory.round + 1}"
         axes.set_title(f"task {trajectory.index}, {kind}", fontsize=8)
-    for axes in panels[-1]:
-        axes.set_xlabel("step")
+    for axes in panels.flat[n:]:
+        axes.set_visible(False)
+    for axes in panels.flat[n - columns : n]:  # the lowest of each column
+        axes.set_xlabel("finetuning step")
+        axes.tick_params(labelbottom=True)
     for axes in panels[:, 0]:
         axes.set_ylabel(metric.name)
-    if note:
-        figure.suptitle(note, fontsize=9)
+    figure.suptitle("\n".join(filter(None, ["dots: observed; line, band: interpolated, ± 2 std", note])), fontsize=9)
     return save_figure(figure, path)
 
 
@@ -93,6 +95,8 @@ def plot_embedding(f: NeuralValueFunction, data: Observations, metric: Any, path
     dots = panels[0, 0].scatter(flat[:, 0], flat[:, 1], c=_values(metric, data.cost), s=10, cmap="viridis")
     figure.colorbar(dots, ax=panels[0, 0], label=metric.name)
     panels[0, 0].set_title(f"value function's embedding, {explained:.0%} of its variance", fontsize=9)
+    panels[0, 0].set_xlabel("first principal component")
+    panels[0, 0].set_ylabel("second principal component")
     panels[0, 0].set_xticks([])
     panels[0, 0].set_yticks([])
     return save_figure(figure, path)
@@ -132,8 +136,10 @@ def plot_landscape(
             axes.plot(line[-1, 0], line[-1, 1], "o", color=METHODS[name].colour, markeredgecolor="white", markersize=7)
         axes.plot(0, 0, "s", color="white", markeredgecolor="black", markersize=6)
         axes.set_title(title, fontsize=9)
-    panels[0, 0].legend(fontsize=7, loc="best")
-    figure.suptitle("plane of the finetuning paths; square: phi = 0", fontsize=9)
+        axes.set_xlabel("first direction of the paths")
+    panels[0, 0].set_ylabel("second direction")
+    panels[0, 0].legend(fontsize=8, loc="best")
+    figure.suptitle("the plane in phi that best fits the paths; square: phi = 0, dots: their ends", fontsize=9)
     return save_figure(figure, path)
 
 

@@ -15,6 +15,7 @@ from metricopt_ext.tasks.split_half import chance_of_gain, split_half_correlatio
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_instance, check_integer
 from metricopt_ext.utils.progress import Watcher, watched
+from metricopt_ext.utils.words import counted
 
 
 @overload
@@ -70,7 +71,7 @@ def optimize_metric(
         seed: Seed of all draws.
         output_dir: Keeps trajectories, ``value_function.safetensors`` and ``adapter.safetensors``; None keeps nothing.
         resume: Continue what an interrupted run left in ``output_dir``; the result is the same bit for bit.
-        watcher: Notified of progress; by default a bar on the terminal.
+        watcher: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
 
     Returns:
         The result; the tuned phi is in the model.
@@ -87,7 +88,8 @@ def optimize_metric(
     check_integer(0, queries=queries, seed=seed)
     check_instance(strategy=strategy)
     if queries > task.metric.ledger.left:
-        raise BudgetError(f"{queries} queries requested, {task.metric.ledger.left} left in the metric's own budget")
+        asked = counted(queries, "query")
+        raise BudgetError(f"{asked} requested, {task.metric.ledger.left} left in the metric's own budget")
     if isinstance(strategy, Recipe):
         size = {"tasks": strategy.tasks_per_round(queries, task.dim)}
     elif queries >= (least := strategy.least_queries(task.dim)):
@@ -102,6 +104,7 @@ def optimize_metric(
             result = _search_directly(task, queries, strategy, seed, folder, shown)
         task.adapter.set_phi(result.ends[result.chosen])
         folder.keep(task, result.fit.f if isinstance(result, MetricOptResult) else None)
+        shown.outcome(f"{result.metric} {result.before:.4f} -> {result.after:.4f}")
         shown.done()
     return result
 

@@ -13,6 +13,7 @@ from metricopt_ext.search.direct import Search
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.checks import check_above, check_at_least, check_instance, check_integer
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit, fit_value_function
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
 from metricopt_ext.value.observations import Labeller, Observations
@@ -98,11 +99,13 @@ class Recipe:
         check_integer(0, trials=self.trials, adapt_queries=self.adapt_queries, refine_queries=self.refine_queries)
         check_above(0, lr=self.lr, start_std=self.start_std, explored_step=self.explored_step)
         if self.evals > self.steps + 1:
-            raise ValueError(f"evals is {self.evals}; a task of {self.steps} steps has {self.steps + 1} points")
+            raise ValueError(
+                f"evals is {self.evals}; a task of {counted(self.steps, 'step')} has {self.steps + 1} points"
+            )
         if self.adapt_queries > self.steps - 1:
             raise ValueError(
-                f"adapt_queries is {self.adapt_queries}; a task of {self.steps} steps has {self.steps - 1} points"
-                " between its ends"
+                f"adapt_queries is {self.adapt_queries}; a task of {counted(self.steps, 'step')} has"
+                f" {counted(self.steps - 1, 'point')} between its ends"
             )
         if (self.refine is None) != (self.refine_queries == 0):
             raise ValueError(
@@ -165,8 +168,8 @@ class Recipe:
         tasks = (queries - fixed) // per_task
         if tasks < LEAST_TASKS:
             raise BudgetError(
-                f"{queries} queries are too few for {self.rounds} rounds of at least {LEAST_TASKS} tasks with"
-                f" {self.evals} observations each, {self.choice_queries} queries to choose settings and"
+                f"{queries} queries are too few for {counted(self.rounds, 'round')} of at least {LEAST_TASKS} tasks"
+                f" with {counted(self.evals, 'observation')} each, {self.choice_queries} queries to choose settings and"
                 f" {self.start_queries} for the start: give at least {fixed + LEAST_TASKS * per_task}, or fewer rounds"
                 " or evals"
             )

@@ -19,6 +19,7 @@ from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import counted
 
 Told = Callable[[float], None]
 
@@ -189,7 +190,9 @@ class _Counted:
         if queries < least:
             raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
         if queries > task.metric.ledger.left:
-            raise BudgetError(f"{queries} queries requested, {task.metric.ledger.left} left in the metric's budget")
+            raise BudgetError(
+                f"{counted(queries, 'query')} requested, {task.metric.ledger.left} left in the metric's budget"
+            )
         self.task, self.queries, self.on_query = task, queries, on_query
         self.spent, self.best, self.cost = 0, start, math.inf
         self.curve: list[tuple[int, float]] = []

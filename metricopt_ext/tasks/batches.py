@@ -9,6 +9,7 @@ from torch import Tensor
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import counted
 
 Batches = Callable[[int, int, int], Any]
 
@@ -29,7 +30,7 @@ class IndexSampler:
         self.groups = [torch.arange(size)]
         if labels is not None:
             if len(labels) != size:
-                raise DataError(f"{len(labels)} labels for {size} examples")
+                raise DataError(f"{counted(len(labels), 'label')} for {counted(size, 'example')}")
             self.groups = [(labels.cpu() == label).nonzero().squeeze(1) for label in labels.unique().tolist()]
         if batch_size < len(self.groups):
             raise DataError(
@@ -56,7 +57,7 @@ class TensorBatches:
 
     def __init__(self, x: Tensor, y: Tensor, batch_size: int, *, balanced: bool = False) -> None:
         if len(x) != len(y):
-            raise DataError(f"{len(x)} inputs for {len(y)} targets")
+            raise DataError(f"{counted(len(x), 'input')} for {counted(len(y), 'target')}")
         self.x, self.y = x, y
         self.sample = IndexSampler(len(x), batch_size, y if balanced else None)
 
@@ -81,7 +82,7 @@ class ClassBatches:
 
     def __init__(self, x: Tensor, y: Tensor, classes: int, samples: int) -> None:
         if len(x) != len(y):
-            raise DataError(f"{len(x)} inputs for {len(y)} labels")
+            raise DataError(f"{counted(len(x), 'input')} for {counted(len(y), 'label')}")
         check_integer(2, classes=classes, samples=samples)
         self.x, self.y, self.classes, self.samples = x, y, classes, samples
         labels = y.cpu()

@@ -12,6 +12,7 @@ from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.renamed import KnowsRenamed, Renamed
+from metricopt_ext.utils.words import counted
 
 
 class Ledger:
@@ -48,8 +49,8 @@ class Ledger:
         """
         if queries > self.left:
             raise BudgetError(
-                f"{queries} metric queries requested ({purpose}), {self.left} left of a budget of {self.budget};"
-                f" spent so far: {self.spent_on}"
+                f"{counted(queries, 'metric query')} requested ({purpose}), {self.left} left of a budget of"
+                f" {self.budget}; spent so far: {self.spent_on}"
             )
         self.spent_on[purpose] = self.spent_on.get(purpose, 0) + queries
 

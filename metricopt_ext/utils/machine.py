@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.utils.words import counted
 
 CAPABILITY = "ATEN_CPU_CAPABILITY"
 
@@ -48,7 +49,7 @@ class Machine:
     def __str__(self) -> str:
         """Return the attributes in words."""
         gpu = "" if self.device == "cpu" else f", {self.device}"
-        return f"{self.processor} ({self.capability}, {self.threads} thread{'s' * (self.threads != 1)}){gpu}"
+        return f"{self.processor} ({self.capability}, {counted(self.threads, 'thread')}){gpu}"
 
 
 def processor() -> str:

@@ -1,8 +1,11 @@
-"""Progress display: a bar for each run with its stage, the latest metric value and the queries spent."""
+"""Progress display: a run's stage, the latest metric value and the queries spent, as a bar or as lines of a log."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+INTERVAL = 30.0  # seconds between two lines of a log, unless a tenth of the queries was spent
 
 
 class Watcher:
@@ -17,47 +20,70 @@ class Watcher:
     def say(self, line: str) -> None:
         """A message deserves a line of its own."""
 
+    def outcome(self, seen: str) -> None:
+        """The model that is kept was chosen: its metric before and after."""
+
     def done(self) -> None:
         """The run is over, even if queries are left unspent."""
 
 
 class Bars(AbstractContextManager["Bars"]):
-    """Shows progress bars on the terminal, one for each run that is watched.
+    """Shows progress bars on the terminal, one for each run that is watched; without a terminal, plain lines.
+
+    Args:
+        console: rich's console; by default the standard output.
+        clock: Returns seconds, to space the lines out.
 
     Example:
         >>> with Bars() as bars:
         ...     bars.watch("seed 0", total=600).query(1, "accuracy 0.71")  # doctest: +SKIP
     """
 
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    def __init__(self, console: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.console import Console
 
-        self._progress = Progress(
-            TextColumn("{task.fields[name]}", markup=False),  # a metric's name may contain brackets
-            TextColumn("{task.description:<22}", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("queries  {task.fields[seen]}", markup=False),
-            TimeElapsedColumn(),
-        )
+        self._console, self._clock = console or Console(), clock
+        drawable = self._console.is_interactive or self._console.is_jupyter
+        self._progress = _bars_on(self._console) if drawable else None
 
     def watch(self, name: str, total: int) -> Watcher:
-        """Add a bar for a run of ``total`` queries."""
+        """Show a run of ``total`` queries."""
+        if self._progress is None:
+            return _Lines(self._console, name, total, self._clock)
         return _Bar(self._progress, name, total)
 
     def __enter__(self) -> "Bars":
         """Start drawing."""
-        self._progress.start()
+        if self._progress is not None:
+            self._progress.start()
         return self
 
     def __exit__(self, *details: Any) -> None:
         """Stop drawing and leave the bars on the screen."""
-        self._progress.stop()
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _bars_on(console: Any) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
+
+    whole, folded = Column(no_wrap=True), Column(overflow="fold")  # no number is cut off
+    return Progress(
+        TextColumn("{task.fields[name]}", markup=False, table_column=whole),  # a metric's name may contain brackets
+        TextColumn("{task.description:<20}", markup=False, table_column=whole),
+        BarColumn(bar_width=20 if console.width >= 100 else 4),
+        MofNCompleteColumn(table_column=whole),
+        TextColumn("queries", table_column=whole),
+        TextColumn("{task.fields[seen]}", markup=False, table_column=folded),
+        TimeElapsedColumn(table_column=whole),
+        console=console,
+    )
 
 
 @contextmanager
 def watched(watcher: Watcher | None, name: str, total: int) -> Iterator[Watcher]:
-    """Yield the watcher or, if there is none, a bar on the terminal for a run of ``total`` queries."""
+    """Yield the watcher or, if there is none, one that shows a run of ``total`` queries on the terminal."""
     if watcher is not None:
         yield watcher
         return
@@ -65,25 +91,64 @@ def watched(watcher: Watcher | None, name: str, total: int) -> Iterator[Watcher]
         yield bars.watch(name, total)
 
 
-class _Bar(Watcher):
+class _Shown(Watcher):
+    def __init__(self, console: Any, name: str) -> None:
+        self._console, self._name = console, name
+
+    def say(self, line: str) -> None:
+        text = f"{self._name}  {line}".strip()
+        self._console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+class _Bar(_Shown):
     def __init__(self, progress: Any, name: str, total: int) -> None:
-        self._progress, self._name = progress, name
+        super().__init__(progress.console, name)
+        self._progress = progress
         self._task = progress.add_task("waiting", total=total, name=name, seen="", start=False)
 
     def stage(self, description: str) -> None:
         self._progress.start_task(self._task)
+        self._progress.tasks[self._task].stop_time = None  # rivals or new starts may follow a run that is done
         self._progress.update(self._task, description=description)
 
     def query(self, spent: int, seen: str) -> None:
         self._progress.update(self._task, completed=spent, seen=seen)
 
+    def outcome(self, seen: str) -> None:
+        self._progress.update(self._task, seen=seen)
+
     def done(self) -> None:
         self._progress.update(self._task, description="done")
         self._progress.stop_task(self._task)
 
-    def say(self, line: str) -> None:
-        text = f"{self._name}  {line}".strip()
-        self._progress.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+class _Lines(_Shown):
+    def __init__(self, console: Any, name: str, total: int, clock: Callable[[], float]) -> None:
+        super().__init__(console, name)
+        self._total, self._clock = total, clock
+        self._stage, self._spent, self._seen = "waiting", 0, ""
+        self._told, self._when = (0, ""), clock()
+
+    def stage(self, description: str) -> None:
+        self._stage = description
+        self._tell()
+
+    def query(self, spent: int, seen: str) -> None:
+        self._spent, self._seen = spent, seen
+        if spent - self._told[0] >= self._total / 10 or self._clock() - self._when >= INTERVAL:
+            self._tell()
+
+    def outcome(self, seen: str) -> None:
+        self._seen = seen
+
+    def done(self) -> None:
+        self.stage("done")
+
+    def _tell(self) -> None:
+        news = (self._spent, self._seen)
+        queries = f"; {self._spent} of {self._total} queries spent, {self._total - self._spent} left; {self._seen}"
+        self.say(self._stage + (queries if news != self._told else ""))
+        self._told, self._when = news, self._clock()
 
 
 class QueueWatcher(Watcher):
@@ -103,6 +168,10 @@ class QueueWatcher(Watcher):
     def say(self, line: str) -> None:
         """Pass on."""
         self._queue.put((self._name, "say", (line,)))
+
+    def outcome(self, seen: str) -> None:
+        """Pass on."""
+        self._queue.put((self._name, "outcome", (seen,)))
 
     def done(self) -> None:
         """Pass on."""

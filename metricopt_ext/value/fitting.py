@@ -12,6 +12,7 @@ from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
+from metricopt_ext.utils.words import counted
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import Quality, ValueFunction
@@ -62,7 +63,9 @@ def fit_value_function(
         raise ValueFunctionError(f"folds is {folds}; it must be at least 2")
     trajectories = int(data.trajectory.max()) + 1
     if trajectories < folds:
-        raise ValueFunctionError(f"{trajectories} trajectories can't be held out in {folds} folds; collect more tasks")
+        raise ValueFunctionError(
+            f"{counted(trajectories, 'trajectory')} can't be held out in {folds} folds; collect more tasks"
+        )
     if data.cost.min() == data.cost.max():
         raise ValueFunctionError(
             f"all {len(data.cost)} observed costs equal {float(data.cost[0]):.6g}: the metric does not react to phi;"

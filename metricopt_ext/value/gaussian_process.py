@@ -16,6 +16,7 @@ from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.checks import check_above, check_at_least, check_finite
 from metricopt_ext.utils.threads import num_threads
+from metricopt_ext.utils.words import counted
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # linear_operator compiles with torch.jit
@@ -77,7 +78,8 @@ class Skill:
         """Return the errors on one line."""
         return (
             f"skill {self.skill:.2f}; left-out MAE {self.gp_mae:.4g}, levels {self.constant_mae:.4g},"
-            f" linear {self.linear_mae:.4g} ({self.points} points of {self.trajectories} trajectories)"
+            f" linear {self.linear_mae:.4g} ({counted(self.points, 'point')} of"
+            f" {counted(self.trajectories, 'trajectory')})"
         )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.utils.words import counted
 from metricopt_ext.value.gaussian_process import GaussianProcess, Skill
 from metricopt_ext.value.observations import Observations, common_signature
 
@@ -27,7 +28,7 @@ class Labels(Observations):
     def __str__(self) -> str:
         """Return kind, number and skill on one line."""
         skill = "" if self.skill is None else f"; Gaussian process: {self.skill}"
-        return f"{self.kind} labels at {len(self.cost)} points{skill}"
+        return f"{self.kind} labels at {counted(len(self.cost), 'point')}{skill}"
 
 
 @dataclass(frozen=True)

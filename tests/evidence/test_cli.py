@@ -188,7 +188,7 @@ def test_a_run_leaves_its_report_pictures_and_seeds(
     shown = capsys.readouterr().out
     assert toy.made == [3, 4]
     assert toy.plotted == [[3, 4]]
-    assert "squares: distance, 2 seeds of 40 queries\n" in shown
+    assert "squares: distance (lower is better), 2 seeds of 40 queries\n" in shown
     named = ["report.json", "report.md", "methods.png", "finetuning.png", "value_function.png", "more.png"]
     assert [line.strip() for line in shown.split("\nwrote\n")[1].splitlines()] == [
         *(str(tmp_path / name) for name in named),
@@ -209,6 +209,38 @@ def test_a_run_leaves_its_report_pictures_and_seeds(
         start = float(((task.goal + 0.01 * seed) ** 2).sum())
         assert content["methods"]["pretrained"]["test"][place] == pytest.approx(start)
     assert report.values("metricopt", "test") == content["methods"]["metricopt"]["test"]
+
+
+@pytest.mark.usefixtures("tensorboard")
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_metric_may_have_any_name(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], seeds: int) -> None:
+    name = "[/red]f[1] :key: $\\frac$ {0} %s"  # markup, an emoji, a formula with an error, and placeholders
+
+    class Hostile(toy):  # type: ignore[misc]
+        @classmethod
+        def describe(cls, config: ToyConfig) -> Subject:
+            return Subject("toy/[/b]", "[/b]squares", name, maximize=False)
+
+        def prepare(self) -> Any:
+            task, distance = super().prepare()
+            task.metric.name = distance.name = name
+            return task, distance
+
+    folder, config = tmp_path / "[/i]out", settings(seeds=seeds, pictures=True)
+    report = go(folder, Hostile, config)
+    shown = capsys.readouterr().out
+    noun = "seed" if seeds == 1 else "seeds"
+    assert f"[/b]squares: {name} (lower is better), {seeds} {noun} of 40 queries\n" in shown
+    assert f"toy/[/b]: {name} (lower is better), {seeds} {noun}\n" in shown
+    assert f"\n  {folder}/report.md\n" in shown
+    assert (folder / "report.md").read_text().startswith(f"# toy/[/b]: {name} (lower is better)\n")
+    assert {path.name for path in (folder / "seed-3").glob("*.png")} == {"interpolation.png", "landscape.png"}
+    before, after = (report.records[0].outcomes[method][-1] for method in ("pretrained", "metricopt"))
+    last = f"{after.queries_total} of 40 queries spent, {40 - after.queries_total} left;"
+    outcome = f"{last} {name} {before.validation:.4f} -> {after.validation:.4f}\n"
+    assert f"seed 3  done; {outcome}" in shown
+    go(folder, Hostile, config, resume=True)
+    assert f"seed 3  on file; {outcome}" in capsys.readouterr().out
 
 
 @pytest.fixture

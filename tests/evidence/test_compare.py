@@ -222,5 +222,5 @@ def test_a_method_that_is_said_to_be_free_may_not_spend_queries(quadratic: Calla
         task.cost(task.origin(), "secretly")
         return task.origin()
 
-    with pytest.raises(ConfigError, match="method 'batchnorm_validation' is free in METHODS, but spent 1 queries"):
+    with pytest.raises(ConfigError, match="method 'batchnorm_validation' is free in METHODS, but spent 1 query"):
         beside(quadratic(), tmp_path, {"batchnorm_validation": ending_at(spending)})

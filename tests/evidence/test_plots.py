@@ -1,11 +1,13 @@
 """Pictures of a run: what is drawn where, and that it becomes a picture."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 from PIL import Image
 
 from metricopt_ext.evidence import plots
@@ -52,17 +54,56 @@ def test_methods_are_dots_for_seeds_and_a_stroke_at_their_mean(
     (axes,) = figures[0].axes
     titles = {tick.get_position()[1]: tick.get_text() for tick in axes.get_yticklabels()}
     dots, strokes = axes.lines[::2], axes.lines[1::2]
-    assert len(dots) == len(strokes) == len(titles) == len(made.methods)
+    assert len(dots) == len(strokes) == len(axes.collections) == len(titles) == len(made.methods)
     shown = {}
-    for dot, stroke in zip(dots, strokes, strict=True):
+    for dot, stroke, bar in zip(dots, strokes, axes.collections, strict=True):
         (row,) = set(dot.get_ydata())
         assert np.mean(stroke.get_ydata()) == pytest.approx(row)
         assert list(stroke.get_xdata()) == pytest.approx([np.mean(dot.get_xdata())] * 2)
         assert dot.get_color() == stroke.get_color()
+        (ends,) = bar.get_segments()
+        interval = scipy.stats.ttest_1samp(dot.get_xdata(), 0).confidence_interval(0.95)
+        np.testing.assert_allclose(ends, [(interval.low, row), (interval.high, row)])
         shown[titles[row]] = (list(dot.get_xdata()), dot.get_color(), row)
     for place, name in enumerate(made.methods):  # the first of the table stands at the top
         assert shown[made.title(name)] == (made.values(name, "test"), METHODS[name].colour, len(titles) - 1 - place)
     assert f"({'higher' if maximize else 'lower'} is better)" in axes.get_xlabel()
+    assert figures[0].get_suptitle() == "dots: seeds, stroke: mean, bar: its 95% interval"
+    assert not axes.texts  # nothing lies beyond the axis
+    low, high = axes.get_xlim()
+    assert all(low < x < high for dot in dots for x in dot.get_xdata())
+
+
+def test_one_seed_has_no_interval_and_the_plot_says_so(report: Callable[..., Report], figures: list[Any]) -> None:
+    plot_methods(report(seeds=1), "methods.png")
+    plot_finetuning(report(seeds=1), "finetuning.png")
+    assert not figures[0].axes[0].collections
+    assert figures[0].get_suptitle() == "one seed, so no intervals"
+    assert figures[1].axes[0].get_title() == "one seed"
+
+
+@pytest.mark.parametrize("far", [-9.0, 9.0])
+def test_a_method_far_off_is_an_arrow_at_the_end_of_the_axis(
+    report: Callable[..., Report], figures: list[Any], far: float
+) -> None:
+    made = report({"cma_es": [far, far - 0.25, far + 0.25]})
+    plot_methods(made, "methods.png")
+    (axes,) = figures[0].axes
+    low, high = axes.get_xlim()
+    others = [value for name in made.methods if name != "cma_es" for value in made.values(name, "test")]
+    assert low < min(others) < max(others) < high
+    assert high - low < 1.2 * (max(others) - min(others))
+    (arrow,) = axes.texts
+    assert arrow.get_text() == f"mean {far:.4f}"
+    assert arrow.xy == (low if far < 0 else high, len(METHODS) - 1 - made.methods.index("cma_es"))
+    assert figures[0].get_suptitle().endswith("arrow: beyond the axis")
+
+
+def test_two_methods_far_off_stay_on_the_axis(report: Callable[..., Report], figures: list[Any]) -> None:
+    plot_methods(report({"pretrained": [-9.0] * 3, "loss_finetune": [-9.1] * 3}), "methods.png")
+    (axes,) = figures[0].axes
+    assert not axes.texts
+    assert axes.get_xlim()[0] < -9.1
 
 
 def test_curves_are_means_over_the_seeds_that_have_them(report: Callable[..., Report], figures: list[Any]) -> None:
@@ -70,19 +111,45 @@ def test_curves_are_means_over_the_seeds_that_have_them(report: Callable[..., Re
     del made.records[2].curves["metricopt"]
     plot_finetuning(made, "finetuning.png")
     (axes,) = figures[0].axes
-    curves = {line.get_label(): line for line in axes.lines}
-    assert set(curves) == {made.title("loss_finetune"), made.title("metricopt")}
+    curves = {line.get_color(): line for line in axes.lines if len(line.get_xdata()) == 3}
+    assert set(curves) == {METHODS[name].colour for name in ("loss_finetune", "metricopt")}
     for name, records in (("loss_finetune", made.records), ("metricopt", made.records[:2])):
-        line = curves[made.title(name)]
+        line = curves[METHODS[name].colour]
         expected = np.mean([record.curves[name] for record in records], axis=0)
         assert list(line.get_xdata()) == [0, 1, 2]
         np.testing.assert_allclose(line.get_ydata(), expected)
-        assert line.get_color() == METHODS[name].colour
     spread = np.std([record.curves["loss_finetune"] for record in made.records], axis=0)
-    mean = curves[made.title("loss_finetune")].get_ydata()
-    corners = axes.collections[made.methods.index("loss_finetune") > made.methods.index("metricopt")].get_paths()[0]
+    mean = curves[METHODS["loss_finetune"].colour].get_ydata()
+    (corners,) = axes.collections[0].get_paths()
     assert corners.vertices[:, 1].max() == pytest.approx((mean + spread).max())
     assert corners.vertices[:, 1].min() == pytest.approx((mean - spread).min())
+    assert not axes.get_legend()  # it stands below, where no band can lie
+
+
+@pytest.mark.parametrize(
+    ("kept", "often"),
+    [
+        (("metricopt", "metricopt", "metricopt"), "kept"),
+        (("start", "metricopt", "metricopt"), "kept in 2 of 3 seeds"),
+        (("start", "loss_finetune", "start"), "not kept"),
+    ],
+)
+def test_the_path_says_how_often_it_was_kept_and_a_mark_what_was(
+    report: Callable[..., Report], figures: list[Any], kept: tuple[str, ...], often: str
+) -> None:
+    made = report()
+    records = [replace(record, kept=name) for record, name in zip(made.records, kept, strict=True)]
+    made = replace(made, records=records)
+    plot_finetuning(made, "finetuning.png")
+    (legend,) = figures[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "loss finetune",
+        f"MetricOpt's path, {often}",
+        "what the guard kept",
+    ]
+    (mark,) = (line for line in figures[0].axes[0].lines if line.get_marker() == "D")
+    assert list(mark.get_xdata()) == [2]
+    assert list(mark.get_ydata()) == pytest.approx([np.mean(made.values("metricopt", "validation"))])
 
 
 def test_predictions_stand_beside_the_truth_for_each_seed(report: Callable[..., Report], figures: list[Any]) -> None:
@@ -91,6 +158,7 @@ def test_predictions_stand_beside_the_truth_for_each_seed(report: Callable[..., 
     (axes,) = figures[0].axes
     *seeds, diagonal = axes.lines
     assert [line.get_label() for line in seeds] == ["seed 4", "seed 5", "seed 6"]
+    assert diagonal.get_label() == "predicted = true"
     for line, record in zip(seeds, made.records, strict=True):
         assert list(line.get_xdata()) == record.true
         assert list(line.get_ydata()) == record.predicted

@@ -75,14 +75,19 @@ def test_intervals_are_those_of_the_paired_t_test(n: int, level: float) -> None:
     assert (low, high) == pytest.approx((expected.low, expected.high))
 
 
-def test_one_seed_gives_no_interval(report: Callable[..., Report]) -> None:
+def test_one_seed_gives_no_interval(report: Callable[..., Report], capsys: pytest.CaptureFixture[str]) -> None:
     mean, low, high = paired_interval([0.25])
     assert mean == 0.25
     assert math.isnan(low)
     assert math.isnan(high)
     single = report({"pretrained": [0.5], "metricopt": [0.75]}, seeds=1)
     assert "MetricOpt against pretrained: +0.2500 on test (one seed, no interval)" in single.findings()
-    assert "over 1 seed;" in single.markdown()
+    assert "One seed: " in single.markdown()
+    assert "1 seeds" not in single.markdown()
+    single.print()
+    shown = capsys.readouterr().out
+    assert "accuracy (higher is better), 1 seed\n" in shown
+    assert "±" not in shown
     assert "interval [" not in single.markdown()
     assert "±" not in single.markdown()
 
@@ -113,13 +118,13 @@ def test_words_follow_the_interval(
 
 def test_findings_tell_whether_f_was_trusted(report: Callable[..., Report]) -> None:
     last = report().findings()[-1]
-    expected = "Spearman 0.63, MAE 0.0733 against 0.1000 of a constant (best trivial predictor, full quadratic: "
-    assert f"{expected}0.90); trusted in 2 of 3 seeds" in last
+    assert "Spearman 0.63 (best trivial predictor, full quadratic: 0.90)" in last
+    assert "mean absolute error 0.0733 of the cost against 0.1000 of a constant; trusted in 2 of 3 seeds" in last
     halves = report().findings()[-2]
     assert "over random phi: 0.75" in halves
     assert "Gains on validation below 0.0100" in halves
-    assert "in 1 of 3 seeds nothing was left" in halves
-    assert last.endswith("End points kept by the guard: metricopt 2, start 1")
+    assert halves.endswith("the model was left as it was in 1 of 3 seeds")
+    assert last.endswith("Kept by the guard: MetricOpt in 2, the model as it was in 1")
 
 
 @pytest.mark.parametrize("maximize", [True, False])
@@ -204,8 +209,19 @@ def test_the_table_fits_into_80_columns(
         assert spread(made.values(name, "test")) in line
         assert spread(made.values(name, "validation")) in line
         assert line.split()[-2:] == [str(10 * list(METHODS).index(name)), str(list(METHODS).index(name))]
-    for finding in made.findings():
-        assert finding in shown
+    gains = [line.split(": ")[0].removeprefix("MetricOpt against ") for line in made.findings()[:-2]]
+    assert len(gains) == len(METHODS) - 1
+    for title in gains:
+        mean, low, high = made.gain(next(name for name in METHODS if METHODS[name].title == title))
+        (line,) = (line for line in shown.splitlines() if line.startswith(f"{title} ") and "±" not in line)
+        assert line.split()[-5:-2] == [f"{mean:+.4f}", f"[{low:+.4f},", f"{high:+.4f}]"]
+        assert line.endswith(("a gain", "a loss"))
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    sentences = " ".join(shown.split())
+    for line in made.findings()[-2:]:
+        assert line in sentences
+    assert "Mean ± standard deviation over 3 seeds" in sentences
+    assert "positive is better" in sentences
 
 
 def test_events_hold_each_curve_once(report: Callable[..., Report], tmp_path: Path) -> None:

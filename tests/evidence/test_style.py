@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from metricopt_ext.evidence.style import new_figure, save_figure
+from metricopt_ext.evidence.style import new_figure, print_points, save_figure
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 3), (2, 1), (2, 3)])
@@ -39,6 +39,30 @@ def test_a_saved_figure_has_150_pixels_to_the_inch(tmp_path: Path, kind: type) -
     assert isinstance(path, Path)
     with Image.open(path) as image:
         assert (image.format, image.size) == ("PNG", (300, 150))
+
+
+def test_dollar_signs_are_no_formula_but_powers_of_ten_are(tmp_path: Path) -> None:
+    figure, ((axes,),) = new_figure(3.0, 2.0)
+    axes.set_xlabel(r"$\frac$ [/red]")
+    axes.plot([1, 1000], [0, 1], label="$a$")
+    axes.set_xscale("log")
+    axes.legend()
+    save_figure(figure, tmp_path / "figure.png")
+    assert axes.xaxis.label.get_text() == r"$\frac$ [/red]"
+    assert not any(text.get_parse_math() for text in (axes.xaxis.label, *axes.get_legend().get_texts()))
+    assert all(tick.get_parse_math() for tick in axes.get_xticklabels() if tick.get_text())
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_a_list_is_folded_between_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    print_points(["one [/red]", 30 * "word+0.1234 "])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "- one [/red]"
+    assert all(len(line) <= int(columns) for line in lines)
+    assert " ".join(lines).split() == ["-", *(30 * ["word+0.1234"])]
 
 
 def test_no_window_system_is_asked_for(tmp_path: Path) -> None:

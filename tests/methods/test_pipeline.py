@@ -291,6 +291,9 @@ def test_the_watcher_learns_of_every_query_and_stage(
             spent.append(count)
             seen.append(last)
 
+        def outcome(self, last: str) -> None:
+            stages.append(last)
+
         def done(self) -> None:
             stages.append("done")
 
@@ -299,10 +302,10 @@ def test_the_watcher_learns_of_every_query_and_stage(
     assert seen[-3] == f"distance {result.before:.4f}"
     assert stages[0] == "round 1/2, loss only"
     assert re.fullmatch(r"round 2/2, f at -?[01]\.\d\d", stages[1])
-    assert stages[2:] == ["choose settings", "finetune", "guard", "done"]
+    kept = f"distance {result.before:.4f} -> {result.after:.4f}"
+    assert stages[2:] == ["choose settings", "finetune", "guard", kept, "done"]
     go(quadratic(), watcher=None)
-    assert "distance" in (shown := capsys.readouterr().out)
-    assert "45/47" in shown
+    assert f"distance  done; 45 of 47 queries spent, 2 left; {kept}\n" in capsys.readouterr().out
 
 
 # --- The steps of the algorithm --------------------------------------------------------------------------------

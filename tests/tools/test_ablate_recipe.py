@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,21 @@ def test_no_seeds_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         tool.main()
     assert "--seeds is 0; it must be at least 1" in capsys.readouterr().err
+
+
+def test_one_seed_has_no_interval(tmp_path: Path, few: None) -> None:
+    rows = {
+        "default": [{"spearman": 0.5, "test": 0.4, "queries": 9}],
+        "ridge alone": [{"spearman": 0.7, "test": 0.3, "queries": 9}],
+    }
+    content = {"seeds": [3], "tasks": {"t": {"maximize": True, "variants": rows}}}
+    text = tool.markdown(content)
+    assert "1 seed from 3 on" in text
+    assert "| ridge alone | 9 | +0.20 | -0.1000 |" in text
+    assert "nan" not in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a standard deviation of a single number
+        tool.plot(content, tmp_path / "x.png")
 
 
 def test_differences_are_better_where_the_metric_is(few: None) -> None:

@@ -95,6 +95,7 @@ def test_from_how_many_starts_learning_pays(
 
 
 def test_the_words_follow_the_numbers() -> None:
+    assert "\n1 seed from 0 on, 1 new start each: " in tool.markdown(content([(65, 0.8)]))
     assert "pays from 10 starts on" in tool.markdown(content([(65, 0.8)]))
     assert "with up to 125 queries per start: learning f pays from at most 5 starts" in tool.markdown(
         content([(125, 0.7)])

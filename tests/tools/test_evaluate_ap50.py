@@ -127,6 +127,15 @@ def test_classes_are_sorted_where_they_are_not_given(folder: Path) -> None:
     assert list(report["objects"]) == ["bird", "cat"]
 
 
+def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    coco = json.loads((folder / "coco.json").read_text())
+    coco["categories"][0]["name"] = "[/red]bird[1]"
+    (folder / "coco.json").write_text(json.dumps(coco))
+    report = evaluate(folder, *COCO, "--definition", "coco")
+    assert "[/red]bird[1]" in report["objects"]
+    assert "[/red]bird[1] " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

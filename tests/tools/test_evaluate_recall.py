@@ -108,6 +108,16 @@ def test_several_galleries(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [sum(line.startswith(name) for line in lines) for name in ("a.npy", "b.npy")] == [1, 1]
 
 
+def test_a_file_may_have_brackets_in_its_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "[").mkdir()
+    gallery = "[/red]a[1].npy"  # in the folder "[", and a closing tag to rich
+    (folder / "a.npy").rename(folder / gallery)
+    evaluate(folder, *QUERIES, "--gallery-embeddings", gallery, "--gallery-labels", "a_labels.npy", "--ks", "1")
+    out, err = capsys.readouterr()
+    assert gallery in out
+    assert gallery in err
+
+
 def test_gallery_of_the_queries_is_searched_without_themselves(folder: Path) -> None:
     alone = evaluate(folder, *QUERIES, "--ks", "1")["galleries"][0]["recall"]
     same = str(folder / "q.npy")  # spelled in another way

@@ -217,7 +217,7 @@ def test_a_finished_run_resumes_without_any_training(
     (finished / "report.json").unlink()
     call("--config-file", SCENES, "--resume", "--output-dir", finished, *FINISHED)
     assert content_of(finished) == before
-    assert "torchvision's small_fpn on shifted scenes: AP50, 1 seeds of 16 queries" in capsys.readouterr().out
+    assert "small_fpn on shifted scenes: AP50 (higher is better), 1 seed of 16 queries" in capsys.readouterr().out
 
 
 def test_an_interrupted_run_resumes_to_the_same_report(

@@ -234,7 +234,7 @@ def test_omniglot_with_all_methods_and_another_loss(tmp_path: Path, capsys: pyte
     root = omniglot(tmp_path / "set")
     call("--config-file", OMNIGLOT, "--output-dir", tmp_path / "run", *TINY, *overrides[:2], *overrides[3:],
          "loss.classes=2", f"data.root={root}")  # fmt: skip
-    assert "conv4 on shifted omniglot: Recall@1, 1 seeds of 16 queries" in capsys.readouterr().out
+    assert "conv4 on shifted omniglot: Recall@1 (higher is better), 1 seed of 16 queries" in capsys.readouterr().out
     content = json.loads((tmp_path / "run" / "report.json").read_text())
     assert content["metric"]["name"] == "Recall@1"
     spent = {name: method["queries_total"] for name, method in content["methods"].items()}

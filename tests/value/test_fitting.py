@@ -221,12 +221,12 @@ def test_noise_is_rarely_trusted(
     assert sum(trusted) <= 6
 
 
-@pytest.mark.parametrize(("n", "folds"), [(3, 4), (1, 2)])
+@pytest.mark.parametrize(("n", "folds", "some"), [(3, 4, "3 trajectories"), (1, 2, "1 trajectory")])
 def test_too_few_trajectories(
-    smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], n: int, folds: int
+    smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], n: int, folds: int, some: str
 ) -> None:
     data = Observations.of(trajectories(smooth, n=n))
-    with pytest.raises(ValueFunctionError, match=f"{n} trajectories can't be held out in {folds} folds"):
+    with pytest.raises(ValueFunctionError, match=f"{some} can't be held out in {folds} folds"):
         fit_value_function(data, [RidgeLearner()], folds=folds)
 
 
