@@ -95,7 +95,7 @@ def test_one_seed_has_no_interval(tmp_path: Path, few: None) -> None:
         "default": [{"spearman": 0.5, "test": 0.4, "queries": 9}],
         "ridge alone": [{"spearman": 0.7, "test": 0.3, "queries": 9}],
     }
-    content = {"seeds": [3], "tasks": {"t": {"maximize": True, "variants": rows}}}
+    content = {"seeds": [3], "computed_on": "A processor", "tasks": {"t": {"maximize": True, "variants": rows}}}
     text = tool.markdown(content)
     assert "1 seed from 3 on" in text
     assert "| ridge alone | 9 | +0.20 | -0.1000 |" in text
