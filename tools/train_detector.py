@@ -6,30 +6,29 @@
     python tools/train_detector.py --config-file FILE MODEL.WEIGHTS out/model_final.pth METRICOPT.ENABLED True
         METRICOPT.FINETUNE.VALUE_FUNCTION f.safetensors OUTPUT_DIR out/tuned                 # 3: follow f
     python tools/train_detector.py --config-file FILE --eval-only MODEL.WEIGHTS out/tuned/model_merged.pth
-        DATASETS.TEST "('voc07_test',)"                                                      # 4: judge on test
+        DATASETS.TEST "('voc07_test',)" OUTPUT_DIR out/test                                  # 4: judge on test
 
 FILE is one of configs/detection/detectron2. The options are those of train_net.py; --num-gpus 0 computes on the CPU;
 overrides are KEY VALUE pairs at the end; docs/detection.md lists those under METRICOPT. Each item above is one command.
 With METRICOPT.ENABLED False, training is Detectron2's own. Learning f takes METRICOPT.META.ROUNDS * TASKS runs, each of
 which evaluates AP50 on METRICOPT.METRIC.SET METRIC.EVALS times, and keeps them in OUTPUT_DIR/trajectories; --resume
 continues what a killed run left there. Finetuning saves a checkpoint after each tenth of its steps, from which --resume
-continues, and writes its best model, with phi merged, to OUTPUT_DIR/model_merged.pth, which any program that uses
-Detectron2 can load and which is evaluated on DATASETS.TEST. Evaluation is by AP50.
+continues. It logs AP50 at each evaluated step, also to OUTPUT_DIR/metrics.json and TensorBoard, and writes its best
+model, with phi merged, to OUTPUT_DIR/model_merged.pth, which any program that uses Detectron2 can load and which is
+evaluated on DATASETS.TEST. Evaluation is by AP50; --eval-only writes it to OUTPUT_DIR/results.json.
 """
 
 import argparse
-import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.utils.files import write_json
 
 try:
     from detectron2.checkpoint import DetectionCheckpointer
@@ -38,10 +37,8 @@ try:
     from detectron2.evaluation import verify_results
     from detectron2.utils import comm
 
-    from metricopt_ext.detection.detectron2.build import unwrapped
     from metricopt_ext.detection.detectron2.config import metricopt_settings, read_config
     from metricopt_ext.detection.detectron2.datasets import check_sets, register_entries, write_example
-    from metricopt_ext.detection.detectron2.export import export
     from metricopt_ext.detection.detectron2.meta_train import meta_train
     from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
     from metricopt_ext.detection.detectron2.weights import load_weights
@@ -75,14 +72,20 @@ def main(arguments: argparse.Namespace) -> Any:
     if arguments.eval_only:
         return evaluate(cfg, arguments.resume)
     if settings.enabled:
-        return finetune(cfg, arguments.resume)
+        cfg = cfg.clone()
+        cfg.defrost()
+        cfg.SOLVER.CHECKPOINT_PERIOD = min(cfg.SOLVER.CHECKPOINT_PERIOD, max(1, settings.finetune.steps // 10))
     trainer = MetricOptTrainer(cfg)
     trainer.resume_or_load(resume=arguments.resume)
     return trainer.train()
 
 
 def evaluate(cfg: CfgNode, resume: bool) -> Any:
-    """Evaluate the detector of ``MODEL.WEIGHTS``, or of the last checkpoint, on ``DATASETS.TEST``."""
+    """Evaluate the detector of ``MODEL.WEIGHTS``, or of the last checkpoint, on ``DATASETS.TEST``.
+
+    The results are written to ``OUTPUT_DIR/results.json`` by the sets' names, and checked against
+    ``TEST.EXPECTED_RESULTS``.
+    """
     model = MetricOptTrainer.build_model(cfg)
     checkpointer = DetectionCheckpointer(model, save_dir=cfg.OUTPUT_DIR)
     resume = resume and checkpointer.has_checkpoint()
@@ -90,35 +93,12 @@ def evaluate(cfg: CfgNode, resume: bool) -> Any:
     if not weights:
         raise ConfigError("--eval-only needs MODEL.WEIGHTS, the detector to evaluate")
     load_weights(model, weights, tuned=metricopt_settings(cfg).enabled)
-    return evaluate_model(cfg, model)
-
-
-def evaluate_model(cfg: CfgNode, model: nn.Module) -> Any:
-    """Evaluate a model on ``DATASETS.TEST``, and check the results against ``TEST.EXPECTED_RESULTS``."""
     results = MetricOptTrainer.test(cfg, model)
     if comm.is_main_process():
+        by_set = {cfg.DATASETS.TEST[0]: results} if len(cfg.DATASETS.TEST) == 1 else results
+        write_json(Path(cfg.OUTPUT_DIR) / "results.json", by_set)
         verify_results(cfg, results)
     return results
-
-
-def finetune(cfg: CfgNode, resume: bool) -> Any:
-    """Finetune phi, and merge its best point, or its last if AP50 was not evaluated, into the weights."""
-    settings, training = metricopt_settings(cfg), cfg.clone()
-    training.defrost()
-    training.SOLVER.CHECKPOINT_PERIOD = min(cfg.SOLVER.CHECKPOINT_PERIOD, max(1, settings.finetune.steps // 10))
-    training.DATASETS.TEST, training.TEST.EXPECTED_RESULTS = (), []  # the chosen point is judged, not the last
-    trainer = MetricOptTrainer(training)
-    trainer.resume_or_load(resume=resume)
-    trainer.train()
-    model, folder = unwrapped(trainer.model), Path(cfg.OUTPUT_DIR)
-    if settings.metric.set:
-        if comm.is_main_process():
-            DetectionCheckpointer(model).load(os.fspath(folder / "model_best.pth"))
-        adapter = Adapter(model)
-        adapter.set_phi(comm.all_gather(adapter.phi.detach().cpu())[0])
-    if comm.is_main_process():
-        export(model, folder / "model_merged.pth")
-    return evaluate_model(cfg, trainer.model) if cfg.DATASETS.TEST else None
 
 
 def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
@@ -149,7 +129,9 @@ def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
 def run() -> None:
     """Parse the command line and launch the processes; an error that a user can fix is printed on one line."""
     parser = default_argument_parser(epilog=__doc__)
-    parser.add_argument("--meta-train", type=Path, metavar="FILE", help="learn a value function and write it here")
+    parser.add_argument(
+        "--meta-train", type=Path, metavar="FILE", help="learn a value function into this .safetensors file"
+    )
     arguments = parser.parse_args()
     if not arguments.config_file:
         parser.error("--config-file is needed, e.g. configs/detection/detectron2/scenes.yaml")

@@ -1,6 +1,7 @@
 """The parts of a finetuning run under Detectron2, for trainers by YAML, for LazyConfig and for a user's own trainer."""
 
 import logging
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,20 @@ from typing import Any
 import torch
 from detectron2.engine import HookBase
 from detectron2.utils import comm
+from detectron2.utils.logger import log_first_n
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter, signature_of
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.detectron2.config import FilmNode
-from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, ReplayedSteps, TrajectoryRecorder
+from metricopt_ext.detection.detectron2.hooks import (
+    LOGGER,
+    BestCheckpoint,
+    EvaluationLog,
+    MergedCheckpoint,
+    ReplayedSteps,
+    TrajectoryRecorder,
+)
 from metricopt_ext.detection.detectron2.placements import film_layers
 from metricopt_ext.search.optimizer import MetricOpt
 from metricopt_ext.tasks.metric import Metric
@@ -76,8 +85,13 @@ def phi_optimizer(
         return torch.optim.SGD([phi], lr=lr)
     f = load_value_function(value_function, phi.numel(), signature_of(phi)).to(phi.device)
     if not f.trusted and not options.get("even_untrusted"):
-        logging.getLogger("detectron2").warning("%s is %s: phi follows the loss alone", value_function, f.quality)
-    return MetricOpt([phi], f, lr=lr, **options)
+        warn_once(
+            f"{value_function} is {f.quality}: phi follows the loss alone; learn f from more METRICOPT.META.ROUNDS or"
+            " TASKS, or from more METRICOPT.METRIC.IMAGES"
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*phi follows the loss alone")  # as the log has just said
+        return MetricOpt([phi], f, lr=lr, **options)
 
 
 def finetuning_hooks(
@@ -92,26 +106,38 @@ def finetuning_hooks(
     round: int = 0,
     index: int = 0,
 ) -> list[HookBase]:
-    """Return the hooks of a run; register them before the one that writes checkpoints.
+    """Return the hooks of a run; register them before those that write checkpoints and evaluate the trained model.
 
     Args:
         model: The detector with FiLM.
-        metric: Evaluated at some of the points; None to evaluate and record nothing.
+        metric: Evaluated at some of the points, the best of which the model ends at; None to evaluate and record
+            nothing.
         store: Receives the trajectory; give only the main process one with a folder.
         steps: Number T of steps.
         evals: Number K of points at which the metric is evaluated.
-        output_dir: Receives ``model_best.pth``.
+        output_dir: Receives ``model_best.pth``, with phi, and ``model_merged.pth``, with phi in the weights.
         seed: Draws the observed steps and what each step samples.
         round: The trajectory's round.
         index: The trajectory's index.
     """
-    hooks: list[HookBase] = [ReplayedSteps(seed, index)]
-    if metric is not None:
-        recording = Recording(
-            Adapter(unwrapped(model)), metric, store, steps=steps, evals=evals, seed=seed, round=round, index=index
-        )
-        hooks += [TrajectoryRecorder(recording), BestCheckpoint(recording, Path(output_dir) / "model_best.pth")]
-    return hooks
+    adapter, folder = Adapter(unwrapped(model)), Path(output_dir)
+    best, merged = folder / "model_best.pth", folder / "model_merged.pth"
+    replayed = ReplayedSteps(seed, index)
+    if metric is None:
+        return [replayed, MergedCheckpoint(adapter, merged)]
+    recording = Recording(adapter, metric, store, steps=steps, evals=evals, seed=seed, round=round, index=index)
+    return [
+        replayed,
+        TrajectoryRecorder(recording),
+        EvaluationLog(recording),
+        BestCheckpoint(recording, best),
+        MergedCheckpoint(adapter, merged, recording),
+    ]
+
+
+def warn_once(message: str) -> None:
+    """Log a warning, unless this process has already: meta-training makes many trainers of one config."""
+    log_first_n(logging.WARNING, message, name=LOGGER.name, key="message")
 
 
 def main_process_folder(folder: str) -> str | None:

@@ -93,6 +93,33 @@ def records_of(name: str) -> list[dict[str, Any]]:
     return records
 
 
+def drawn_images(name: str, images: int, seed: int) -> str:
+    """Enter some images of a set into Detectron2's catalog, as a set of their own, and return its name.
+
+    Args:
+        name: The set.
+        images: How many of its images, drawn at random; 0 for all, whose name is the set's own.
+        seed: Draws them.
+
+    Raises:
+        ConfigError: The set has fewer images.
+        DataError: There is no such set.
+    """
+    records = records_of(name)
+    if images > len(records):
+        raise ConfigError(f"{images} validation images requested, but {name!r} has {len(records)}")
+    if not images:
+        return name
+    chosen = torch.randperm(len(records), generator=generator(seed, "validation"))[:images].sort().values.tolist()
+    drawn = f"{name}_{images}_images_seed_{seed}"
+    if drawn not in DatasetCatalog.list():
+        DatasetCatalog.register(drawn, lambda: [records_of(name)[index] for index in chosen])
+        # COCO's file of annotations is of all images: without it, Detectron2's evaluator makes one of these.
+        about = {key: value for key, value in MetadataCatalog.get(name).as_dict().items() if key != "json_file"}
+        MetadataCatalog.get(drawn).set(**{**about, "name": drawn})
+    return drawn
+
+
 def as_records(data: DetectionSet) -> list[dict[str, Any]]:
     """Return a set in Detectron2's format, for its data loaders."""
     return [_record(image) for image in data.images]
@@ -139,13 +166,16 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
         judged: Names of the sets that AP50 is evaluated on.
 
     Raises:
-        ConfigError: The number of classes differs from the detector's, or two sets number them differently.
+        ConfigError: The number of classes differs from the detector's, or two sets number them differently, or the
+            detector has a mask head and an object to train on has no mask.
         DataError: There is no such set, or it can't be read.
     """
     head = {"GeneralizedRCNN": "ROI_HEADS", "RetinaNet": "RETINANET"}.get(cfg.MODEL.META_ARCHITECTURE)
     first = None
     for name in [*trained, *judged]:
         records = records_of(name)
+        if name in trained and cfg.MODEL.MASK_ON:
+            _check_masks(name, records)
         if name in judged:
             as_truth(name, records)
         elif not MetadataCatalog.get(name).get("thing_classes"):
@@ -161,6 +191,17 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
                 f"{name} has the classes {', '.join(classes)}, but {first} has {', '.join(classes_of(first))};"
                 " METRICOPT.DATASETS.CLASSES gives VOC folders the same classes"
             )
+
+
+def _check_masks(name: str, records: Sequence[dict[str, Any]]) -> None:
+    objects = [each for record in records for each in record.get("annotations", []) if not each.get("iscrowd")]
+    bare = sum("segmentation" not in each for each in objects)
+    if bare:
+        raise ConfigError(
+            f"MODEL.MASK_ON is True, but {bare} of {len(objects)} objects of {name} have no mask; set MODEL.MASK_ON"
+            " False for boxes alone, all that sets of METRICOPT.DATASETS.REGISTER have, or name a set with masks in"
+            " DATASETS.TRAIN"
+        )
 
 
 def write_example(datasets: DatasetsNode) -> None:

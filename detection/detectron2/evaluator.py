@@ -4,7 +4,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from detectron2.config import CfgNode
 from detectron2.data import build_detection_test_loader
 from detectron2.evaluation import DatasetEvaluator, inference_on_dataset
@@ -12,12 +11,11 @@ from detectron2.utils import comm
 from torch import nn
 
 from metricopt_ext.detection.ap50 import Definition, average_precision
-from metricopt_ext.detection.detectron2.datasets import Mapper, as_truth, records_of
+from metricopt_ext.detection.detectron2.datasets import Mapper, drawn_images, registered_truth
 from metricopt_ext.detection.detectron2.toolkit import detections_of
 from metricopt_ext.detection.records import Detections, DetectionSet
-from metricopt_ext.errors import ConfigError, MetricError
+from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.utils.seeding import generator
 
 
 class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
@@ -64,18 +62,23 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
         return OrderedDict(bbox={"AP50": 100 * result.mean, **scores})
 
 
-def ap50_metric(loader: Iterable[Any], evaluator: AP50Evaluator) -> Metric:
+def ap50_metric(loader: Iterable[Any], evaluator: DatasetEvaluator, name: str = "AP50") -> Metric:
     """Return AP50 as a metric, in [0, 1].
 
     Args:
         loader: Gives the images, e.g. Detectron2's test loader.
-        evaluator: Holds their ground truth.
+        evaluator: Holds their ground truth; its results have ``bbox/AP50`` in percent, as those of `AP50Evaluator` and
+            of Detectron2's own evaluators.
+        name: The metric's name, by which Detectron2's writers write it.
     """
 
     def ap50(model: nn.Module) -> float:
-        return inference_on_dataset(model, loader, evaluator)["bbox"]["AP50"] / 100  # type: ignore[no-any-return]
+        found = comm.all_gather(inference_on_dataset(model, loader, evaluator))[0]  # others may know nothing
+        if "AP50" not in found.get("bbox", {}):
+            raise MetricError(f"{type(evaluator).__name__} gave no bbox/AP50, but {list(found)}")
+        return found["bbox"]["AP50"] / 100  # type: ignore[no-any-return]
 
-    return Metric(ap50, maximize=True, name="AP50")
+    return Metric(ap50, maximize=True, name=name)
 
 
 def validation_metric(
@@ -94,12 +97,7 @@ def validation_metric(
         ConfigError: The set has fewer images.
         DataError: There is no such set.
     """
-    records = records_of(name)
-    if images > len(records):
-        raise ConfigError(f"{images} validation images requested, but {name!r} has {len(records)}")
-    if images:
-        chosen = torch.randperm(len(records), generator=generator(seed, "validation"))[:images]
-        records = [records[index] for index in chosen.sort().values.tolist()]
-    mapper = Mapper(cfg, is_train=False)
-    loader = build_detection_test_loader(dataset=records, mapper=mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
-    return ap50_metric(loader, AP50Evaluator(as_truth(name, records), definition))
+    drawn = drawn_images(name, images, seed)
+    evaluator = AP50Evaluator(registered_truth(drawn), definition)
+    loader = build_detection_test_loader(cfg, drawn, mapper=Mapper(cfg, is_train=False))
+    return ap50_metric(loader, evaluator, f"{name}/bbox/AP50")

@@ -1,12 +1,14 @@
 """Tuned detectors as ordinary checkpoints of Detectron2."""
 
 import copy
+import io
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.detection.detectron2.hooks import checkpoint_of
 from metricopt_ext.utils.files import write_atomically
 
 
@@ -24,3 +26,10 @@ def export(model: nn.Module, path: str | Path) -> None:
     """
     merged = Adapter(copy.deepcopy(model)).merge()
     write_atomically(path, checkpoint_of(merged.state_dict()))
+
+
+def checkpoint_of(state: dict[str, Any]) -> bytes:
+    """Return the content of a file for Detectron2's checkpointer, from a model's state dict."""
+    buffer = io.BytesIO()
+    torch.save({"model": {name: tensor.cpu() for name, tensor in state.items()}}, buffer)
+    return buffer.getvalue()

@@ -1,19 +1,24 @@
-"""Hooks for Detectron2's trainers: record a trajectory, save its best model, replay a run's random draws."""
+"""Hooks for Detectron2's trainers: record a trajectory, log and keep its best point, replay a run's random draws."""
 
-import io
+import logging
 from pathlib import Path
 from typing import Any
 
-import torch
 from detectron2.engine import HookBase
+from detectron2.engine.hooks import PeriodicWriter
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
+from detectron2.utils.events import CommonMetricPrinter
 from torch import Tensor
 
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.detection.detectron2.export import checkpoint_of, export
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.utils.files import write_atomically
 from metricopt_ext.utils.seeding import generator
+
+LOGGER = logging.getLogger("detectron2.metricopt")  # a child of Detectron2's, which has the handlers
 
 
 class TrajectoryRecorder(HookBase):  # type: ignore[misc]
@@ -111,6 +116,108 @@ class BestCheckpoint(HookBase):  # type: ignore[misc]
             write_atomically(self.path, checkpoint_of(self.recording.adapter.model.state_dict()))
 
 
+class EvaluationLog(HookBase):  # type: ignore[misc]
+    """Logs each evaluation of a recorder's metric, and has Detectron2's writers write it, by the metric's name.
+
+    The value after t steps is written at iteration t, where the loss is that of the same point.
+
+    Register it after the recorder.
+
+    Args:
+        recording: What the recorder records.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.step = -1  # of the last evaluation
+        self._pending = self._unwritten = False
+
+    def before_train(self) -> None:
+        """Log the start, or the point at which a run is resumed."""
+        self._log_if_new()
+
+    def before_step(self) -> None:
+        """Hand the evaluation of this step's point to the writers, once they have written that of the last step's."""
+        if self._unwritten:  # of each scalar, writers know only the latest value
+            for writer in self._writers():
+                writer.write()
+        self._unwritten = self._pending
+        self._put_if_pending()
+
+    def after_step(self) -> None:
+        """Log the evaluation of the new point, if there is one."""
+        self._log_if_new()
+
+    def after_train(self) -> None:
+        """Hand the evaluation of the last point to the writers, which write once more."""
+        self._put_if_pending()
+
+    def _log_if_new(self) -> None:
+        steps, values = self.recording.observed.tolist(), values_of(self.recording)
+        taken = len(self.recording.losses)
+        if taken == self.step or taken != steps[len(values) - 1]:
+            return
+        self.step, self._pending = taken, True
+        best = best_of(self.recording)
+        so_far = "best so far" if best == len(values) - 1 else f"best so far: {values[best]:.4f} after {steps[best]}"
+        told = f"after {taken} of {self.recording.steps} steps ({so_far})" if taken else "before finetuning"
+        LOGGER.info("%s: %.4f %s", self.recording.metric.name, values[-1], told)
+
+    def _put_if_pending(self) -> None:
+        if self._pending:
+            name, value = self.recording.metric.name, values_of(self.recording)[-1]
+            self.trainer.storage.put_scalar(name, value, smoothing_hint=False)
+            self._pending = False
+
+    def _writers(self) -> list[Any]:
+        hooks = [hook for hook in self.trainer._hooks if isinstance(hook, PeriodicWriter)]
+        writers = [writer for hook in hooks for writer in hook._writers]
+        return [writer for writer in writers if not isinstance(writer, CommonMetricPrinter)]  # the log has it
+
+
+class MergedCheckpoint(HookBase):  # type: ignore[misc]
+    """Ends a run at its best evaluated point: sets phi to it, merges it into a checkpoint, and logs the verdict.
+
+    The start is one of the points: if no other is better, the model is left as it was. The verdict's numbers are
+    written by the metric's name with ``_before``, ``_after``, ``_best`` and ``_best_step`` behind it. Register the hook
+    before the one that evaluates the trained model.
+
+    Args:
+        adapter: Handle to the adapter.
+        path: The file, e.g. ``OUTPUT_DIR/model_merged.pth``; see `export.export`.
+        recording: What a recorder records; None keeps the last point, unjudged.
+    """
+
+    def __init__(self, adapter: Adapter, path: str | Path, recording: Recording | None = None) -> None:
+        self.adapter, self.path, self.recording = adapter, Path(path), recording
+
+    def after_train(self) -> None:
+        """Do nothing if training failed."""
+        if self.trainer.iter < self.trainer.max_iter:
+            return
+        if self.recording is None:
+            verdict = "the metric was not evaluated: the last step is kept, whether it is better or not"
+        else:
+            verdict = self._choose(self.recording)
+        if comm.is_main_process():
+            export(self.adapter.model, self.path)
+        LOGGER.info("%s; merged into %s", verdict, self.path)
+
+    def _choose(self, recording: Recording) -> str:
+        """Set phi to the best point, and return the verdict in words."""
+        name, steps, values = recording.metric.name, recording.observed.tolist(), values_of(recording)
+        best, last = best_of(recording), len(values) - 1
+        self.adapter.set_phi(recording.points[steps[best]])
+        scalars = {"before": values[0], "after": values[last], "best": values[best], "best_step": steps[best]}
+        scalars = {f"{name}_{key}": value for key, value in scalars.items()}
+        self.trainer.storage.put_scalars(**scalars, smoothing_hint=False)
+        outcome = f"{name}: {values[0]:.4f} before, {values[last]:.4f} after {steps[last]} steps"
+        if not best:
+            return f"{outcome}, none of {last} evaluated steps better than the start: the model is left as it was"
+        change = f"{values[best] - values[0]:+.4f}"
+        return f"{outcome}, best {values[best]:.4f} ({change}) after {steps[best]} steps: this step is kept"
+
+
 class ReplayedSteps(HookBase):  # type: ignore[misc]
     """Draws what a step samples from (seed, index, step, rank), so a resumed run continues as if it had not stopped.
 
@@ -142,8 +249,14 @@ class ReplayedSteps(HookBase):  # type: ignore[misc]
         seed_all_rng(generator(self.seed, "step", self.index, step, comm.get_rank()).initial_seed() % 2**31)
 
 
-def checkpoint_of(state: dict[str, Any]) -> bytes:
-    """Return the content of a file for Detectron2's checkpointer, from a model's state dict."""
-    buffer = io.BytesIO()
-    torch.save({"model": {name: tensor.cpu() for name, tensor in state.items()}}, buffer)
-    return buffer.getvalue()
+def best_of(recording: Recording) -> int:
+    """Return the index of the best evaluation, the first among equals."""
+    costs = [each.cost for each in recording.evaluations]
+    return costs.index(min(costs))
+
+
+def values_of(recording: Recording) -> list[float]:
+    """Return the evaluations so far in the metric's own units; in percent, like Detectron2's, if they are in [0, 1]."""
+    metric = recording.metric
+    unit = 100 if metric.bounds == (0, 1) else 1
+    return [unit * metric.to_value(each.cost) for each in recording.evaluations]

@@ -7,12 +7,24 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
 
 from detectron2.config import CfgNode
+from detectron2.engine import HookBase
+from detectron2.engine.hooks import CallbackHook
 from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
 
 from metricopt_ext.detection.detectron2.build import main_process_folder
 from metricopt_ext.detection.detectron2.config import Settings, metricopt_settings
+from metricopt_ext.detection.detectron2.hooks import (
+    LOGGER,
+    BestCheckpoint,
+    MergedCheckpoint,
+    TrajectoryRecorder,
+    values_of,
+)
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.methods.recipe import Recipe
@@ -22,7 +34,9 @@ from metricopt_ext.utils.progress import Bars, Watcher
 from metricopt_ext.value.fitting import Fit
 
 
-def meta_train(cfg: CfgNode, path: str | Path, resume: bool = False) -> Fit:
+def meta_train(
+    cfg: CfgNode, path: str | Path, resume: bool = False, trainer_class: type[MetricOptTrainer] = MetricOptTrainer
+) -> Fit:
     """Learn f for a trained detector and write it (Algorithm 1, meta-training; see `rounds.learn_in_rounds`).
 
     Each of ``META.ROUNDS * META.TASKS`` runs starts from its own phi and evaluates AP50 on ``METRIC.SET``
@@ -32,18 +46,25 @@ def meta_train(cfg: CfgNode, path: str | Path, resume: bool = False) -> Fit:
         cfg: The config of the finetuning to come; ``MODEL.WEIGHTS`` is the trained detector. A ``FINETUNE.START_STD``
             of 0 means `Recipe`'s here, as f can't be learned from one start. On-policy runs take steps around
             ``FINETUNE.METRIC_STEP``.
-        path: Receives f at the end.
-        resume: Continue with the trajectories that are there.
+        path: Receives f at the end; a ``.safetensors`` file in a folder that exists.
+        resume: Continue with the trajectories that are there, and write over an f of before.
+        trainer_class: The trainer of the finetuning to come: f is learned under its model, loss, data, evaluator and
+            hooks.
 
     Returns:
         f with its held-out quality, fitted by each process to the same trajectories.
 
     Raises:
-        ConfigError: No trained detector is named, or no set to evaluate AP50 on.
+        ConfigError: No trained detector is named, or no set to evaluate AP50 on, or ``path`` can't be written to.
         FileFormatError: There are trajectories and ``resume`` is False, or they are from runs with other settings.
+        TypeError: ``trainer_class`` is not a `MetricOptTrainer`.
     """
-    settings = metricopt_settings(cfg)
+    settings, path = metricopt_settings(cfg), Path(path)
     _check(cfg, settings)
+    if comm.is_main_process():
+        _check_file(path, resume)
+    if not issubclass(trainer_class, MetricOptTrainer):
+        raise TypeError(f"trainer_class is {trainer_class.__name__}; it must be a subclass of MetricOptTrainer")
     tuning, meta = settings.finetune, settings.meta
     recipe = Recipe(
         rounds=meta.rounds,
@@ -61,7 +82,8 @@ def meta_train(cfg: CfgNode, path: str | Path, resume: bool = False) -> Fit:
             " another folder"
         )
 
-    with _progress(cfg, settings) as watcher:
+    queries = meta.rounds * meta.tasks * settings.metric.evals
+    with _progress(cfg, queries) as watcher:
 
         def collect(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
             followed = "" if fit is None else os.path.join(scratch, "f.safetensors")
@@ -71,10 +93,15 @@ def meta_train(cfg: CfgNode, path: str | Path, resume: bool = False) -> Fit:
             stored = _stored(runs)
             for index in indices:
                 if (round, index) not in stored:
-                    _run(runs, recipe, followed, round, index)
+                    _run(_config_of(runs, recipe, followed, round, index), trainer_class, watcher)
                     stored = _stored(runs)
-                first, last = (1 - stored[round, index].cost[[0, -1]]).tolist()  # AP50's cost is 1 - AP50
-                watcher.query((index + 1) * settings.metric.evals, f"AP50 {first:.4f} -> {last:.4f}")
+                first, last = (100 * (1 - stored[round, index].cost[[0, -1]])).tolist()  # AP50's cost is 1 - AP50
+                spent, changed = (index + 1) * settings.metric.evals, f"AP50 {first:.4f} -> {last:.4f}"
+                watcher.query(spent, changed)
+                LOGGER.info(
+                    f"Round {round + 1} of {meta.rounds}, run {index + 1} of {meta.rounds * meta.tasks}: {changed};"
+                    f" {queries - spent} of {queries} queries left"
+                )
             return [trajectory for trajectory in stored.values() if trajectory.round <= round]
 
         fit = learn_in_rounds(collect, recipe, tasks=meta.tasks, seed=settings.seed, watcher=watcher)
@@ -98,6 +125,20 @@ def _check(cfg: CfgNode, settings: Settings) -> None:
         )
 
 
+def _check_file(path: Path, resume: bool) -> None:
+    """Check that f can be written, before a query is spent on it."""
+    if path.suffix != ".safetensors":
+        raise ConfigError(f"{path} will be a safetensors file: its name must end in .safetensors")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give the name of a file")
+    if path.exists() and not resume:
+        raise ConfigError(f"{path} exists and would be overwritten: give another name, or --resume what wrote it")
+    try:
+        TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}; give a file in a folder that exists") from error
+
+
 def _stored(cfg: CfgNode) -> dict[tuple[int, int], Trajectory]:
     """Return the trajectories by (round, index); every process gets those of the main one, which alone stores them."""
     store = trajectory_store(cfg, main_process_folder(cfg.METRICOPT.META.TRAJECTORIES))
@@ -105,19 +146,39 @@ def _stored(cfg: CfgNode) -> dict[tuple[int, int], Trajectory]:
     return {(trajectory.round, trajectory.index): trajectory for trajectory in trajectories}
 
 
-def _run(cfg: CfgNode, recipe: Recipe, followed: str, round: int, index: int) -> None:
+def _config_of(cfg: CfgNode, recipe: Recipe, followed: str, round: int, index: int) -> CfgNode:
     weight, metric_step = recipe.explored_settings(cfg.METRICOPT.SEED, [index])[0].tolist()
     cfg = cfg.clone()
     cfg.METRICOPT.FINETUNE.update(VALUE_FUNCTION=followed, METRIC_STEP=metric_step, LOSS_WEIGHT=weight)
     cfg.METRICOPT.META.update(ROUND=round, INDEX=index)
-    trainer = MetricOptTrainer(cfg)
+    return cfg
+
+
+def _run(cfg: CfgNode, trainer_class: type[MetricOptTrainer], watcher: Watcher) -> None:
+    class Run(trainer_class):  # type: ignore[valid-type,misc]
+        """Is trained for its trajectory: no model is kept."""
+
+        def build_hooks(self) -> list[HookBase]:
+            hooks = [each for each in super().build_hooks() if not isinstance(each, BestCheckpoint | MergedCheckpoint)]
+            (recording,) = (each.recording for each in hooks if isinstance(each, TrajectoryRecorder))
+            earlier = cfg.METRICOPT.META.INDEX * cfg.METRICOPT.METRIC.EVALS
+
+            def show(trainer: Any) -> None:
+                values = values_of(recording)
+                watcher.query(earlier + len(values), f"AP50 {values[-1]:.4f}")
+
+            return [*hooks, CallbackHook(before_train=show, after_step=show)]
+
+    trainer = Run(cfg)
     trainer.resume_or_load(resume=False)
     trainer.train()
 
 
 @contextmanager
-def _progress(cfg: CfgNode, settings: Settings) -> Iterator[Watcher]:
-    """Show a bar on the main process, instead of Detectron2's log on the terminal."""
+def _progress(cfg: CfgNode, queries: int) -> Iterator[Watcher]:
+    """Show the queries on the main process, instead of Detectron2's log on the terminal."""
+    if not logging.getLogger("detectron2").isEnabledFor(logging.INFO):
+        setup_logger()  # which the first trainer would do otherwise
     handlers = [
         handler
         for name in ("detectron2", "fvcore")
@@ -130,9 +191,10 @@ def _progress(cfg: CfgNode, settings: Settings) -> Iterator[Watcher]:
     try:
         if comm.is_main_process():
             with Bars() as bars:
-                watcher = bars.watch("AP50", settings.meta.rounds * settings.meta.tasks * settings.metric.evals)
-                if handlers:
-                    watcher.say(f"the runs' log is in {cfg.OUTPUT_DIR}/log.txt")
+                watcher = bars.watch("AP50", queries)
+                log = Path(cfg.OUTPUT_DIR) / "log.txt"
+                if log.exists():
+                    watcher.say(f"the runs' log is in {log}")
                 yield watcher
         else:
             yield Watcher()

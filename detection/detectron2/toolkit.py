@@ -84,7 +84,12 @@ class Detectron2Toolkit:
         """Return the sum of the detector's losses on a batch, a scalar; the model computes in training mode.
 
         Anchors and proposals are sampled from torch's global stream on the model's device.
+
+        Raises:
+            ConfigError: The detector has a mask head.
         """
+        if self.cfg.MODEL.MASK_ON:
+            raise ConfigError("MODEL.MASK_ON is True, but the images have boxes alone, no masks; set it to False")
         inputs = [{**self._input(example), "instances": self._targets(example)} for example in batch]
         # The R-CNN heads count their samples in an event storage and fail without one.
         with in_mode(model, training=True), EventStorage():

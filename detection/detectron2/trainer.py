@@ -8,6 +8,7 @@ from detectron2.config import CfgNode
 from detectron2.data import build_detection_test_loader, build_detection_train_loader
 from detectron2.engine import DefaultTrainer, HookBase
 from detectron2.engine.hooks import PeriodicCheckpointer
+from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
 from torch import nn
 
@@ -17,14 +18,16 @@ from metricopt_ext.detection.detectron2.build import (
     main_process_folder,
     phi_of,
     phi_optimizer,
+    warn_once,
     with_film,
 )
-from metricopt_ext.detection.detectron2.config import metricopt_settings
-from metricopt_ext.detection.detectron2.datasets import Mapper, registered_truth
-from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, validation_metric
+from metricopt_ext.detection.detectron2.config import Settings, metricopt_settings
+from metricopt_ext.detection.detectron2.datasets import Mapper, drawn_images, registered_truth
+from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, ap50_metric
 from metricopt_ext.detection.detectron2.identity import identity_of_run, identity_of_trajectories
 from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.errors import DataError, MetricOptError
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.files import claim
 from metricopt_ext.utils.seeding import generator
@@ -34,9 +37,13 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     """Finetunes phi if ``METRICOPT.ENABLED``, and trains as Detectron2 does if not; both are evaluated by AP50.
 
     phi is finetuned for ``METRICOPT.FINETUNE.STEPS`` steps. If ``METRICOPT.METRIC.SET`` names a set, AP50 on it is
-    evaluated at some of the points, the best of which is kept in ``OUTPUT_DIR/model_best.pth``. ``DATASETS.TEST`` is
-    evaluated once, at the end. Checkpoints, of which the last numbered one is kept, hold phi and the optimizer's past
-    gradients; a resumed run continues from them, see `hooks.ReplayedSteps`.
+    evaluated at some of the points, and logged and written in percent as ``SET/bbox/AP50``. The best point, the start
+    included, is what the model is after `train`: it is kept in ``OUTPUT_DIR/model_best.pth`` and, with phi merged, in
+    ``model_merged.pth``; ``DATASETS.TEST`` is evaluated once, there. Checkpoints, of which the last numbered one is
+    kept, hold phi and the optimizer's past gradients; a resumed run continues from them, see `hooks.ReplayedSteps`.
+
+    A subclass may have its own model, loss, data loaders, evaluator and hooks, by the methods of `DefaultTrainer`; phi
+    is tuned for the ``bbox/AP50`` of its evaluator. `meta_train.meta_train` takes the class.
 
     Args:
         cfg: A config that has a METRICOPT node.
@@ -52,6 +59,9 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             # Evaluating periodically, as Detectron2 does, would choose a model by the test set.
             cfg.TEST.EVAL_PERIOD = 0
             cfg.TEST.PRECISE_BN.ENABLED = False  # theta is frozen, its statistics included
+            # The order of the batches, which differs from trajectory to trajectory.
+            cfg.SEED = generator(settings.seed, "batches", settings.meta.index).initial_seed() % 2**31
+            warn(cfg, settings)
         super().__init__(cfg)
 
     def resume_or_load(self, resume: bool = True) -> None:
@@ -130,12 +140,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
-        """Return Detectron2's loader, in a different order for each trajectory."""
-        settings = metricopt_settings(cfg)
-        if settings.enabled:
-            cfg = cfg.clone()
-            cfg.defrost()
-            cfg.SEED = generator(settings.seed, "batches", settings.meta.index).initial_seed() % 2**31
+        """Return Detectron2's loader, whose order is drawn by ``SEED``."""
         return build_detection_train_loader(cfg, mapper=Mapper(cfg, is_train=True))
 
     @classmethod
@@ -144,9 +149,24 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         return build_detection_test_loader(cfg, dataset_name, mapper=Mapper(cfg, is_train=False))
 
     @classmethod
-    def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> AP50Evaluator:
+    def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
         """Return the AP50 evaluator of a set."""
         return AP50Evaluator(registered_truth(dataset_name), metricopt_settings(cfg).metric.definition)
+
+    @classmethod
+    def build_metric(cls, cfg: CfgNode) -> Metric | None:
+        """Return what phi is tuned for: AP50 on ``METRIC.SET``, by this class's loader and evaluator; None if unset.
+
+        Raises:
+            ConfigError: The set has fewer images than ``METRIC.IMAGES``.
+            DataError: There is no such set.
+        """
+        settings = metricopt_settings(cfg)
+        if not settings.metric.set:
+            return None
+        drawn = drawn_images(settings.metric.set, settings.metric.images, settings.seed)
+        evaluator = cls.build_evaluator(cfg, drawn)
+        return ap50_metric(cls.build_test_loader(cfg, drawn), evaluator, f"{settings.metric.set}/bbox/AP50")
 
     def build_hooks(self) -> list[HookBase]:
         """Return our and Detectron2's hooks."""
@@ -157,18 +177,9 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         for hook in stock:
             if isinstance(hook, PeriodicCheckpointer):
                 hook.max_to_keep = 1
-        metric = None
-        if settings.metric.set:
-            metric = validation_metric(
-                self.cfg,
-                settings.metric.set,
-                definition=settings.metric.definition,
-                images=settings.metric.images,
-                seed=settings.seed,
-            )
         ours = finetuning_hooks(
             self.model,
-            metric,
+            self.build_metric(self.cfg),
             trajectory_store(self.cfg, main_process_folder(settings.meta.trajectories)),
             steps=settings.finetune.steps,
             evals=settings.metric.evals,
@@ -178,6 +189,21 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             index=settings.meta.index,
         )
         return [*ours, *stock]
+
+
+def warn(cfg: CfgNode, settings: Settings) -> None:
+    """Say what a finetuning run lacks, which may well run without it."""
+    # Meta-training's first runs have no f yet.
+    if not settings.finetune.value_function and not settings.meta.trajectories:
+        warn_once(
+            "METRICOPT.FINETUNE.VALUE_FUNCTION is empty: phi follows the loss alone; learn f, e.g. by --meta-train FILE"
+            " of tools/train_detector.py, and name its file there"
+        )
+    if settings.metric.set in cfg.DATASETS.TRAIN:
+        warn_once(
+            f"METRICOPT.METRIC.SET={settings.metric.set} is one of DATASETS.TRAIN: AP50 there says little about other"
+            " images; evaluate it on a set that the detector was not trained on"
+        )
 
 
 def trajectory_store(cfg: CfgNode, folder: str | None) -> TrajectoryStore:

@@ -24,6 +24,7 @@ from metricopt_ext.detection.detectron2.datasets import (
     Mapper,
     as_truth,
     check_sets,
+    drawn_images,
     records_of,
     register,
     register_entries,
@@ -159,6 +160,27 @@ def test_sets_must_fit_the_detector_and_each_other(tiny_config: Any, squares: Ca
     check_sets(retina, [], ["single"])
 
 
+def test_a_mask_head_needs_masks(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
+    register("boxes", squares(2))
+    records = [
+        dict(record, annotations=[dict(each) for each in record["annotations"]]) for record in records_of("boxes")
+    ]
+    for each in (each for record in records for each in record["annotations"]):
+        each["segmentation"] = [[0, 0, 9, 0, 9, 9]]
+    DatasetCatalog.register("masks", lambda: records)
+    cfg = tiny_config("fpn", "BN", "MODEL.MASK_ON", True)
+    check_sets(cfg, ["masks"], ["boxes"])  # AP50 needs none
+    with pytest.raises(
+        ConfigError, match=r"MASK_ON is True, but 3 of 3 objects of boxes have no mask; set MODEL\.MASK_ON"
+    ):
+        check_sets(cfg, ["boxes"], [])
+    del records[1]["annotations"][0]["segmentation"]
+    with pytest.raises(ConfigError, match="1 of 3 objects of masks have no mask"):
+        check_sets(cfg, ["masks"], [])
+    records[1]["annotations"][0]["iscrowd"] = 1  # Detectron2 does not train on crowds
+    check_sets(cfg, ["masks"], [])
+
+
 def test_an_image_that_can_t_be_used_is_named(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
     register("squares", squares(3))
     small, cut, gone = records_of("squares")
@@ -280,5 +302,12 @@ def test_validation_metric(tiny_config: Any, squares: Callable[..., DetectionSet
     assert metric.cost(Oracle(data, known=8), "test") == 0
     assert metric.cost(Oracle(data, known=0), "test") == 1
     assert 0 < validation_metric(cfg, "squares").cost(Oracle(data, known=4), "test") < 1
+    assert metric.name == "squares/bbox/AP50"
+    with_file = MetadataCatalog.get("squares")
+    with_file.set(json_file="all.json", evaluator_type="coco")
+    for images, kept in ((0, True), (4, False)):  # the file is of all images
+        drawn = MetadataCatalog.get(drawn_images("squares", images, 0))
+        assert hasattr(drawn, "json_file") is kept
+        assert drawn.evaluator_type == "coco"
     with pytest.raises(ConfigError, match="9 validation images requested, but 'squares' has 8"):
         validation_metric(cfg, "squares", images=9)

@@ -17,7 +17,6 @@ from detectron2.modeling import build_model
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 
-from metricopt_ext.detection.detectron2 import trainer as trainer_module
 from metricopt_ext.detection.detectron2.build import (
     finetuning_hooks,
     main_process_folder,
@@ -28,6 +27,7 @@ from metricopt_ext.detection.detectron2.build import (
 from metricopt_ext.detection.detectron2.datasets import register
 from metricopt_ext.detection.detectron2.evaluator import validation_metric
 from metricopt_ext.detection.detectron2.meta_train import meta_train
+from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
@@ -68,6 +68,7 @@ def finetune(rank: int, cfg: Any, folder: Path) -> None:
             "recorded": trajectory.phi,
             "loss": trajectory.loss,
             "cost": trajectory.cost,
+            "best": trajectory.observed_phi[trajectory.cost.argmin()],
             "sampled": torch.rand(3),
         },
         folder / f"rank{rank}.pth",
@@ -87,8 +88,10 @@ def test_two_processes_end_with_one_phi(tiny_config: Any, tmp_path: Path) -> Non
     sampled = first.pop("sampled"), second.pop("sampled")
     assert not torch.equal(*sampled)
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(first["start"], first["phi"])
     assert torch.equal(first["recorded"][0], first["start"])
+    assert not torch.equal(first["recorded"][-1], first["start"])
+    assert torch.equal(first["phi"], first["best"])
+    assert (tmp_path / "out" / "model_merged.pth").exists()
     assert len(TrajectoryStore(tmp_path / "kept")) == 1
 
 
@@ -98,9 +101,8 @@ def learn(rank: int, cfg: Any, folder: Path) -> None:
     defaults.create_ddp_model = lambda model, **options: torch.nn.parallel.DistributedDataParallel(
         model, broadcast_buffers=False
     )
-    trainer_module.validation_metric = lambda *args, **options: Metric(
-        lambda model: float(model.metricopt.phi.sum().sigmoid()), maximize=True
-    )
+    metric = Metric(lambda model: float(model.metricopt.phi.sum().sigmoid()), maximize=True)
+    MetricOptTrainer.build_metric = staticmethod(lambda cfg: metric)
     fit = meta_train(cfg, folder / "f.safetensors")
     torch.save({"told": fit.f(torch.eye(4))}, folder / f"rank{rank}.pth")
     distributed.destroy_process_group()

@@ -173,3 +173,9 @@ def test_an_fpn_with_norms_has_film_at_these(tiny_config: Any) -> None:
 def test_patterns_are_taken_as_they_are(tiny_config: Any) -> None:
     model = build_model(tiny_config())
     assert film_layers(model, ["fpn", "backbone.fpn_lateral2"]) == ["backbone.fpn_output?", "backbone.fpn_lateral2"]
+
+
+def test_a_mask_head_is_refused_for_want_of_masks(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
+    toolkit = Detectron2Toolkit(tiny_config("fpn", "BN", "MODEL.MASK_ON", True))
+    with pytest.raises(ConfigError, match=r"MODEL\.MASK_ON is True, but the images have boxes alone"):
+        toolkit.loss(toolkit.build(2, seed=0), examples(squares(1)))

@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,34 +11,37 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
 
 from detectron2.checkpoint import DetectionCheckpointer
-from detectron2.data import build_detection_train_loader
-from detectron2.engine import DefaultTrainer, SimpleTrainer, hooks
+from detectron2.data import DatasetMapper, build_detection_train_loader
+from detectron2.engine import DefaultTrainer, SimpleTrainer, default_setup, hooks
+from detectron2.evaluation import DatasetEvaluator, DatasetEvaluators
 from detectron2.modeling import build_model
 from detectron2.utils.env import seed_all_rng
+from detectron2.utils.logger import _LOG_COUNTER
 
 import metricopt_ext as mo
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.detection.ap_loss import ap_loss
-from metricopt_ext.detection.detectron2 import trainer as trainer_module
 from metricopt_ext.detection.detectron2.config import metricopt_settings
-from metricopt_ext.detection.detectron2.datasets import register
-from metricopt_ext.detection.detectron2.evaluator import validation_metric
-from metricopt_ext.detection.detectron2.hooks import BestCheckpoint, TrajectoryRecorder
+from metricopt_ext.detection.detectron2.datasets import records_of, register, registered_truth
+from metricopt_ext.detection.detectron2.evaluator import ap50_metric, validation_metric
+from metricopt_ext.detection.detectron2.hooks import LOGGER, BestCheckpoint, TrajectoryRecorder
 from metricopt_ext.detection.detectron2.meta_train import meta_train
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
 from metricopt_ext.detection.records import DetectionSet
-from metricopt_ext.errors import ConfigError, DataError, FileFormatError, ValueFunctionError
+from metricopt_ext.errors import ConfigError, DataError, FileFormatError, MetricError, ValueFunctionError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.tasks.rollout import observation_steps
-from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.utils.progress import Bars, Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.observations import Observations
@@ -99,6 +103,32 @@ def phi_of(made: Any) -> Tensor:
     return made.model.metricopt.phi.detach().clone()
 
 
+def phi_in(path: Path) -> Tensor:
+    return torch.load(path, weights_only=True)["model"]["metricopt.phi"]
+
+
+def observed(trajectory: Trajectory) -> tuple[list[int], list[float]]:
+    return trajectory.observed.tolist(), trajectory.cost.tolist()
+
+
+def written(folder: Path, name: str) -> dict[int, float]:
+    """Return a scalar of ``metrics.json`` by iteration."""
+    lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+    return {line["iteration"]: line[name] for line in lines if name in line}
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What this package says in Detectron2's log; warnings that were given once may be given again."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    _LOG_COUNTER.clear()
+    LOGGER.addHandler(handler)
+    yield records
+    LOGGER.removeHandler(handler)
+
+
 @pytest.mark.parametrize("followed", [False, True])
 def test_resumed_run_is_the_run(followed: bool, tiny_config: Any, tmp_path: Path) -> None:
     options = [*FINETUNING, "METRICOPT.META.INDEX", 5, "SOLVER.CHECKPOINT_PERIOD", 2]
@@ -114,8 +144,11 @@ def test_resumed_run_is_the_run(followed: bool, tiny_config: Any, tmp_path: Path
             assert [file.name for file in folder.glob("model_0*")] == ["model_0000003.pth"]  # after the fourth
         made = trained(cfg, resume=name == "resumed")
         (trajectory,) = trajectory_store(cfg, str(kept))
-        best = torch.load(folder / "model_best.pth", weights_only=True)["model"]["metricopt.phi"]
-        outcomes.append((phi_of(made), trajectory, best))
+        assert torch.equal(phi_of(made), phi_in(folder / "model_best.pth"))
+        assert written(folder, "squares_val/bbox/AP50") == {
+            step: pytest.approx(100 * (1 - cost)) for step, cost in zip(*observed(trajectory), strict=True)
+        }
+        outcomes.append((phi_in(folder / "model_final.pth"), trajectory, phi_of(made)))
     (phi, straight, best), (again, resumed, best_again) = outcomes
     assert torch.equal(phi, again)
     for field in ("phi", "loss", "observed", "cost"):
@@ -211,14 +244,14 @@ def test_finetuning_moves_nothing_but_phi(tiny_config: Any, tmp_path: Path) -> N
     assert made._last_eval_results["bbox"].keys() == {"AP50", "AP50-red", "AP50-green"}
 
     other = MetricOptTrainer.build_model(cfg)
-    DetectionCheckpointer(other).load(str(Path(cfg.OUTPUT_DIR) / "model_final.pth"))
+    DetectionCheckpointer(other).load(str(Path(cfg.OUTPUT_DIR) / "model_best.pth"))
     assert torch.equal(other.metricopt.phi, phi_of(made))
 
 
 def test_each_trajectory_has_batches_of_its_own(tiny_config: Any) -> None:
     def order(index: int) -> list[str]:
         cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.META.INDEX", index)
-        batches = iter(MetricOptTrainer.build_train_loader(cfg))
+        batches = iter(MetricOptTrainer(cfg).data_loader)
         return [image["image_id"] for _ in range(8) for image in next(batches)]
 
     assert order(0) == order(0) != order(1)
@@ -302,6 +335,113 @@ def test_hooks_in_a_simple_trainer(tiny_config: Any, tmp_path: Path) -> None:
         simple.train(0, 5)
 
 
+# --- What a run says ------------------------------------------------------------------------------------------
+
+
+class Judged(MetricOptTrainer):
+    """A user's trainer, whose metric gives one of these values after the other; it remembers what test was given."""
+
+    values: list[float]
+    phi: Tensor
+
+    @classmethod
+    def build_metric(cls, cfg: Any) -> Metric:
+        values = iter(cls.values)
+        return Metric(lambda: next(values), maximize=True, name="squares_val/bbox/AP50")
+
+    @classmethod
+    def test(cls, cfg: Any, model: Any) -> dict[str, Any]:
+        cls.phi = model.metricopt.phi.detach().clone()
+        return {"bbox": {"AP50": 12.5}}
+
+
+@pytest.mark.parametrize("best", [2, 0, 6])
+def test_a_run_ends_at_its_best_point_and_says_so(
+    best: int, tiny_config: Any, tmp_path: Path, logged: list[logging.LogRecord]
+) -> None:
+    name, kept = "squares_val/bbox/AP50", str(tmp_path / "kept")
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.METRIC.EVALS", 7, "METRICOPT.META.TRAJECTORIES", kept)
+    Judged.values = [0.25 + 0.25 * (step == best) + 0.01 * (step == 4) for step in range(7)]
+    seed_all_rng(4)
+    made = Judged(cfg)
+    made.resume_or_load(resume=False)
+    made.train()
+
+    out = Path(cfg.OUTPUT_DIR)
+    (trajectory,) = trajectory_store(cfg, kept)
+    assert torch.equal(phi_of(made), trajectory.phi[best])
+    assert torch.equal(Judged.phi, trajectory.phi[best])
+    merged = mo.Adapter(made.model).merge().state_dict()
+    written_down = torch.load(out / "model_merged.pth", weights_only=True)["model"]
+    assert merged.keys() == written_down.keys()
+    assert all(torch.equal(tensor, written_down[key]) for key, tensor in merged.items())
+
+    percent = [100 * value for value in Judged.values]
+    assert written(out, name) == pytest.approx(dict(enumerate(percent)))
+    assert written(out, "bbox/AP50") == {6: 12.5}
+    before, after = percent[0], percent[6]
+    verdict = {"before": before, "after": after, "best": percent[best], "best_step": best}
+    for key, value in verdict.items():
+        assert written(out, f"{name}_{key}") == {6: pytest.approx(value)}
+    board = EventAccumulator(str(out))
+    board.Reload()
+    assert [event.step for event in board.Scalars(name)] == list(range(7))
+    assert [event.value for event in board.Scalars(name)] == pytest.approx(percent)
+    assert "squares_val/bbox/AP50_best" in board.Tags()["scalars"]
+
+    said = [record.getMessage() for record in logged if record.levelno == logging.INFO]
+    assert said[0] == f"{name}: {before:.4f} before finetuning"
+    assert (
+        said[4] == f"{name}: 26.0000 after 4 of 6 steps (best so far{'' if best == 6 else f': 50.0000 after {best}'})"
+    )
+    assert len(said) == 8
+    outcome = f"{name}: {before:.4f} before, {after:.4f} after 6 steps, "
+    if best:
+        outcome += f"best 50.0000 (+25.0000) after {best} steps: this step is kept"
+    else:
+        outcome += "none of 6 evaluated steps better than the start: the model is left as it was"
+    assert said[7] == f"{outcome}; merged into {out / 'model_merged.pth'}"
+
+
+def test_without_a_metric_the_last_point_is_merged(
+    tiny_config: Any, tmp_path: Path, logged: list[logging.LogRecord]
+) -> None:
+    made = trained(tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.METRIC.SET", "", "DATASETS.TEST", ()))
+    out = tmp_path / "out"
+    assert torch.equal(phi_of(made), phi_in(out / "model_final.pth"))
+    assert logged[-1].getMessage().startswith("the metric was not evaluated: the last step is kept")
+    merged, written_down = mo.Adapter(made.model).merge().state_dict(), torch.load(out / "model_merged.pth")["model"]
+    assert all(torch.equal(tensor, written_down[key]) for key, tensor in merged.items())
+
+
+def test_a_failed_run_has_no_verdict(tiny_config: Any, tmp_path: Path) -> None:
+    trained(tiny_config("fpn", "BN", *FINETUNING), kill_at=6)
+    assert not (tmp_path / "out" / "model_merged.pth").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ["VALUE_FUNCTION is empty: phi follows the loss alone; learn f"]),
+        (["METRICOPT.META.TRAJECTORIES", "FOLDER"], []),  # for learning f
+        (["METRICOPT.ENABLED", False], []),
+        (
+            ["METRICOPT.META.TRAJECTORIES", "FOLDER", "METRICOPT.METRIC.SET", "squares_train"],
+            ["METRICOPT.METRIC.SET=squares_train is one of DATASETS.TRAIN"],
+        ),
+    ],
+)
+def test_warnings_are_given_once(
+    options: list[Any], expected: list[str], tiny_config: Any, tmp_path: Path, logged: list[logging.LogRecord]
+) -> None:
+    cfg = tiny_config("fpn", "BN", *FINETUNING, *(str(tmp_path) if each == "FOLDER" else each for each in options))
+    for _ in range(2):
+        MetricOptTrainer(cfg)
+    warnings = [record.getMessage() for record in logged if record.levelno == logging.WARNING]
+    assert len(warnings) == len(expected)
+    assert all(part in warning for part, warning in zip(expected, warnings, strict=True))
+
+
 # --- Meta-training -------------------------------------------------------------------------------------------
 
 META = [
@@ -318,11 +458,8 @@ def to_meta_train(tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         total = model.metricopt.phi.detach().sum()
         return float(total.sigmoid()), (total + torch.tensor([0.1, -0.1])).sigmoid().tolist()
 
-    def metric(cfg: Any, name: str, **options: Any) -> Metric:
-        assert name == "squares_val"
-        return Metric(judge, maximize=True)
-
-    monkeypatch.setattr(trainer_module, "validation_metric", metric)
+    metric = staticmethod(lambda cfg: Metric(judge, maximize=True))
+    monkeypatch.setattr(MetricOptTrainer, "build_metric", metric)
 
     def make(*options: Any) -> Any:
         cfg = tiny_config("fpn", "BN", *FINETUNING, *META, *options)
@@ -376,6 +513,144 @@ def gradient_of(cfg: Any, phi: Tensor, index: int) -> Tensor:
     return seen[0]
 
 
+class Known(DatasetEvaluator):
+    """Evaluates a model that tells its phi, without looking at what it finds."""
+
+    model: Any
+
+    def evaluate(self) -> dict[str, Any]:
+        return {"bbox": {"AP50": float(100 * self.model.metricopt.phi.detach().sum().sigmoid())}}
+
+
+class Theirs(MetricOptTrainer):
+    """A user's trainer with a loss, data, an evaluator and a hook of its own."""
+
+    seen: list[Any]
+
+    @classmethod
+    def build_model(cls, cfg: Any) -> Any:
+        model = super().build_model(cfg)
+        detect = model.forward
+
+        def forward(batch: Any) -> Any:
+            cls.seen += [("trained on" if model.training else "judged on", image["image_id"]) for image in batch]
+            return {"loss_phi": (model.metricopt.phi - 1).square().sum() / 2} if model.training else detect(batch)
+
+        model.forward, Known.model = forward, model
+        return model
+
+    @classmethod
+    def build_train_loader(cls, cfg: Any) -> Any:
+        (record, *_) = records_of("squares_test")
+        return build_detection_train_loader(cfg, dataset=[record], mapper=DatasetMapper(cfg, is_train=True))
+
+    @classmethod
+    def build_evaluator(cls, cfg: Any, dataset_name: str) -> DatasetEvaluator:
+        cls.seen.append(("evaluator of", dataset_name))
+        return Known()
+
+    def build_hooks(self) -> list[Any]:
+        def look(trainer: Any) -> None:
+            self.seen.extend(("kept", path.name) for path in Path(self.cfg.OUTPUT_DIR).glob("model_*"))
+
+        return [*super().build_hooks(), hooks.CallbackHook(after_train=look)]
+
+
+def test_meta_training_uses_the_user_s_trainer(tiny_config: Any, tmp_path: Path) -> None:
+    cfg = tiny_config("fpn", "BN", *FINETUNING, *META, "METRICOPT.METRIC.IMAGES", 2)
+    cfg.MODEL.WEIGHTS = str(tmp_path / "detector.pth")
+    torch.save({"model": build_model(cfg).state_dict()}, cfg.MODEL.WEIGHTS)
+    Theirs.seen = []
+    meta_train(cfg, tmp_path / "f.safetensors", trainer_class=Theirs)
+    drawn = registered_truth("squares_val_2_images_seed_0")
+    ids = {image.image_id for image in drawn.images}
+    assert len(ids) == 2
+    assert ids < {image.image_id for image in registered_truth("squares_val").images}
+    assert {what for key, what in Theirs.seen if key == "trained on"} == {"2-0"}  # the first of squares_test
+    assert {what for key, what in Theirs.seen if key == "judged on"} == ids
+    assert [what for key, what in Theirs.seen if key == "evaluator of"] == ["squares_val_2_images_seed_0"] * 8
+    assert [what for key, what in Theirs.seen if key == "kept"] == ["model_final.pth"] * 8  # none is merged
+
+    folder = Path(cfg.OUTPUT_DIR) / "trajectories"
+    for trajectory in TrajectoryStore(folder, json.loads((folder / "identity.json").read_text())):
+        phi = trajectory.phi
+        torch.testing.assert_close(trajectory.cost, 1 - trajectory.observed_phi.sum(1).sigmoid().double())
+        torch.testing.assert_close(trajectory.loss, (phi[:-1] - 1).square().sum(1) / 2)
+        if trajectory.round == 0:  # which follows the loss alone
+            torch.testing.assert_close(phi[1:], phi[:-1] - 0.01 * (phi[:-1] - 1))
+    with pytest.raises(TypeError, match="trainer_class is DefaultTrainer; it must be a subclass of MetricOptTrainer"):
+        meta_train(cfg, tmp_path / "again.safetensors", trainer_class=DefaultTrainer)
+
+
+def test_an_evaluator_without_ap50_is_named(tiny_config: Any) -> None:
+    cfg = tiny_config("fpn", "BN", *FINETUNING)
+    metric = ap50_metric(MetricOptTrainer.build_test_loader(cfg, "squares_val"), DatasetEvaluators([]))
+    with pytest.raises(MetricError, match=r"DatasetEvaluators gave no bbox/AP50, but \[\]"):
+        metric.evaluate(build_model(cfg), "test")
+
+
+class Seen(Watcher):
+    """Remembers what a bar would show."""
+
+    def __init__(self) -> None:
+        self.queries: list[tuple[int, str]] = []
+
+    def query(self, spent: int, seen: str) -> None:
+        self.queries.append((spent, seen))
+
+
+def test_meta_training_tells_its_progress(
+    to_meta_train: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    logged: list[logging.LogRecord],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    watcher = Seen()
+    monkeypatch.setattr(Bars, "watch", lambda self, name, total: watcher)
+    cfg = to_meta_train()
+    default_setup(cfg, Namespace(config_file=""))
+    capsys.readouterr()
+    meta_train(cfg, tmp_path / "f.safetensors")
+    assert [spent for spent, _ in watcher.queries] == sorted(spent for spent, _ in watcher.queries)
+    assert {spent for spent, _ in watcher.queries} == set(range(1, 25))
+    folder = Path(cfg.OUTPUT_DIR) / "trajectories"
+    store = TrajectoryStore(folder, json.loads((folder / "identity.json").read_text()))
+    shown = [f"AP50 {100 * (1 - cost):.4f}" for trajectory in store for cost in trajectory.cost.tolist()]
+    assert list(dict(watcher.queries).values())[:2] == shown[:2]
+
+    said = [record.getMessage() for record in logged if record.getMessage().startswith("Round")]
+    ends = [100 * (1 - trajectory.cost[[0, -1]]) for trajectory in store]
+    assert said == [
+        f"Round {i // 4 + 1} of 2, run {i + 1} of 8: AP50 {first:.4f} -> {last:.4f}; {21 - 3 * i} of 24 queries left"
+        for i, (first, last) in enumerate(ends)
+    ]
+    assert "Round 1 of 2, run 1 of 8" in (Path(cfg.OUTPUT_DIR) / "log.txt").read_text()
+    assert "queries left" not in capsys.readouterr().out  # the watcher tells it there
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("f.pth", r"f\.pth will be a safetensors file: its name must end in \.safetensors"),
+        ("folder.safetensors", r"folder\.safetensors is a folder; give the name of a file"),
+        ("there.safetensors", r"there\.safetensors exists and would be overwritten: give another name, or --resume"),
+        ("nowhere/f.safetensors", r"nowhere/f\.safetensors can't be written: No such file .* in a folder that exists"),
+        ("there.safetensors/f.safetensors", r"f\.safetensors can't be written: Not a directory"),
+        ("/proc/f.safetensors", r"/proc/f\.safetensors can't be written: "),  # not even by root
+    ],
+)
+def test_f_must_be_writable_before_a_query_is_spent(
+    name: str, message: str, to_meta_train: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "there.safetensors").touch()
+    cfg = to_meta_train()
+    with pytest.raises(ConfigError, match=message):
+        meta_train(cfg, tmp_path / name)
+    assert not Path(cfg.OUTPUT_DIR).exists()
+
+
 def test_killed_meta_training_goes_on(
     to_meta_train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +671,7 @@ def test_killed_meta_training_goes_on(
     monkeypatch.setattr(MetricOptTrainer, "train", counted)
     with pytest.raises(FileFormatError, match=r"already holds trajectories: add --resume"):
         meta_train(cfg, tmp_path / "again.safetensors")
+    (tmp_path / "again.safetensors").touch()  # by a run that finished
     meta_train(cfg, tmp_path / "again.safetensors", resume=True)
     assert runs == [5, 6, 7]
     detector = torch.load(cfg.MODEL.WEIGHTS)
@@ -415,24 +691,27 @@ def test_killed_meta_training_goes_on(
             meta_train(to_meta_train(f"METRICOPT.{key}", value), tmp_path / "f.safetensors", resume=True)
 
 
+@pytest.mark.filterwarnings("error:.*phi follows the loss alone")  # the log says so, and only the log
 @pytest.mark.parametrize("round", [0, 1])
 def test_an_f_without_skill_is_followed_only_to_correct_it(
-    round: int, tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    round: int, tiny_config: Any, tmp_path: Path, logged: list[logging.LogRecord]
 ) -> None:
     f = save_f(tmp_path / "f.safetensors")
     f.quality = Quality(0.1, -0.5, 0.1, 50, 10)
     f.save(tmp_path / "f.safetensors")
-    warnings: list[str] = []
-    monkeypatch.setattr(logging.getLogger("detectron2"), "warning", lambda text, *args: warnings.append(text % args))
     cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.FINETUNE.VALUE_FUNCTION", str(tmp_path / "f.safetensors"))
     cfg.METRICOPT.META.ROUND = round
     model = MetricOptTrainer.build_model(cfg)
     phi, start = model.metricopt.phi, model.metricopt.phi.detach().clone()
     phi.grad = torch.arange(4.0)
-    MetricOptTrainer.build_optimizer(cfg, model).step()
+    for _ in range(2):
+        optimizer = MetricOptTrainer.build_optimizer(cfg, model)
+    optimizer.step()
     as_by_the_loss = torch.allclose(phi, start - 0.01 * torch.arange(4.0))
     assert as_by_the_loss is (round == 0)
-    assert any("phi follows the loss alone" in text for text in warnings) is (round == 0)
+    warnings = [record.getMessage() for record in logged if record.levelno == logging.WARNING]
+    assert len(warnings) == (round == 0)
+    assert all("phi follows the loss alone; learn f from more" in warning for warning in warnings)
 
 
 def test_recorded_costs_are_the_metric_s(tiny_config: Any, tmp_path: Path) -> None:
