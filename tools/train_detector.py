@@ -29,6 +29,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.machine import restart_deterministically
 
 try:
     from detectron2.checkpoint import DetectionCheckpointer
@@ -53,6 +54,8 @@ WRITTEN = re.compile(r"model_(final|best|merged|\d+)\.pth")  # by a finetuning r
 
 def main(arguments: argparse.Namespace) -> Any:
     """Run the command line's task in one process; returns the evaluation's results, if any."""
+    if arguments.deterministic:
+        torch.use_deterministic_algorithms(True)
     cfg = read_config(arguments.config_file, arguments.opts)
     if arguments.num_gpus == 0:
         cfg.MODEL.DEVICE = "cpu"
@@ -132,12 +135,17 @@ def run() -> None:
     parser.add_argument(
         "--meta-train", type=Path, metavar="FILE", help="learn a value function into this .safetensors file"
     )
+    parser.add_argument(
+        "--deterministic", action="store_true", help="compute on one thread, on the kernels that every processor has"
+    )
     arguments = parser.parse_args()
     if not arguments.config_file:
         parser.error("--config-file is needed, e.g. configs/detection/detectron2/scenes.yaml")
     if arguments.eval_only and arguments.meta_train:
         parser.error("--eval-only and --meta-train are separate commands")
     try:
+        if arguments.deterministic:
+            restart_deterministically(threads=1)
         launch(
             main,
             arguments.num_gpus,
