@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from metricopt_ext.classification.data import (
     load_sklearn,
     split,
     standardise,
+    with_positive,
 )
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
@@ -47,7 +49,13 @@ EVALUATION_BATCH = 2048
 SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
 LOADERS: dict[str, Callable[[DataConfig], Labelled]] = {
     "a9a": lambda data: load_a9a(data.root),
-    "csv": lambda data: load_csv(data.root, data.target),
+    "csv": lambda data: load_csv(
+        data.root,
+        data.target,
+        drop=data.drop,
+        delimiter=data.delimiter.replace(r"\t", "\t"),
+        max_categories=data.max_categories,
+    ),
     "image_folder": lambda data: load_image_folder(data.root, data.image_size or None),
     "libsvm": lambda data: load_libsvm(data.root),
     **{name: lambda data, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
@@ -130,19 +138,29 @@ def build_metric(config: MetricConfig) -> MetricSpec:
     Raises:
         ConfigError: There is no such metric, or its settings are incomplete.
     """
+    module, colon, function = config.name.partition(":")
+    if config.kwargs and not colon:
+        raise ConfigError(f"metric.kwargs={config.kwargs} is for MODULE:FUNCTION; {config.name} takes no arguments")
     if config.name in METRICS:
         return METRICS[config.name]
     try:
         if config.name == "expected_cost":
             return expected_cost(config.costs, config.prior or None)
-        module, colon, function = config.name.partition(":")
         if not colon:
             raise ConfigError(
                 f"metric.name={config.name!r} is none of {', '.join([*METRICS, 'expected_cost'])}; name your own"
                 " function as MODULE:FUNCTION, e.g. sklearn.metrics:matthews_corrcoef"
             )
+        if len(config.bounds) != 2:
+            raise ConfigError(
+                f"metric.bounds={config.bounds}: it must be two numbers, the lowest and the highest value"
+            )
         low, high = config.bounds
         fn = getattr(importlib.import_module(module), function)
+        if isinstance(fn, type):  # torchmetrics' classes
+            fn = fn(**config.kwargs)
+        elif config.kwargs:
+            fn = partial(fn, **config.kwargs)
         return from_callable(
             fn,
             maximize=config.maximize,
@@ -150,10 +168,35 @@ def build_metric(config: MetricConfig) -> MetricSpec:
             name=function,
             scores=config.scores,  # type: ignore[arg-type]
         )
-    except (ImportError, AttributeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"metric.name={config.name!r}: {error}; is its folder on PYTHONPATH?") from error
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"metric.name={config.name!r}: {error}") from error
+
+
+def try_metric(config: MetricConfig, labels: Tensor, num_classes: int) -> None:
+    """Evaluate the metric on made-up predictions, every second of them right, before work is done for it.
+
+    Args:
+        config: The metric's settings.
+        labels: True labels, ``n`` in 0..num_classes-1.
+        num_classes: Number of classes.
+
+    Raises:
+        ConfigError: The metric fails; the message says why.
+    """
+    metric = build_metric(config)
+    predicted = (labels + torch.arange(len(labels), device=labels.device) % 2) % num_classes
+    try:
+        metric.function(F.one_hot(predicted, num_classes).float(), labels)
+    except Exception as error:
+        keys = "; see metric.kwargs (its arguments), metric.scores (what it is given) and metric.bounds (its range)"
+        raise ConfigError(
+            f"metric.name={config.name} fails on made-up predictions of {num_classes} classes: {str(error).rstrip('.')}"
+            f"{keys if ':' in config.name else ''}"
+        ) from error
 
 
 def load_splits(config: ClassificationConfig, seed: int) -> Splits:
@@ -165,6 +208,8 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
     """
     with config_section("data"):
         splits = _divided(config.data, seed)
+    if config.data.positive:
+        splits = with_positive(splits, config.data.positive)
     if config.data.standardise:
         splits = standardise(splits)
     if splits.train.x.dtype == torch.uint8:
@@ -182,6 +227,7 @@ def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: 
     return pretrained(
         lambda: build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes),
         lambda model: train(model, splits.train, config.model, config.balanced, seed),
+        check=lambda model: attach(model, config, seed).merge(),
         weights=config.model.weights,
         folder=folder,
         seed=seed,

@@ -1,11 +1,15 @@
 """The settings of `tools/finetune_classifier.py`; each key is a field here and nowhere else."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
+from metricopt_ext.classification.data import load_csv
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
+from metricopt_ext.utils.config import default_of
 from metricopt_ext.value.value_function import load_value_function
 
 
@@ -17,6 +21,10 @@ class DataConfig:
     name: str = MISSING
     root: str = ""  # the file, or the folder that holds the set; not needed for scikit-learn's
     target: str = ""  # csv: the column of classes
+    drop: list[str] = field(default_factory=list)  # csv: columns to leave out
+    delimiter: str = default_of(load_csv, "delimiter")  # csv: the character between cells; \t for a tab
+    max_categories: int = default_of(load_csv, "max_categories")  # csv: most values of a text column, each one input
+    positive: str = ""  # two classes: the one that metrics count as 1; empty: the last by number or alphabet
     image_size: int = 0  # image_folder: pixels per side; 0 if all images have the same size
     fractions: list[float] = field(default_factory=lambda: [0.7, 0.1, 0.2])  # train, validation, test
     validation_size: int = 5000  # cifar10: held out from its train set
@@ -40,13 +48,18 @@ class ClassifierAdapterConfig(AdapterConfig):
 
 @dataclass
 class MetricConfig:
-    """What the classifier is judged by."""
+    """What the classifier is judged by.
+
+    f1, jaccard and aucpr are the positive class's if there are two classes, and macro (the mean over classes) else.
+    """
 
     # accuracy, aucpr, balanced_accuracy, expected_cost, f1, jaccard, mcr, worst_recall, or MODULE:FUNCTION
     name: str = "accuracy"
     # expected_cost: cost[true][predicted], each with a decimal point, as omegaconf below 2.4 rejects 0 for 0.0
     costs: list[list[float]] = field(default_factory=list)
     prior: list[float] = field(default_factory=list)  # expected_cost: weight of each class
+    # MODULE:FUNCTION: its further arguments, e.g. {average: macro}; metric.kwargs.average=macro on the command line
+    kwargs: dict[str, Any] = field(default_factory=dict)
     maximize: bool = True  # MODULE:FUNCTION: whether higher is better
     bounds: list[float] = field(default_factory=lambda: [0.0, 1.0])  # MODULE:FUNCTION: lowest and highest value
     scores: str = "labels"  # MODULE:FUNCTION: its predictions, as labels, probabilities or logits
@@ -101,6 +114,10 @@ class ClassificationConfig(RunConfig):
             ValueFunctionError: It was fitted for another dimension.
         """
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
+        check_at_least(2, {"data.max_categories": self.data.max_categories})
+        check_at_least(0, {"data.image_size": self.data.image_size})
+        if self.data.name == "csv" and not self.data.target:
+            raise ConfigError("data.name=csv needs data.target=COLUMN, the name of the column of classes")
         self.model.check()
         super().check()
         if self.transfer.value_function:

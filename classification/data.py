@@ -3,8 +3,10 @@
 import csv
 import difflib
 import os
+import reprlib
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ StrPath = str | os.PathLike[str]
 Array = npt.NDArray[Any]
 
 _SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
+_MISSING = {"", "?", "n/a", "na", "none", "null"}  # how tables mark a missing number, in lower case; float reads nan
 
 
 def split(
@@ -52,6 +55,11 @@ def split(
     if len(whole) == 0:
         raise DataError("the set to split is empty")
     names = tuple(class_names) if class_names is not None else tuple(map(str, range(int(y.max()) + 1)))
+    single = (y.bincount() == 1).nonzero().flatten().tolist()
+    if single:
+        raise DataError(
+            f"class {names[single[0]]!r} has a single example, which can't be in train, validation and test"
+        )
     _, validation, test = (round(share * len(whole)) for share in fractions)
     rest, test_part = hold_out(whole, test, seed)
     train_part, validation_part = hold_out(rest, validation, seed)
@@ -101,6 +109,22 @@ def standardise(splits: Splits) -> Splits:
     std = torch.where(x.amax(0) > x.amin(0), std, 1)
 
     return splits.map(lambda part, name: Split(((part.x.double() - mean) / std).float(), part.y))
+
+
+def with_positive(splits: Splits, name: str) -> Splits:
+    """Number two classes such that the one of this name is 1, the positive class of binary metrics.
+
+    Raises:
+        DataError: There are more than two classes, or none has this name.
+    """
+    names = splits.class_names
+    if len(names) != 2:
+        raise DataError(f"data.positive={name!r} is for two classes, but the data have {len(names)}")
+    if name not in names:
+        raise DataError(f"data.positive={name!r} must be one of the two classes, {names[0]!r} or {names[1]!r}")
+    if name == names[1]:
+        return splits
+    return replace(splits.map(lambda part, _: Split(part.x, 1 - part.y)), class_names=names[::-1])
 
 
 def load_libsvm(paths: StrPath | Sequence[StrPath], num_features: int | None = None) -> Labelled:
@@ -160,17 +184,15 @@ def load_csv(
         Inputs ``n x d`` float32, and classes named by their values.
 
     Raises:
-        DataError: For a missing or malformed file, a name not in the header, an empty cell in a numeric column or the
-            target, or a column with too many values.
+        DataError: For a missing or malformed file, a name not in the header or a column without a name, a missing
+            number (an empty cell, ``?``, ``NA``, ...), a decimal comma, an empty cell in the target, or a column with
+            too many values.
     """
+    if len(delimiter) != 1:
+        raise DataError(f"data.delimiter={delimiter!r} must be one character")
     rows = _table(path, delimiter)
     header = rows[0][1]
-    for name in (target, *drop):
-        if header.count(name) != 1:
-            near = difflib.get_close_matches(name, header, n=1, cutoff=0.0)[0]
-            raise DataError(
-                f"{path} must have one column {name!r}, got {header.count(name)}; nearest is {near!r} of {header}"
-            )
+    _check_header(path, header, target, drop)
     lines = [line for line, _ in rows[1:]]
     columns = list(zip(header, zip(*(row for _, row in rows[1:]), strict=True), strict=True))
 
@@ -180,8 +202,15 @@ def load_csv(
             continue
         numbers = _numbers(column)
         if numbers is None:
+            if _numbers([cell.replace(",", ".") for cell in column]) is not None:
+                comma = next(cell for cell in column if "," in cell)
+                raise DataError(f"{path}: numbers must have a decimal point, got {comma!r} in column {name!r}")
             values, codes = np.unique(column, return_inverse=True)
-            _few(path, f"text column {name!r}", values, max_categories)
+            if len(values) > max_categories:
+                raise DataError(
+                    f"{path}: {_too_many('text column', name, values, max_categories)}; leave it out"
+                    f" (data.drop=[{name}]) or raise data.max_categories"
+                )
             features.append(codes[:, None] == np.arange(len(values)))
             continue
         invalid = np.flatnonzero(~np.isfinite(numbers))
@@ -189,19 +218,26 @@ def load_csv(
             at = int(invalid[0])
             raise DataError(
                 f"{path}: column {name!r} must be a finite number in each row, got {column[at]!r} in row {lines[at]}; "
-                "fill it in, or drop the row or the column"
+                f"fill it in, or leave out the row or the column (data.drop=[{name}])"
             )
         features.append(numbers[:, None])
     if not features:
         raise DataError(f"{path} must have a feature column besides the target {target!r}, got {header}")
 
     labels = dict(columns)[target]
-    if "" in labels:
-        raise DataError(f"{path}: {target!r} must be given in each row, but is empty in row {lines[labels.index('')]}")
+    numbers = _numbers(labels)
+    missing = np.flatnonzero(np.array(labels) == "" if numbers is None else np.isnan(numbers))
+    if len(missing):
+        at = int(missing[0])
+        raise DataError(f"{path}: {target!r} must be given in each row, but is {labels[at]!r} in row {lines[at]}")
     classes, y = np.unique(labels, return_inverse=True)
-    _few(path, f"target {target!r}", classes, max_categories)
-    numbers = _numbers(classes.tolist())
+    if len(classes) > max_categories:
+        raise DataError(
+            f"{path}: {_too_many('target', target, classes, max_categories)}; it must hold classes, not a quantity"
+            " (or raise data.max_categories)"
+        )
     if numbers is not None:
+        numbers = classes.astype(np.float64)
         order = np.argsort(numbers)
         classes, y = classes[order], np.argsort(order)[y]
     x = np.concatenate(features, axis=1).astype(np.float32)
@@ -274,20 +310,35 @@ def _table(path: StrPath, delimiter: str) -> list[tuple[int, list[str]]]:
     return rows
 
 
+def _check_header(path: StrPath, header: list[str], target: str, drop: Sequence[str]) -> None:
+    for name in (target, *drop):
+        if header.count(name) == 1:
+            continue
+        near = ", ".join(map(reprlib.repr, difflib.get_close_matches(name, header, n=3, cutoff=0.0)))
+        why = f"{path} must have one column {name!r}, got {header.count(name)}; nearest among {len(header)}: {near}"
+        if len(header) == 1:
+            why += "; is data.delimiter the character between its cells?"
+        elif sum(_numbers([cell]) is not None for cell in header) > len(header) / 2:
+            why += "; its first row must name the columns"
+        raise DataError(why)
+    if "" in header and "" not in drop:
+        raise DataError(
+            f"{path}: column {header.index('') + 1} of {len(header)} has no name, like one of row numbers; name it, or"
+            """ leave it out ("data.drop=['']")"""
+        )
+
+
 def _numbers(column: Sequence[str]) -> Array | None:
-    """The column as float64 with NaN for empty cells; None if a cell holds text."""
+    """The column as float64 with NaN for missing numbers; None if another cell holds text."""
     try:
-        return np.array([cell or "nan" for cell in column], dtype=np.float64)
+        return np.array(["nan" if cell.lower() in _MISSING else cell for cell in column], dtype=np.float64)
     except ValueError:
         return None
 
 
-def _few(path: StrPath, what: str, values: Array, limit: int) -> None:
-    if len(values) > limit:
-        raise DataError(
-            f"{path}: {what} must have at most {limit} distinct values, got {len(values)} such as "
-            f"{values[:3].tolist()}; drop the column or raise max_categories"
-        )
+def _too_many(what: str, name: str, values: Array, limit: int) -> str:
+    shown = reprlib.repr(values[:3].tolist())
+    return f"{what} {name!r} must have at most {limit} distinct values, got {len(values)} such as {shown}"
 
 
 def _cifar10_batches(root: StrPath, train: bool, limit_per_class: int | None) -> Labelled:

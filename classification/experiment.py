@@ -15,9 +15,10 @@ from metricopt_ext.classification.build import (
     predict_classes,
     stratified_halves,
     train,
+    try_metric,
 )
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.classification.metrics import check_split
+from metricopt_ext.classification.metrics import METRICS, check_split
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.classification.threshold import tune_threshold
 from metricopt_ext.data.labelled import Split
@@ -48,19 +49,24 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """Return what a run is about."""
         metric, data = build_metric(config.metric), config.data.name
         shown = data if config.shift.kind == "none" else f"shifted {data}"
-        return Subject(f"classification/{data}", f"{config.model.name} on {shown}", metric.name, metric.maximize)
+        arguments = ", ".join(f"{name}={value}" for name, value in config.metric.kwargs.items())
+        explained = metric.description if config.metric.name in METRICS else arguments
+        title = f"{config.model.name} on {shown}"
+        return Subject(f"classification/{data}", title, metric.name, metric.maximize, explained)
 
     def prepare(self) -> tuple[FinetuneTask, Metric]:
         """Load the data, train the classifier or load it from the folder, and return the task and the test metric."""
-        config, seed = self.config, self.seed
-        self.splits = splits = load_splits(config, seed).to(choose_device(config.device))
+        config, seed, device = self.config, self.seed, choose_device(self.config.device)
+        self.splits = splits = load_splits(config, seed).to(device)
         for name in PARTS:
             check_split(getattr(splits, name).y, splits.num_classes, name)
-        metric = build_metric(config.metric)
+        for part in (splits.validation, splits.test):
+            try_metric(config.metric, part.y, splits.num_classes)
+        metric, batches = build_metric(config.metric), self._batches(splits.train)
         task = FinetuneTask(
             attach(classifier(config, splits, seed, self.folder), config, seed),
             loss=classification_loss,
-            batches=self._batches(splits.train),
+            batches=batches,
             metric=model_metric(metric, splits.validation, stratified_halves(splits.validation.y, seed)),
             population=config.population,
         )
@@ -85,7 +91,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         return methods
 
     def finish(self) -> None:
-        """Draw some test images, with their classes before and after."""
+        """Write the tuned classifier, and draw some test images, with their classes before and after."""
+        super().finish()
         test, adapter = self.splits.test, self.task.adapter
         if test.x.dim() == 4:
             ends = self.task.origin(), adapter.phi.detach()

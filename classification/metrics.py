@@ -153,7 +153,7 @@ def _aucpr(logits: Tensor, labels: Tensor) -> float:
     return float(_average_precision(scores, labels == present.unsqueeze(1)).mean())
 
 
-_PER_CLASS = "with 3 or more classes the mean over the classes present"
+_PER_CLASS = "with 3 or more classes macro, the mean over the classes present"
 
 METRICS: dict[str, MetricSpec] = {
     spec.name: spec

@@ -114,6 +114,7 @@ def detector(config: DetectionConfig, toolkit: Toolkit, splits: DetectionSplits,
     model = pretrained(
         lambda: toolkit.build(len(splits.classes), seed),
         train,
+        check=lambda model: attach(toolkit, model, config.adapter, seed).merge(),
         weights=settings.weights,
         folder=folder,
         seed=seed,

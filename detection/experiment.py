@@ -46,8 +46,6 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         config, seed, folder = self.config, self.seed, self.folder
         self.toolkit, definition = build_toolkit(config), check_definition(config)
         self.splits = splits = load_splits(config, seed, folder)
-        # An untrained detector shows whether the placement exists, before one is trained for hours.
-        attach(self.toolkit, self.toolkit.build(len(splits.classes), seed), config.adapter, seed)
         adapter = attach(self.toolkit, detector(config, self.toolkit, splits, seed, folder), config.adapter, seed)
         used, classes = remembering(self.toolkit, adapter, config.adapter), splits.classes
         task = FinetuneTask(

@@ -1,6 +1,5 @@
 """Torchvision's detectors as a `Toolkit`."""
 
-import copy
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -190,9 +189,8 @@ class TorchvisionToolkit:
         Raises:
             AdapterError: The model has no adapter.
         """
-        merged = Adapter(copy.deepcopy(model)).merge()
         buffer = io.BytesIO()
-        torch.save(merged.state_dict(), buffer)
+        torch.save(Adapter(model).merged_state_dict(), buffer)
         write_atomically(path, buffer.getvalue())
 
 

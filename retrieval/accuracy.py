@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from metricopt_ext.retrieval.recall import Array, Distance, Recall, check_options, recall_at_k
 
@@ -33,7 +35,7 @@ class RecallCalculator(AccuracyCalculator):  # type: ignore[misc]
             and nothing else.
         exclude: Those of these metrics to leave out.
         ks: Numbers of neighbours to calculate recalls for, each at least 1.
-        distance: ``"l2"`` or ``"ip"``, for all metrics.
+        distance: ``"l2"``, ``"ip"`` or ``"cosine"``, for all metrics.
         query_subset: As in `recall_at_k`; for the recalls only.
         seed: As in `recall_at_k`.
         k: Number of neighbours for pytorch-metric-learning's own metrics; see its documentation.
@@ -67,7 +69,7 @@ class RecallCalculator(AccuracyCalculator):  # type: ignore[misc]
         for name, number in self._ks.items():
             # The base class finds its metrics by this prefix, and calls each for its value.
             setattr(self, f"calculate_{name}", partial(_recall_at, number))
-        index = faiss.IndexFlatIP if distance == "ip" else faiss.IndexFlatL2
+        index = faiss.IndexFlatL2 if distance == "l2" else faiss.IndexFlatIP
         super().__init__(
             tuple(include) or tuple(self._ks),
             tuple(exclude),
@@ -117,12 +119,18 @@ class RecallCalculator(AccuracyCalculator):  # type: ignore[misc]
                 **self._options,
             )
             values = self._get_accuracy(recalls, recall=recall)
+        if own and self._options["distance"] == "cosine":
+            query, reference = _unit_length(query), None if reference is None else _unit_length(reference)
         if own:
             values |= super().get_accuracy(
                 query, query_labels, reference, reference_labels, ref_includes_query, include=own
             )
         self.curr_function_dict = functions  # testers and hooks read the names of these
         return {name: values[name] for name in functions}
+
+
+def _unit_length(embeddings: Array) -> Tensor:
+    return F.normalize(torch.as_tensor(embeddings).float())
 
 
 def _recall_at(k: int, recall: Recall) -> float:

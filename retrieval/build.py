@@ -174,6 +174,7 @@ def embedder(config: RetrievalConfig, splits: Splits, seed: int, folder: Path) -
     return pretrained(
         lambda: build_model(settings.name, shape, settings.embedding, settings.width, settings.trunk_weights),
         lambda model: train(model, splits.train, config, seed),
+        check=lambda model: attach(model, config, seed).merge(),
         weights=settings.weights,
         folder=folder,
         seed=seed,
@@ -201,7 +202,8 @@ def _divided(data: DataConfig, seed: int) -> Splits:
     if data.name == "stanford_online_products":
         train, test = load_stanford_online_products(data.root, data.image_size or 224)
         return hold_out_classes(train, test, data.validation_share, seed)
-    return split_classes(LOADERS[data.name](data), data.fractions, seed, last_test=data.last_test)
+    whole = LOADERS[data.name](data)
+    return split_classes(whole, data.fractions, seed, last_test=data.last_test, test_classes=data.test_classes)
 
 
 def _snake(name: str) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 
 
@@ -17,6 +18,8 @@ class DataConfig:
     image_size: int = 0  # pixels per side; 0 if all images have the same size
     # shares of the classes for train, validation and test; stanford_online_products has its own test part
     fractions: list[float] = field(default_factory=lambda: [0.5, 0.25, 0.25])
+    # names of the classes that are the test part whatever the seed; the others are divided by the first two fractions
+    test_classes: list[str] = field(default_factory=list)
     last_test: bool = False  # whether the last classes by name are the test part, as is usual for CUB and Cars
     validation_share: float = 0.1  # stanford_online_products: of its train classes
 
@@ -70,6 +73,10 @@ class RetrievalConfig(RunConfig):
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`)."""
+        if self.data.test_classes and (self.data.last_test or self.data.name == "stanford_online_products"):
+            raise ConfigError(
+                "data.test_classes chooses the test part, as data.last_test or the set's own lists do; leave it empty"
+            )
         self.model.check()
         check_at_least(1, {"model.embedding": self.model.embedding, "model.width": self.model.width})
         check_at_least(2, {"loss.classes": self.loss.classes, "loss.samples": self.loss.samples})

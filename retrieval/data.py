@@ -1,5 +1,6 @@
 """Labelled images in memory: loaders of common sets, and splits whose parts share no class."""
 
+import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,14 @@ StrPath = str | os.PathLike[str]
 _COLUMNS = ["image_id", "class_id", "super_class_id", "path"]  # of the lists of Stanford Online Products
 
 
-def split_classes(whole: Labelled, fractions: Sequence[float], seed: int = 0, *, last_test: bool = False) -> Splits:
+def split_classes(
+    whole: Labelled,
+    fractions: Sequence[float],
+    seed: int = 0,
+    *,
+    last_test: bool = False,
+    test_classes: Sequence[str] = (),
+) -> Splits:
     """Divide a set by class, at random but the same way for the same seed.
 
     Args:
@@ -28,23 +36,31 @@ def split_classes(whole: Labelled, fractions: Sequence[float], seed: int = 0, *,
         seed: Seed of the choice.
         last_test: Whether the last classes by name are the test part whatever the seed, as is usual for CUB-200-2011
             and Cars196.
+        test_classes: Names of the classes that are the test part whatever the seed; the others are divided in the
+            proportion of the shares of train and validation. Empty for none.
 
     Raises:
         ValueError: For fractions out of range.
-        DataError: For too few classes.
+        DataError: For too few classes, or a name that no class has.
     """
     check_fractions(fractions)
     n = len(whole.class_names)
-    validation, test = (round(share * n) for share in fractions[1:])
+    if test_classes:
+        fixed = _places(test_classes, whole.class_names)
+        validation, test = round(fractions[1] / sum(fractions[:2]) * (n - len(fixed))), len(fixed)
+    else:
+        validation, test = (round(share * n) for share in fractions[1:])
+        fixed = list(range(n - test, n)) if last_test else []
     if min(n - validation - test, validation, test) < 2:
         raise DataError(
             f"each part needs at least two classes of its own; {n} classes divided by {tuple(fractions)} give "
             f"{n - validation - test}, {validation} and {test}"
         )
-    rng = generator(seed, "classes")
-    order = torch.randperm(n - test if last_test else n, generator=rng)
-    order = torch.cat([order, torch.arange(len(order), n)])
-    classes = order.split([n - validation - test, validation, test])
+    free = torch.tensor(sorted({*range(n)} - {*fixed}))
+    order = free[torch.randperm(len(free), generator=generator(seed, "classes"))]
+    classes = torch.cat([order, torch.tensor(fixed, dtype=torch.int64)]).split(
+        [n - validation - test, validation, test]
+    )
     train_part, validation_part, test_part = (_of_classes(whole, part) for part in classes)
     return disjoint(Splits(train_part, validation_part, test_part, whole.class_names))
 
@@ -74,17 +90,19 @@ def hold_out_classes(train: Labelled, test: Labelled, share: float, seed: int = 
 
 
 def disjoint(splits: Splits) -> Splits:
-    """Return the splits if no class is in two parts and each part has two classes or more.
+    """Return the splits if no class is in two parts, and each part has two classes or more, one of them with a pair.
 
     Raises:
         DataError: Otherwise; the message names the part and the class.
     """
     seen: dict[int, str] = {}
     for name in PARTS:
-        classes = getattr(splits, name).y.unique().tolist()
+        classes, counts = getattr(splits, name).y.unique(return_counts=True)
         if len(classes) < 2:
             raise DataError(f"the {name} part must hold at least two classes, got {len(classes)}")
-        for label in classes:
+        if int(counts.max()) < 2:
+            raise DataError(f"the {name} part must hold a class of two images, or no query has anything to find")
+        for label in classes.tolist():
             if label in seen:
                 raise DataError(f"class {splits.class_names[label]!r} is in {seen[label]} and in {name}")
             seen[label] = name
@@ -140,6 +158,14 @@ def load_stanford_online_products(root: StrPath, image_size: int = 224) -> tuple
     """
     train, test = (_listed_images(Path(root), f"Ebay_{part}.txt", image_size) for part in ("train", "test"))
     return train, test
+
+
+def _places(names: Sequence[str], known: Sequence[str]) -> list[int]:
+    for name in names:
+        if name not in known:
+            near = ", ".join(map(repr, difflib.get_close_matches(name, known, n=3, cutoff=0.0)))
+            raise DataError(f"data.test_classes has {name!r}, which is no class; nearest of the {len(known)}: {near}")
+    return sorted({known.index(name) for name in names})
 
 
 def _of_classes(whole: Labelled, classes: Tensor) -> Split:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from metricopt_ext.data.splits import Splits, in_parts
+from metricopt_ext.data.splits import PARTS, Splits, in_parts
 from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.retrieval.build import (
     EVALUATION_BATCH,
@@ -26,6 +26,7 @@ from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.device import choose_device
+from metricopt_ext.utils.files import write_json
 
 
 class RetrievalExperiment(Experiment[RetrievalConfig]):
@@ -50,14 +51,15 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
 
     def prepare(self) -> tuple[FinetuneTask, Metric]:
         """Load the data, train the embedder or load it from the folder, and return the task and the test metric."""
-        config, seed = self.config, self.seed
+        config, seed, device = self.config, self.seed, choose_device(self.config.device)
         loss = build_loss(config.loss)
-        self.splits = load_splits(config, seed).to(choose_device(config.device))
-        validation = self.splits.validation
+        self.splits = load_splits(config, seed).to(device)
+        self.validation()  # too few pairs for a batch are found here rather than after training
+        validation, batches = self.splits.validation, class_batches(self.splits.train, config.loss)
         task = FinetuneTask(
             attach(embedder(config, self.splits, seed, self.folder), config, seed),
             loss=loss,
-            batches=class_batches(self.splits.train, config.loss),
+            batches=batches,
             metric=build_metric(config.metric, validation, class_halves(validation.y, seed)),
             population=config.population,
         )
@@ -69,7 +71,9 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         return in_parts(part.x, EVALUATION_BATCH), class_batches(part, self.config.loss)
 
     def finish(self) -> None:
-        """Draw neighbours before and after, and write the recalls that the curves of all seeds are drawn from."""
+        """Write the tuned embedder, the classes of each part and the recalls of the curves, and draw neighbours."""
+        super().finish()
+        write_json(self.folder / "classes.json", {part: self.splits.classes_of(part) for part in PARTS})
         test, adapter = self.splits.test, self.task.adapter
         before, after = (embed_with(adapter, phi, test.x) for phi in (self.task.origin(), adapter.phi.detach()))
         plot_neighbours(test, before, after, self.folder / "neighbours.png", self.seed)

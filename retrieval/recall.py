@@ -29,7 +29,7 @@ except ImportError as error:
     ) from error
 
 Array = Tensor | npt.NDArray[Any]
-Distance = Literal["l2", "ip"]
+Distance = Literal["l2", "ip", "cosine"]
 
 CHUNK = 4096  # FAISS itself takes this many queries at a time: such chunks cost no time and give the very same floats
 # With fewer numbers in its queries (rows times dimension), FAISS doesn't use BLAS: slower, and rounded differently.
@@ -86,8 +86,9 @@ def recall_at_k(
     - Distances are float32, as FAISS computes them, whatever the type of the embeddings; neighbours whose distances
       differ by no more than float32's rounding may swap places.
 
-    Memory beyond the arguments: a float32 copy of embeddings that are of another type, not contiguous or on a GPU, and
-    about 250 MB for the neighbours of a few thousand queries at a time (400 MB if d is below 32).
+    Memory beyond the arguments: a float32 copy of embeddings that are of another type, not contiguous, on a GPU or
+    compared by cosine, and about 250 MB for the neighbours of a few thousand queries at a time (400 MB if d is below
+    32).
 
     Args:
         embeddings: Queries, ``n x d``, real and finite; a tensor on any device or an array.
@@ -95,8 +96,9 @@ def recall_at_k(
         ks: Numbers of neighbours, each at least 1.
         gallery: Embeddings ``m x d`` and labels ``m`` to be searched; None to search the queries themselves.
         gallery_starts_with_queries: Whether the first n items of ``gallery`` are the queries.
-        distance: ``"l2"`` (Euclidean, smallest first) or ``"ip"`` (inner product, largest first). For
-            normalised embeddings both give the order of cosine similarity.
+        distance: ``"l2"`` (Euclidean, smallest first), ``"ip"`` (inner product, largest first) or ``"cosine"`` (cosine
+            similarity, largest first). For embeddings of length 1 all three give the same order, up to rounding;
+            pytorch-metric-learning's testers scale all embeddings to it unless told otherwise.
         query_subset: Search only this many queries, against the full gallery: exact for these queries and
             proportionally cheaper. They are drawn from the queries that have a match; all if there are no more.
         seed: Draws the subset, at least 0; with the same labels it is always the same subset.
@@ -104,21 +106,21 @@ def recall_at_k(
 
     Raises:
         DataError: No embeddings, or not one label for each; embeddings of another dimension or device than the
-            gallery's, NaN or infinite, or with distances that overflow float32; labels that are not integers; a
-            gallery of a single class; no query with a match; queries that the gallery does not start with; k or the
-            subset below 1; an unknown distance; a negative seed.
+            gallery's, NaN or infinite, with distances that overflow float32, or of length 0 for the cosine; labels that
+            are not integers; a gallery of a single class; no query with a match; queries that the gallery does not
+            start with; k or the subset below 1; an unknown distance; a negative seed.
 
     Example:
         >>> recall_at_k(np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 1, 0, 1]), ks=(1, 2)).at
         {1: 0.0, 2: 0.5}
     """
     ks = check_options(ks, distance, query_subset, seed)
-    queries, labels = _check_items(embeddings, labels, "")
+    queries, labels = _check_items(embeddings, labels, "", distance)
     if gallery is None:
         items, item_labels = queries, labels
     else:
         _check_device(embeddings, gallery[0])
-        items, item_labels = _check_items(*gallery, "gallery ")
+        items, item_labels = _check_items(*gallery, "gallery ", distance)
         _check_gallery(queries, labels, items, item_labels, gallery_starts_with_queries)
     includes_queries = gallery is None or gallery_starts_with_queries
 
@@ -154,7 +156,7 @@ def nearest(embeddings: Array, k: int, *, distance: Distance = "l2") -> npt.NDAr
     Raises:
         DataError: As in `recall_at_k`, for the embeddings.
     """
-    items, _ = _check_items(embeddings, np.arange(len(embeddings)), "")
+    items, _ = _check_items(embeddings, np.arange(len(embeddings)), "", distance)
     search, own = _searcher(items, k + 1, distance), np.arange(len(items))
     chunks = _chunks(len(items), *_chunk_sizes(k, items.shape[1]))
     return np.concatenate([_without_own(search(items[part]), own[part]) for part in chunks])
@@ -311,7 +313,7 @@ def check_options(ks: Sequence[int], distance: str, query_subset: int | None, se
     if not numbers or min(numbers) < 1:
         raise DataError(f"ks must be one or more numbers of neighbours of at least 1, got {list(numbers)}")
     if distance not in get_args(Distance):
-        raise DataError(f"distance must be 'l2' or 'ip', got {distance!r}")
+        raise DataError(f"distance must be 'l2', 'ip' or 'cosine', got {distance!r}")
     if query_subset is not None and query_subset < 1:
         raise DataError(f"query_subset must be at least 1, or None for all queries, got {query_subset}")
     if seed < 0:
@@ -319,8 +321,13 @@ def check_options(ks: Sequence[int], distance: str, query_subset: int | None, se
     return numbers
 
 
-def _check_items(embeddings: Array, labels: Array, whose: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Validate embeddings and labels; returns them as contiguous float32 and int64 arrays, copied only if needed."""
+def _check_items(
+    embeddings: Array, labels: Array, whose: str, distance: Distance = "l2"
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Validate embeddings and labels; returns them as contiguous float32 and int64 arrays, copied only if needed.
+
+    For the cosine, the embeddings are scaled to length 1.
+    """
     embeddings = embeddings.detach() if isinstance(embeddings, Tensor) else np.asarray(embeddings)
     labels = labels.numpy(force=True) if isinstance(labels, Tensor) else np.asarray(labels)
     shape = tuple(embeddings.shape)
@@ -349,7 +356,21 @@ def _check_items(embeddings: Array, labels: Array, whose: str) -> tuple[npt.NDAr
             f"{whose}embeddings must have squared lengths below 8e37, got {largest:g}: their distances overflow"
             " float32; scale them down"
         )
+    if distance == "cosine":
+        vectors = _to_unit_length(vectors, whose)
     return vectors, labels.astype(np.int64, copy=False)
+
+
+def _to_unit_length(vectors: npt.NDArray[np.float32], whose: str) -> npt.NDArray[np.float32]:
+    scaled = np.empty_like(vectors)
+    for part in _chunks(len(vectors)):
+        rows = vectors[part].astype(np.float64)  # whose squares neither overflow nor vanish
+        lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+        if not lengths.all():
+            row = part.start + int(lengths.argmin())
+            raise DataError(f"{whose}embeddings must not be 0 to be compared by cosine, got 0 in row {row}")
+        scaled[part] = rows / lengths
+    return scaled
 
 
 def _as_float32(embeddings: Array, whose: str) -> npt.NDArray[np.float32]:

@@ -4,19 +4,23 @@
     python tools/evaluate_recall.py --embeddings Q.npy --labels QY.npy \
         --gallery-embeddings A.npy --gallery-labels AY.npy --gallery-embeddings B.npy --gallery-labels BY.npy \
         --output-dir out/recall
+    python tools/evaluate_recall.py --run-dir out/run --output-dir out/recall
     python tools/evaluate_recall.py --images FOLDER --config-file configs/retrieval/class_folders.yaml \
-        --weights out/run/seed-0/model.safetensors --adapter out/run/seed-0/adapter.safetensors --output-dir out/recall
+        --weights out/run/seed-0/tuned.safetensors --output-dir out/recall
 
+A run is the output folder of tools/finetune_retrieval.py: the models of each seed before and after finetuning are
+evaluated on its test classes (or --part validation), which seed-N/classes.json lists and data.test_classes can choose.
 Images are <class>/<file> in a folder or zip file, embedded by a model that the config file of
 tools/finetune_retrieval.py describes, with its weights, and with a finetuned adapter if one is given.
 Files are .npy, or .safetensors with tensors "embeddings" and "labels"; --labels (--gallery-labels) is then omitted.
 Without a gallery, or with the queries' own file as a gallery, the queries search each other. Any other gallery must not
-contain the queries: they would find themselves. Prints a table and writes report.json.
+contain the queries: they would find themselves. Embeddings are compared as they are; pytorch-metric-learning's testers
+scale them to length 1 first, as --distance cosine does. Prints a table and writes report.json.
 """
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +37,13 @@ from metricopt_ext.utils.files import write_json
 
 Items = tuple[Any, Any]  # embeddings and labels
 Gallery = tuple[str, Items | None]  # its name, and its items unless they are the queries
+Search = tuple[str, Items, Items | None]  # its name in the table, the queries, and the gallery unless it is the queries
+# The options that belong to each kind of queries.
+OPTIONS = {
+    "--embeddings": ("labels", "gallery_embeddings", "gallery_labels"),
+    "--images": ("config_file", "weights", "adapter", "gallery_images", "grey"),
+    "--run-dir": ("part",),
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Row:
     """Recalls against one gallery, as in the report.
 
     Attributes:
-        gallery: The gallery's file; ``"the queries"`` without one.
+        gallery: The gallery's file, or the model's in a run; ``"the queries"`` without one.
         size: Number of items in it.
         queries: Number of queries that the recalls are averaged over.
         without_match: Number of queries left out because no other item of the gallery has their label.
@@ -64,6 +75,8 @@ def main() -> None:
     queries = parser.add_mutually_exclusive_group(required=True)
     queries.add_argument("--embeddings", type=Path, help="queries, n x d")
     queries.add_argument("--images", type=Path, help="queries, a folder of <class>/<file>")
+    queries.add_argument("--run-dir", type=Path, help="output folder of tools/finetune_retrieval.py, with its own data")
+    parser.add_argument("--part", choices=["train", "validation", "test"], help="of the run's data; default: test")
     parser.add_argument("--labels", type=Path, help="their labels, n integers")
     parser.add_argument(
         "--gallery-embeddings", action="append", default=[], type=Path, help="a gallery, m x d; may be repeated"
@@ -79,7 +92,12 @@ def main() -> None:
     parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it")
     parser.add_argument("--grey", action="store_true", help="read images in greyscale")
     parser.add_argument("--ks", nargs="+", type=int, default=[1, 10, 100, 1000], help="numbers of neighbours")
-    parser.add_argument("--distance", choices=["l2", "ip"], default="l2", help="Euclidean or inner product")
+    parser.add_argument(
+        "--distance",
+        choices=["l2", "ip", "cosine"],
+        default="l2",
+        help="Euclidean (default), inner product, or cosine: the same as the others for embeddings of length 1",
+    )
     parser.add_argument("--query-subset", type=int, help="search only this many queries, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0, help="seed of the subset, at least 0")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
@@ -93,9 +111,8 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     from metricopt_ext.retrieval.recall import recall_at_k
 
     check_options(arguments)
-    queries, others = read_files(arguments) if arguments.images is None else embed_images(arguments)
-    rows = []
-    for name, items in others:
+    rows, lengths = [], []
+    for name, queries, items in searches(arguments):
         started = time.perf_counter()
         recall = recall_at_k(
             *queries,
@@ -108,7 +125,14 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         )
         seconds = time.perf_counter() - started
         rows.append(Row(name, recall.gallery, recall.queries, recall.without_match, recall.at, recall.mean, seconds))
-    print_rows(rows)
+        lengths += torch.as_tensor((items or queries)[0]).float().norm(dim=1).aminmax()
+    print_rows(rows, "gallery" if arguments.run_dir is None else "model")
+    shortest, longest = float(min(lengths)), float(max(lengths))
+    if arguments.distance != "cosine" and longest > 1.01 * shortest:  # half precision rounds by less
+        print(
+            f"note: the embeddings' lengths range from {shortest:.3g} to {longest:.3g};"
+            " --distance cosine, which ignores them, would give other numbers"
+        )
     config = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
     for key in ("gallery_embeddings", "gallery_labels", "gallery_images"):
         config[key] = [str(path) for path in config[key]]
@@ -133,14 +157,21 @@ def check_options(arguments: argparse.Namespace) -> None:
     Raises:
         DataError: There is such an option, or one is missing.
     """
-    of_files = ("labels", "gallery_embeddings", "gallery_labels")
-    of_images = ("config_file", "weights", "adapter", "gallery_images", "grey")
-    kind, foreign = ("--embeddings", of_images) if arguments.images is None else ("--images", of_files)
+    kind = next(kind for kind in OPTIONS if getattr(arguments, kind[2:].replace("-", "_")) is not None)
+    foreign = [name for other, names in OPTIONS.items() if other != kind for name in names]
     given = [f"--{name.replace('_', '-')}" for name in foreign if getattr(arguments, name)]
     if given:
         raise DataError(f"{' and '.join(given)} can't be used with {kind}")
     if arguments.images is not None and not (arguments.config_file and arguments.weights):
         raise DataError("--images needs --config-file, which describes the model, and --weights, its state dict")
+
+
+def searches(arguments: argparse.Namespace) -> Iterable[Search]:
+    """Return what is searched, one after the other."""
+    if arguments.run_dir is not None:
+        return embed_run(arguments.run_dir, arguments.part or "test")
+    queries, others = read_files(arguments) if arguments.images is None else embed_images(arguments)
+    return ((name, queries, items) for name, items in others)
 
 
 def read_files(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery]]:
@@ -189,6 +220,38 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
     return queries, (
         (str(path), None if path.samefile(arguments.images) else embedded(path)) for path in arguments.gallery_images
     )
+
+
+def embed_run(folder: Path, part: str) -> Iterator[Search]:
+    """Embed a part of a run's data by each seed's models, before and after finetuning.
+
+    Raises:
+        DataError: The folder holds no run, none of its seeds has finished, or its data can't be read.
+    """
+    from metricopt_ext.retrieval.build import embed, load_splits
+    from metricopt_ext.retrieval.config import RetrievalConfig
+    from metricopt_ext.retrieval.models import build_model
+    from metricopt_ext.utils.config import load_config
+    from metricopt_ext.utils.device import choose_device
+    from metricopt_ext.utils.files import load_checkpoint, read_json
+
+    if not (folder / "run.json").is_file():
+        raise DataError(f"{folder} has no run.json; name the whole output folder of tools/finetune_retrieval.py")
+    settings = read_json(folder / "run.json")
+    del settings["format"]
+    config = load_config(RetrievalConfig, settings)
+    seeds = sorted(int(path.parent.name.removeprefix("seed-")) for path in folder.glob("seed-*/tuned.safetensors"))
+    if not seeds:
+        raise DataError(f"{folder} has no seed-N/tuned.safetensors, which is written once a seed has finished")
+    device = choose_device(config.device)
+    for seed in seeds:
+        data = getattr(load_splits(config, seed), part)
+        for name in ("model", "tuned"):
+            model = build_model(config.model.name, data.x.shape[1:], config.model.embedding, config.model.width)
+            load_checkpoint(model, folder / f"seed-{seed}" / f"{name}.safetensors")
+            with torch.no_grad():
+                embeddings = embed(model.to(device).eval(), data.x.to(device)).cpu()
+            yield f"seed-{seed}/{name}", (embeddings, data.y), None
 
 
 def galleries(embeddings: list[Path], labels: list[Path], queries: Path) -> Iterator[Gallery]:
@@ -254,14 +317,14 @@ def read_array(path: Path, name: str) -> Any:
         raise DataError(f"{path} is truncated or not a safetensors file ({error})") from error
 
 
-def print_rows(rows: list[Row]) -> None:
-    """Print a line for each gallery."""
+def print_rows(rows: list[Row], searched: str) -> None:
+    """Print a line for each gallery, or whatever else is searched."""
     recalls, shown = [f"R@{k}" for k in rows[0].recall], []
     for row in rows:
         counts = [str(count) for count in (row.size, row.queries, row.without_match)]
         values = [f"{value:.4f}" for value in (*row.recall.values(), row.mean)]
         shown.append([row.gallery, *counts, *values, f"{row.seconds:.1f}"])
-    header = ["gallery", "items", "queries", "no match", *recalls, "mean", "seconds"]
+    header = [searched, "items", "queries", "no match", *recalls, "mean", "seconds"]
     print_table(header, shown)
 
 

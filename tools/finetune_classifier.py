@@ -3,8 +3,12 @@
     python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/digits
     python tools/finetune_classifier.py --config-file configs/classification/a9a.yaml --output-dir out/a9a \
         metric.name=f1 data.root=FOLDER
+    python tools/finetune_classifier.py --config-file configs/classification/a9a.yaml --output-dir out/own \
+        data.name=csv data.root=FILE data.target=COLUMN data.standardise=true queries=600 \
+        metric.name=sklearn.metrics:f1_score metric.kwargs.average=macro
 
-Writes report.json, report.md and plots, and each seed's model, adapter, value function and trajectories.
+Writes report.json, report.md and plots, and each seed's model before (model.safetensors) and after finetuning
+(tuned.safetensors, an ordinary state dict, phi merged), adapter, value function and trajectories.
 """
 
 from functools import partial

@@ -4,7 +4,9 @@
     python tools/finetune_retrieval.py --config-file configs/retrieval/omniglot.yaml --output-dir out/omniglot \
         data.root=FOLDER
 
-Writes report.json, report.md and plots, and each seed's model, adapter, value function and trajectories.
+Writes report.json, report.md and plots, and each seed's model before (model.safetensors) and after finetuning
+(tuned.safetensors, an ordinary state dict, phi merged), the classes of each part, adapter, value function and
+trajectories. tools/evaluate_recall.py --run-dir evaluates these models.
 """
 
 from functools import partial

@@ -1,6 +1,5 @@
 """Tuned detectors as ordinary checkpoints of Detectron2."""
 
-import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ def export(model: nn.Module, path: str | Path) -> None:
     Raises:
         AdapterError: The model has no adapter, or phi can't be merged.
     """
-    merged = Adapter(copy.deepcopy(model)).merge()
-    write_atomically(path, checkpoint_of(merged.state_dict()))
+    write_atomically(path, checkpoint_of(Adapter(model).merged_state_dict()))
 
 
 def checkpoint_of(state: dict[str, Any]) -> bytes:

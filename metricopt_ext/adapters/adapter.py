@@ -1,5 +1,6 @@
 """The handle to an attached adapter: set phi, save and load it, merge it into the model or remove it."""
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,6 +99,14 @@ class Adapter:
         """Return the state dict of the model without its adapter; loads strictly into a bare model."""
         prefix = CONTEXT_NAME + "."
         return {key: value for key, value in self.model.state_dict().items() if not key.startswith(prefix)}
+
+    def merged_state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of a copy into which phi is merged; loads strictly into a bare model.
+
+        Raises:
+            AdapterError: As from `merge`.
+        """
+        return Adapter(copy.deepcopy(self.model)).merge().state_dict()
 
     def remove(self) -> nn.Module:
         """Detach, which restores the model bit for bit. Returns the model."""

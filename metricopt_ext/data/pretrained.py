@@ -1,14 +1,14 @@
 """The model to be finetuned: built from the seed, then loaded, resumed or trained."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import nn
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.utils.files import load_checkpoint, write_atomically
+from metricopt_ext.utils.files import load_checkpoint, save_checkpoint
 from metricopt_ext.utils.seeding import generator
 
 
@@ -16,6 +16,7 @@ def pretrained(
     build: Callable[[], nn.Module],
     train: Callable[[nn.Module], None],
     *,
+    check: Callable[[nn.Module], object],
     weights: str,
     folder: Path,
     seed: int,
@@ -26,6 +27,8 @@ def pretrained(
     Args:
         build: Returns the untrained model, with weights drawn from torch's global stream.
         train: Trains it if no weights are given.
+        check: Called with a copy of the untrained model, which it may change; what it raises, e.g. because the model
+            lacks the adapter's layers, is raised before training.
         weights: File to load weights from; empty to train instead.
         folder: Where the weights are kept, and loaded from if an earlier part of the run left them there.
         seed: Seed of the initial weights.
@@ -38,6 +41,7 @@ def pretrained(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "model").initial_seed())
         model = build()
+        check(copy.deepcopy(model))
         if kept.exists():
             load_checkpoint(model, kept)
         elif weights:
@@ -45,7 +49,7 @@ def pretrained(
         else:
             train(model.to(device))
     if not kept.exists():
-        write_atomically(kept, safetensors.torch.save(model.state_dict()))
+        save_checkpoint(kept, model.state_dict())
     return model.to(device).eval()
 
 

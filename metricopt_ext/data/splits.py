@@ -55,6 +55,11 @@ class Splits:
         """Number of classes c."""
         return len(self.class_names)
 
+    def classes_of(self, name: str) -> list[str]:
+        """Return the names of the classes that have examples in a part."""
+        part: Split = getattr(self, name)
+        return [self.class_names[label] for label in part.y.unique().tolist()]
+
     def map(self, change: Callable[[Split, str], Split]) -> "Splits":
         """Return the splits with ``change(part, name)`` applied to each part."""
         train, validation, test = (change(getattr(self, name), name) for name in PARTS)

@@ -82,6 +82,8 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
         f" {counted(config.seeds, 'seed')} of {counted(config.queries, 'query')}"
     )
     seeds = range(config.seed, config.seed + config.seeds)
+    if subject.explained:
+        print(f"{subject.metric}: {subject.explained}")
     run = partial(run_seed, experiment, config, folder, resume)
     records = run_seeds(run, seeds, queries=config.queries, workers=config.workers, threads=config.threads)
     report = Report(subject.task, subject.metric, subject.maximize, records, config.as_dict())

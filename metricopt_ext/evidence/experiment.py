@@ -15,6 +15,7 @@ from metricopt_ext.evidence.trivial import trivial_predictors
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.files import save_checkpoint
 from metricopt_ext.utils.machine import Machine, deterministic_algorithms
 from metricopt_ext.utils.progress import Watcher
 
@@ -29,12 +30,14 @@ class Subject(NamedTuple):
         title: The same in words.
         metric: The metric's name.
         maximize: Whether higher is better.
+        explained: What the metric is, in a line; empty if its name says it.
     """
 
     task: str
     title: str
     metric: str
     maximize: bool = True
+    explained: str = ""
 
 
 class Experiment(ABC, Generic[Config]):
@@ -90,7 +93,8 @@ class Experiment(ABC, Generic[Config]):
         )
 
     def finish(self) -> None:
-        """Write any further output, e.g. pictures, once the model has MetricOpt's phi."""
+        """Write the tuned model, phi merged, once the model has MetricOpt's phi; a task may add more."""
+        save_checkpoint(self.folder / "tuned.safetensors", self.task.adapter.merged_state_dict())
 
 
 def run_seed(

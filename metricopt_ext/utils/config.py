@@ -2,24 +2,27 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from metricopt_ext.errors import ConfigError, MetricOptError
 
 Schema = TypeVar("Schema")
 
 
-def load_config(schema: type[Schema], file: str | Path | None, overrides: Sequence[str] = ()) -> Schema:
+def load_config(
+    schema: type[Schema], file: str | Path | dict[str, Any] | None, overrides: Sequence[str] = ()
+) -> Schema:
     """Read a configuration.
 
     Args:
         schema: A dataclass whose fields, nested dataclasses included, are the keys, their types and their defaults.
-        file: A YAML file; None for the defaults.
-        overrides: ``key=value``, with dots for nested keys.
+        file: A YAML file, or what one would hold; None for the defaults.
+        overrides: ``key=value``, with dots for nested keys and for those of a mapping. Text for a key of type ``str``
+            is taken as it stands, unless it is quoted; any other value is YAML.
 
     Raises:
         ConfigError: A key is unknown or a value has the wrong type; the message names the nearest key.
@@ -30,9 +33,11 @@ def load_config(schema: type[Schema], file: str | Path | None, overrides: Sequen
 
     config = OmegaConf.structured(schema)
     known = known_keys(schema)
-    in_file = where = "" if file is None else f"{file}: "
+    in_file = where = f"{file}: " if isinstance(file, str | Path) else ""
     try:
-        if file is not None:
+        if isinstance(file, dict):
+            config = OmegaConf.merge(config, file)
+        elif file is not None:
             if not Path(file).is_file():
                 raise ConfigError(f"config file {file} does not exist")
             content = OmegaConf.load(file)
@@ -40,13 +45,16 @@ def load_config(schema: type[Schema], file: str | Path | None, overrides: Sequen
                 raise ConfigError(f"{file} holds a list; it must hold keys with values")
             config = OmegaConf.merge(config, content)
         for override in overrides:
-            key, equals, _ = override.partition("=")
+            key, equals, text = override.partition("=")
             if not equals:
                 raise ConfigError(f"override {override!r} is not of the form key=value")
-            if key not in known:
+            if key not in known and get_origin(known.get(key.rpartition(".")[0])) is not dict:
                 raise ConfigError(f"unknown key {key!r}{_nearest(key, known)}")
             where = f"{override}: "
-            config = OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
+            if known.get(key) is str and not text.startswith(("'", '"')):  # YAML would make other text of yes or 007
+                OmegaConf.update(config, key, text)
+            else:
+                config = OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
         where = in_file
         return OmegaConf.to_object(config)  # type: ignore[return-value]
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
@@ -62,17 +70,17 @@ def default_of(function: Callable[..., Any], argument: str) -> Any:
     return inspect.signature(function).parameters[argument].default
 
 
-def known_keys(schema: Any, prefix: str = "") -> list[str]:
-    """List all keys of a schema, nested ones with dots."""
-    keys = []
+def known_keys(schema: Any, prefix: str = "") -> dict[str, Any]:
+    """Return all keys of a schema, nested ones with dots, with their types."""
+    keys: dict[str, Any] = {}
     for field in fields(schema):
-        keys.append(prefix + field.name)
+        keys[prefix + field.name] = field.type
         if isinstance(field.type, type) and is_dataclass(field.type):
-            keys += known_keys(field.type, f"{prefix}{field.name}.")
+            keys |= known_keys(field.type, f"{prefix}{field.name}.")
     return keys
 
 
-def _nearest(key: str, known: list[str]) -> str:
+def _nearest(key: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
     return f"; did you mean {near[0]!r}?" if near else f"; the choices are {', '.join(sorted(known))}"
 

@@ -123,6 +123,11 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
         raise FileFormatError(f"{path} is corrupt: its description can't be read ({error})") from error
 
 
+def save_checkpoint(path: str | Path, state: dict[str, Tensor]) -> None:
+    """Write a state dict to a safetensors file, atomically; `load_checkpoint` and any other reader can load it."""
+    write_atomically(path, safetensors.torch.save(state))
+
+
 def load_checkpoint(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -> None:
     """Load a state dict into a model, from a safetensors file or a torch file without pickled code.
 

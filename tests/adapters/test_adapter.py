@@ -97,6 +97,20 @@ def test_merging_where_it_would_be_wrong(make: Callable[[], nn.Module], layers: 
     assert torch.equal(model(x), adapted)
 
 
+def test_a_merged_state_dict_is_another_bare_model_s(cnn: Callable[[], nn.Sequential]) -> None:
+    model = cnn().double().eval()
+    adapter = attach_film(model, dim=3)
+    adapter.set_phi(rand(3))
+    x = rand(2, 3, 6, 6)
+    adapted, before = model(x), adapter.base_state_dict()
+    merged = adapter.merged_state_dict()
+    assert torch.equal(model(x), adapted)
+    assert all(torch.equal(value, before[key]) for key, value in adapter.base_state_dict().items())
+    bare = cnn().double().eval()
+    bare.load_state_dict(merged, strict=True)
+    torch.testing.assert_close(bare(x), adapted)
+
+
 def test_input_bias_merges_beside_tied_weights() -> None:
     model = Tied()
     adapter = attach_input_bias(model, "head", dim=2)

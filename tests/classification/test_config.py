@@ -38,6 +38,9 @@ def test_there_are_configurations_to_load() -> None:
         ("model.batch_size=-5", "model.batch_size=-5: it must be at least 1"),
         ("model.lr=0", "model.lr=0.0: it must be above 0"),
         ("seeds=0", "seeds=0: it must be at least 1"),
+        ("data.max_categories=1", "data.max_categories=1: it must be at least 2"),
+        ("data.image_size=-1", "data.image_size=-1: it must be at least 0"),
+        ("data.name=csv", "data.name=csv needs data.target=COLUMN"),
     ],
 )
 def test_numbers_out_of_range_are_refused_before_any_work(override: str, message: str) -> None:

@@ -21,6 +21,7 @@ from metricopt_ext.classification.data import (
     load_sklearn,
     split,
     standardise,
+    with_positive,
 )
 from metricopt_ext.classification.shift import shift_class_ratio
 from metricopt_ext.data.labelled import Split
@@ -82,6 +83,25 @@ def test_csv(tmp_path: Path) -> None:
     assert load_csv(path, "income", drop=["job", "age"]).x.tolist() == [[40], [38.5], [10]]
 
 
+def test_marks_of_missing_numbers_are_values_of_a_text_column(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(",kind,y\n0,?,b\n1,none,b\n2,red,NA\n")
+    data = load_csv(tmp_path / "t.csv", "y", drop=[""])
+    assert data.x.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    assert data.class_names == ("NA", "b")
+
+
+def test_errors_of_wide_tables_are_short(tmp_path: Path) -> None:
+    names = [f"feature_{i}" for i in range(55)]
+    (tmp_path / "t.csv").write_text(",".join([*names, "target"]) + "\n" + ",".join(["1"] * 55 + ["a"]) + "\n")
+    with pytest.raises(DataError, match=r"'Target', got 0; nearest among 56: 'target', ") as caught:
+        load_csv(tmp_path / "t.csv", "Target")
+    assert str(caught.value).count("feature_") == 2
+    (tmp_path / "t.csv").write_text("text,y\n" + "".join(f"{i} {'word ' * 99},a\n" for i in range(9)))
+    with pytest.raises(DataError, match="got 9 such as") as caught:
+        load_csv(tmp_path / "t.csv", "y", max_categories=8)
+    assert len(str(caught.value).replace(str(tmp_path), "")) < 250
+
+
 def test_csv_orders_numeric_classes_by_number(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("x;y\n1;10\n2;-1\n3;9\n4;2\n5;10\n")
     data = load_csv(tmp_path / "t.csv", "y", delimiter=";")
@@ -92,18 +112,35 @@ def test_csv_orders_numeric_classes_by_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        (CSV, {"target": "incme"}, "'incme', got 0; nearest is 'income'"),
-        (CSV, {"target": "income", "drop": ["jobs"]}, "nearest is 'job'"),
+        (CSV, {"target": "incme"}, "'incme', got 0; nearest among 4: 'income', "),
+        (CSV, {"target": "income", "drop": ["jobs"]}, "nearest among 4: 'job', "),
+        (CSV, {"target": "income", "delimiter": ";"}, r"among 1: 'age, job,hours ,income'; is data\.delimiter the"),
+        ("1,2,no\n3,4,yes\n", {"target": "y"}, "'y', got 0; .*; its first row must name the columns"),
+        (",a,y\n1,2,0\n2,3,1\n", {"target": "y"}, r"""column 1 of 3 has no name, .* \("data\.drop=\[''\]"\)"""),
+        (CSV, {"target": "income", "delimiter": "||"}, r"data\.delimiter='\|\|' must be one character"),
         ("a,a,y\n1,2,3\n", {"target": "a"}, "one column 'a', got 2"),
         ("a,y\n1,0\n,1\n", {"target": "y"}, "'a' .* got '' in row 3"),
         ("a,y\n1,0\ninf,1\n", {"target": "y"}, "'a' .* got 'inf' in row 3"),
-        ("a,y\n1,0\n2,\n", {"target": "y"}, "'y' .* empty in row 3"),
+        ("a,y\n1,0\n?,1\n", {"target": "y"}, r"'a' .* got '\?' in row 3; fill it in, or .* \(data\.drop=\[a\]\)"),
+        ("a,y\n1,0\n2,1\nNA,1\n", {"target": "y"}, "'a' .* got 'NA' in row 4"),
+        ('a,y\n"1,5",0\n2,1\n', {"target": "y"}, "numbers must have a decimal point, got '1,5' in column 'a'"),
+        ("a,y\n1,0\n2,\n", {"target": "y"}, "'y' must be given in each row, but is '' in row 3"),
+        ("a,y\n1,no\n2,\n", {"target": "y"}, "'y' must be given in each row, but is '' in row 3"),
+        ("a,y\n1,0\n2,N/A\n", {"target": "y"}, "'y' must be given in each row, but is 'N/A' in row 3"),
         ("a,y\n1,0\n2\n", {"target": "y"}, "row 3 must have 2 cells"),
         ("y\n0\n1\n", {"target": "y"}, "feature column"),
         ("a,y\n", {"target": "y"}, "at least one row"),
         ("a,y\n\n\n", {"target": "y"}, "at least one row"),
-        ("a,y\np,0\nq,1\nr,1\n", {"target": "y", "max_categories": 2}, "text column 'a' .* got 3"),
-        ("a,y\n1,0.5\n1,1.5\n2,2.5\n", {"target": "y", "max_categories": 2}, "target 'y' .* got 3"),
+        (
+            "a,y\np,0\nq,1\nr,1\n",
+            {"target": "y", "max_categories": 2},
+            r"text column 'a' .* got 3 such as \['p', 'q', 'r'\]; leave it out \(data\.drop=\[a\]\) or raise",
+        ),
+        (
+            "a,y\n1,0.5\n1,1.5\n2,2.5\n",
+            {"target": "y", "max_categories": 2},
+            "target 'y' .* got 3 .* must hold classes, not a quantity",
+        ),
         ('a,y\n"1,0\n', {"target": "y"}, "as CSV"),
     ],
 )
@@ -192,8 +229,24 @@ def test_split_depends_on_the_seed_only() -> None:
 
 def test_split_refuses_a_class_of_a_single_example() -> None:
     x, y = torch.zeros(20, 2), torch.tensor([0] * 19 + [1])
+    with pytest.raises(DataError, match="class 'rare' has a single example"):
+        split(x, y, class_names=["usual", "rare"])
     with pytest.raises(DataError, match="cannot set aside 4 of 20 examples by class"):
-        split(x, y)
+        hold_out(Split(x, y), 4)
+
+
+def test_either_of_two_classes_can_be_the_positive_one() -> None:
+    splits = split(*_numbered(), class_names=["no", "yes"])
+    assert with_positive(splits, "yes") is splits
+    turned = with_positive(splits, "no")
+    assert turned.class_names == ("yes", "no")
+    for part in ("train", "validation", "test"):
+        assert torch.equal(getattr(turned, part).x, getattr(splits, part).x)
+        assert torch.equal(getattr(turned, part).y, 1 - getattr(splits, part).y)
+    with pytest.raises(DataError, match=r"data\.positive='maybe' must be one of the two classes, 'no' or 'yes'"):
+        with_positive(splits, "maybe")
+    with pytest.raises(DataError, match=r"data\.positive='a' is for two classes, but the data have 3"):
+        with_positive(_splits([5, 5, 5], [5, 5, 5]), "a")
 
 
 @pytest.mark.parametrize("fractions", [(0.7, 0.3), (0.7, 0.3, 0.0), (0.7, 0.2, 0.2), (1.2, -0.3, 0.1)])
@@ -203,8 +256,8 @@ def test_impossible_fractions(fractions: tuple[float, ...]) -> None:
 
 
 def test_sets_too_small_to_split() -> None:
-    with pytest.raises(DataError, match="0 of 3 examples"):
-        split(torch.zeros(3, 1), torch.tensor([0, 1, 1]), (0.9, 0.05, 0.05))
+    with pytest.raises(DataError, match="0 of 4 examples"):
+        split(torch.zeros(4, 1), torch.tensor([0, 0, 1, 1]), (0.9, 0.05, 0.05))
     with pytest.raises(DataError, match="empty"):
         split(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
 

@@ -22,8 +22,11 @@ def double(model: nn.Module) -> None:
         parameter.data *= 2
 
 
-def make(folder: Path, train: Any = double, *, weights: str = "", seed: int = 3) -> dict[str, torch.Tensor]:
-    model = pretrained(build, train, weights=weights, folder=folder, seed=seed, device=torch.device("cpu"))
+def make(
+    folder: Path, train: Any = double, *, check: Any = lambda model: None, weights: str = "", seed: int = 3
+) -> dict[str, torch.Tensor]:
+    device = torch.device("cpu")
+    model = pretrained(build, train, check=check, weights=weights, folder=folder, seed=seed, device=device)
     assert not model.training
     return model.state_dict()
 
@@ -74,6 +77,26 @@ def test_nothing_is_kept_of_a_training_that_failed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"other\.pt holds no weights for Sequential"):
         make(tmp_path / "run", weights=str(tmp_path / "other.pt"))
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_copy_of_the_untrained_model_is_checked_first(tmp_path: Path) -> None:
+    checked: list[dict[str, torch.Tensor]] = []
+
+    def check(model: nn.Module) -> None:
+        checked.append(model.state_dict())
+        double(model)  # of no consequence
+
+    untrained = make(tmp_path / "a", lambda model: None)
+
+    def refuse(model: nn.Module) -> None:
+        raise ConfigError("no such layer")
+
+    with pytest.raises(ConfigError, match="no such layer"):
+        make(tmp_path / "b", never, check=refuse)
+    assert not (tmp_path / "b").exists()
+    trained = make(tmp_path / "b", lambda model: None, check=check)
+    assert same(trained, untrained)
+    assert all(torch.equal(checked[0][key], 2 * untrained[key]) for key in untrained)
 
 
 def test_torchvisions_classifiers_by_name() -> None:

@@ -32,6 +32,11 @@ def numbered(*counts: int, dtype: torch.dtype = torch.float32) -> Splits:
     return Splits(*parts, ("a", "b"))
 
 
+def test_each_part_tells_its_classes() -> None:
+    assert numbered(1, 3, 4).classes_of("train") == ["a"]
+    assert numbered(1, 3, 4).classes_of("test") == ["a", "b"]
+
+
 def test_each_part_is_changed_under_its_name() -> None:
     splits = numbered(2, 3, 4)
     seen: list[tuple[str, int]] = []

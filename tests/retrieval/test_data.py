@@ -69,6 +69,26 @@ def test_the_last_classes_may_be_the_test_part() -> None:
         assert len(splits.validation.y.unique()) == 2
 
 
+def test_the_test_classes_may_be_named() -> None:
+    whole, seen = labelled([2] * 9, prefix="c"), set()
+    for seed in range(5):
+        splits = split_classes(whole, [0.45, 0.22, 0.33], seed, test_classes=["c8", "c1", "c4", "c1"])
+        assert splits.classes_of("test") == ["c1", "c4", "c8"]
+        assert len(splits.classes_of("validation")) == 2  # of six others, in the proportion of 45 to 22
+        assert len(splits.classes_of("train")) == 4
+        seen.add(tuple(splits.classes_of("validation")))
+    assert len(seen) > 1
+    with pytest.raises(DataError, match=r"data\.test_classes has 'c11', which is no class; nearest of the 9: 'c1', "):
+        split_classes(whole, [0.45, 0.22, 0.33], test_classes=["c1", "c11"])
+    with pytest.raises(DataError, match="give 2, 1 and 6"):
+        split_classes(whole, [0.45, 0.22, 0.33], test_classes=[f"c{i}" for i in range(6)])
+
+
+def test_a_part_without_a_pair_is_refused() -> None:
+    with pytest.raises(DataError, match="the test part must hold a class of two images"):
+        split_classes(labelled([2] * 6 + [1] * 3), [0.45, 0.22, 0.33], last_test=True)
+
+
 def test_validation_classes_are_held_out_of_a_given_train_part() -> None:
     train, test = labelled([2] * 10, prefix="a"), labelled([3] * 4, prefix="b")
     splits = hold_out_classes(train, test, 0.3, seed=1)

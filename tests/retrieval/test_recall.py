@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import normalize
 
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
 import faiss
 from pytorch_metric_learning import losses, testers, trainers
+from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
-from pytorch_metric_learning.utils.inference import FaissKNN
+from pytorch_metric_learning.utils.inference import CustomKNN, FaissKNN
 from pytorch_metric_learning.utils.logging_presets import HookContainer
 
 from metricopt_ext.errors import DataError, MetricError
@@ -47,7 +49,9 @@ def naive(
     own = range(len(x)) if gallery is None else own
     firsts = []
     for i, (query, label) in enumerate(zip(x.astype(np.float64), y, strict=True)):
-        far = -(items @ query) if distance == "ip" else ((items - query) ** 2).sum(axis=1)
+        far = -(items @ query) if distance != "l2" else ((items - query) ** 2).sum(axis=1)
+        if distance == "cosine":
+            far /= np.linalg.norm(items, axis=1)
         others = [j for j in range(len(items)) if own is None or j != own[i]]
         right = {"": False, "first": item_labels != label, "last": item_labels == label}[tied]
         others.sort(key=lambda j, far=far, right=right: (far[j], right[j] if tied else 0))
@@ -70,7 +74,7 @@ def raw_faiss(x: np.ndarray, y: np.ndarray, ks: Any, distance: str = "l2") -> di
     return {wanted: float(np.mean([row[:wanted].any() for row in hits])) for wanted in ks}
 
 
-@pytest.mark.parametrize("distance", ["l2", "ip"])
+@pytest.mark.parametrize("distance", ["l2", "ip", "cosine"])
 @pytest.mark.parametrize("separate", [False, True])
 def test_equals_the_definition(distance: Any, separate: bool) -> None:
     x, y = clusters(500)
@@ -268,10 +272,11 @@ def test_gallery_that_starts_with_the_queries() -> None:
 
 
 X, Y = clusters(20, 3, classes=4)
-NAN, INF, HUGE = X.copy(), X.astype(np.float64), X.copy()
+NAN, INF, HUGE, ZERO = X.copy(), X.astype(np.float64), X.copy(), X.copy()
 NAN[[4, 7], 1] = np.nan
 INF[5, 0] = 1e300
 HUGE[5, 0] = 3e19
+ZERO[6] = 0
 
 
 @pytest.mark.parametrize(
@@ -307,7 +312,9 @@ HUGE[5, 0] = 3e19
         ((X, Y), {"ks": ()}, r"at least 1, got \[\]"),
         ((X, Y), {"ks": (1.5,)}, r"whole numbers, got \(1.5,\)"),
         ((X, Y), {"ks": 5}, "whole numbers, got 5"),
-        ((X, Y), {"distance": "cosine"}, "distance must be 'l2' or 'ip', got 'cosine'"),
+        ((X, Y), {"distance": "l1"}, "distance must be 'l2', 'ip' or 'cosine', got 'l1'"),
+        ((ZERO, Y), {"distance": "cosine"}, "embeddings must not be 0 to be compared by cosine, got 0 in row 6"),
+        ((X, Y), {"distance": "cosine", "gallery": (ZERO, Y)}, "gallery embeddings must not be 0"),
         ((X, Y), {"seed": -1}, "seed must be at least 0, got -1"),
         ((X, Y), {"query_subset": 0}, "query_subset must be at least 1, or None for all queries, got 0"),
     ],
@@ -320,7 +327,7 @@ def test_refuses_what_it_can_not_use(arguments: Any, options: Any, message: str)
 def test_largest_lengths_that_do_not_overflow() -> None:
     x, y = clusters(100)
     scale = np.float32(8e18 / np.linalg.norm(x, axis=1).max())
-    for distance in ("l2", "ip"):
+    for distance in ("l2", "ip", "cosine"):
         assert recall_at_k(x * scale, y, (1, 5), distance=distance).at == naive(x, y, (1, 5), distance=distance)
 
 
@@ -457,6 +464,22 @@ def test_calculator_passes_its_options_on() -> None:
     assert list(RecallCalculator(ks=(1, 3)).get_accuracy(x, y, include=("recall_at_3",))) == ["recall_at_3"]
     assert list(RecallCalculator(exclude=("recall_at_3",), ks=(1, 3)).get_accuracy(x, y)) == ["recall_at_1"]
     assert list(RecallCalculator(("precision_at_1",), ks=(1,), k=5).get_accuracy(x, y)) == ["precision_at_1"]
+
+
+def test_cosine_is_pytorch_metric_learning_s() -> None:
+    x, y = clusters(300)
+    x *= np.exp(np.random.default_rng(1).standard_normal((300, 1))).astype(np.float32)
+    gallery = x[100:], y[100:]
+    for knn in (CustomKNN(CosineSimilarity()), None):  # of the embeddings as they are, and its default, scaled before
+        scaled = x if knn else normalize(torch.from_numpy(x))
+        own = ("precision_at_1", "mean_average_precision_at_r")
+        base = AccuracyCalculator(own, k=200, knn_func=knn, device=torch.device("cpu"))
+        theirs = base.get_accuracy(scaled[:100], y[:100], scaled[100:], y[100:])
+        calculator = RecallCalculator(("recall_at_1", *own), ks=(1,), distance="cosine", k=200)
+        found = calculator.get_accuracy(x[:100], y[:100], *gallery)
+        assert found.pop("recall_at_1") == pytest.approx(theirs["precision_at_1"])
+        assert found == pytest.approx(theirs)
+    assert theirs["precision_at_1"] != recall_at_k(x[:100], y[:100], (1,), gallery=gallery).at[1]
 
 
 def test_calculator_refuses() -> None:

@@ -17,9 +17,18 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
+from pytorch_metric_learning.distances import CosineSimilarity
+from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
+from pytorch_metric_learning.utils.inference import CustomKNN
+
 from metricopt_ext.adapters.attach import attach_film, load_adapter
+from metricopt_ext.evidence.cli import run_and_report
+from metricopt_ext.retrieval.config import RetrievalConfig
+from metricopt_ext.retrieval.data import load_digits
+from metricopt_ext.retrieval.experiment import RetrievalExperiment
 from metricopt_ext.retrieval.models import build_model
 from metricopt_ext.retrieval.recall import recall_at_k
+from metricopt_ext.utils.config import load_config
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -135,6 +144,78 @@ def test_safetensors_hold_their_labels(folder: Path) -> None:
     save_file(half, folder / "half.safetensors")
     mixed = evaluate(folder, "--embeddings", "half.safetensors", "--labels", "q.safetensors", "--ks", "5")
     assert mixed["galleries"][0]["recall"] == as_json(recall_at_k(half["embeddings"], items(folder, "q")[1], (5,)).at)
+
+
+def test_cosine_is_that_of_pytorch_metric_learning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = items(folder, "q")
+    base = AccuracyCalculator(("precision_at_1",), k=1, knn_func=CustomKNN(CosineSimilarity()))
+    theirs = base.get_accuracy(x, y - 2**24)  # which it would take for one class
+    found = evaluate(folder, *QUERIES, "--ks", "1", "--distance", "cosine")["galleries"][0]["recall"]["1"]
+    assert found == pytest.approx(theirs["precision_at_1"])
+    assert "note:" not in capsys.readouterr().out
+    plain = evaluate(folder, *QUERIES, "--ks", "1")
+    assert plain["config"]["distance"] == "l2"
+    assert plain["galleries"][0]["recall"]["1"] != found
+    lengths = np.linalg.norm(x, axis=1)
+    note = (
+        f"note: the embeddings' lengths range from {lengths.min():.3g} to {lengths.max():.3g}; --distance cosine, which"
+    )
+    assert note in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("distance", ["l2", "ip", "cosine"])
+def test_lengths_that_are_the_same_need_no_note(
+    folder: Path, capsys: pytest.CaptureFixture[str], distance: str
+) -> None:
+    x, _ = items(folder, "q")
+    np.save(folder / "equal.npy", (7 * x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float16))
+    arguments = ("--embeddings", "equal.npy", "--labels", "q_labels.npy", "--distance", distance)
+    evaluate(folder, *arguments)
+    assert "note:" not in capsys.readouterr().out
+    evaluate(folder, *arguments, "--gallery-embeddings", "a.npy", "--gallery-labels", "a_labels.npy")
+    assert ("note:" in capsys.readouterr().out) == (distance != "cosine")  # the gallery's lengths count
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny run of the retrieval tool with two seeds, searching for digits of its own choice."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    settings = [
+        *("recipe.steps=3", "recipe.evals=2", "recipe.rounds=1", "recipe.folds=2", "recipe.trials=0", "queries=16"),
+        *("model.epochs=1", "model.width=4", "model.embedding=6", "adapter.dim=3", "best_evals=2", "pictures=false"),
+        *("recipe.learners=[ridge]", "workers=1", "seeds=2", "device=cpu", "data.test_classes=[2,5,7]"),
+    ]
+    config = load_config(RetrievalConfig, TOOLS.parent / "configs" / "retrieval" / "digits.yaml", settings)
+    run_and_report(RetrievalExperiment, config, out, resume=False)
+    return out
+
+
+def test_a_run_is_evaluated_on_its_test_classes(run: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = evaluate(folder, "--run-dir", str(run), "--ks", "1", "2", "4")
+    rows = {row["gallery"]: row for row in report["galleries"]}
+    assert list(rows) == ["seed-0/model", "seed-0/tuned", "seed-1/model", "seed-1/tuned"]
+    assert "model " in capsys.readouterr().out
+    methods = json.loads((run / "report.json").read_text())["methods"]
+    for seed in (0, 1):
+        assert json.loads((run / f"seed-{seed}" / "classes.json").read_text())["test"] == ["2", "5", "7"]
+        for name, method in (("model", "pretrained"), ("tuned", "metricopt")):
+            assert rows[f"seed-{seed}/{name}"]["mean"] == pytest.approx(methods[method]["test"][seed], abs=1e-3)
+    assert rows["seed-0/model"]["size"] == sum(int(label in (2, 5, 7)) for label in load_digits().y.tolist())
+    other = evaluate(folder, "--run-dir", str(run), "--part", "validation", "--ks", "1", "2", "4")["galleries"]
+    assert other[0]["mean"] == pytest.approx(methods["pretrained"]["validation"][0])
+
+
+def test_other_folders_are_no_runs(run: Path, folder: Path) -> None:
+    (folder / "begun").mkdir()
+    (folder / "begun" / "run.json").write_text((run / "run.json").read_text())
+    for arguments, message in (
+        ((str(run / "seed-0"),), "seed-0 has no run.json; name the whole output folder of tools/finetune_retrieval.py"),
+        (("begun",), "begun has no seed-N/tuned.safetensors, which is written once a seed has finished"),
+        ((str(run), "--weights", "model.safetensors"), "--weights can't be used with --run-dir"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            evaluate(folder, "--run-dir", *arguments)
+        assert message in str(stopped.value)
 
 
 def write_images(folder: Path, classes: tuple[str, ...], seed: int) -> None:

@@ -20,6 +20,7 @@ import pytest
 import sklearn.metrics
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import load_adapter
@@ -288,6 +289,60 @@ def test_metrics_tell_halves_of_equal_make_up() -> None:
     assert model_metric(METRICS["accuracy"], part).evaluate(model, "test") == (told.cost, None)
 
 
+def test_the_tuned_model_is_a_plain_one(finished: Path) -> None:
+    for seed in (0, 1):
+        _, expected = answers(config_of(), finished, seed, tuned=True)
+        plain = build_model("small_cnn", torch.Size((1, 8, 8)), 10).eval()
+        plain.load_state_dict(load_file(finished / f"seed-{seed}" / "tuned.safetensors"), strict=True)
+        with torch.no_grad():
+            torch.testing.assert_close(plain(load_splits(config_of(), seed).test.x), expected, rtol=1e-4, atol=1e-4)
+
+
+WINE = ["data.name=wine", "data.fractions=[0.5,0.2,0.3]", "data.standardise=true", "shift.kind=none"]
+MLP = ["model.name=tabular_mlp", "adapter.kind=input_bias", "adapter.layers=[]"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "reference"),
+    [
+        (
+            ["metric.name=sklearn.metrics:f1_score", "metric.kwargs.average=macro"],
+            lambda y, logits: sklearn.metrics.f1_score(y, logits.argmax(1), average="macro"),
+        ),
+        (
+            ["metric.name=torchmetrics.classification:MulticlassF1Score", "metric.kwargs={num_classes: 3}"],
+            lambda y, logits: sklearn.metrics.f1_score(y, logits.argmax(1), average="macro"),
+        ),
+        (
+            [
+                "metric.name=sklearn.metrics:roc_auc_score",
+                "metric.scores=probabilities",
+                "metric.kwargs.multi_class=ovr",
+            ],
+            lambda y, logits: sklearn.metrics.roc_auc_score(y, logits.double().softmax(1), multi_class="ovr"),
+        ),
+        (["metric.name=f1"], lambda y, logits: sklearn.metrics.f1_score(y, logits.argmax(1), average="macro")),
+    ],
+)
+def test_arguments_of_metrics(metric: list[str], reference: Any) -> None:
+    config = config_of(*WINE, *MLP, *metric)
+    part = load_splits(config, 0).validation
+    build.try_metric(config.metric, part.y, 3)
+    torch.manual_seed(0)
+    model = build_model("tabular_mlp", torch.Size((13,)), 3).eval()
+    found = model_metric(build.build_metric(config.metric), part).cost(model, "test")
+    with torch.no_grad():
+        assert 1 - found == pytest.approx(reference(part.y, model(part.x)))
+
+
+def test_a_run_says_what_its_metric_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    refused("--config-file", DIGITS, "--output-dir", tmp_path, *TINY, "metric.name=f1", "device=abacus")
+    assert "f1: F-measure of the positive class; with 3 or more classes macro, the mean" in capsys.readouterr().out
+    own = ["metric.name=sklearn.metrics:f1_score", "metric.kwargs={average: macro, zero_division: 0}"]
+    refused("--config-file", DIGITS, "--output-dir", tmp_path, *TINY, *own, "device=abacus")
+    assert "f1_score: average=macro, zero_division=0" in capsys.readouterr().out
+
+
 def test_any_metric_of_scikit_learn(tmp_path: Path) -> None:
     overrides = ["metric.name=sklearn.metrics:matthews_corrcoef", "metric.bounds=[-1,1]"]
     call("--config-file", DIGITS, "--output-dir", tmp_path, "--seed", "3", *TINY, *overrides)
@@ -400,7 +455,16 @@ def table(folder: Path, positives: int) -> list[str]:
         (["queries=many"], r"queries=many: .*'many'"),
         (["metric.name=acuracy"], r"metric\.name='acuracy' is none of .*accuracy.* MODULE:FUNCTION"),
         (["metric.name=sklearn.metrics:nothing"], r"'sklearn\.metrics:nothing': .* no attribute 'nothing'"),
-        (["metric.name=no_such_module:f"], r"No module named 'no_such_module'"),
+        (["metric.name=no_such_module:f"], r"No module named 'no_such_module'; is its folder on PYTHONPATH\?"),
+        (
+            ["metric.kwargs.average=macro"],
+            r"metric\.kwargs=\{'average': 'macro'\} is for MODULE:FUNCTION; accuracy takes",
+        ),
+        (
+            ["metric.name=sklearn.metrics:f1_score", "metric.bounds=[0]"],
+            r"metric\.bounds=\[0\.0\]: it must be two numbers",
+        ),
+        (["data.name=csv"], r"data\.name=csv needs data\.target=COLUMN"),
         (["queries=15"], r"15 queries are too few .* give at least 16"),
         (["recipe.evals=9"], r"recipe: evals is 9; a task of 3 steps has 4 points"),
         (["population=0"], r"population=0: it must be at least 1"),
@@ -421,6 +485,7 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
     ("overrides", "message"),
     [
         (["adapter.layers=[nrom*]"], r"layers='nrom\*' matches no layer; did you mean \['norm"),
+        (["adapter.layers=[conv1]"], r"layers='conv1' matches 'conv1', which is a Conv2d without a weight and a bias"),
         (["adapter.kind=lora"], r"adapter\.kind='lora' is neither film nor input_bias"),
         (["adapter.dim=0"], r"adapter.dim=0: it must be at least 1"),
         (["data.name=mnist"], r"data\.name='mnist' is none of .*digits"),
@@ -438,13 +503,31 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["model.weights=nowhere.pt"], r"nowhere\.pt holds no weights for SmallCNN"),
         (["batch_size=5"], r"batch_size is 5, too small for one example of each of 10 classes"),
         (["device=abacus"], r"device='abacus' is not available here"),
-        (["recipe.lr=1e30"], r"gradient of task \d is not finite .* lower the lr"),
-        (["metric.name=sklearn.metrics:mean_squared_error"], r"must be within its bounds .*round 0, task 0"),
+        (
+            ["metric.name=sklearn.metrics:f1_score"],
+            r"made-up predictions of 10 classes: .* one of \[None, 'micro', 'macro'",
+        ),
+        (
+            ["metric.name=sklearn.metrics:f1_score", "metric.kwargs.averag=macro"],
+            r"unexpected keyword argument 'averag'; see metric\.kwargs",
+        ),
+        (["metric.name=sklearn.metrics:mean_squared_error"], r"must be within its bounds .*; see .* metric\.bounds"),
+        (["metric.name=expected_cost", "metric.costs=[[0.0,1.0],[5.0,0.0]]"], r"costs are for 2 classes, got .* of 10"),
+        (["data.positive=3"], r"data\.positive='3' is for two classes, but the data have 10"),
     ],
 )
+def test_bad_settings_end_in_one_line_before_any_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
+) -> None:
+    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained"))
+    assert re.search(message, refused("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides))
+    assert not (tmp_path / "run" / "seed-0").exists()
+
+
 @pytest.mark.usefixtures("ridge_alone")
-def test_bad_settings_end_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
-    out = tmp_path / "run"
+def test_a_learning_rate_that_diverges_ends_in_one_line(tmp_path: Path) -> None:
+    out, overrides = tmp_path / "run", ["recipe.lr=1e30"]
+    message = r"gradient of task \d is not finite .* lower the lr"
     assert re.search(message, refused("--config-file", DIGITS, "--output-dir", out, *TINY, *overrides))
 
 
@@ -453,14 +536,29 @@ def test_bad_settings_end_in_one_line(tmp_path: Path, overrides: list[str], mess
     [
         (3, [], r"the validation split must hold at least two classes, got only class 0"),
         (0, [], r"at least two classes, got 1"),
-        (1, [], r"cannot set aside 12 of 60 examples by class"),
-        (30, ["data.target=anwser"], r"must have one column 'anwser', .* nearest is 'answer'"),
+        (1, [], r"class 'yes' has a single example"),
+        (30, ["data.target=anwser"], r"must have one column 'anwser', .* nearest among 3: 'answer'"),
+        (30, ["data.max_categories=2", "data.target=weekday"], r"target 'weekday' must have at most 2 distinct values"),
+        (30, ["data.delimiter=;"], r"is data\.delimiter the character between its cells\?"),
+        (30, ["data.positive=maybe"], r"data\.positive='maybe' must be one of the two classes, 'no' or 'yes'"),
         (30, ["data.root=nowhere.csv"], r"nowhere\.csv not found"),
     ],
 )
 def test_unusable_tables_end_in_one_line(tmp_path: Path, positives: int, overrides: list[str], message: str) -> None:
     settings = [*TINY, *table(tmp_path, positives), *overrides]
     assert re.search(message, refused("--config-file", DIGITS, "--output-dir", tmp_path / "run", *settings))
+
+
+@pytest.mark.parametrize(("delimiter", "typed"), [(",", ","), (";", ";"), ("|", "|"), ("\t", "\\t")])
+def test_a_table_is_read_as_the_settings_say(tmp_path: Path, delimiter: str, typed: str) -> None:
+    settings = table(tmp_path, 20)
+    (tmp_path / "table.csv").write_text((tmp_path / "table.csv").read_text().replace(",", delimiter))
+    settings += [f"data.delimiter={typed}", "data.drop=[weekday]"]
+    usual, turned = (load_splits(config_of(*settings, *more), 0) for more in ([], ["data.positive=no"]))
+    assert usual.train.x.shape == (36, 1)
+    assert (usual.class_names, turned.class_names) == (("no", "yes"), ("yes", "no"))
+    assert torch.equal(usual.test.y, 1 - turned.test.y)
+    assert int(usual.train.y.sum()) == 12
 
 
 def test_missing_files_end_in_one_line(tmp_path: Path) -> None:

@@ -402,8 +402,6 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["data.images=[6,0,6]"], r"images must be three numbers of at least 1, got \(6, 0, 6\)"),
         (["data.more_train=[VOC2012]"], r"data\.more_train=\['VOC2012'\] is for data\.name=voc"),
         (["data.classes=[cat]"], r"data\.classes=\['cat'\] is for data\.name=voc"),
-        (["adapter.placement=head"], r"placement='head' is none of backbone, early, fpn, rpn, roi_head, predictor"),
-        (["adapter.layers=[norm*]"], r"layers='norm\*' matches no layer"),
         (["model.lr=1e30"], r"step \d: .*(lower the lr|not finite)"),
         (["device=abacus"], r"device='abacus' is not available here"),
     ],
@@ -412,6 +410,20 @@ def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path, overrides: 
     out = tmp_path / "run"
     assert re.search(message, refused("--config-file", SCENES, "--output-dir", out, *TINY, *overrides))
     assert not (out / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("adapter.placement=head", r"placement='head' is none of backbone, early, fpn, rpn, roi_head, predictor"),
+        ("adapter.layers=[norm*]", r"layers='norm\*' matches no layer"),
+    ],
+)
+def test_layers_that_are_not_there_are_refused_before_any_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
+) -> None:
+    monkeypatch.setattr(build, "train_detector", lambda *_, **__: pytest.fail("trained"))
+    assert re.search(message, refused("--config-file", SCENES, "--output-dir", tmp_path / "run", *TINY, override))
 
 
 def break_image(tree: Path) -> None:

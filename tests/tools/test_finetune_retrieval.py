@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import load_adapter
@@ -136,6 +137,7 @@ def test_everything_is_written(finished: Path) -> None:
     for seed in (0, 1):
         folder = finished / f"seed-{seed}"
         kept = {"record.json", "model.safetensors", "adapter.safetensors", "neighbours.png", "evaluations.json"}
+        kept |= {"tuned.safetensors", "classes.json"}
         assert kept <= {path.name for path in folder.iterdir()}
         assert len(list((folder / "trajectories").glob("round-0-task-*.safetensors"))) == 4
         assert load_value_function(folder / "value_function.safetensors", dim=3).quality is not None
@@ -162,6 +164,21 @@ def test_the_report_states_what_the_kept_models_do(finished: Path) -> None:
             assert recalls[name][:3] == [pytest.approx(value) for value in expected.values()]
         assert recalls["ks"] == [1, 2, 4, 8, 16, 32, 64, 128]
         assert methods["metricopt"]["validation"][seed] >= methods["pretrained"]["validation"][seed]
+
+
+def test_the_tuned_model_is_a_plain_one_and_the_classes_are_listed(finished: Path) -> None:
+    for seed in (0, 1):
+        splits, folder = load_splits(config_of(), seed), finished / f"seed-{seed}"
+        plain = build_model("conv4", torch.Size((1, 8, 8)), 6, 4).eval()
+        plain.load_state_dict(load_file(folder / "tuned.safetensors"), strict=True)
+        expected, _ = kept_embeddings(config_of(), finished, seed, tuned=True)
+        with torch.no_grad():
+            torch.testing.assert_close(plain(splits.test.x), expected, rtol=1e-4, atol=1e-4)
+        listed = json.loads((folder / "classes.json").read_text())
+        assert listed == {
+            name: sorted({str(label) for label in getattr(splits, name).y.tolist()})
+            for name in ("train", "validation", "test")
+        }
 
 
 def test_a_second_call_needs_resume(finished: Path) -> None:
@@ -287,6 +304,14 @@ def test_class_folders_with_a_fixed_test_part_and_a_subset_of_queries(tmp_path: 
         (["metric.ks=[]"], r"metric: ks must be one or more numbers"),
         (["queries=15"], r"15 queries are too few .* give at least 16"),
         (["model.lr=0"], r"model\.lr=0\.0: it must be above 0"),
+        (
+            ["data.test_classes=[7,8]", "data.last_test=true"],
+            r"data\.test_classes chooses the test part, as data\.last",
+        ),
+        (
+            ["data.test_classes=[7,8]", "data.name=stanford_online_products"],
+            r"as data\.last_test or the set's own lists",
+        ),
     ],
 )
 def test_bad_settings_are_refused_before_the_folder_is_taken(
@@ -308,6 +333,8 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["data.fractions=[0.5,0.6]"], r"data: fractions must be three numbers"),
         (["shift.kind=odd"], r"shift\.kind='odd' must be none or image"),
         (["shift.contrast=2"], r"shift: contrast must be in \(0, 1\], got 2"),
+        (["data.test_classes=[7,12]"], r"data\.test_classes has '12', which is no class; nearest of the 10: '2', "),
+        (["adapter.layers=[trunk.layer4.*.bn*]"], r"layers='trunk\.layer4\.\*\.bn\*' matches no layer; did you mean"),
         (["adapter.layers=[nrom*]"], r"layers='nrom\*' matches no layer"),
         (["model.name=conv5"], r"model\.name='conv5' is neither conv4 nor a torchvision classifier"),
         (["model.name=resnet18"], r"model\.name=resnet18 does not take images of shape \(1, "),
@@ -316,10 +343,37 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["device=abacus"], r"device='abacus' is not available here"),
     ],
 )
-def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_what_cannot_be_built_is_refused_in_one_line_before_any_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
+) -> None:
+    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained"))
     out = tmp_path / "run"
     assert re.search(message, refused("--config-file", DIGITS, "--output-dir", out, *TINY, *overrides))
-    assert not (out / "report.json").exists()
+    assert not (out / "seed-0").exists()
+
+
+def test_a_validation_part_of_too_few_pairs_is_refused_before_any_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained"))
+    root = omniglot(tmp_path / "set")
+    for name in ("Greek/character02", "Greek/character03"):  # one image is left of them
+        for drawing in sorted((root / name).iterdir())[1:]:
+            drawing.unlink()
+    test = "data.test_classes=[Latin/character01,Latin/character02,Latin/character03]"
+    settings = [f"data.root={root}", test, "data.fractions=[0.5,0.4,0.1]"]
+
+    def pairs(seed: int) -> int:
+        try:
+            counts = load_splits(config_of(*settings, file=OMNIGLOT), seed).validation.y.bincount()
+        except DataError:
+            return 0
+        return int((counts > 1).sum())
+
+    seed = next(seed for seed in range(20) if pairs(seed) == 1)
+    arguments = ["--config-file", OMNIGLOT, "--output-dir", tmp_path / "run", "--seed", str(seed)]
+    message = refused(*arguments, *TINY, *settings)
+    assert message == "a batch needs 2 classes of at least two examples, got 1"
 
 
 def test_bad_images_are_refused_in_one_line(tmp_path: Path) -> None:

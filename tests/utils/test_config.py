@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ class Inner:
     rate: float = 0.5
     names: list[str] = field(default_factory=list)
     pairs: list[list[float]] = field(default_factory=list)
+    free: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -60,8 +62,34 @@ def test_defaults_come_last(tmp_path: Path) -> None:
     assert load_config(Schema, file, ["count=5", "count=6"]) == Schema(Inner(0.1), 6)
 
 
+def test_a_dictionary_takes_the_place_of_a_file() -> None:
+    assert load_config(Schema, {"count": 4, "inner": {"rate": 0.1}}, ["count=5"]) == Schema(Inner(0.1), 5)
+    with pytest.raises(ConfigError, match=r"^unknown key 'cuont'; did you mean 'count'\?$"):
+        load_config(Schema, {"cuont": 4})
+
+
+@pytest.mark.parametrize("text", ["yes", "007", "1.50", "null", "", ";", "|", ",", ">50K", "#1", "a: b", "a=b", "\\t"])
+def test_text_is_taken_as_it_stands(text: str) -> None:
+    assert load_config(Schema, None, [f"title={text}"]).title == text
+
+
+@pytest.mark.parametrize(("text", "value"), [("'a b'", "a b"), ('"\\t"', "\t"), ("''", "")])
+def test_quoted_text_is_yaml(text: str, value: str) -> None:
+    assert load_config(Schema, None, [f"title={text}"]).title == value
+
+
+def test_a_mapping_s_own_keys_can_be_set_one_by_one(tmp_path: Path) -> None:
+    file = written(tmp_path, "inner: {free: {margin: 0.1, kind: a}}\n")
+    config = load_config(Schema, file, ["inner.free.margin=2", "inner.free.flags=[1, x]"])
+    assert config.inner.free == {"margin": 2, "kind": "a", "flags": [1, "x"]}
+    assert error_of(None, "inner.rate.x=1") == "unknown key 'inner.rate.x'; did you mean 'inner.rate'?"
+    assert error_of(None, "inner.free=3").startswith("inner.free=3: ")
+
+
 def test_known_keys() -> None:
-    assert known_keys(Schema) == ["inner", "inner.rate", "inner.names", "inner.pairs", "count", "title", "loud"]
+    keys = ["inner", "inner.rate", "inner.names", "inner.pairs", "inner.free", "count", "title", "loud"]
+    assert list(known_keys(Schema)) == keys
+    assert (known_keys(Schema)["inner.rate"], known_keys(Schema)["inner"]) == (float, Inner)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Fingerprints tell another model from the same one, kept in another way; JSON takes the numbers of NumPy."""
+"""A model's weights, kept as a state dict and told from others by a fingerprint; JSON takes the numbers of NumPy."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from metricopt_ext.utils.files import claim, fingerprint, read_json, write_json
+from metricopt_ext.utils.files import claim, fingerprint, load_checkpoint, read_json, save_checkpoint, write_json
 
 STATE: dict[str, Any] = {
     "weight": torch.arange(6.0).reshape(2, 3),
@@ -16,6 +17,14 @@ STATE: dict[str, Any] = {
     "mask": torch.tensor([True, False]),
     "empty": torch.zeros(0),
 }
+
+
+def test_a_saved_checkpoint_is_loaded_as_it_was(tmp_path: Path) -> None:
+    model, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    model(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
+    save_checkpoint(tmp_path / "new" / "model.safetensors", model.state_dict())
+    load_checkpoint(other, tmp_path / "new" / "model.safetensors")
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in other.state_dict().items())
 
 
 def test_the_same_state_has_the_same_fingerprint() -> None:
