@@ -1,4 +1,4 @@
-"""A task whose loss and metric are known in closed form, a record keeper in memory, and a tiny config of Detectron2."""
+"""A task whose loss and metric are known in closed form, a record keeper in memory, and Detectron2 made tiny and exact."""
 
 import io
 import sqlite3
@@ -20,7 +20,13 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.machine import Machine, missing_capability, processor
 from metricopt_ext.utils.seeding import generator
 
-torch.set_num_threads(1)  # the tests' tensors are small: threads would only wait for each other
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--threads", type=int, default=1, metavar="N", help="threads of torch (the tests' tensors are small)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(config.getoption("--threads"))
 
 
 def pytest_configure() -> None:
@@ -213,3 +219,11 @@ def tiny_config(tmp_path: Path) -> Callable[..., Any]:
         return config.read_config(path, [*flat, *overrides])
 
     return make
+
+
+@pytest.fixture
+def double_nms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Detectron2 suppress boxes in double precision: it rounds boxes alone to single, which torchvision refuses."""
+    box_ops = pytest.importorskip("torchvision.ops.boxes")
+    suppress = box_ops.batched_nms
+    monkeypatch.setattr(box_ops, "batched_nms", lambda boxes, scores, *rest: suppress(boxes.to(scores), scores, *rest))

@@ -127,6 +127,7 @@ def train(steps: int, seed: int = 0) -> tuple[nn.Module, list[float]]:
     return model, train_detector(TOOLKIT, model, batches, steps=steps, lr=0.05, warmup=5, seed=seed)
 
 
+@pytest.mark.outcome
 @pytest.mark.slow
 def test_training_finds_the_squares() -> None:
     """In the mean of three seeds: any one of them depends on roundings, and so on the processor."""

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchvision")
 
-from torchvision.ops import boxes as box_ops
-
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.frozen import FrozenFeatures
@@ -66,12 +64,9 @@ def adapted(toolkit: Toolkit) -> Adapter:
     return adapter
 
 
-def detectron2(kind: str, make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Case:
+def detectron2(kind: str, make_config: Callable[..., Any]) -> Case:
     from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 
-    # Detectron2 rounds boxes to single precision and leaves the scores as they are, which torchvision refuses.
-    suppress = box_ops.batched_nms
-    monkeypatch.setattr(box_ops, "batched_nms", lambda boxes, scores, *rest: suppress(boxes.to(scores), scores, *rest))
     toolkit = Detectron2Toolkit(make_config(kind, "BN", "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0))
     adapter = adapted(toolkit)
     model: Any = adapter.model
@@ -93,11 +88,12 @@ def torchvision(kept: bool) -> Case:
         *(pytest.param(f"detectron2, {kind}", marks=pytest.mark.detectron2) for kind in ("fpn", "c4")),
     ]
 )
-def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
+def case(request: pytest.FixtureRequest) -> Case:
     toolkit, _, kind = request.param.partition(", ")
     if toolkit == "torchvision":
         return torchvision(kept=bool(kind))
-    return detectron2(kind, request.getfixturevalue("tiny_config"), monkeypatch)
+    request.getfixturevalue("double_nms")
+    return detectron2(kind, request.getfixturevalue("tiny_config"))
 
 
 def mixed(model: nn.Module) -> dict[str, bool]:

@@ -88,7 +88,7 @@ def test_metrics_of_higher_is_better_keep_their_units(quadratic: Callable[..., A
     a, b = beside(lower, tmp_path / "a")[0].outcomes, beside(higher, tmp_path / "b")[0].outcomes
     for name in ("pretrained", "loss_finetune", "loss_finetune_best"):
         assert b[name][0].validation == pytest.approx(100 - a[name][0].validation)
-    assert b["metricopt"][0].validation > b["loss_finetune"][0].validation
+    assert b["metricopt"][0].validation >= max(b["pretrained"][0].validation, b["loss_finetune"][0].validation)
 
 
 @pytest.mark.parametrize("best_evals", [1, 2, 5, 11, 51])

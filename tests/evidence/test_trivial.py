@@ -82,8 +82,13 @@ def test_the_full_one_has_all_products_and_a_ridge_penalty() -> None:
     found = trivial_predictors(items, folds=FOLDS, seed=5)["full_quadratic"]
     possible = [float((held_out(penalty) - data.cost)[used].abs().mean()) for penalty in PENALTIES]
     assert min(possible) - 1e-4 <= found.mae <= sorted(possible)[2]
-    assert found.spearman > 0.9
-    assert trivial_predictors(items, folds=FOLDS, seed=5)["diagonal_quadratic"].spearman < 0.6
+
+
+@pytest.mark.outcome
+def test_products_are_learned_by_the_full_quadratic_alone() -> None:
+    found = [trivial_predictors(trajectories(seed=seed), folds=FOLDS, seed=5) for seed in range(5)]
+    assert np.mean([each["full_quadratic"].spearman for each in found]) > 0.9
+    assert np.mean([each["diagonal_quadratic"].spearman for each in found]) < 0.6
 
 
 def test_what_decides_is_found() -> None:

@@ -1,4 +1,4 @@
-"""A metric that tells its value on two halves of its data."""
+"""A metric that tells its value on two halves of its data, and a learner whose f ranks everything backwards."""
 
 import math
 from collections.abc import Callable
@@ -6,8 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.value.learners import RidgeLearner
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.value_function import RidgeValueFunction
 
 
 def _halved(task: Any, apart: float) -> Any:
@@ -26,3 +30,13 @@ def _halved(task: Any, apart: float) -> Any:
 def halved() -> Callable[..., Any]:
     """Let a task's metric tell halves that differ by up to so much, whose mean is the metric."""
     return _halved
+
+
+def _backwards(data: Observations, fold: Tensor, folds: int, seed: int) -> RidgeValueFunction:
+    return RidgeLearner()(replace(data, cost=-data.cost), fold, folds, seed)
+
+
+@pytest.fixture
+def backwards() -> Callable[..., RidgeValueFunction]:
+    """A learner whose f is never trusted on a `Quadratic`, without luck: it predicts the negative of its metric."""
+    return _backwards

@@ -273,7 +273,7 @@ def test_optimizer_and_population_rule_agree(quadratic: Callable[..., Any]) -> N
 
 
 def test_the_metric_improves_where_loss_and_metric_disagree(quadratic: Callable[..., Any]) -> None:
-    task = quadratic(D, noise=0.1)
+    task = quadratic(D, noise=0.0)
     f = make_f(radius=float(1.5 * task.goal.norm()))
     f.coefficients.copy_(torch.cat([-2 * task.goal, torch.ones(D)])[:, None].expand(-1, 2))  # |phi - goal|^2
     policies = {"loss": LossStep(0.1), "metric": MetricOptStep(f, 0.1, steps=60)}

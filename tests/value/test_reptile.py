@@ -367,15 +367,15 @@ def test_same_seed_same_f_and_global_random_numbers_untouched() -> None:
     assert not torch.equal(first.head.weight, other.head.weight)
 
 
+@pytest.mark.outcome
 def test_it_learns_and_says_nothing_of_collapse() -> None:
     data = observations(tasks=60)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fit = fit_value_function(data, [ReptileLearner(iterations=60)])
-    assert fit.f.quality is not None
-    assert fit.f.quality.spearman > 0.9
-    assert fit.f.quality.mae < 0.4 * fit.f.quality.constant_mae
-    assert fit.f.trusted
+        fits = [fit_value_function(data, [ReptileLearner(iterations=60)], seed=seed) for seed in range(2)]
+    qualities = [fit.f.quality for fit in fits]
+    assert np.mean([quality.spearman for quality in qualities]) > 0.9
+    assert np.mean([quality.mae / quality.constant_mae for quality in qualities]) < 0.4
 
 
 def test_equal_uncertainties_do() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
 
+from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.engine import DefaultPredictor
 from detectron2.modeling import build_model
 
@@ -35,13 +36,15 @@ def with_statistics(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.usefixtures("double_nms")
 @pytest.mark.parametrize(("kind", "norm"), [("fpn", "BN"), ("fpn", "FrozenBN"), ("c4", "FrozenBN")])
 def test_exported_model_detects_what_the_adapted_one_did(
     kind: str, norm: str, tiny_config: Any, squares: Callable[..., DetectionSet], tmp_path: Path
 ) -> None:
+    """In double precision, where no two boxes tie."""
     cfg = tiny_config(kind, norm, "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0)
     torch.manual_seed(0)
-    model = with_statistics(build_model(cfg)).eval()
+    model = with_statistics(build_model(cfg)).double().eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     (image,) = squares(1).images
     pixels = image.load()
@@ -62,10 +65,12 @@ def test_exported_model_detects_what_the_adapted_one_did(
 
     cfg.MODEL.WEIGHTS = str(tmp_path / "merged.pth")
     bgr = np.ascontiguousarray(pixels.permute(1, 2, 0).numpy()[:, :, ::-1])
-    merged = DefaultPredictor(cfg)(bgr)["instances"]
+    predictor = DefaultPredictor(cfg)
+    DetectionCheckpointer(predictor.model.double()).load(cfg.MODEL.WEIGHTS)
+    merged = predictor(bgr)["instances"]
     assert len(merged) == len(adapted) > 0
-    torch.testing.assert_close(merged.scores, adapted.scores, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(merged.pred_boxes.tensor, adapted.pred_boxes.tensor, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(merged.scores, adapted.scores, rtol=0, atol=1e-9)
+    torch.testing.assert_close(merged.pred_boxes.tensor, adapted.pred_boxes.tensor, rtol=0, atol=1e-4)
     assert not same(plain.scores, adapted.scores)
 
 

@@ -110,6 +110,7 @@ def test_detections_are_those_of_detectron2_s_own_predictor(
         torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.outcome
 @pytest.mark.slow
 def test_a_trained_detector_finds_and_proposes_the_squares(
     tiny_config: Any, squares: Callable[..., DetectionSet]
