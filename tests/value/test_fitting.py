@@ -160,7 +160,7 @@ def known(kind: type[RidgeValueFunction], noise: float, members: int = 4) -> Spy
 @pytest.mark.parametrize(
     ("learners", "best", "trusted"),
     [
-        pytest.param([QUICK, RidgeLearner()], "ridge", True, marks=pytest.mark.outcome),
+        pytest.param([NeuralLearner(iterations=3), RidgeLearner()], "ridge", True, marks=pytest.mark.outcome),
         pytest.param(
             [NeuralLearner(iterations=300), known(RidgeValueFunction, 1.0)], "neural", True, marks=pytest.mark.outcome
         ),
