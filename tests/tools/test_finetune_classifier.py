@@ -403,7 +403,7 @@ def test_a9a_under_another_class_ratio_and_cost(tmp_path: Path, capsys: pytest.C
 
 
 def images(folder: Path, *, per_class: int = 12) -> Path:
-    """Zip RGB images of 32 x 32, each class with more of its own colour, but not so much that phi makes no difference."""
+    """Zip RGB images of 32 x 32, each class with more of its own colour, but not so much that phi changes nothing."""
     rng, path = np.random.default_rng(0), folder / "images.zip"
     with zipfile.ZipFile(path, "w") as archive:
         for channel, name in enumerate(("red", "green", "blue")):
