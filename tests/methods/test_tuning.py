@@ -84,7 +84,8 @@ def test_an_f_of_another_adapter_is_refused_before_any_query(quadratic: Callable
         tune_start(task, fit, recipe=RECIPE)
     assert task.queries == spent
     fit.f.signature = None
-    assert tune_start(task, fit, recipe=RECIPE).chosen == "metricopt"
+    tune_start(task, fit, recipe=RECIPE)
+    assert task.queries > spent
 
 
 def test_an_f_without_skill_is_not_followed_nor_adapted(quadratic: Callable[..., Any]) -> None:
