@@ -15,9 +15,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_input_bias
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.machine import Machine, missing_capability, processor
+from metricopt_ext.utils.machine import Machine, check_capability
 from metricopt_ext.utils.seeding import generator
 
 
@@ -27,8 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(config.getoption("--threads"))
-    if missing := missing_capability():
-        pytest.exit(f"ATEN_CPU_CAPABILITY={missing}: {processor()} has no {missing}; no test was run", returncode=4)
+    try:
+        check_capability()
+    except ConfigError as error:
+        pytest.exit(f"no test was run: {error}", returncode=4)
 
 
 def pytest_report_header() -> str:

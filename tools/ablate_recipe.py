@@ -35,8 +35,9 @@ from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import read_json, write_atomically, write_json
-from metricopt_ext.utils.machine import kernels
+from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
@@ -174,15 +175,17 @@ def ablate(tasks: Sequence[Sequence[str]], folder: Path, seeds: Sequence[int], w
         total = 1 + len(FITS) + len(STEPS) + len(RUNS)
         print(f"{name}: {total} variants on {counted(len(seeds), 'seed')} from {seeds[0]} on")
         own = folder / name.replace(" ", "-")
-        open_run(own, config.as_dict(), resume=True)
         run = partial(ablate_seed, file, overrides, own)
-        rows = run_seeds(run, seeds, queries=len(RUNS) + 1, workers=workers, threads=1)
+        with deterministic(config.deterministic, threads=1):
+            computed_on = str(Machine.current(choose_device(config.device), threads=1))
+            open_run(own, {**config.as_dict(), "computed_on": computed_on}, resume=True)
+            rows = run_seeds(run, seeds, queries=len(RUNS) + 1, workers=workers, threads=1)
         variants = [variant for variant in rows[0] if all(variant in of_seed for of_seed in rows)]
         table[name] = {
             "maximize": ClassificationExperiment.describe(config).maximize,
             "variants": {variant: [asdict(of_seed[variant]) for of_seed in rows] for variant in variants},
         }
-    content = {"seeds": list(seeds), "computed_on": kernels(), "tasks": table}
+    content = {"seeds": list(seeds), "computed_on": computed_on, "tasks": table}
     write_json(folder / "ablations.json", content)
     write_atomically(folder / "ablations.md", markdown(content).encode())
     plot(content, folder / "ablations.png")
@@ -284,8 +287,8 @@ def markdown(content: dict[str, Any]) -> str:
         "",
         f"{counted(len(content['seeds']), 'seed')} from {content['seeds'][0]} on, each a fresh split and model."
         " Differences from the default are paired, with 95% intervals; positive is better. An"
-        f" interval that includes 0 shows nothing. Computed on {content['computed_on']}, on one thread; other"
-        " processors give other digits.",
+        f" interval that includes 0 shows nothing. Computed on {content['computed_on']}; other processors"
+        " give other digits.",
     ]
     for task, of_task in content["tasks"].items():
         default = of_task["variants"][DEFAULT]

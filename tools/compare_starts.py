@@ -38,8 +38,9 @@ from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import read_json, write_atomically, write_json
-from metricopt_ext.utils.machine import kernels
+from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.words import counted
@@ -88,19 +89,22 @@ def compare_starts(
     """Run every seed and write the report; returns it."""
     config.check()
     seeds = range(config.seed, config.seed + config.seeds)
-    open_run(folder, {**config.as_dict(), "starts": starts, "budgets": list(budgets)}, resume=True)
-    rows = run_seeds(
-        partial(run_seed, task, config, folder, starts, budgets),
-        seeds,
-        queries=config.queries,
-        workers=config.workers,
-        threads=config.threads,
-    )
+    with deterministic(config.deterministic, config.threads):
+        computed_on = str(Machine.current(choose_device(config.device), config.threads))
+        settings = {**config.as_dict(), "starts": starts, "budgets": list(budgets), "computed_on": computed_on}
+        open_run(folder, settings, resume=True)
+        rows = run_seeds(
+            partial(run_seed, task, config, folder, starts, budgets),
+            seeds,
+            queries=config.queries,
+            workers=config.workers,
+            threads=config.threads,
+        )
     content = {
         "task": f"{task}/{config.data.name}",
         "metric": rows[0]["metric"],
         "seeds": list(seeds),
-        "computed_on": kernels(),
+        "computed_on": computed_on,
         "starts": starts,
         "queries_once": max(row["queries_once"] for row in rows),
         "spearman": [row["spearman"] for row in rows],

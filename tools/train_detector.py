@@ -55,7 +55,7 @@ WRITTEN = re.compile(r"model_(final|best|merged|\d+)\.pth")  # by a finetuning r
 def main(arguments: argparse.Namespace) -> Any:
     """Run the command line's task in one process; returns the evaluation's results, if any."""
     if arguments.deterministic:
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True)  # in each process
     cfg = read_config(arguments.config_file, arguments.opts)
     if arguments.num_gpus == 0:
         cfg.MODEL.DEVICE = "cpu"

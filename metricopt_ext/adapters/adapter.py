@@ -13,6 +13,7 @@ from metricopt_ext.adapters.modulation import CONTEXT_NAME, GENERATOR, MODULATIO
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.files import read_tensors, write_tensors
+from metricopt_ext.utils.words import shortened
 
 FILE_FORMAT = "metricopt_ext/adapter/1"
 
@@ -35,6 +36,7 @@ class Adapter:
         if not isinstance(getattr(model, CONTEXT_NAME, None), Context):
             raise AdapterError(f"{type(model).__name__} has no adapter: call attach_film or attach_input_bias first")
         self.model = model
+        self._tag_phi()
 
     @property
     def context(self) -> Context:
@@ -67,9 +69,12 @@ class Adapter:
         return Signature(context.kind, tuple(context.layers), channels, context.seed, self.dim, context.generator)
 
     def parameters(self) -> list[nn.Parameter]:
-        """What an optimizer tunes: phi. It carries its signature, which `MetricOpt` compares with f's."""
-        setattr(self.phi, TAG, self.signature)
+        """What an optimizer tunes: phi."""
         return [self.phi]
+
+    def _tag_phi(self) -> None:
+        """Let the parameter itself say what it means: an optimizer, which sees nothing else, compares it with f's."""
+        setattr(self.phi, TAG, self.signature)
 
     @torch.no_grad()
     def set_phi(self, phi: Tensor) -> None:
@@ -182,6 +187,7 @@ class Adapter:
         context.seed = described["seed"]  # the seed of the matrices just copied
         context.generator = described.get("generator", GENERATOR)  # earlier files do not say it
         context.signature[0] = context.seed
+        self._tag_phi()
 
     def __repr__(self) -> str:
         """Say what is attached and where."""
@@ -190,10 +196,5 @@ class Adapter:
 
 
 def signature_of(parameter: Tensor) -> Signature | None:
-    """Return what a parameter's numbers mean if it came from `Adapter.parameters`, else None."""
+    """Return what a parameter's numbers mean if it is an adapter's phi, else None."""
     return getattr(parameter, TAG, None)
-
-
-def shortened(names: list[str]) -> str:
-    """Format a list of names for a message; a long one is cut to its beginning and its length."""
-    return str(names) if len(names) <= 6 else f"[{', '.join(map(repr, names[:5]))}, ... {len(names)} in all]"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from metricopt_ext.adapters.adapter import FILE_FORMAT, Adapter, shortened
+from metricopt_ext.adapters.adapter import FILE_FORMAT, Adapter
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
     MODULATION_NAME,
@@ -26,6 +26,7 @@ from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.files import read_tensors
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import shortened
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -151,7 +152,7 @@ def _attach(model: nn.Module, kind: AdapterKind, names: list[str], dim: int, see
     check_integer(0, seed=seed)
     example, _ = affine(model.get_submodule(names[0]))
     dtype = torch.float64 if example.dtype == torch.float64 else torch.float32
-    context = Context(dim, kind, names, int(seed), dtype)
+    context = Context(int(dim), kind, names, int(seed), dtype)
     layers = [model.get_submodule(name) for name in names]
     children = [modulation(context, index, layer).to(example.device) for index, layer in enumerate(layers)]
     context.thawed = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

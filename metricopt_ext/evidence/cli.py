@@ -16,7 +16,7 @@ from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.machine import restart_deterministically
+from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.words import counted
 
@@ -60,8 +60,6 @@ def main_of(
         for name in ("seed", *(choices or {})):
             if getattr(arguments, name) is not None:
                 setattr(config, name, getattr(arguments, name))
-        if config.deterministic:
-            restart_deterministically(config.threads)
         run_and_report(experiment, config, arguments.output_dir, arguments.resume)
 
 
@@ -75,26 +73,27 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
         resume: Continue an interrupted run in the folder.
     """
     config.check()
-    subject = experiment.describe(config)
-    open_run(folder, config.as_dict(), resume)
-    print(
-        f"{subject.title}: {subject.metric} ({direction(subject.maximize)}),"
-        f" {counted(config.seeds, 'seed')} of {counted(config.queries, 'query')}"
-    )
-    seeds = range(config.seed, config.seed + config.seeds)
-    if subject.explained:
-        print(f"{subject.metric}: {subject.explained}")
-    run = partial(run_seed, experiment, config, folder, resume)
-    records = run_seeds(run, seeds, queries=config.queries, workers=config.workers, threads=config.threads)
-    report = Report(subject.task, subject.metric, subject.maximize, records, config.as_dict())
-    written = [
-        *report.write(folder),
-        plot_methods(report, folder / "methods.png"),
-        plot_finetuning(report, folder / "finetuning.png"),
-        plot_value_function(report, folder / "value_function.png"),
-        *experiment.plot_seeds(folder, seeds),
-    ]
-    write_events(report, folder / "events")
-    report.print()
-    print("wrote", *written, f"and {folder}/seed-*/", sep="\n  ")
-    return report
+    with deterministic(config.deterministic, config.threads):
+        subject = experiment.describe(config)
+        open_run(folder, config.as_dict(), resume)
+        print(
+            f"{subject.title}: {subject.metric} ({direction(subject.maximize)}),"
+            f" {counted(config.seeds, 'seed')} of {counted(config.queries, 'query')}"
+        )
+        if subject.explained:
+            print(f"{subject.metric}: {subject.explained}")
+        seeds = range(config.seed, config.seed + config.seeds)
+        run = partial(run_seed, experiment, config, folder, resume)
+        records = run_seeds(run, seeds, queries=config.queries, workers=config.workers, threads=config.threads)
+        report = Report(subject.task, subject.metric, subject.maximize, records, config.as_dict())
+        written = [
+            *report.write(folder),
+            plot_methods(report, folder / "methods.png"),
+            plot_finetuning(report, folder / "finetuning.png"),
+            plot_value_function(report, folder / "value_function.png"),
+            *experiment.plot_seeds(folder, seeds),
+        ]
+        write_events(report, folder / "events")
+        report.print()
+        print("wrote", *written, f"and {folder}/seed-*/", sep="\n  ")
+        return report

@@ -16,7 +16,7 @@ from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import save_checkpoint
-from metricopt_ext.utils.machine import Machine, deterministic_algorithms
+from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.progress import Watcher
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -124,9 +124,8 @@ def run_seed(
         watcher.done()
         return record
     watcher.stage("train the model")
-    with deterministic_algorithms(config.deterministic):
-        experiment = experiment_type(config, folder, seed)
-        comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, watcher))
+    experiment = experiment_type(config, folder, seed)
+    comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, watcher))
     task, result = experiment.task, comparison.results["metricopt"].details
     assert result is not None
     assert result.fit.f.quality is not None

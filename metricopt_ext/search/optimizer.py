@@ -101,8 +101,7 @@ class MetricOpt(torch.optim.Optimizer):
         even_untrusted: Follow f whatever its quality, as when trajectories are collected to correct it.
 
     Raises:
-        ValueFunctionError: f was fitted for another dimension or, as far as ``params`` come from
-            `Adapter.parameters`, another adapter.
+        ValueFunctionError: f was fitted for another dimension or another adapter.
         ValueError: A hyper-parameter is out of range, or there are several parameter groups.
 
     Warns:

@@ -116,7 +116,10 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
     except Exception as error:
         raise FileFormatError(f"{path} is truncated or not a safetensors file ({error})") from error
     if metadata.get("format") != kind:
-        raise FileFormatError(f"{path} has format {metadata.get('format')!r}, expected {kind!r}")
+        raise FileFormatError(
+            f"{path} has format {metadata.get('format')!r}, expected {kind!r}: it holds something else, or was"
+            " written by another version and must be made anew"
+        )
     try:
         return tensors, json.loads(metadata["described"])
     except (KeyError, ValueError) as error:

@@ -37,12 +37,12 @@ class Machine:
     device: str
 
     @classmethod
-    def current(cls, device: torch.device) -> "Machine":
-        """Return this machine as this process uses it."""
+    def current(cls, device: torch.device, threads: int | None = None) -> "Machine":
+        """Return this machine as this process uses it, or as one on another number of threads does."""
         return cls(
             processor=processor(),
             capability=torch.backends.cpu.get_cpu_capability(),
-            threads=torch.get_num_threads(),
+            threads=threads or torch.get_num_threads(),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         )
 
@@ -57,18 +57,15 @@ def processor() -> str:
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
-def kernels() -> str:
-    """Return the processor's name and the instruction set of torch's kernels."""
-    return f"{processor()} ({torch.backends.cpu.get_cpu_capability()})"
+def check_capability() -> None:
+    """Reject an ATEN_CPU_CAPABILITY that this processor lacks, by which torch would end in an illegal instruction.
 
-
-def missing_capability() -> str | None:
-    """Return the instruction set that ATEN_CPU_CAPABILITY asks for and this processor lacks, None if it has it.
-
-    torch does not check: its first kernel would end the process by an illegal instruction.
+    Raises:
+        ConfigError: The processor lacks it; the message names both.
     """
     asked, flags = os.environ.get(CAPABILITY, ""), _cpuinfo("flags").split()
-    return asked if flags and asked in ("avx2", "avx512") and asked.replace("avx512", "avx512f") not in flags else None
+    if flags and {"avx2": "avx2", "avx512": "avx512f"}.get(asked, flags[0]) not in flags:
+        raise ConfigError(f"{CAPABILITY}={asked}: {processor()} has no {asked}; unset it, or set it to default")
 
 
 def _cpuinfo(key: str) -> str:
@@ -119,8 +116,17 @@ def restart_deterministically(threads: int) -> None:
 
 
 @contextmanager
-def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Use only torch's deterministic algorithms, if ``wanted``; an operation without one raises a RuntimeError."""
+def deterministic(wanted: bool, threads: int) -> Iterator[None]:
+    """Compute on what every processor has, if ``wanted``, and by torch's deterministic algorithms alone.
+
+    A GPU's operation that has none raises a RuntimeError.
+
+    Raises:
+        ConfigError: See `restart_deterministically`, by which the process starts anew if need be.
+    """
+    check_capability()
+    if wanted:
+        restart_deterministically(threads)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(wanted or before)
     try:

@@ -45,8 +45,9 @@ def run_seeds(
             relaying = threading.Thread(target=relay, args=(queue, watchers), daemon=True)
             relaying.start()
             try:
+                setting = threads, torch.are_deterministic_algorithms_enabled()
                 with ProcessPoolExecutor(
-                    min(workers, len(seeds)), context, initializer=torch.set_num_threads, initargs=(threads,)
+                    min(workers, len(seeds)), context, initializer=_set_up, initargs=setting
                 ) as pool:
                     futures = [pool.submit(run, seed, QueueWatcher(queue, _name(seed))) for seed in seeds]
                     try:
@@ -57,6 +58,11 @@ def run_seeds(
             finally:
                 queue.put(None)
                 relaying.join()
+
+
+def _set_up(threads: int, deterministic: bool) -> None:
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def _name(seed: int) -> str:

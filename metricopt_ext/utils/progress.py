@@ -127,7 +127,8 @@ class _Lines(_Shown):
         super().__init__(console, name)
         self._total, self._clock = total, clock
         self._stage, self._spent, self._seen = "waiting", 0, ""
-        self._told, self._when = (0, ""), clock()
+        self._told: tuple[int, str] | None = (0, "")
+        self._when = clock()
 
     def stage(self, description: str) -> None:
         self._stage = description
@@ -135,13 +136,14 @@ class _Lines(_Shown):
 
     def query(self, spent: int, seen: str) -> None:
         self._spent, self._seen = spent, seen
-        if spent - self._told[0] >= self._total / 10 or self._clock() - self._when >= INTERVAL:
+        if spent - (self._told or (0,))[0] >= self._total / 10 or self._clock() - self._when >= INTERVAL:
             self._tell()
 
     def outcome(self, seen: str) -> None:
         self._seen = seen
 
     def done(self) -> None:
+        self._told = None  # the last line says how it ended, whatever was said before
         self.stage("done")
 
     def _tell(self) -> None:

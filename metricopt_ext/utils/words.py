@@ -1,4 +1,4 @@
-"""Words for numbers."""
+"""Words for numbers and names in messages."""
 
 
 def counted(count: int, noun: str) -> str:
@@ -11,3 +11,13 @@ def counted(count: int, noun: str) -> str:
     if count == 1:
         return f"1 {noun}"
     return f"{count} {noun[:-1]}ies" if noun.endswith("y") else f"{count} {noun}s"
+
+
+def shortened(names: list[str]) -> str:
+    """Format a list of names; a long one is cut to its beginning and its length.
+
+    Example:
+        >>> shortened(["a"]), shortened(list("abcdefg"))
+        ("['a']", "['a', 'b', 'c', 'd', 'e', ... 7 in all]")
+    """
+    return str(names) if len(names) <= 6 else f"[{', '.join(map(repr, names[:5]))}, ... {len(names)} in all]"

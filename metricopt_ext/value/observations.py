@@ -67,15 +67,15 @@ class Observations:
 
 
 def common_signature(trajectories: Sequence[Trajectory]) -> Signature | None:
-    """Return what phi means in all of some trajectories.
+    """Return what phi means in some trajectories, as far as they say it.
 
     Raises:
         ValueFunctionError: It differs between them.
     """
-    signatures = {trajectory.signature for trajectory in trajectories}
+    signatures = {trajectory.signature for trajectory in trajectories} - {None}
     if len(signatures) > 1:
         raise ValueFunctionError(
-            f"the trajectories are of {len(signatures)} different adapters, between which phi differs in its meaning;"
+            f"the trajectories are of {len(signatures)} different adapters, in each of which phi means something else;"
             " learn a value function for each"
         )
     return next(iter(signatures), None)

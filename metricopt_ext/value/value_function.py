@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.adapter import shortened
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError, ValueFunctionError
 from metricopt_ext.utils.files import read_tensors, write_tensors
+from metricopt_ext.utils.words import shortened
 
 FILE_FORMAT = "metricopt_ext/value_function/2"
 

@@ -41,7 +41,7 @@ def test_json_roundtrip(cnn: Callable[[], nn.Sequential]) -> None:
 
 def test_what_an_optimizer_is_given_carries_it(cnn: Callable[[], nn.Sequential], tmp_path: Path) -> None:
     adapter = attach_film(cnn(), dim=3, seed=5)
-    (phi,) = adapter.parameters()
+    (phi,) = (parameter for parameter in adapter.model.parameters() if parameter.requires_grad)
     assert signature_of(phi) == adapter.signature
     assert signature_of(nn.Linear(2, 2).weight) is None
     (copied,) = Adapter(copy.deepcopy(adapter.model)).parameters()
@@ -51,4 +51,4 @@ def test_what_an_optimizer_is_given_carries_it(cnn: Callable[[], nn.Sequential],
     other.save(tmp_path / "adapter.safetensors")
     adapter.load(tmp_path / "adapter.safetensors")  # its matrices are the file's now
     assert adapter.signature == replace(adapter.signature, seed=6) == other.signature
-    assert [signature_of(phi) for phi in adapter.parameters()] == [other.signature]
+    assert signature_of(phi) == other.signature

@@ -14,10 +14,9 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils import machine
 from metricopt_ext.utils.machine import (
     Machine,
-    deterministic_algorithms,
+    check_capability,
+    deterministic,
     deterministic_environment,
-    kernels,
-    missing_capability,
     restart_deterministically,
 )
 from metricopt_ext.utils.threads import num_threads
@@ -49,7 +48,7 @@ def test_the_current_machine() -> None:
     assert here.capability == torch.backends.cpu.get_cpu_capability()
     assert here.processor
     assert str(here) == f"{here.processor} ({here.capability}, 2 threads)"
-    assert kernels() == f"{here.processor} ({here.capability})"
+    assert Machine.current(CPU, threads=7).threads == 7
     assert str(Machine("A", "AVX2", 1, "NVIDIA X")) == "A (AVX2, 1 thread), NVIDIA X"
 
 
@@ -80,27 +79,34 @@ def test_what_cannot_be_started_anew_is_told_what_to_set(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("asked", "flags", "missing"),
+    ("asked", "flags", "has"),
     [
-        ("avx512", "sse2 avx avx2", "avx512"),
-        ("avx512", "avx2 avx512f", None),
-        ("avx2", "sse2 avx", "avx2"),
-        ("avx2", "avx avx2", None),
-        ("default", "sse2", None),
-        ("avx512", "", None),  # unknown
+        ("avx512", "sse2 avx avx2", False),
+        ("avx512", "avx2 avx512f", True),
+        ("avx2", "sse2 avx", False),
+        ("avx2", "avx avx2", True),
+        ("default", "sse2", True),
+        ("", "sse2", True),
+        ("avx512", "", True),  # unknown
     ],
 )
-def test_an_instruction_set_that_the_processor_lacks(
-    asked: str, flags: str, missing: str | None, monkeypatch: pytest.MonkeyPatch
+def test_an_instruction_set_that_the_processor_lacks_is_refused(
+    asked: str, flags: str, has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", asked)
-    monkeypatch.setattr(machine, "_cpuinfo", lambda key: flags)
-    assert missing_capability() == missing
+    monkeypatch.setattr(machine, "_cpuinfo", {"flags": flags, "model name": "A processor"}.get)
+    if has:
+        check_capability()
+    else:
+        with pytest.raises(ConfigError, match=f"ATEN_CPU_CAPABILITY={asked}: A processor has no {asked}; unset it"):
+            check_capability()
 
 
-def test_deterministic_algorithms_are_used_within() -> None:
+def test_deterministic_algorithms_are_used_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in deterministic_environment(2).items():
+        monkeypatch.setenv(name, value)
     assert not torch.are_deterministic_algorithms_enabled()
     for wanted in (True, False):
-        with deterministic_algorithms(wanted):
+        with deterministic(wanted, threads=2):
             assert torch.are_deterministic_algorithms_enabled() == wanted
         assert not torch.are_deterministic_algorithms_enabled()

@@ -190,7 +190,7 @@ def test_without_a_terminal_each_stage_is_a_line_and_the_last_has_the_outcome() 
         "seed 0  guard; 1 of 600 queries spent, 599 left; accuracy 0.7100",
         "seed 0  done; 1 of 600 queries spent, 599 left; accuracy 0.6000 -> 0.7100",
         "seed 0  other methods",
-        "seed 0  done",
+        "seed 0  done; 1 of 600 queries spent, 599 left; accuracy 0.6000 -> 0.7100",
     ]
 
 

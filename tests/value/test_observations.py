@@ -53,6 +53,8 @@ def test_trajectories_of_different_adapters_are_not_mixed(
     items = [replace(trajectory, signature=signature) for trajectory in trajectories(diagonal, n=3)]
     assert Observations.of(items).signature == signature
     assert Observations.of(trajectories(diagonal, n=3)).signature is None
+    items[2] = replace(items[2], signature=None)  # unknown
+    assert Observations.of(items).signature == signature
     items[1] = replace(items[1], signature=replace(signature, seed=1))
     for label in (Observations.of, LinearLabels()):
         with pytest.raises(ValueFunctionError, match="trajectories are of 2 different adapters"):
