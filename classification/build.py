@@ -151,10 +151,6 @@ def build_metric(config: MetricConfig) -> MetricSpec:
                 f"metric.name={config.name!r} is none of {', '.join([*METRICS, 'expected_cost'])}; name your own"
                 " function as MODULE:FUNCTION, e.g. sklearn.metrics:matthews_corrcoef"
             )
-        if len(config.bounds) != 2:
-            raise ConfigError(
-                f"metric.bounds={config.bounds}: it must be two numbers, the lowest and the highest value"
-            )
         low, high = config.bounds
         fn = getattr(importlib.import_module(module), function)
         if isinstance(fn, type):  # torchmetrics' classes

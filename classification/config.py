@@ -1,5 +1,6 @@
 """The settings of `tools/finetune_classifier.py`; each key is a field here and nowhere else."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,8 +9,10 @@ from omegaconf import MISSING
 from metricopt_ext.classification.data import load_csv
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
+from metricopt_ext.methods.recipe import checked_setting
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
-from metricopt_ext.utils.config import default_of
+from metricopt_ext.utils.checks import check_above, check_integer
+from metricopt_ext.utils.config import config_section, default_of
 from metricopt_ext.value.value_function import load_value_function
 
 
@@ -118,7 +121,18 @@ class ClassificationConfig(RunConfig):
         check_at_least(0, {"data.image_size": self.data.image_size})
         if self.data.name == "csv" and not self.data.target:
             raise ConfigError("data.name=csv needs data.target=COLUMN, the name of the column of classes")
+        bounds = self.metric.bounds
+        if len(bounds) != 2 or not 0 < bounds[1] - bounds[0] < math.inf:
+            raise ConfigError(
+                f"metric.bounds={bounds}: it must be two finite numbers, the lowest and the highest value"
+            )
         self.model.check()
+        with config_section("transfer"):
+            checked_setting((self.transfer.loss_weight, self.transfer.metric_step))
+        with config_section("second_round"):
+            check_integer(0, epochs=self.second_round.epochs)
+            check_integer(1, batch_size=self.second_round.batch_size)
+            check_above(0, lr=self.second_round.lr)
         super().check()
         if self.transfer.value_function:
             load_value_function(self.transfer.value_function, self.adapter.dim)

@@ -27,7 +27,8 @@ StrPath = str | os.PathLike[str]
 Array = npt.NDArray[Any]
 
 _SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
-_MISSING = {"", "?", "n/a", "na", "none", "null"}  # how tables mark a missing number, in lower case; float reads nan
+_BLANK = {"", "?"}  # how tables mark a missing value
+_MISSING = {*_BLANK, "n/a", "na", "none", "null"}  # and a missing number, in lower case; float reads nan
 
 
 def split(
@@ -175,7 +176,8 @@ def load_csv(
 
     Args:
         path: The file, in UTF-8.
-        target: Name of the class column; classes are numbered in numeric or else alphabetical order.
+        target: Name of the class column; classes are numbered in numeric or else alphabetical order, and a class named
+            NA or none comes after numbers.
         drop: Names of columns to leave out.
         delimiter: Character between cells; whitespace around cells is ignored.
         max_categories: Maximum number of values in a text column, or of classes in the target.
@@ -185,8 +187,8 @@ def load_csv(
 
     Raises:
         DataError: For a missing or malformed file, a name not in the header or a column without a name, a missing
-            number (an empty cell, ``?``, ``NA``, ...), a decimal comma, an empty cell in the target, or a column with
-            too many values.
+            number (an empty cell, ``?``, ``NA``, ...), a decimal comma, an empty cell or ``?`` in the target, or a
+            column with too many values.
     """
     if len(delimiter) != 1:
         raise DataError(f"data.delimiter={delimiter!r} must be one character")
@@ -225,20 +227,18 @@ def load_csv(
         raise DataError(f"{path} must have a feature column besides the target {target!r}, got {header}")
 
     labels = dict(columns)[target]
-    numbers = _numbers(labels)
-    missing = np.flatnonzero(np.array(labels) == "" if numbers is None else np.isnan(numbers))
-    if len(missing):
-        at = int(missing[0])
-        raise DataError(f"{path}: {target!r} must be given in each row, but is {labels[at]!r} in row {lines[at]}")
+    for line, label in zip(lines, labels, strict=True):
+        if label in _BLANK:
+            raise DataError(f"{path}: {target!r} must be given in each row, but is {label!r} in row {line}")
     classes, y = np.unique(labels, return_inverse=True)
     if len(classes) > max_categories:
         raise DataError(
             f"{path}: {_too_many('target', target, classes, max_categories)}; it must hold classes, not a quantity"
             " (or raise data.max_categories)"
         )
+    numbers = _numbers(classes.tolist())
     if numbers is not None:
-        numbers = classes.astype(np.float64)
-        order = np.argsort(numbers)
+        order = np.argsort(numbers, kind="stable")
         classes, y = classes[order], np.argsort(order)[y]
     x = np.concatenate(features, axis=1).astype(np.float32)
     return Labelled(torch.from_numpy(x), torch.from_numpy(y), tuple(classes.tolist()))
@@ -329,7 +329,10 @@ def _check_header(path: StrPath, header: list[str], target: str, drop: Sequence[
 
 
 def _numbers(column: Sequence[str]) -> Array | None:
-    """The column as float64 with NaN for missing numbers; None if another cell holds text."""
+    """The column as float64 with NaN for missing numbers; None if it holds text, or nothing but words such as none."""
+    words = {cell.lower() for cell in column} - _BLANK
+    if words and words <= _MISSING:
+        return None
     try:
         return np.array(["nan" if cell.lower() in _MISSING else cell for cell in column], dtype=np.float64)
     except ValueError:

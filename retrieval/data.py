@@ -101,7 +101,7 @@ def disjoint(splits: Splits) -> Splits:
         if len(classes) < 2:
             raise DataError(f"the {name} part must hold at least two classes, got {len(classes)}")
         if int(counts.max()) < 2:
-            raise DataError(f"the {name} part must hold a class of two images, or no query has anything to find")
+            raise DataError(f"the {name} part must hold a class of two images or more, but each has one")
         for label in classes.tolist():
             if label in seen:
                 raise DataError(f"class {splits.class_names[label]!r} is in {seen[label]} and in {name}")

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from metricopt_ext.errors import DataError
+from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.evidence.style import print_table
@@ -226,8 +226,10 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
     """Embed a part of a run's data by each seed's models, before and after finetuning.
 
     Raises:
-        DataError: The folder holds no run, none of its seeds has finished, or its data can't be read.
+        DataError: The folder holds no run of retrieval, or one of another version; none of its seeds has finished, or
+            its data can't be read.
     """
+    from metricopt_ext.methods.run_folder import FORMAT
     from metricopt_ext.retrieval.build import embed, load_splits
     from metricopt_ext.retrieval.config import RetrievalConfig
     from metricopt_ext.retrieval.models import build_model
@@ -235,11 +237,16 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
     from metricopt_ext.utils.device import choose_device
     from metricopt_ext.utils.files import load_checkpoint, read_json
 
-    if not (folder / "run.json").is_file():
+    file = folder / "run.json"
+    if not file.is_file():
         raise DataError(f"{folder} has no run.json; name the whole output folder of tools/finetune_retrieval.py")
-    settings = read_json(folder / "run.json")
-    del settings["format"]
-    config = load_config(RetrievalConfig, settings)
+    settings = read_json(file)
+    if (theirs := settings.pop("format", None)) != FORMAT:
+        raise DataError(f"{file} is of another version of this library: its format is {theirs}, not {FORMAT}")
+    try:
+        config = load_config(RetrievalConfig, settings)
+    except ConfigError as error:
+        raise DataError(f"{file} is not of a run of tools/finetune_retrieval.py: {error}") from error
     seeds = sorted(int(path.parent.name.removeprefix("seed-")) for path in folder.glob("seed-*/tuned.safetensors"))
     if not seeds:
         raise DataError(f"{folder} has no seed-N/tuned.safetensors, which is written once a seed has finished")

@@ -28,7 +28,8 @@ def pretrained(
         build: Returns the untrained model, with weights drawn from torch's global stream.
         train: Trains it if no weights are given.
         check: Called with a copy of the untrained model, which it may change; what it raises, e.g. because the model
-            lacks the adapter's layers, is raised before training.
+            lacks the adapter's layers, is raised before training. Callers merge the adapter too: the merged model is
+            written after all queries, too late to find that it can't be.
         weights: File to load weights from; empty to train instead.
         folder: Where the weights are kept, and loaded from if an earlier part of the run left them there.
         seed: Seed of the initial weights.

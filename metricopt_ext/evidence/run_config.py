@@ -7,6 +7,8 @@ from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.utils.checks import check_above
+from metricopt_ext.utils.config import config_section
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
 from metricopt_ext.value.observations import Labeller
 from metricopt_ext.value.reptile import ReptileLearner
@@ -87,8 +89,8 @@ class TrainingConfig:
             ConfigError: A value is out of range.
         """
         check_at_least(1, {"model.epochs": self.epochs})
-        if not self.lr > 0:
-            raise ConfigError(f"model.lr={self.lr}: it must be above 0")
+        with config_section("model"):
+            check_above(0, lr=self.lr)
 
 
 @dataclass

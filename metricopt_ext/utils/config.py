@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -22,14 +23,15 @@ def load_config(
         schema: A dataclass whose fields, nested dataclasses included, are the keys, their types and their defaults.
         file: A YAML file, or what one would hold; None for the defaults.
         overrides: ``key=value``, with dots for nested keys and for those of a mapping. Text for a key of type ``str``
-            is taken as it stands, unless it is quoted; any other value is YAML.
+            is taken as it stands, unless it is quoted; so are the items of a YAML list for one of type ``list[str]``.
+            Any other value is YAML.
 
     Raises:
         ConfigError: A key is unknown or a value has the wrong type; the message names the nearest key.
     """
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+    from yaml import BaseLoader, YAMLError, load
 
     config = OmegaConf.structured(schema)
     known = known_keys(schema)
@@ -51,8 +53,11 @@ def load_config(
             if key not in known and get_origin(known.get(key.rpartition(".")[0])) is not dict:
                 raise ConfigError(f"unknown key {key!r}{_nearest(key, known)}")
             where = f"{override}: "
-            if known.get(key) is str and not text.startswith(("'", '"')):  # YAML would make other text of yes or 007
-                OmegaConf.update(config, key, text)
+            # YAML would make other text of yes or 007.
+            if known.get(key) is str and not re.fullmatch(r"""'.*'|".*\"""", text):
+                OmegaConf.update(config, key, _literal(text))
+            elif known.get(key) == list[str]:
+                OmegaConf.update(config, key, load(text, BaseLoader))
             else:
                 config = OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
         where = in_file
@@ -78,6 +83,11 @@ def known_keys(schema: Any, prefix: str = "") -> dict[str, Any]:
         if isinstance(field.type, type) and is_dataclass(field.type):
             keys |= known_keys(field.type, f"{prefix}{field.name}.")
     return keys
+
+
+def _literal(text: str) -> str:
+    """The text with what omegaconf would replace, ``${...}``, escaped."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:

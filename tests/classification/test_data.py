@@ -90,6 +90,20 @@ def test_marks_of_missing_numbers_are_values_of_a_text_column(tmp_path: Path) ->
     assert data.class_names == ("NA", "b")
 
 
+def test_words_alone_are_values(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("kind,y\nNA,none\n,NULL\nnone,NULL\n")
+    data = load_csv(tmp_path / "t.csv", "y")
+    assert data.x.tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1]]
+    assert data.class_names == ("NULL", "none")
+
+
+def test_a_class_may_be_named_like_a_missing_number(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,y\n1,none\n2,10\n3,NA\n4,9\n")
+    data = load_csv(tmp_path / "t.csv", "y")
+    assert data.class_names == ("9", "10", "NA", "none")
+    assert data.y.tolist() == [3, 1, 2, 0]
+
+
 def test_errors_of_wide_tables_are_short(tmp_path: Path) -> None:
     names = [f"feature_{i}" for i in range(55)]
     (tmp_path / "t.csv").write_text(",".join([*names, "target"]) + "\n" + ",".join(["1"] * 55 + ["a"]) + "\n")
@@ -126,7 +140,8 @@ def test_csv_orders_numeric_classes_by_number(tmp_path: Path) -> None:
         ('a,y\n"1,5",0\n2,1\n', {"target": "y"}, "numbers must have a decimal point, got '1,5' in column 'a'"),
         ("a,y\n1,0\n2,\n", {"target": "y"}, "'y' must be given in each row, but is '' in row 3"),
         ("a,y\n1,no\n2,\n", {"target": "y"}, "'y' must be given in each row, but is '' in row 3"),
-        ("a,y\n1,0\n2,N/A\n", {"target": "y"}, "'y' must be given in each row, but is 'N/A' in row 3"),
+        ("a,y\n1,no\n2,?\n", {"target": "y"}, r"'y' must be given in each row, but is '\?' in row 3"),
+        ("a,y\n?,0\n,1\n", {"target": "y"}, r"'a' .* got '\?' in row 2"),
         ("a,y\n1,0\n2\n", {"target": "y"}, "row 3 must have 2 cells"),
         ("y\n0\n1\n", {"target": "y"}, "feature column"),
         ("a,y\n", {"target": "y"}, "at least one row"),

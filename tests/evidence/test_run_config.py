@@ -77,7 +77,12 @@ def test_searches_get_enough_queries_or_none(name: str, least: int) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"epochs": 0}, "model.epochs=0: it must be at least 1"), ({"lr": math.nan}, "model.lr=nan: it must be above 0")],
+    [
+        ({"epochs": 0}, "model.epochs=0: it must be at least 1"),
+        ({"lr": 0.0}, r"model: lr is 0\.0; it must be above 0"),
+        ({"lr": math.nan}, "model: lr is nan; it must be a finite number"),
+        ({"lr": math.inf}, "model: lr is inf; it must be a finite number"),
+    ],
 )
 def test_what_cannot_be_trained_with_is_refused(settings: dict[str, Any], message: str) -> None:
     TrainingConfig().check()

@@ -85,7 +85,7 @@ def test_the_test_classes_may_be_named() -> None:
 
 
 def test_a_part_without_a_pair_is_refused() -> None:
-    with pytest.raises(DataError, match="the test part must hold a class of two images"):
+    with pytest.raises(DataError, match="the test part must hold a class of two images or more, but each has one"):
         split_classes(labelled([2] * 6 + [1] * 3), [0.45, 0.22, 0.33], last_test=True)
 
 

@@ -22,6 +22,7 @@ from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
 
 from metricopt_ext.adapters.attach import attach_film, load_adapter
+from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.evidence.cli import run_and_report
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import load_digits
@@ -208,9 +209,16 @@ def test_a_run_is_evaluated_on_its_test_classes(run: Path, folder: Path, capsys:
 def test_other_folders_are_no_runs(run: Path, folder: Path) -> None:
     (folder / "begun").mkdir()
     (folder / "begun" / "run.json").write_text((run / "run.json").read_text())
+    settings = json.loads((run / "run.json").read_text())
+    classifier = {"format": settings["format"], **ClassificationConfig().as_dict()}
+    for name, content in (("old", {**settings, "format": 1}), ("classifier", classifier)):
+        (folder / name).mkdir()
+        (folder / name / "run.json").write_text(json.dumps(content))
     for arguments, message in (
         ((str(run / "seed-0"),), "seed-0 has no run.json; name the whole output folder of tools/finetune_retrieval.py"),
         (("begun",), "begun has no seed-N/tuned.safetensors, which is written once a seed has finished"),
+        (("old",), f"old/run.json is of another version of this library: its format is 1, not {settings['format']}"),
+        (("classifier",), "classifier/run.json is not of a run of tools/finetune_retrieval.py: unknown key"),
         ((str(run), "--weights", "model.safetensors"), "--weights can't be used with --run-dir"),
     ):
         with pytest.raises(SystemExit) as stopped:

@@ -463,7 +463,7 @@ def table(folder: Path, positives: int) -> list[str]:
         ),
         (
             ["metric.name=sklearn.metrics:f1_score", "metric.bounds=[0]"],
-            r"metric\.bounds=\[0\.0\]: it must be two numbers",
+            r"metric\.bounds=\[0\.0\]: it must be two finite numbers",
         ),
         (["data.name=csv"], r"data\.name=csv needs data\.target=COLUMN"),
         (["queries=15"], r"15 queries are too few .* give at least 16"),

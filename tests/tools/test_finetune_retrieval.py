@@ -303,7 +303,7 @@ def test_class_folders_with_a_fixed_test_part_and_a_subset_of_queries(tmp_path: 
         (["metric.ks=[0]"], r"metric: ks must be .* of at least 1, got \[0\]"),
         (["metric.ks=[]"], r"metric: ks must be one or more numbers"),
         (["queries=15"], r"15 queries are too few .* give at least 16"),
-        (["model.lr=0"], r"model\.lr=0\.0: it must be above 0"),
+        (["model.lr=0"], r"model: lr is 0\.0; it must be above 0"),
         (
             ["data.test_classes=[7,8]", "data.last_test=true"],
             r"data\.test_classes chooses the test part, as data\.last",

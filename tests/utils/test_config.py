@@ -68,9 +68,19 @@ def test_a_dictionary_takes_the_place_of_a_file() -> None:
         load_config(Schema, {"cuont": 4})
 
 
-@pytest.mark.parametrize("text", ["yes", "007", "1.50", "null", "", ";", "|", ",", ">50K", "#1", "a: b", "a=b", "\\t"])
+PLAIN = ["yes", "007", "1.50", "null", "", ";", "|", ",", ">50K", "#1", "a: b", "a=b", "\\t"]
+
+
+@pytest.mark.parametrize("text", [*PLAIN, "'80s", "'", "5'", "a${b", "${count}", "\\${count}"])
 def test_text_is_taken_as_it_stands(text: str) -> None:
     assert load_config(Schema, None, [f"title={text}"]).title == text
+
+
+def test_text_in_a_list_is_taken_as_it_stands() -> None:
+    names = ["yes", "007", "1.50", "null", "", "a, b"]
+    assert load_config(Schema, None, ["inner.names=[yes,007,1.50,null,'',\"a, b\"]"]).inner.names == names
+    for wrong in ("a", "[a", "", "{a: b}"):
+        assert error_of(None, f"inner.names={wrong}").startswith(f"inner.names={wrong}: ")
 
 
 @pytest.mark.parametrize(("text", "value"), [("'a b'", "a b"), ('"\\t"', "\t"), ("''", "")])
