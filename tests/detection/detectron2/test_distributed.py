@@ -25,7 +25,6 @@ from metricopt_ext.detection.detectron2.build import (
     with_film,
 )
 from metricopt_ext.detection.detectron2.datasets import register
-from metricopt_ext.detection.detectron2.evaluator import validation_metric
 from metricopt_ext.detection.detectron2.meta_train import meta_train
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 from metricopt_ext.detection.records import DetectionSet
@@ -57,7 +56,7 @@ def finetune(rank: int, cfg: Any, folder: Path) -> None:
     optimizer = phi_optimizer(phi_of(model), value_function=str(folder / "f.safetensors"), lr=0.01, steps=3)
     wrapped = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     trainer = SimpleTrainer(wrapped, build_detection_train_loader(cfg), optimizer)
-    metric, store = validation_metric(cfg, "pair_val"), TrajectoryStore(main_process_folder(str(folder / "kept")))
+    metric, store = MetricOptTrainer.build_metric(cfg), TrajectoryStore(main_process_folder(str(folder / "kept")))
     trainer.register_hooks(finetuning_hooks(wrapped, metric, store, steps=3, evals=3, output_dir=folder / "out"))
     trainer.train(0, 3)
     (trajectory,) = store
@@ -82,7 +81,10 @@ def test_two_processes_end_with_one_phi(tiny_config: Any, tmp_path: Path) -> Non
     f.set_domain(torch.randn(50, 4, generator=torch.Generator().manual_seed(0)))
     f.quality = Quality(0.9, 0.01, 0.1, 50, 10)
     f.save(tmp_path / "f.safetensors")
-    cfg = tiny_config("fpn", "BN", "DATASETS.TRAIN", ("pair_train",), "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0)
+    cfg = tiny_config(
+        *("fpn", "BN", "DATASETS.TRAIN", ("pair_train",), "METRICOPT.METRIC.SET", "pair_val"),
+        *("MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0),
+    )
     mp.start_processes(finetune, (cfg, tmp_path), nprocs=2, start_method="fork")
     first, second = (torch.load(tmp_path / f"rank{rank}.pth", weights_only=True) for rank in (0, 1))
     sampled = first.pop("sampled"), second.pop("sampled")

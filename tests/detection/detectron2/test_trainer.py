@@ -29,7 +29,7 @@ from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.detection.ap_loss import ap_loss
 from metricopt_ext.detection.detectron2.config import metricopt_settings
 from metricopt_ext.detection.detectron2.datasets import records_of, register, registered_truth
-from metricopt_ext.detection.detectron2.evaluator import ap50_metric, validation_metric
+from metricopt_ext.detection.detectron2.evaluator import ap50_metric
 from metricopt_ext.detection.detectron2.hooks import LOGGER, BestCheckpoint, TrajectoryRecorder
 from metricopt_ext.detection.detectron2.meta_train import meta_train
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
@@ -722,7 +722,8 @@ def test_recorded_costs_are_the_metric_s(tiny_config: Any, tmp_path: Path) -> No
     made = trained(cfg)
     adapter = mo.Adapter(made.model)
     (trajectory,) = trajectory_store(cfg, str(tmp_path / "kept"))
-    metric = validation_metric(cfg, "squares_val", images=2)
+    metric = MetricOptTrainer.build_metric(cfg)
+    assert metric is not None
     for phi, cost in zip(trajectory.observed_phi, trajectory.cost, strict=True):
         adapter.set_phi(phi)
         assert metric.cost(made.model, "test") == cost
