@@ -399,8 +399,17 @@ def test_a_run_ends_at_its_best_point_and_says_so(
     if best:
         outcome += f"best 50.0000 (+25.0000) after {best} steps: this step is kept"
     else:
-        outcome += "none of 6 evaluated steps better than the start: the model is left as it was"
+        outcome += "none of 6 evaluated steps better than the start: the start is kept"
     assert said[7] == f"{outcome}; merged into {out / 'model_merged.pth'}"
+
+
+def test_one_evaluated_step_is_told_as_one(tiny_config: Any, logged: list[logging.LogRecord]) -> None:
+    options = ("METRICOPT.FINETUNE.STEPS", 1, "METRICOPT.METRIC.EVALS", 2, "DATASETS.TEST", ())
+    Judged.values = [0.5, 0.25]
+    made = Judged(tiny_config("fpn", "BN", *FINETUNING, *options))
+    made.resume_or_load(resume=False)
+    made.train()
+    assert "none of 1 evaluated step better than the start: the start is kept" in logged[-1].getMessage()
 
 
 def test_without_a_metric_the_last_point_is_merged(
