@@ -24,7 +24,7 @@ from metricopt_ext.detection.detectron2.hooks import (
     TrajectoryRecorder,
 )
 from metricopt_ext.detection.detectron2.placements import film_layers
-from metricopt_ext.search.optimizer import MetricOpt
+from metricopt_ext.search.optimizer import MetricOpt, UntrustedWarning
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.tasks.trajectory import TrajectoryStore
@@ -90,7 +90,7 @@ def phi_optimizer(
             " TASKS, or from more METRICOPT.METRIC.IMAGES"
         )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*phi follows the loss alone")  # as the log has just said
+        warnings.simplefilter("ignore", UntrustedWarning)  # as the log has just said
         return MetricOpt([phi], f, lr=lr, **options)
 
 

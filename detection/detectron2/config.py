@@ -1,5 +1,6 @@
 """Our part of a Detectron2 config: the node METRICOPT, each of its nodes a dataclass here, its keys in lower case."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
@@ -39,7 +40,9 @@ RENAMED = {
 
 def _check_least(least: int, node: str = "", **values: float) -> None:
     for name, value in values.items():
-        if not value >= least:
+        if not math.isfinite(value):
+            raise ConfigError(f"METRICOPT.{node}{name.upper()} is {value}; it must be a finite number")
+        if value < least:
             raise ConfigError(f"METRICOPT.{node}{name.upper()} is {value}; it must be at least {least}")
 
 

@@ -112,8 +112,13 @@ def drawn_images(name: str, images: int, seed: int) -> str:
         return name
     chosen = torch.randperm(len(records), generator=generator(seed, "validation"))[:images].sort().values.tolist()
     drawn = f"{name}_{images}_images_seed_{seed}"
+
+    def load() -> list[dict[str, Any]]:
+        records = records_of(name)
+        return [records[index] for index in chosen]
+
     if drawn not in DatasetCatalog.list():
-        DatasetCatalog.register(drawn, lambda: [records_of(name)[index] for index in chosen])
+        DatasetCatalog.register(drawn, load)
         # COCO's file of annotations is of all images: without it, Detectron2's evaluator makes one of these.
         about = {key: value for key, value in MetadataCatalog.get(name).as_dict().items() if key != "json_file"}
         MetadataCatalog.get(drawn).set(**{**about, "name": drawn})

@@ -4,14 +4,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from detectron2.config import CfgNode
-from detectron2.data import build_detection_test_loader
 from detectron2.evaluation import DatasetEvaluator, inference_on_dataset
 from detectron2.utils import comm
 from torch import nn
 
 from metricopt_ext.detection.ap50 import Definition, average_precision
-from metricopt_ext.detection.detectron2.datasets import Mapper, drawn_images, registered_truth
 from metricopt_ext.detection.detectron2.toolkit import detections_of
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.errors import MetricError
@@ -79,25 +76,3 @@ def ap50_metric(loader: Iterable[Any], evaluator: DatasetEvaluator, name: str = 
         return found["bbox"]["AP50"] / 100  # type: ignore[no-any-return]
 
     return Metric(ap50, maximize=True, name=name)
-
-
-def validation_metric(
-    cfg: CfgNode, name: str, *, definition: Definition = "voc", images: int = 0, seed: int = 0
-) -> Metric:
-    """Return AP50 on a set in Detectron2's catalog as a metric, in [0, 1].
-
-    Args:
-        cfg: Determines how images are read.
-        name: The set.
-        definition: See `AP50Evaluator`.
-        images: How many of its images, drawn at random from the seed; 0 for all.
-        seed: The seed.
-
-    Raises:
-        ConfigError: The set has fewer images.
-        DataError: There is no such set.
-    """
-    drawn = drawn_images(name, images, seed)
-    evaluator = AP50Evaluator(registered_truth(drawn), definition)
-    loader = build_detection_test_loader(cfg, drawn, mapper=Mapper(cfg, is_train=False))
-    return ap50_metric(loader, evaluator, f"{name}/bbox/AP50")

@@ -14,9 +14,11 @@ from torch import Tensor
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.detectron2.export import checkpoint_of, export
 from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.utils.files import write_atomically
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import counted
 
 LOGGER = logging.getLogger("detectron2.metricopt")  # a child of Detectron2's, which has the handlers
 
@@ -178,7 +180,7 @@ class EvaluationLog(HookBase):  # type: ignore[misc]
 class MergedCheckpoint(HookBase):  # type: ignore[misc]
     """Ends a run at its best evaluated point: sets phi to it, merges it into a checkpoint, and logs the verdict.
 
-    The start is one of the points: if no other is better, the model is left as it was. The verdict's numbers are
+    The start is one of the points: if no other is better, it is kept. The verdict's numbers are
     written by the metric's name with ``_before``, ``_after``, ``_best`` and ``_best_step`` behind it. Register the hook
     before the one that evaluates the trained model.
 
@@ -213,7 +215,7 @@ class MergedCheckpoint(HookBase):  # type: ignore[misc]
         self.trainer.storage.put_scalars(**scalars, smoothing_hint=False)
         outcome = f"{name}: {values[0]:.4f} before, {values[last]:.4f} after {steps[last]} steps"
         if not best:
-            return f"{outcome}, none of {last} evaluated steps better than the start: the model is left as it was"
+            return f"{outcome}, none of {counted(last, 'evaluated step')} better than the start: the start is kept"
         change = f"{values[best] - values[0]:+.4f}"
         return f"{outcome}, best {values[best]:.4f} ({change}) after {steps[best]} steps: this step is kept"
 
@@ -256,7 +258,11 @@ def best_of(recording: Recording) -> int:
 
 
 def values_of(recording: Recording) -> list[float]:
-    """Return the evaluations so far in the metric's own units; in percent, like Detectron2's, if they are in [0, 1]."""
-    metric = recording.metric
+    """Return the evaluations so far; see `value_of`."""
+    return [value_of(recording.metric, each.cost) for each in recording.evaluations]
+
+
+def value_of(metric: Metric, cost: float) -> float:
+    """Return a cost in the metric's own units; in percent, like Detectron2's, if these are in [0, 1]."""
     unit = 100 if metric.bounds == (0, 1) else 1
-    return [unit * metric.to_value(each.cost) for each in recording.evaluations]
+    return unit * metric.to_value(cost)

@@ -4,11 +4,11 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, TypeVar
 
 from detectron2.config import CfgNode
 from detectron2.engine import HookBase
@@ -16,22 +16,26 @@ from detectron2.engine.hooks import CallbackHook
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
-from metricopt_ext.detection.detectron2.build import main_process_folder
 from metricopt_ext.detection.detectron2.config import Settings, metricopt_settings
 from metricopt_ext.detection.detectron2.hooks import (
     LOGGER,
     BestCheckpoint,
     MergedCheckpoint,
     TrajectoryRecorder,
+    value_of,
     values_of,
 )
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
-from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.errors import ConfigError, FileFormatError, MetricOptError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import learn_in_rounds
 from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.utils.files import claim
 from metricopt_ext.utils.progress import Bars, Watcher
+from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
+
+T = TypeVar("T")
 
 
 def meta_train(
@@ -56,13 +60,13 @@ def meta_train(
 
     Raises:
         ConfigError: No trained detector is named, or no set to evaluate AP50 on, or ``path`` can't be written to.
-        FileFormatError: There are trajectories and ``resume`` is False, or they are from runs with other settings.
-        TypeError: ``trainer_class`` is not a `MetricOptTrainer`.
+        FileFormatError: There are trajectories and ``resume`` is False, or they are from runs with other settings or
+            of another trainer class.
+        TypeError: ``trainer_class`` is not a `MetricOptTrainer`, or lacks its metric or its recorder among the hooks.
     """
     settings, path = metricopt_settings(cfg), Path(path)
     _check(cfg, settings)
-    if comm.is_main_process():
-        _check_file(path, resume)
+    _on_main_process(lambda: _check_file(path, resume))
     if not issubclass(trainer_class, MetricOptTrainer):
         raise TypeError(f"trainer_class is {trainer_class.__name__}; it must be a subclass of MetricOptTrainer")
     tuning, meta = settings.finetune, settings.meta
@@ -81,9 +85,14 @@ def meta_train(
             f"{runs.METRICOPT.META.TRAJECTORIES} already holds trajectories: add --resume to continue with them, or use"
             " another folder"
         )
+    of_trainer = {"trainer_class": f"{trainer_class.__module__}.{trainer_class.__qualname__}"}
+    _on_main_process(lambda: claim(Path(runs.METRICOPT.META.TRAJECTORIES) / "trainer.json", of_trainer))
+    metric = trainer_class.build_metric(runs)
+    if metric is None:
+        raise TypeError(f"{trainer_class.__name__}.build_metric returned None; it must return a metric to learn")
 
     queries = meta.rounds * meta.tasks * settings.metric.evals
-    with _progress(cfg, queries) as watcher:
+    with _progress(cfg, metric.name, queries) as watcher:
 
         def collect(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
             followed = "" if fit is None else os.path.join(scratch, "f.safetensors")
@@ -95,8 +104,8 @@ def meta_train(
                 if (round, index) not in stored:
                     _run(_config_of(runs, recipe, followed, round, index), trainer_class, watcher)
                     stored = _stored(runs)
-                first, last = (100 * (1 - stored[round, index].cost[[0, -1]])).tolist()  # AP50's cost is 1 - AP50
-                spent, changed = (index + 1) * settings.metric.evals, f"AP50 {first:.4f} -> {last:.4f}"
+                first, last = (value_of(metric, cost) for cost in stored[round, index].cost[[0, -1]].tolist())
+                spent, changed = (index + 1) * settings.metric.evals, f"{metric.name} {first:.4f} -> {last:.4f}"
                 watcher.query(spent, changed)
                 LOGGER.info(
                     f"Round {round + 1} of {meta.rounds}, run {index + 1} of {meta.rounds * meta.tasks}: {changed};"
@@ -129,11 +138,11 @@ def _check_file(path: Path, resume: bool) -> None:
     """Check that f can be written, before a query is spent on it."""
     if path.suffix != ".safetensors":
         raise ConfigError(f"{path} will be a safetensors file: its name must end in .safetensors")
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; give the name of a file")
-    if path.exists() and not resume:
-        raise ConfigError(f"{path} exists and would be overwritten: give another name, or --resume what wrote it")
     try:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder; give the name of a file")
+        if path.exists() and not resume:
+            raise ConfigError(f"{path} exists and would be overwritten: give another name, or --resume what wrote it")
         TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror}; give a file in a folder that exists") from error
@@ -141,9 +150,22 @@ def _check_file(path: Path, resume: bool) -> None:
 
 def _stored(cfg: CfgNode) -> dict[tuple[int, int], Trajectory]:
     """Return the trajectories by (round, index); every process gets those of the main one, which alone stores them."""
-    store = trajectory_store(cfg, main_process_folder(cfg.METRICOPT.META.TRAJECTORIES))
-    trajectories = comm.all_gather(list(store))[0]
+    trajectories = _on_main_process(lambda: list(trajectory_store(cfg, cfg.METRICOPT.META.TRAJECTORIES)))
     return {(trajectory.round, trajectory.index): trajectory for trajectory in trajectories}
+
+
+def _on_main_process(compute: Callable[[], T]) -> T:
+    """Return to every process what the main one computes, or raise its error in all of them: none waits for another."""
+    outcome: T | MetricOptError | None = None
+    if comm.is_main_process():
+        try:
+            outcome = compute()
+        except MetricOptError as error:
+            outcome = error
+    outcome = comm.all_gather(outcome)[0]
+    if isinstance(outcome, MetricOptError):
+        raise outcome
+    return outcome
 
 
 def _config_of(cfg: CfgNode, recipe: Recipe, followed: str, round: int, index: int) -> CfgNode:
@@ -160,12 +182,18 @@ def _run(cfg: CfgNode, trainer_class: type[MetricOptTrainer], watcher: Watcher) 
 
         def build_hooks(self) -> list[HookBase]:
             hooks = [each for each in super().build_hooks() if not isinstance(each, BestCheckpoint | MergedCheckpoint)]
-            (recording,) = (each.recording for each in hooks if isinstance(each, TrajectoryRecorder))
+            recordings = [each.recording for each in hooks if isinstance(each, TrajectoryRecorder)]
+            if len(recordings) != 1:
+                raise TypeError(
+                    f"{trainer_class.__name__}.build_hooks returned {counted(len(recordings), 'TrajectoryRecorder')};"
+                    " meta-training needs one: keep the hooks of MetricOptTrainer.build_hooks"
+                )
+            (recording,) = recordings
             earlier = cfg.METRICOPT.META.INDEX * cfg.METRICOPT.METRIC.EVALS
 
             def show(trainer: Any) -> None:
                 values = values_of(recording)
-                watcher.query(earlier + len(values), f"AP50 {values[-1]:.4f}")
+                watcher.query(earlier + len(values), f"{recording.metric.name} {values[-1]:.4f}")
 
             return [*hooks, CallbackHook(before_train=show, after_step=show)]
 
@@ -175,7 +203,7 @@ def _run(cfg: CfgNode, trainer_class: type[MetricOptTrainer], watcher: Watcher) 
 
 
 @contextmanager
-def _progress(cfg: CfgNode, queries: int) -> Iterator[Watcher]:
+def _progress(cfg: CfgNode, name: str, queries: int) -> Iterator[Watcher]:
     """Show the queries on the main process, instead of Detectron2's log on the terminal."""
     if not logging.getLogger("detectron2").isEnabledFor(logging.INFO):
         setup_logger()  # which the first trainer would do otherwise
@@ -191,7 +219,7 @@ def _progress(cfg: CfgNode, queries: int) -> Iterator[Watcher]:
     try:
         if comm.is_main_process():
             with Bars() as bars:
-                watcher = bars.watch("AP50", queries)
+                watcher = bars.watch(name, queries)
                 log = Path(cfg.OUTPUT_DIR) / "log.txt"
                 if log.exists():
                     watcher.say(f"the runs' log is in {log}")

@@ -82,6 +82,10 @@ def clip_to_radius(phi: Tensor, radius: Tensor) -> Tensor:
     return phi * (radius / _length(phi).clamp(min=torch.finfo(phi.dtype).tiny)).clamp(max=1)
 
 
+class UntrustedWarning(UserWarning):
+    """A value function has no held-out skill, so MetricOpt does not follow it."""
+
+
 class MetricOpt(torch.optim.Optimizer):
     """A torch optimizer that finetunes phi under a loss and a value function.
 
@@ -105,7 +109,7 @@ class MetricOpt(torch.optim.Optimizer):
         ValueError: A hyper-parameter is out of range, or there are several parameter groups.
 
     Warns:
-        UserWarning: f has no held-out skill, so phi follows the loss alone.
+        UntrustedWarning: f has no held-out skill, so phi follows the loss alone.
 
     Example:
         >>> optimizer = MetricOpt(adapter.parameters(), f, lr=0.1, steps=200)  # doctest: +SKIP
@@ -155,6 +159,7 @@ class MetricOpt(torch.optim.Optimizer):
             warnings.warn(
                 f"f is {quality}: phi follows the loss alone. Learn f from more tasks (`meta_train`), or follow it all"
                 " the same by even_untrusted=True",
+                UntrustedWarning,
                 stacklevel=2,
             )
         self.f = f

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import ValueFunctionError
-from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, clip_to_radius
+from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, UntrustedWarning, clip_to_radius
 from metricopt_ext.tasks.rollout import rollout
 from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction
 
@@ -151,7 +151,7 @@ def test_single_precision_and_mixed() -> None:
 def test_an_untrusted_f_is_not_followed(quality: Quality | None, dtype: torch.dtype) -> None:
     phi, other = parameter(dtype=dtype), parameter(dtype=dtype)
     tiny = torch.finfo(dtype).eps
-    with pytest.warns(UserWarning, match="f is .*: phi follows the loss alone. Learn f from more tasks"):
+    with pytest.warns(UntrustedWarning, match="f is .*: phi follows the loss alone. Learn f from more tasks"):
         optimizer = MetricOpt([phi], make_f(radius=0.01, quality=quality, dtype=dtype), lr=0.2)
     reference = torch.optim.SGD([other], lr=0.2)
     for step in range(10):

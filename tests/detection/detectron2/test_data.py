@@ -22,6 +22,7 @@ from detectron2.structures import Boxes, Instances
 from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.detectron2.datasets import (
     Mapper,
+    as_records,
     as_truth,
     check_sets,
     drawn_images,
@@ -30,7 +31,8 @@ from metricopt_ext.detection.detectron2.datasets import (
     register_entries,
     registered_truth,
 )
-from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, validation_metric
+from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator
+from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.errors import ConfigError, DataError, MetricError
 
@@ -297,11 +299,15 @@ def test_evaluator_refuses_another_set(tiny_config: Any, squares: Callable[..., 
 def test_validation_metric(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
     data = squares(8)
     register("squares", data)
-    cfg = tiny_config()
-    metric = validation_metric(cfg, "squares", images=5, seed=2)
+
+    def metric_on(images: int) -> Any:
+        options = ("METRICOPT.METRIC.SET", "squares", "METRICOPT.METRIC.IMAGES", images, "METRICOPT.SEED", 2)
+        return MetricOptTrainer.build_metric(tiny_config("fpn", "BN", *options))
+
+    metric = metric_on(5)
     assert metric.cost(Oracle(data, known=8), "test") == 0
     assert metric.cost(Oracle(data, known=0), "test") == 1
-    assert 0 < validation_metric(cfg, "squares").cost(Oracle(data, known=4), "test") < 1
+    assert 0 < metric_on(0).cost(Oracle(data, known=4), "test") < 1
     assert metric.name == "squares/bbox/AP50"
     with_file = MetadataCatalog.get("squares")
     with_file.set(json_file="all.json", evaluator_type="coco")
@@ -310,4 +316,18 @@ def test_validation_metric(tiny_config: Any, squares: Callable[..., DetectionSet
         assert hasattr(drawn, "json_file") is kept
         assert drawn.evaluator_type == "coco"
     with pytest.raises(ConfigError, match="9 validation images requested, but 'squares' has 8"):
-        validation_metric(cfg, "squares", images=9)
+        metric_on(9)
+
+
+def test_a_set_is_loaded_once_for_all_images_drawn_from_it(squares: Callable[..., DetectionSet]) -> None:
+    data, loads = squares(8), []
+
+    def load() -> list[dict[str, Any]]:
+        loads.append("squares")
+        return as_records(data)
+
+    DatasetCatalog.register("squares", load)
+    drawn = drawn_images("squares", 5, 0)
+    loads.clear()
+    assert len({record["image_id"] for record in records_of(drawn)}) == 5
+    assert loads == ["squares"]

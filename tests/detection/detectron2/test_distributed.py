@@ -25,10 +25,10 @@ from metricopt_ext.detection.detectron2.build import (
     with_film,
 )
 from metricopt_ext.detection.detectron2.datasets import register
-from metricopt_ext.detection.detectron2.evaluator import validation_metric
 from metricopt_ext.detection.detectron2.meta_train import meta_train
-from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
+from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
 from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.errors import MetricOptError
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction, load_value_function
@@ -57,7 +57,7 @@ def finetune(rank: int, cfg: Any, folder: Path) -> None:
     optimizer = phi_optimizer(phi_of(model), value_function=str(folder / "f.safetensors"), lr=0.01, steps=3)
     wrapped = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     trainer = SimpleTrainer(wrapped, build_detection_train_loader(cfg), optimizer)
-    metric, store = validation_metric(cfg, "pair_val"), TrajectoryStore(main_process_folder(str(folder / "kept")))
+    metric, store = MetricOptTrainer.build_metric(cfg), TrajectoryStore(main_process_folder(str(folder / "kept")))
     trainer.register_hooks(finetuning_hooks(wrapped, metric, store, steps=3, evals=3, output_dir=folder / "out"))
     trainer.train(0, 3)
     (trajectory,) = store
@@ -82,7 +82,10 @@ def test_two_processes_end_with_one_phi(tiny_config: Any, tmp_path: Path) -> Non
     f.set_domain(torch.randn(50, 4, generator=torch.Generator().manual_seed(0)))
     f.quality = Quality(0.9, 0.01, 0.1, 50, 10)
     f.save(tmp_path / "f.safetensors")
-    cfg = tiny_config("fpn", "BN", "DATASETS.TRAIN", ("pair_train",), "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0)
+    cfg = tiny_config(
+        *("fpn", "BN", "DATASETS.TRAIN", ("pair_train",), "METRICOPT.METRIC.SET", "pair_val"),
+        *("MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0),
+    )
     mp.start_processes(finetune, (cfg, tmp_path), nprocs=2, start_method="fork")
     first, second = (torch.load(tmp_path / f"rank{rank}.pth", weights_only=True) for rank in (0, 1))
     sampled = first.pop("sampled"), second.pop("sampled")
@@ -106,6 +109,32 @@ def learn(rank: int, cfg: Any, folder: Path) -> None:
     fit = meta_train(cfg, folder / "f.safetensors")
     torch.save({"told": fit.f(torch.eye(4))}, folder / f"rank{rank}.pth")
     distributed.destroy_process_group()
+
+
+def refuse(rank: int, cfg: Any, folder: Path, name: str) -> None:
+    join(rank, folder)
+    try:
+        meta_train(cfg, folder / name)
+    except MetricOptError as error:
+        (folder / f"rank{rank}.txt").write_text(str(error))
+    distributed.barrier()  # which a process that waits for another elsewhere would not pass
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("f.pth", "must end in .safetensors"), ("f.safetensors", "METRICOPT.SEED was 1, now 0")]
+)
+def test_what_the_main_process_refuses_ends_all(name: str, message: str, tiny_config: Any, tmp_path: Path) -> None:
+    cfg = tiny_config("fpn", "BN", "DATASETS.TRAIN", ("pair_train",), "METRICOPT.METRIC.SET", "pair_val")
+    cfg.MODEL.WEIGHTS = "detector.pth"
+    other = cfg.clone()
+    other.METRICOPT.SEED, other.METRICOPT.META.TRAJECTORIES = 1, str(tmp_path / "out" / "trajectories")
+    other.METRICOPT.FINETUNE.START_STD = 0.2
+    trajectory_store(other, other.METRICOPT.META.TRAJECTORIES)
+    mp.start_processes(refuse, (cfg, tmp_path, name), nprocs=2, start_method="fork")
+    first, second = ((tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1))
+    assert message in first
+    assert first == second
 
 
 def test_two_processes_learn_one_f(tiny_config: Any, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.detection.ap_loss import ap_loss
 from metricopt_ext.detection.detectron2.config import metricopt_settings
 from metricopt_ext.detection.detectron2.datasets import records_of, register, registered_truth
-from metricopt_ext.detection.detectron2.evaluator import ap50_metric, validation_metric
+from metricopt_ext.detection.detectron2.evaluator import ap50_metric
 from metricopt_ext.detection.detectron2.hooks import LOGGER, BestCheckpoint, TrajectoryRecorder
 from metricopt_ext.detection.detectron2.meta_train import meta_train
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
@@ -399,8 +399,17 @@ def test_a_run_ends_at_its_best_point_and_says_so(
     if best:
         outcome += f"best 50.0000 (+25.0000) after {best} steps: this step is kept"
     else:
-        outcome += "none of 6 evaluated steps better than the start: the model is left as it was"
+        outcome += "none of 6 evaluated steps better than the start: the start is kept"
     assert said[7] == f"{outcome}; merged into {out / 'model_merged.pth'}"
+
+
+def test_one_evaluated_step_is_told_as_one(tiny_config: Any, logged: list[logging.LogRecord]) -> None:
+    options = ("METRICOPT.FINETUNE.STEPS", 1, "METRICOPT.METRIC.EVALS", 2, "DATASETS.TEST", ())
+    Judged.values = [0.5, 0.25]
+    made = Judged(tiny_config("fpn", "BN", *FINETUNING, *options))
+    made.resume_or_load(resume=False)
+    made.train()
+    assert "none of 1 evaluated step better than the start: the start is kept" in logged[-1].getMessage()
 
 
 def test_without_a_metric_the_last_point_is_merged(
@@ -568,7 +577,7 @@ def test_meta_training_uses_the_user_s_trainer(tiny_config: Any, tmp_path: Path)
     assert ids < {image.image_id for image in registered_truth("squares_val").images}
     assert {what for key, what in Theirs.seen if key == "trained on"} == {"2-0"}  # the first of squares_test
     assert {what for key, what in Theirs.seen if key == "judged on"} == ids
-    assert [what for key, what in Theirs.seen if key == "evaluator of"] == ["squares_val_2_images_seed_0"] * 8
+    assert [what for key, what in Theirs.seen if key == "evaluator of"] == ["squares_val_2_images_seed_0"] * 9
     assert [what for key, what in Theirs.seen if key == "kept"] == ["model_final.pth"] * 8  # none is merged
 
     folder = Path(cfg.OUTPUT_DIR) / "trajectories"
@@ -580,6 +589,33 @@ def test_meta_training_uses_the_user_s_trainer(tiny_config: Any, tmp_path: Path)
             torch.testing.assert_close(phi[1:], phi[:-1] - 0.01 * (phi[:-1] - 1))
     with pytest.raises(TypeError, match="trainer_class is DefaultTrainer; it must be a subclass of MetricOptTrainer"):
         meta_train(cfg, tmp_path / "again.safetensors", trainer_class=DefaultTrainer)
+    with pytest.raises(FileFormatError, match=r"trainer_class was '.*\.Theirs', now '.*\.MetricOptTrainer'"):
+        meta_train(cfg, tmp_path / "again.safetensors", resume=True)
+
+
+class WithoutRecorder(MetricOptTrainer):
+    def build_hooks(self) -> list[Any]:
+        return [hook for hook in super().build_hooks() if not isinstance(hook, TrajectoryRecorder)]
+
+
+class WithoutMetric(MetricOptTrainer):
+    @classmethod
+    def build_metric(cls, cfg: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "message"),
+    [
+        (WithoutRecorder, "WithoutRecorder.build_hooks returned 0 TrajectoryRecorders; meta-training needs one"),
+        (WithoutMetric, "WithoutMetric.build_metric returned None"),
+    ],
+)
+def test_a_trainer_that_records_nothing_is_refused(
+    trainer_class: type[MetricOptTrainer], message: str, to_meta_train: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        meta_train(to_meta_train(), tmp_path / "f.safetensors", trainer_class=trainer_class)
 
 
 def test_an_evaluator_without_ap50_is_named(tiny_config: Any) -> None:
@@ -607,8 +643,14 @@ def test_meta_training_tells_its_progress(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     watcher = Seen()
-    monkeypatch.setattr(Bars, "watch", lambda self, name, total: watcher)
+    monkeypatch.setattr(Bars, "watch", lambda self, name, total: watcher if name == "miss" else Watcher())
     cfg = to_meta_train()
+
+    def judge(model: Any) -> float:
+        return float(10 * model.metricopt.phi.detach().sum().sigmoid())
+
+    metric = staticmethod(lambda cfg: Metric(judge, maximize=False, bounds=(0, 10), name="miss"))
+    monkeypatch.setattr(MetricOptTrainer, "build_metric", metric)
     default_setup(cfg, Namespace(config_file=""))
     capsys.readouterr()
     meta_train(cfg, tmp_path / "f.safetensors")
@@ -616,13 +658,13 @@ def test_meta_training_tells_its_progress(
     assert {spent for spent, _ in watcher.queries} == set(range(1, 25))
     folder = Path(cfg.OUTPUT_DIR) / "trajectories"
     store = TrajectoryStore(folder, json.loads((folder / "identity.json").read_text()))
-    shown = [f"AP50 {100 * (1 - cost):.4f}" for trajectory in store for cost in trajectory.cost.tolist()]
+    shown = [f"miss {10 * cost:.4f}" for trajectory in store for cost in trajectory.cost.tolist()]
     assert list(dict(watcher.queries).values())[:2] == shown[:2]
 
     said = [record.getMessage() for record in logged if record.getMessage().startswith("Round")]
-    ends = [100 * (1 - trajectory.cost[[0, -1]]) for trajectory in store]
+    ends = [10 * trajectory.cost[[0, -1]] for trajectory in store]
     assert said == [
-        f"Round {i // 4 + 1} of 2, run {i + 1} of 8: AP50 {first:.4f} -> {last:.4f}; {21 - 3 * i} of 24 queries left"
+        f"Round {i // 4 + 1} of 2, run {i + 1} of 8: miss {first:.4f} -> {last:.4f}; {21 - 3 * i} of 24 queries left"
         for i, (first, last) in enumerate(ends)
     ]
     assert "Round 1 of 2, run 1 of 8" in (Path(cfg.OUTPUT_DIR) / "log.txt").read_text()
@@ -637,6 +679,7 @@ def test_meta_training_tells_its_progress(
         ("there.safetensors", r"there\.safetensors exists and would be overwritten: give another name, or --resume"),
         ("nowhere/f.safetensors", r"nowhere/f\.safetensors can't be written: No such file .* in a folder that exists"),
         ("there.safetensors/f.safetensors", r"f\.safetensors can't be written: Not a directory"),
+        (f"{'f' * 300}.safetensors", r"f\.safetensors can't be written: File name too long"),
         ("/proc/f.safetensors", r"/proc/f\.safetensors can't be written: "),  # not even by root
     ],
 )
@@ -722,7 +765,8 @@ def test_recorded_costs_are_the_metric_s(tiny_config: Any, tmp_path: Path) -> No
     made = trained(cfg)
     adapter = mo.Adapter(made.model)
     (trajectory,) = trajectory_store(cfg, str(tmp_path / "kept"))
-    metric = validation_metric(cfg, "squares_val", images=2)
+    metric = MetricOptTrainer.build_metric(cfg)
+    assert metric is not None
     for phi, cost in zip(trajectory.observed_phi, trajectory.cost, strict=True):
         adapter.set_phi(phi)
         assert metric.cost(made.model, "test") == cost
