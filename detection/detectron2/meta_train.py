@@ -114,6 +114,7 @@ def meta_train(
             return [trajectory for trajectory in stored.values() if trajectory.round <= round]
 
         fit = learn_in_rounds(collect, recipe, tasks=meta.tasks, seed=settings.seed, watcher=watcher)
+        watcher.outcome(f"f's held-out Spearman {fit.f.quality.spearman:.2f}" if fit.f.quality else "")
         watcher.done()
     if comm.is_main_process():
         fit.f.save(path)

@@ -15,10 +15,10 @@ STRETCH = 3.0  # a method that alone makes the axis this many times as long is d
 def plot_methods(report: Report, path: str | Path) -> Path:
     """Draw each method's test metric: a dot for each seed, a stroke at the mean and a bar for its 95% interval.
 
-    A single method so far off that the others would merge becomes an arrow at the axis' end, with its mean.
+    A single method so much worse that the others would merge becomes an arrow at the axis' end, with its mean.
     """
     values = {name: report.values(name, "test") for name in reversed(report.methods)}
-    low, high = _bulk(list(values.values()))
+    low, high = _bulk(list(values.values()), report.maximize)
     margin = 0.05 * (high - low) or 0.01
     figure, ((axes,),) = new_figure(6.4, 1.1 + 0.36 * len(values))
     for row, (name, dots) in enumerate(values.items()):
@@ -42,13 +42,13 @@ def plot_methods(report: Report, path: str | Path) -> Path:
     return save_figure(figure, path)
 
 
-def _bulk(values: list[list[float]]) -> tuple[float, float]:
-    """Return the ends of the methods' values, less those of a method that alone would stretch them."""
+def _bulk(values: list[list[float]], maximize: bool) -> tuple[float, float]:
+    """Return the ends of the methods' values, less those of a worse method that alone would stretch them."""
     low, high = min(map(min, values)), max(map(max, values))
-    for i in range(len(values)):
-        others = values[:i] + values[i + 1 :]
-        if len(others) > 1 and 0 < STRETCH * (max(map(max, others)) - min(map(min, others))) < high - low:
-            return _bulk(others)
+    worst = (min if maximize else max)(range(len(values)), key=lambda i: np.mean(values[i]))
+    others = values[:worst] + values[worst + 1 :]
+    if len(others) > 1 and 0 < STRETCH * (max(map(max, others)) - min(map(min, others))) < high - low:
+        return _bulk(others, maximize)
     return low, high
 
 

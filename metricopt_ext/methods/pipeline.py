@@ -86,7 +86,8 @@ def optimize_metric(
     """
     strategy = strategy or Recipe()
     check_integer(0, queries=queries, seed=seed)
-    check_instance(strategy=strategy)
+    if not isinstance(strategy, Recipe):
+        check_instance("Recipe() or CMAES()", strategy=strategy)
     if queries > task.metric.ledger.left:
         asked = counted(queries, "query")
         raise BudgetError(f"{asked} requested, {task.metric.ledger.left} left in the metric's own budget")

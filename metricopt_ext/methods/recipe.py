@@ -117,8 +117,9 @@ class Recipe:
         if not self.learners:
             raise ValueError("learners is empty; give at least one kind of value function to fit")
         for learner in self.learners:
-            check_instance(learners=learner)
-        check_instance(labels=self.labels, refine=self.refine)
+            check_instance("RidgeLearner()", learners=learner)
+        check_instance("GaussianProcessLabels()", labels=self.labels)
+        check_instance("CMAES()", refine=self.refine)
 
     def explored_settings(self, seed: int, indices: Sequence[int]) -> Tensor:
         """Return (loss weight, metric step) of on-policy tasks, ``n x 2``, drawn from the seed for each index."""

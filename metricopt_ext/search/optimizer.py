@@ -132,6 +132,10 @@ class MetricOpt(torch.optim.Optimizer):
         history: int = HISTORY,
         even_untrusted: bool = False,
     ) -> None:
+        if not isinstance(f, ValueFunction):
+            raise TypeError(
+                f"f is a {type(f).__name__}; it must be a ValueFunction: a fit's f, or load_value_function(FILE)"
+            )
         check_at_least(0, lr=lr, metric_step=metric_step, loss_weight=loss_weight)
         check_integer(1, history=history)
         check_at_least(1, steps=steps)

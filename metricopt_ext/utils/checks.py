@@ -56,8 +56,12 @@ def check_above(bound: float, **values: Any) -> None:
             raise ValueError(f"{name} is {value}; it must be above {bound}")
 
 
-def check_instance(**values: Any) -> None:
-    """Reject a class where an instance of it is meant.
+def check_instance(example: str, **values: Any) -> None:
+    """Reject a class where an instance of it is meant, and what can't be called.
+
+    Args:
+        example: What would do, for the message.
+        values: Callable objects by name; None, meaning no value, passes.
 
     Raises:
         ValueError: A value is rejected; the message gives the first such name and value.
@@ -65,3 +69,5 @@ def check_instance(**values: Any) -> None:
     for name, value in values.items():
         if isinstance(value, type):
             raise ValueError(f"{name} is the class {value.__name__}; it must be an instance, {value.__name__}(...)")
+        if value is not None and not callable(value):
+            raise ValueError(f"{name} is {value!r}; it must be an instance, e.g. {example}")

@@ -28,10 +28,17 @@ def write_atomically(path: str | Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # as for any other file; a temporary one is its owner's alone
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _umask() -> int:
+    umask = os.umask(0)  # it can only be read by setting it
+    os.umask(umask)
+    return umask
 
 
 def write_json(path: str | Path, content: Any) -> None:

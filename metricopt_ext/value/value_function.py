@@ -56,7 +56,7 @@ class Quality:
         """Say on one line whether f is to be trusted, and why."""
         verdict = "to be trusted" if self.trusted else "NOT to be trusted and not followed"
         return (
-            f"{verdict}; on held-out trajectories Spearman {self.spearman:.2f} (95% sure of {self.spearman_lower:.2f}),"
+            f"{verdict}; on held-out trajectories Spearman {self.spearman:.2f} (95% bound {self.spearman_lower:.2f}),"
             f" MAE {self.mae:.4f} (a constant's {self.constant_mae:.4f})"
         )
 

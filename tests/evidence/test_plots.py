@@ -83,10 +83,10 @@ def test_one_seed_has_no_interval_and_the_plot_says_so(report: Callable[..., Rep
 
 
 @pytest.mark.parametrize("far", [-9.0, 9.0])
-def test_a_method_far_off_is_an_arrow_at_the_end_of_the_axis(
+def test_a_much_worse_method_is_an_arrow_at_the_end_of_the_axis(
     report: Callable[..., Report], figures: list[Any], far: float
 ) -> None:
-    made = report({"cma_es": [far, far - 0.25, far + 0.25]})
+    made = report({"cma_es": [far, far - 0.25, far + 0.25]}, maximize=far < 0)
     plot_methods(made, "methods.png")
     (axes,) = figures[0].axes
     low, high = axes.get_xlim()
@@ -97,6 +97,18 @@ def test_a_method_far_off_is_an_arrow_at_the_end_of_the_axis(
     assert arrow.get_text() == f"mean {far:.4f}"
     assert arrow.xy == (low if far < 0 else high, len(METHODS) - 1 - made.methods.index("cma_es"))
     assert figures[0].get_suptitle().endswith("arrow: beyond the axis")
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+def test_a_much_better_method_is_never_cut_off(
+    report: Callable[..., Report], figures: list[Any], maximize: bool
+) -> None:
+    best = 9.0 if maximize else -9.0
+    plot_methods(report({"batchnorm_validation": [best] * 3}, maximize=maximize), "methods.png")
+    (axes,) = figures[0].axes
+    low, high = axes.get_xlim()
+    assert not axes.texts
+    assert low < best < high
 
 
 def test_two_methods_far_off_stay_on_the_axis(report: Callable[..., Report], figures: list[Any]) -> None:

@@ -215,6 +215,8 @@ def test_what_is_no_integer_is_refused_before_anything_is_asked_or_written(
 def test_a_class_is_no_strategy(quadratic: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="strategy is the class CMAES; it must be an instance"):
         optimize_metric(quadratic(), queries=QUERIES, strategy=CMAES)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"strategy is 'cmaes'; it must be an instance, e.g. Recipe\(\) or CMAES\(\)"):
+        optimize_metric(quadratic(), queries=QUERIES, strategy="cmaes")  # type: ignore[arg-type]
 
 
 def test_integers_of_numpy_are_integers(quadratic: Callable[..., Any], tmp_path: Path) -> None:

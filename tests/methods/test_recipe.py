@@ -43,6 +43,8 @@ RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners
         ("rounds", None, "rounds is None; it must be an integer"),
         ("learners", (), "learners is empty; give at least one"),
         ("learners", (RidgeLearner,), "learners is the class RidgeLearner; it must be an instance"),
+        ("learners", ("ridge", "neural"), "learners is 'ridge'; it must be an instance, e.g. RidgeLearner"),
+        ("labels", "gp", "labels is 'gp'; it must be an instance, e.g. GaussianProcessLabels"),
         ("labels", LinearLabels, "labels is the class LinearLabels; it must be an instance"),
     ],
 )

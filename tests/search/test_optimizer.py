@@ -510,6 +510,12 @@ def test_parameter_groups() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("f", [None, "f.safetensors"])
+def test_what_is_no_value_function(f: Any) -> None:
+    with pytest.raises(TypeError, match=rf"f is a {type(f).__name__}; it must be a ValueFunction: a fit's f, or load_"):
+        MetricOpt([parameter()], f)
+
+
 def test_f_of_another_adapter() -> None:
     adapters = [attach_film(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)), dim=D, seed=seed) for seed in (0, 1)]
     f = make_f()

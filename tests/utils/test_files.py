@@ -1,5 +1,6 @@
 """A model's weights, kept as a state dict and told from others by a fingerprint; JSON takes the numbers of NumPy."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ def test_the_same_state_has_the_same_fingerprint() -> None:
     strided = STATE["weight"].T.contiguous().T
     kept_otherwise = {**STATE, "weight": torch.nn.Parameter(strided), "_extra_state": "no tensor"}
     assert fingerprint(dict(reversed(kept_otherwise.items()))) == fingerprint(STATE)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_others_may_read_a_file_if_the_umask_lets_them(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        write_json(tmp_path / "a.json", {})
+    finally:
+        assert os.umask(before) == umask
+    assert (tmp_path / "a.json").stat().st_mode & 0o777 == mode
 
 
 @pytest.mark.parametrize(
