@@ -180,9 +180,9 @@ class EvaluationLog(HookBase):  # type: ignore[misc]
 class MergedCheckpoint(HookBase):  # type: ignore[misc]
     """Ends a run at its best evaluated point: sets phi to it, merges it into a checkpoint, and logs the verdict.
 
-    The start is one of the points: if no other is better, it is kept. The verdict's numbers are
-    written by the metric's name with ``_before``, ``_after``, ``_best`` and ``_best_step`` behind it. Register the hook
-    before the one that evaluates the trained model.
+    The start is one of the points: if no other is better, it is kept. The verdict's numbers are written by the metric's
+    name with ``_before``, ``_after``, ``_best`` and ``_best_step`` behind it. Register the hook before the one that
+    evaluates the trained model.
 
     Args:
         adapter: Handle to the adapter.
