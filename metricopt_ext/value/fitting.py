@@ -69,7 +69,7 @@ def fit_value_function(
     if data.cost.min() == data.cost.max():
         raise ValueFunctionError(
             f"all {len(data.cost)} observed costs equal {float(data.cost[0]):.6g}: the metric does not react to phi;"
-            " modulate more layers, start further out (start_std), or train a model that the metric can tell from another"
+            " modulate more layers, or start further out (start_std); a model that scores nothing must be trained first"
         )
     fold = assign_folds(data.trajectory, folds, seed)
     used = data.where_used() & data.observed
