@@ -75,8 +75,8 @@ def test_the_metric_gets_better_than_the_loss_can_make_it(
         assert torch.equal(task.adapter.phi, result.ends[result.chosen])
         of_finetune.append(result.after / result.loss_finetune)
         of_best.append(sign * result.after / min(map(task.true_cost, flow)))
-    assert mean(of_finetune) < 0.5
-    assert mean(of_best) < 0.5
+    assert mean(of_finetune) < 0.6  # at worst 0.36 ± 0.05
+    assert mean(of_best) < 0.6  # at worst 0.35 ± 0.02
 
 
 @pytest.mark.parametrize("seed", range(3))

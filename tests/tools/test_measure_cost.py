@@ -91,6 +91,7 @@ def test_verdict(target: dict[str, float], low: float, high: float, cells: list[
     assert ratio.met == {"": None, "met": True, "missed": False}[cells[1]]
 
 
+@pytest.mark.outcome
 def test_the_step_that_is_timed_follows_f(monkeypatch: pytest.MonkeyPatch, sides: dict[str, Any]) -> None:
     attach_film, fit, adapters, fs = tool.attach_film, tool.fitted_value_function, [], []
     monkeypatch.setattr(tool, "attach_film", lambda *a, **k: adapters.append(attach_film(*a, **k)) or adapters[-1])
@@ -115,6 +116,7 @@ def test_the_step_that_is_timed_follows_f(monkeypatch: pytest.MonkeyPatch, sides
     assert f(adapter.phi) < f(ends[metricopt])
 
 
+@pytest.mark.outcome
 def test_an_f_that_is_not_followed_is_an_error() -> None:
     f, gradient = tool.fitted_value_function(5), torch.ones(5)
     start = torch.zeros(5)
