@@ -1,4 +1,4 @@
-"""A task whose loss and metric are known in closed form, a record keeper in memory, and Detectron2 made tiny and exact."""
+"""A task whose loss and metric are known in closed form, a record keeper in memory, and a tiny Detectron2."""
 
 import io
 import sqlite3
@@ -21,7 +21,7 @@ from metricopt_ext.utils.seeding import generator
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--threads", type=int, default=1, metavar="N", help="threads of torch (the tests' tensors are small)")
+    parser.addoption("--threads", type=int, default=1, metavar="N", help="torch's threads (the tensors are small)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
