@@ -76,7 +76,7 @@ def test_following_the_gradient_ranks_the_positives_first() -> None:
             ap_loss(scores, LABELS, lambda_val=1000.0).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         left.append(float(ap_loss(scores, LABELS, margin=0.0).detach()) / first)
-    assert np.mean(left) < 0.5
+    assert np.mean(left) < 0.5  # at worst 0.04 ± 0.03
 
 
 def test_background_alone_has_no_loss_but_a_gradient() -> None:

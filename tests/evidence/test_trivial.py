@@ -87,8 +87,8 @@ def test_the_full_one_has_all_products_and_a_ridge_penalty() -> None:
 @pytest.mark.outcome
 def test_products_are_learned_by_the_full_quadratic_alone() -> None:
     found = [trivial_predictors(trajectories(seed=seed), folds=FOLDS, seed=5) for seed in range(5)]
-    assert np.mean([each["full_quadratic"].spearman for each in found]) > 0.9
-    assert np.mean([each["diagonal_quadratic"].spearman for each in found]) < 0.6
+    assert np.mean([each["full_quadratic"].spearman for each in found]) > 0.9  # 0.995 ± 0.001
+    assert np.mean([each["diagonal_quadratic"].spearman for each in found]) < 0.6  # -0.03 ± 0.02
 
 
 def test_what_decides_is_found() -> None:

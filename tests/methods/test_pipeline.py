@@ -77,8 +77,8 @@ def test_the_metric_gets_better_than_the_loss_can_make_it(
         assert torch.equal(task.adapter.phi, result.ends[result.chosen])
         of_finetune.append(result.after / result.loss_finetune)
         of_best.append(sign * result.after / min(map(task.true_cost, flow)))
-    assert mean(of_finetune) < 0.5
-    assert mean(of_best) < 0.5
+    assert mean(of_finetune) < 0.6  # at worst 0.36 ± 0.05
+    assert mean(of_best) < 0.6  # at worst 0.35 ± 0.02
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -744,8 +744,8 @@ def test_a_gain_that_may_be_chance_leaves_the_model_as_it_was(
     left = optimize_metric(unsure, queries=QUERIES, strategy=strategy, watcher=Watcher())
     assert kept.best == kept.after == left.best < left.after == left.before == kept.before
     assert (left.chosen, unsure.adapter.phi.any()) == ("start", False)
-    assert 0 < kept.chance < 0.02
-    assert left.chance + left.optimism > left.before - left.best
+    assert 0 < kept.chance < 0.02  # at worst 0.005 ± 0.001
+    assert left.chance + left.optimism > left.before - left.best  # 280 and more, against 3.47 at most
     assert f"up to {left.chance + left.optimism:.4f} of a gain may be chance and optimism" in str(left)
     assert "may be chance" not in str(kept)
 

@@ -46,7 +46,7 @@ each_loss = pytest.mark.parametrize(
         (losses.MarginLoss(), miners.MultiSimilarityMiner()),
         (losses.MarginLoss(), miners.DistanceWeightedMiner()),  # which draws at random
         (SmoothAPLoss(0.1), None),
-        (RecallLoss(), None),
+        (RecallLoss(lambda_val=50.0), None),  # enough to change ranks
     ],
     ids=["fastap", "triplet", "mined triplet", "margin", "random margin", "smooth-ap", "recall"],
 )

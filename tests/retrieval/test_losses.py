@@ -104,7 +104,7 @@ def test_order_of_the_batch_does_not_matter(make: Callable[..., Any]) -> None:
 @pytest.mark.outcome
 @pytest.mark.parametrize(("loss_fn", "d", "lr"), [(SmoothAPLoss(0.05), 16, 3.0), (RecallLoss(), 8, 10.0)])
 def test_losses_descend(loss_fn: Any, d: int, lr: float) -> None:
-    left = []
+    left = []  # in the mean at worst 0.41 ± 0.05
     for seed in range(3):
         x, y = rand(40, d, seed=seed).requires_grad_(), torch.arange(40) % 5
         optimizer = torch.optim.SGD([x], lr=lr)

@@ -91,7 +91,7 @@ def test_following_the_gradient_improves_the_ranks() -> None:
             optimizer.step()
         last = ranking_losses(scores, mean_of_logs, 100.0).mean().item()
         left.append((last - best) / (first - best))
-    assert 0 <= np.mean(left) < 0.5
+    assert 0 <= np.mean(left) < 0.5  # at worst 0.17 ± 0.05
 
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])

