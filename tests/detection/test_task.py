@@ -141,8 +141,8 @@ def test_training_finds_the_squares() -> None:
             for example, found in zip(examples, TOOLKIT.detect(model, examples), strict=True)
             if len(found)
         ]
-    assert sum(left) / 3 < 0.5
-    assert sum(right) / (3 * 64) > 0.7
+    assert sum(left) / 3 < 0.5  # at worst 0.16 ± 0.01
+    assert sum(right) / (3 * 64) > 0.7  # at worst 0.95 ± 0.02
 
 
 def iou(first: Tensor, second: Tensor) -> float:

@@ -125,7 +125,7 @@ def test_online_and_offline_meta_training_lower_a_metric_that_the_loss_does_not_
         ends = [settings.meta_test(task, f, start, seed=seed, index=i)[-1] for i, start in enumerate(starts)]
         before, after = (sum(map(task.true_cost, points)) for points in (starts, ends))
         changes.append(after / before - 1)
-    assert mean(changes) < -0.4
+    assert mean(changes) < -0.4  # at worst -0.77 ± 0.02
 
 
 def test_the_papers_learner_is_the_default_and_gives_the_papers_network(quadratic: Callable[..., Any]) -> None:

@@ -129,8 +129,8 @@ def test_a_trained_detector_finds_and_proposes_the_squares(
         ):
             found_iou.append(best_iou(found.boxes[:3], example.truth.boxes) if len(found) else 0.0)
             proposed_iou.append(best_iou(proposed, example.truth.boxes))
-    assert sum(found_iou) / len(found_iou) > 0.5
-    assert sum(proposed_iou) / len(proposed_iou) > 0.5
+    assert sum(found_iou) / len(found_iou) > 0.5  # at worst 0.75 ± 0.05
+    assert sum(proposed_iou) / len(proposed_iou) > 0.5  # at worst 0.75 ± 0.04
 
 
 def best_iou(found: Tensor, truth: Tensor) -> float:
