@@ -13,7 +13,7 @@ from metricopt_ext.methods.recipe import checked_setting
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import config_section, default_of
-from metricopt_ext.value.value_function import load_value_function
+from metricopt_ext.value.loading import load_value_function
 
 
 @dataclass

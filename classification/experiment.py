@@ -26,7 +26,7 @@ from metricopt_ext.data.splits import PARTS, Splits, in_parts
 from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.method import Method, ending_at, ending_path, following_metricopt
 from metricopt_ext.methods.result import MetricOptResult
-from metricopt_ext.methods.second_round import copied_task, run_second_round
+from metricopt_ext.methods.second_round import run_second_round
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.batches import Batches, TensorBatches
@@ -34,8 +34,9 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.rotated import RotatedValueFunction
-from metricopt_ext.value.value_function import ValueFunction, load_value_function
+from metricopt_ext.value.value_function import ValueFunction
 
 
 class ClassificationExperiment(Experiment[ClassificationConfig]):
@@ -112,7 +113,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
     def _second_round(self, task: FinetuneTask, result: MetricOptResult) -> nn.Module:
         """Return the merged model of a second round."""
-        config, seed, again = self.config, self.seed, copied_task(task)
+        config, seed, again = self.config, self.seed, task.copied()
         again.adapter.set_phi(result.ends[result.chosen])
 
         def train_theta(model: nn.Module) -> None:

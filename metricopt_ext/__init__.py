@@ -13,27 +13,25 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, load_adapter
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe, Setting
-from metricopt_ext.methods.result import MetricOptResult, Result
+from metricopt_ext.methods.result import MetricOptResult, Result, SearchRun
 from metricopt_ext.methods.rounds import meta_train
+from metricopt_ext.methods.starts import Start, batchnorm_start
 from metricopt_ext.methods.tuning import Tuned, tune_start
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import MetricOpt
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.batches import ClassBatches, DatasetBatches, TensorBatches
 from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore, load_trajectories
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.fitting import Fit, fit_value_function
+from metricopt_ext.value.gp import GPValueFunction
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.reptile import ReptileLearner
-from metricopt_ext.value.value_function import (
-    NeuralValueFunction,
-    Quality,
-    RidgeValueFunction,
-    ValueFunction,
-    load_value_function,
-)
+from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction, ValueFunction
 
 if TYPE_CHECKING:
     from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
@@ -46,8 +44,10 @@ __all__ = [
     "Evaluation",
     "FinetuneTask",
     "Fit",
+    "GPValueFunction",
     "GaussianProcessLabels",
     "GuidedES",
+    "GuidedTrustRegion",
     "Ledger",
     "LinearLabels",
     "Metric",
@@ -63,7 +63,9 @@ __all__ = [
     "Result",
     "RidgeLearner",
     "RidgeValueFunction",
+    "SearchRun",
     "Setting",
+    "Start",
     "TensorBatches",
     "Trajectory",
     "TrajectoryStore",
@@ -72,6 +74,7 @@ __all__ = [
     "Watcher",
     "attach_film",
     "attach_input_bias",
+    "batchnorm_start",
     "errors",
     "fit_value_function",
     "load_adapter",

@@ -29,7 +29,7 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.value.value_function import load_value_function
+from metricopt_ext.value.loading import load_value_function
 
 
 def with_film(

@@ -14,8 +14,8 @@ import numpy as np
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.style import direction, markdown_table, print_points, print_table
-from metricopt_ext.methods.result import KEPT
-from metricopt_ext.tasks.split_half import CERTAINTY
+from metricopt_ext.methods.guard import deviates
+from metricopt_ext.methods.result import kept
 from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.value_function import Quality
@@ -212,20 +212,20 @@ class Report:
         constant = np.mean([quality.constant_mae for quality in self.quality])
         halves = [record.split_half for record in self.records if record.split_half is not None]
         if halves:
-            chance = np.mean([record.chance for record in self.records])
+            chance, confidence = np.mean([record.chance for record in self.records]), self.config["guard_confidence"]
             left = sum(record.kept == "start" for record in self.records)
             lines.append(
                 f"Split-half correlation of the metric over random phi: {np.mean(halves):.2f} (near 0 no method can"
-                f" help). Gains on validation below {CERTAINTY * chance:.4f}, and what they lose from one half of the"
-                f" data to the other, count as chance: the model was left as it was in {left} of {seeds}"
+                f" help). Gains on validation below {deviates(confidence) * chance:.4f}, and what they are expected to"
+                f" lose on other data, count as chance: the model was left as it was in {left} of {seeds}"
             )
-        kept = collections.Counter(record.kept for record in self.records)
+        counts = collections.Counter(record.kept for record in self.records)
         best = max(trivial, key=lambda name: trivial[name], default=None)
         beside = "" if best is None else f" (best trivial predictor, {best.replace('_', ' ')}: {trivial[best]:.2f})"
         lines.append(
             f"Value function on held-out trajectories: Spearman {spearman:.2f}{beside}, mean absolute error {mae:.4f}"
             f" of the cost against {constant:.4f} of a constant; trusted in {trusted} of {seeds}. Kept by the guard: "
-            + ", ".join(f"{KEPT[name]} in {count}" for name, count in kept.most_common())
+            + ", ".join(f"{kept(name)} in {count}" for name, count in counts.most_common())
         )
         return lines
 

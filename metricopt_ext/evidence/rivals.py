@@ -1,16 +1,13 @@
 """The methods that every task's tool runs: MetricOpt, and what a user could do instead."""
 
-import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.evidence.method import (
     Meter,
     Method,
@@ -22,6 +19,7 @@ from metricopt_ext.evidence.method import (
 )
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.starts import reestimate_batchnorm
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import LossStep
@@ -108,30 +106,3 @@ def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Ten
     chosen = torch.linspace(0, len(points) - 1, min(evals, len(points))).round().long()
     costs = task.costs_at(points[chosen], "loss_finetune_best")
     return points[chosen[costs.argmin()]]
-
-
-def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module | None:
-    """Return a copy of a model with BatchNorm statistics of other inputs, or None if it has no BatchNorm.
-
-    Args:
-        model: With or without an adapter; the copy has none, and is in evaluation mode.
-        inputs: Batches of inputs, without labels; each counts the same, so make them about equal in size.
-    """
-    copied = copy.deepcopy(model)
-    if hasattr(copied, CONTEXT_NAME):
-        Adapter(copied).remove()
-    norms = [module for module in copied.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    if not norms:
-        return None
-    copied.eval()  # dropout in particular must not disturb the statistics
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the mean over all batches
-        norm.train()
-    with torch.no_grad():
-        for batch in inputs:
-            copied(batch)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
-    return copied.eval()

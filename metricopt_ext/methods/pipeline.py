@@ -1,21 +1,26 @@
-"""The whole job under one query budget: learn f, finetune phi, and keep the change only if the metric agrees."""
+"""The whole job under one query budget: find a better phi, and keep the change only if the metric agrees."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import overload
 
 from metricopt_ext.errors import BudgetError
+from metricopt_ext.methods.guard import CONFIDENCE, deviates, judge
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.result import MetricOptResult, Result
+from metricopt_ext.methods.result import MetricOptResult, Result, SearchRun
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.run_folder import RunFolder, identity_of
-from metricopt_ext.methods.tuning import choose, choose_setting, query_callback, tune_start
+from metricopt_ext.methods.starts import Start, same_buffers, set_buffers, with_start
+from metricopt_ext.methods.tuning import choose_setting, evaluate, query_callback, tune_start
 from metricopt_ext.search.direct import Search
-from metricopt_ext.tasks.metric import stacked_halves
-from metricopt_ext.tasks.split_half import chance_of_gain, split_half_correlation
+from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
+from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.split_half import split_half_correlation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_instance, check_integer
 from metricopt_ext.utils.progress import Watcher, watched
 from metricopt_ext.utils.words import counted
+from metricopt_ext.value.fitting import Fit
 
 
 @overload
@@ -23,7 +28,24 @@ def optimize_metric(
     task: FinetuneTask,
     *,
     queries: int,
-    strategy: Recipe | None = None,
+    strategy: GuidedTrustRegion | None = None,
+    starts: Mapping[str, Start] | None = None,
+    guard_confidence: float = CONFIDENCE,
+    seed: int = 0,
+    output_dir: str | Path | None = None,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> SearchRun: ...
+
+
+@overload
+def optimize_metric(
+    task: FinetuneTask,
+    *,
+    queries: int,
+    strategy: Recipe,
+    starts: None = None,
+    guard_confidence: float = CONFIDENCE,
     seed: int = 0,
     output_dir: str | Path | None = None,
     resume: bool = False,
@@ -37,6 +59,8 @@ def optimize_metric(
     *,
     queries: int,
     strategy: Search,
+    starts: None = None,
+    guard_confidence: float = CONFIDENCE,
     seed: int = 0,
     output_dir: str | Path | None = None,
     resume: bool = False,
@@ -48,7 +72,9 @@ def optimize_metric(
     task: FinetuneTask,
     *,
     queries: int,
-    strategy: Recipe | Search | None = None,
+    strategy: GuidedTrustRegion | Recipe | Search | None = None,
+    starts: Mapping[str, Start] | None = None,
+    guard_confidence: float = CONFIDENCE,
     seed: int = 0,
     output_dir: str | Path | None = None,
     resume: bool = False,
@@ -56,62 +82,192 @@ def optimize_metric(
 ) -> Result:
     """Finetune a frozen model's phi for its metric within a number of metric queries.
 
-    By default it learns f from rounds of trajectories, chooses how boldly to follow it, finetunes from phi = 0, and
-    leaves in the model whichever of start, loss-only end and MetricOpt's end scores best on the metric. A direct search
-    (`direct.CMAES`, `direct.GuidedES`) spends all queries on the metric itself instead: the better tool for a single
-    start. Either way the model is left at phi = 0 unless the gain exceeds chance, as far as the metric reveals it (see
-    `Metric`), so on the data that the metric sees it never ends up worse than it was trained. Any phi that it held
-    before is ignored: continue from it by `tune_start`, or `Adapter.merge` it and attach a new adapter.
+    By default a guided trust-region search learns f from every query and follows it (`GuidedTrustRegion`), from the
+    best of the starts on. A `Recipe` learns f from rounds of finetuning instead: the tool for many starts, as each
+    further one then costs a few queries (`tune_start`). A direct search (`direct.CMAES`, `direct.GuidedES`) does
+    without f. In each case the guard has the last word: the model is left at phi = 0 unless the gain exceeds chance, as
+    far as the metric reveals it (see `Metric`), so on the data that the metric sees it never ends up worse than it was
+    trained. Any phi that it held before is ignored: continue from it by ``starts``, or `Adapter.merge` it and attach a
+    new adapter.
 
     Args:
         task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end;
             a failed run that keeps its work in ``output_dir`` is charged once resumed.
         queries: Total metric queries that may be spent.
-        strategy: A recipe for learning and following f, or a direct search.
+        strategy: A guided search, a recipe for learning and following f, or a direct search.
+        starts: Of a guided search, what it may begin from besides phi = 0, by name; each costs a query.
+        guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
         seed: Seed of all draws.
-        output_dir: Keeps trajectories, ``value_function.safetensors`` and ``adapter.safetensors``; None keeps nothing.
+        output_dir: Keeps what was collected, ``value_function.safetensors`` and ``adapter.safetensors``; None keeps
+            nothing.
         resume: Continue what an interrupted run left in ``output_dir``; the result is the same bit for bit.
         watcher: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
 
     Returns:
-        The result; the tuned phi is in the model.
+        The result; the tuned phi is in the model, and the buffers of the start that it belongs to.
 
     Raises:
-        ValueError: ``queries`` or ``seed`` is not an integer of at least 0, or ``strategy`` is a class.
-        AdapterError: The loss is no scalar, or has no gradient in phi.
+        ValueError: A number is out of range, or ``strategy`` is a class, or has no use for ``starts``.
+        AdapterError: The loss is no scalar, or has no gradient in phi; or a start does not fit the model.
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
         FileFormatError: ``output_dir`` holds another run, with other settings or model weights, or it holds a run and
             ``resume`` is False.
     """
-    strategy = strategy or Recipe()
+    strategy = strategy or GuidedTrustRegion()
     check_integer(0, queries=queries, seed=seed)
+    deviates(guard_confidence)  # refuses what is out of range
     if not isinstance(strategy, Recipe):
-        check_instance("Recipe() or CMAES()", strategy=strategy)
+        check_instance("GuidedTrustRegion() or CMAES()", strategy=strategy)
+    if starts and not isinstance(strategy, GuidedTrustRegion):
+        raise ValueError(f"starts are {list(starts)}; only a GuidedTrustRegion begins from the best of several")
     if queries > task.metric.ledger.left:
         asked = counted(queries, "query")
         raise BudgetError(f"{asked} requested, {task.metric.ledger.left} left in the metric's own budget")
     if isinstance(strategy, Recipe):
         size = {"tasks": strategy.tasks_per_round(queries, task.dim)}
-    elif queries >= (least := strategy.least_queries(task.dim)):
+    elif queries >= (least := strategy.least_queries(task.dim) + len(starts or ())):
         size = {"queries": queries}
     else:
         raise BudgetError(f"{queries} queries are too few: {strategy} in {task.dim} dimensions needs at least {least}")
-    folder = RunFolder(output_dir, identity_of(strategy, task, seed=seed, size=size), resume)
+    folder = RunFolder(output_dir, identity_of(strategy, task, starts or {}, seed=seed, size=size), resume)
     with watched(watcher, task.metric.name, queries) as shown:
-        if isinstance(strategy, Recipe):
-            result: Result = _follow_value_function(task, queries, strategy, size["tasks"], seed, folder, shown)
+        if isinstance(strategy, GuidedTrustRegion):
+            result: Result = _guided(task, queries, strategy, starts or {}, guard_confidence, seed, folder, shown)
+        elif isinstance(strategy, Recipe):
+            result = _follow_value_function(
+                task, queries, strategy, size["tasks"], guard_confidence, seed, folder, shown
+            )
         else:
-            result = _search_directly(task, queries, strategy, seed, folder, shown)
+            result = _search_directly(task, queries, strategy, guard_confidence, seed, folder, shown)
         task.adapter.set_phi(result.ends[result.chosen])
-        folder.keep(task, result.fit.f if isinstance(result, MetricOptResult) else None)
+        if isinstance(result, SearchRun):
+            set_buffers(task.adapter.model, result.buffers)
+        folder.keep(task, result.fit.f if isinstance(result, (MetricOptResult, SearchRun)) and result.fit else None)
         shown.outcome(f"{result.metric} {result.before:.4f} -> {result.after:.4f}")
         shown.done()
     return result
 
 
-def _follow_value_function(
-    task: FinetuneTask, queries: int, recipe: Recipe, tasks: int, seed: int, folder: RunFolder, watcher: Watcher
+def _guided(
+    task: FinetuneTask,
+    queries: int,
+    search: GuidedTrustRegion,
+    starts: Mapping[str, Start],
+    confidence: float,
+    seed: int,
+    folder: RunFolder,
+    watcher: Watcher,
+) -> SearchRun:
+    with folder.counted(task.metric, queries) as cached:
+        (result,) = guided_results(
+            task.judged_by(cached), [queries], search, starts=starts, confidence=confidence, seed=seed, watcher=watcher
+        )
+    return result
+
+
+def guided_results(
+    task: FinetuneTask,
+    checkpoints: Sequence[int],
+    search: GuidedTrustRegion | None = None,
+    *,
+    starts: Mapping[str, Start] | None = None,
+    confidence: float = CONFIDENCE,
+    seed: int = 0,
+    watcher: Watcher | None = None,
+) -> Iterator[SearchRun]:
+    """Run a guided search once, and yield the guarded result that each number of queries would have had.
+
+    Each checkpoint before the last costs a query more, that of its own end; see `GuidedTrustRegion.ends`. The model is
+    left unchanged.
+
+    Args:
+        task: Model, loss, batches and metric.
+        checkpoints: Numbers of queries, ascending; those of the starts count among them.
+        search: The search.
+        starts: What it may begin from besides phi = 0, by name; each costs a query.
+        confidence: How sure the guard must be, at least 0.5 and below 1.
+        seed: Seed of all draws.
+        watcher: Notified of progress.
+
+    Raises:
+        ValueError, BudgetError, AdapterError, MetricError: As from `GuidedTrustRegion.ends`.
+    """
+    search, watcher = search or GuidedTrustRegion(), watcher or Watcher()
+    candidates = {"start": Start(task.origin()), **(starts or {})}
+    tasks = {name: with_start(task, start) for name, start in candidates.items()}
+    watcher.stage("starts")
+    asked = {
+        name: evaluate(tasks[name], start.phi, "starts", f"start {name!r}", watcher)
+        for name, start in candidates.items()
+    }
+    begun = min(asked, key=lambda name: asked[name].cost)
+    known = [name for name in candidates if same_buffers(candidates[name], candidates[begun])]
+    elsewhere = len(candidates) - len(known)
+    watcher.stage("search")
+    ends = search.ends(
+        tasks[begun],
+        candidates[begun].phi,
+        [queries - elsewhere for queries in checkpoints],
+        known=[(candidates[name].phi, asked[name]) for name in known],
+        seed=seed,
+        on_query=query_callback(task, watcher),
+    )
+    for queries, end in zip(checkpoints, ends, strict=True):
+        yield _guarded(task, queries, candidates, asked, begun, end, confidence)
+
+
+def _guarded(
+    task: FinetuneTask,
+    queries: int,
+    starts: Mapping[str, Start],
+    asked: Mapping[str, Evaluation],
+    begun: str,
+    end: SearchEnd,
+    confidence: float,
+) -> SearchRun:
+    """Keep the start that the search began from if it gains on phi = 0, and the end if it gains on what was kept."""
+    chosen, current = "start", asked["start"]
+    for name, evaluation in ((begun, asked[begun]), ("search", end.evaluation)):
+        verdict = judge(current, evaluation, end.evaluations, confidence)
+        if verdict.accepted:
+            chosen, current = name, evaluation
+    value, scale = task.metric.to_value, task.metric.scale
+    predicted = end.predicted
+    fit = None if end.f is None else Fit(end.f, {}, predicted[:, 0], predicted[:, 1])
+    return SearchRun(
+        metric=task.metric.name,
+        before=value(asked["start"].cost),
+        after=value(current.cost),
+        best=value(min(end.cost, asked[begun].cost)),
+        chosen=chosen,
+        chance=verdict.chance * scale,
+        optimism=verdict.optimism * scale,
+        needed=verdict.needed * scale,
+        queries={"starts": len(starts), "search": queries - len(starts)},
+        queries_per_start=queries,
+        ends={**{name: start.phi for name, start in starts.items()}, "search": end.phi},
+        reports_halves=asked["start"].halves is not None,
+        starts={name: value(each.cost) for name, each in asked.items()},
+        begun_at=begun,
+        fit=fit,
+        verdict=verdict,
+        points=end.points,
+        values=tuple(value(each.cost) for each in end.evaluations),
+        widened=end.widened,
+        buffers=starts[begun if chosen == "search" else chosen].buffers,
+    )
+
+
+def _follow(
+    task: FinetuneTask,
+    queries: int,
+    recipe: Recipe,
+    tasks: int,
+    confidence: float,
+    seed: int,
+    folder: RunFolder,
+    watcher: Watcher,
 ) -> MetricOptResult:
     with folder.counted(task.metric, queries) as cached:
         store, ledger = folder.trajectories, cached.ledger
@@ -122,7 +278,9 @@ def _follow_value_function(
         watcher.stage("choose settings")
         setting = choose_setting(counted, fit, recipe, seed, watcher)
         before = ledger.spent
-        tuned = tune_start(counted, fit, recipe=recipe, setting=setting, seed=seed, watcher=watcher)
+        tuned = tune_start(
+            counted, fit, recipe=recipe, setting=setting, guard_confidence=confidence, seed=seed, watcher=watcher
+        )
     value = {name: task.metric.to_value(evaluation.cost) for name, evaluation in tuned.evaluations.items()}
     return MetricOptResult(
         metric=task.metric.name,
@@ -135,6 +293,7 @@ def _follow_value_function(
         queries_per_start=ledger.spent - before,
         ends=tuned.ends,
         optimism=tuned.optimism * task.metric.scale,
+        needed=deviates(confidence) * tuned.chance * task.metric.scale,
         loss_finetune=value["loss_finetune"],
         setting=setting,
         split_half=split_half_correlation(list(store)),
@@ -145,24 +304,31 @@ def _follow_value_function(
 
 
 def _search_directly(
-    task: FinetuneTask, queries: int, search: Search, seed: int, folder: RunFolder, watcher: Watcher
+    task: FinetuneTask,
+    queries: int,
+    search: Search,
+    confidence: float,
+    seed: int,
+    folder: RunFolder,
+    watcher: Watcher,
 ) -> Result:
     with folder.counted(task.metric, queries) as cached:
         counted = task.judged_by(cached)
         watcher.stage("search on the metric")
         found = search(counted, task.origin(), queries, seed=seed, on_query=query_callback(counted, watcher))
     start, *others = cached.evaluations
-    costs = {"start": start, "search": start._replace(cost=found.cost)}
-    chance = chance_of_gain(start, stacked_halves(others))
-    chosen, value = choose(costs, chance), task.metric.to_value
+    end = min(cached.evaluations, key=lambda each: each.cost)
+    verdict = judge(start, end, others, confidence)
+    chosen, value, scale = "search" if verdict.accepted else "start", task.metric.to_value, task.metric.scale
     return Result(
         metric=task.metric.name,
         before=value(start.cost),
-        after=value(costs[chosen].cost),
-        best=value(found.cost),
+        after=value(end.cost if verdict.accepted else start.cost),
+        best=value(end.cost),
         chosen=chosen,
-        chance=chance * task.metric.scale,
-        optimism=0.0,
+        chance=verdict.chance * scale,
+        optimism=verdict.optimism * scale,
+        needed=verdict.needed * scale,
         queries=dict(cached.ledger.spent_on),
         queries_per_start=queries,
         ends={"start": task.origin(), "search": found.phi},

@@ -1,12 +1,13 @@
 """What a run did, in the metric's own units and in words."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from metricopt_ext.methods.guard import Verdict
 from metricopt_ext.methods.recipe import Setting
-from metricopt_ext.tasks.split_half import CERTAINTY
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.fitting import Fit
 
@@ -16,8 +17,15 @@ KEPT = {
     "metricopt": "MetricOpt",
     "adapted": "MetricOpt with f adapted",
     "refined": "MetricOpt, refined on the metric",
-    "search": "the best point found",
+    "search": "the end of the search",
+    "batchnorm": "BatchNorm re-estimated",
+    "prior": "logits adjusted by the priors",
 }
+
+
+def kept(name: str) -> str:
+    """Return the words for what was kept; a user's own start goes by its name."""
+    return KEPT.get(name, f"the start {name!r}")
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class Result:
         queries: Queries spent, by purpose.
         queries_per_start: Queries that another start would cost.
         ends: End point phi, ``d``, of each candidate.
+        needed: What a gain must exceed, besides the optimism, for the guard to believe it.
         reports_halves: Whether the metric reports its value on two halves of its data.
     """
 
@@ -50,6 +59,7 @@ class Result:
     queries_per_start: int
     ends: dict[str, Tensor]
     reports_halves: bool = field(kw_only=True)
+    needed: float = field(kw_only=True)
 
     def __str__(self) -> str:
         """State the outcome, its cost and whether f was to be trusted, in a few lines."""
@@ -58,11 +68,11 @@ class Result:
     def lines(self) -> list[str]:
         """Return what ``str`` joins."""
         spent = ", ".join(f"{purpose} {n}" for purpose, n in self.queries.items())
-        lines = [f"{self.metric}: {self.before:.4f} -> {self.after:.4f}{self.beside()}; kept {KEPT[self.chosen]}"]
+        lines = [f"{self.metric}: {self.before:.4f} -> {self.after:.4f}{self.beside()}; kept {kept(self.chosen)}"]
         if self.best != self.after:
             lines.append(
                 f"the best candidate has {self.best:.4f}, but with so little data up to"
-                f" {CERTAINTY * self.chance + self.optimism:.4f} of a gain may be chance and optimism. Use more data"
+                f" {self.needed + self.optimism:.4f} of a gain may be chance and optimism. Use more data"
                 " to see smaller gains"
             )
         total = sum(self.queries.values())
@@ -105,3 +115,43 @@ class MetricOptResult(Result):
     def beside(self) -> str:
         """Return what is printed next to the outcome."""
         return f" (loss-only {self.loss_finetune:.4f})"
+
+
+@dataclass(frozen=True)
+class SearchRun(Result):
+    """What `optimize_metric` did by a guided trust-region search.
+
+    Attributes:
+        starts: Metric of each candidate that the search could begin from, ``"start"`` (phi = 0) among them.
+        begun_at: The candidate that it began from, the best of them.
+        fit: f, a Gaussian process, with its quality on what it predicted before each query; its predictions and what
+            was found.
+        verdict: What the guard thinks of the search's end; of the start that it began from if the metric never varied.
+        points: The visited phi, ``n x d``.
+        values: The metric there, ``n``.
+        widened: How many times wider than probed the design had to be for the metric to react.
+        buffers: What replaces the model's own buffers, if a start with others was kept.
+    """
+
+    starts: dict[str, float]
+    begun_at: str
+    fit: Fit | None
+    verdict: Verdict
+    points: Tensor
+    values: tuple[float, ...]
+    widened: float
+    buffers: Mapping[str, Tensor]
+
+    def lines(self) -> list[str]:
+        """Return what ``str`` joins."""
+        lines = super().lines()
+        if len(self.starts) > 1:
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in self.starts.items())
+            lines.append(f"the search began from {kept(self.begun_at)}, the best of the starts ({shown})")
+        if self.widened > 1:
+            lines.append(f"the metric did not react at first, so phi was moved {self.widened:.0f} times as far")
+        if self.fit is None:
+            lines.append("the metric never varied, so there is no value function: modulate more layers, or train first")
+        else:
+            lines.append(f"value function ({self.fit.f.kind}): {self.fit.f.quality}")
+        return lines

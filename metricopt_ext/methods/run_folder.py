@@ -1,6 +1,6 @@
 """What a run keeps in its folder so that it can be resumed: its identity, trajectories and evaluations."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -10,6 +10,7 @@ from typing import Any
 
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.starts import Start
 from metricopt_ext.search.direct import Search
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Ledger, Metric
@@ -20,7 +21,7 @@ from metricopt_ext.value.value_function import ValueFunction
 
 IDENTITY, EVALUATIONS = "identity.json", "evaluations.json"
 
-FORMAT = 3  # of what is kept: a folder of another format is not resumed
+FORMAT = 4  # of what is kept: a folder of another format is not resumed
 
 # Settings of a tool's run that may change on resuming: which seeds to run, and how.
 RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device"}
@@ -88,12 +89,15 @@ class RunFolder:
             f.save(self.path / "value_function.safetensors")
 
 
-def identity_of(strategy: Recipe | Search, task: FinetuneTask, *, seed: int, size: dict[str, int]) -> dict[str, Any]:
+def identity_of(
+    strategy: Recipe | Search, task: FinetuneTask, starts: Mapping[str, Start], *, seed: int, size: dict[str, int]
+) -> dict[str, Any]:
     """Return what a run depends on, to tell it from other runs.
 
     Args:
         strategy: The recipe or search.
         task: Its model's weights count, so a retrained model makes another run.
+        starts: What a guided search may begin from.
         seed: The run's seed.
         size: Sizes that follow from the budget: the tasks of a round, or the queries of a search.
     """
@@ -102,6 +106,8 @@ def identity_of(strategy: Recipe | Search, task: FinetuneTask, *, seed: int, siz
         settings = {**asdict(strategy), **parts}
     else:
         settings = {"search": repr(strategy)}
+    if starts:
+        settings["starts"] = {name: fingerprint({"phi": s.phi, **s.buffers}) for name, s in starts.items()}
     metric = task.metric
     return {
         "format": FORMAT,

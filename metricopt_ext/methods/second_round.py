@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -96,8 +96,3 @@ def unfrozen_theta(adapter: Adapter) -> Iterator[nn.Module]:
             parameter.requires_grad_(False)
             parameter.grad = None
         adapter.phi.requires_grad_(True)
-
-
-def copied_task(task: FinetuneTask) -> FinetuneTask:
-    """Return the same task on a copy of the model, whose theta can be changed freely."""
-    return replace(task, adapter=Adapter(copy.deepcopy(task.adapter.model)))

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.recipe import Recipe, Setting, checked_setting
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.rollout import Policy, rollout
-from metricopt_ext.tasks.split_half import CERTAINTY, chance_of_gain, optimism_of_gain
+from metricopt_ext.tasks.split_half import chance_of_gain, optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.progress import Watcher
@@ -60,6 +61,7 @@ def tune_start(
     setting: Setting | None = None,
     start: Tensor | None = None,
     index: int = FRESH,
+    guard_confidence: float = CONFIDENCE,
     seed: int = 0,
     watcher: Watcher | None = None,
 ) -> Tuned:
@@ -78,6 +80,7 @@ def tune_start(
         setting: How boldly f is followed; by default the recipe's first.
         start: phi_0, ``d``; by default 0, the model as it was trained.
         index: The task index, for the batches; a different one for each start.
+        guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
         seed: Seed of batches and search.
         watcher: Notified of progress.
 
@@ -130,10 +133,12 @@ def tune_start(
         found = recipe.refine(task, best, recipe.refine_queries, seed=seed, on_query=query_callback(task, watcher))
         ends["refined"], evaluations["refined"] = found.phi, Evaluation(found.cost)
     chance = chance_of_gain(evaluations["start"], fit.halves)
-    return Tuned(ends, evaluations, choose(evaluations, chance, optimism), chance, optimism)
+    return Tuned(ends, evaluations, choose(evaluations, chance, optimism, guard_confidence), chance, optimism)
 
 
-def choose(evaluations: Mapping[str, Evaluation], chance: float, optimism: float = 0.0) -> str:
+def choose(
+    evaluations: Mapping[str, Evaluation], chance: float, optimism: float = 0.0, confidence: float = CONFIDENCE
+) -> str:
     """Return the candidate with the lowest cost, or the start unless that gains more than chance.
 
     Args:
@@ -141,10 +146,11 @@ def choose(evaluations: Mapping[str, Evaluation], chance: float, optimism: float
         chance: Standard deviation of the chance part of a gain, in units of the cost.
         optimism: By how much the gain of a candidate that f led to is overstated; only the start and the loss-only end
             do not depend on f.
+        confidence: How sure to be that a gain is not chance, at least 0.5 and below 1.
     """
     corrected = {name: a.cost + optimism * (name not in WITHOUT_F) for name, a in evaluations.items()}
     best = min(corrected, key=lambda name: corrected[name])
-    return best if corrected["start"] - corrected[best] > CERTAINTY * chance else "start"
+    return best if corrected["start"] - corrected[best] > deviates(confidence) * chance else "start"
 
 
 def choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int, watcher: Watcher) -> Setting:

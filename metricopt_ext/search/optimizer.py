@@ -62,7 +62,7 @@ class MetricOptStep:
             return phi - _column(self.lr) * loss_gradient
         moved = phi - _column(self.loss_weight) * _column(self.lr) * loss_gradient
         moved = moved - _column(self.metric_step) * self.decay(step) * self.metric_direction(phi, history)
-        return clip_to_radius(moved, self.trust * self.f.radius)
+        return clip_to_ball(moved, self.f.centre, self.trust * self.f.radius)
 
     def decay(self, step: int) -> float:
         """Return the factor on the metric step, from 1 down to 0."""
@@ -77,9 +77,11 @@ class MetricOptStep:
         return self.f.radius * slope.clamp(max=1) * u / _length(u).clamp(min=tiny)
 
 
-def clip_to_radius(phi: Tensor, radius: Tensor) -> Tensor:
-    """Shorten each phi, ``... x d``, that is longer than ``radius``."""
-    return phi * (radius / _length(phi).clamp(min=torch.finfo(phi.dtype).tiny)).clamp(max=1)
+def clip_to_ball(phi: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
+    """Move each phi, ``... x d``, that is further than ``radius`` from the centre, ``d``, straight onto the ball."""
+    offset = phi - centre
+    share = (radius / _length(offset).clamp(min=torch.finfo(phi.dtype).tiny)).clamp(max=1)
+    return torch.where(share < 1, centre + share * offset, phi)
 
 
 class UntrustedWarning(UserWarning):

@@ -17,9 +17,6 @@ from torch import Tensor
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.trajectory import Trajectory
 
-# Standard deviations of chance that a gain has to exceed, once known optimism has been subtracted.
-CERTAINTY = 1.0
-
 
 def split_half_correlation(trajectories: Sequence[Trajectory]) -> float:
     """Return the Spearman correlation of the metric on the two halves over random phi, the trajectories' starts.

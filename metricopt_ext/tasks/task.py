@@ -1,5 +1,6 @@
 """The finetuning task: one frozen model with its loss, its batches and its metric (paper, section 3.1)."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
@@ -119,6 +120,10 @@ class FinetuneTask(KnowsRenamed):
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""
         return replace(self, metric=metric)
+
+    def copied(self) -> "FinetuneTask":
+        """Return the same task on a copy of the model, whose weights can be changed freely."""
+        return replace(self, adapter=Adapter(copy.deepcopy(self.adapter.model)))
 
     @property
     def dim(self) -> int:

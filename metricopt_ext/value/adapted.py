@@ -26,6 +26,7 @@ class AdaptedValueFunction(ValueFunction):
     """
 
     kind = "adapted"
+    has_file = False
     points: Tensor
     weights: Tensor
 
@@ -33,6 +34,7 @@ class AdaptedValueFunction(ValueFunction):
         super().__init__(f.dim, f.members_count)
         self.f = f
         self.quality, self.signature = f.quality, f.signature
+        self.centre.copy_(f.centre)
         self.radius.copy_(f.radius)
         self.gradient_floor.copy_(f.gradient_floor)
         self.to(f.radius)

@@ -106,16 +106,47 @@ def measure(predicted: Tensor, true: Tensor, trajectory: Tensor) -> Quality:
         true: Observed costs, ``m``.
         trajectory: The trajectory of each point, ``m``.
     """
-    if not predicted.isfinite().all():
-        spearman = -1.0  # a diverged fit must lose to any other
-    elif true.min() == true.max() or predicted.min() == predicted.max():
-        spearman = 0.0
-    else:
-        spearman = float(spearmanr(predicted.numpy(), true.numpy()).statistic)
+    error, best = (predicted - true).abs().nan_to_num(nan=math.inf), _best_quarter(predicted)
     return Quality(
-        spearman=spearman,
-        mae=float((predicted - true).abs().mean().nan_to_num(nan=math.inf)),
+        spearman=_spearman(predicted, true),
+        mae=float(error.mean()),
         constant_mae=float((true - true.median()).abs().mean()),
         points=len(true),
         trajectories=len(trajectory.unique()),
+        near_mae=float(error[best].mean()),
+        headroom=float(true.median() - true[best].mean()),
     )
+
+
+def measure_ahead(predicted: Tensor, true: Tensor, start: float) -> Quality:
+    """Compare what was predicted before each query of a search with what it found.
+
+    Args:
+        predicted: Predictions by f, by the median of the costs so far and by the best of them, ``m x 3``.
+        true: The costs that were found, ``m``.
+        start: The cost of the search's start, where f is followed from.
+    """
+    f, best = predicted[:, 0], _best_quarter(predicted[:, 0])
+    mae, constant_mae, incumbent_mae = (predicted - true[:, None]).abs().mean(0).tolist()
+    return Quality(
+        spearman=_spearman(f, true),
+        mae=mae,
+        constant_mae=constant_mae,
+        points=len(true),
+        trajectories=len(true),  # each is the minimum of a sample of its own
+        near_mae=float((f - true)[best].abs().mean()),
+        headroom=start - float(true[best].mean()),
+        incumbent_mae=incumbent_mae,
+    )
+
+
+def _best_quarter(predicted: Tensor) -> Tensor:
+    return predicted.argsort(stable=True)[: math.ceil(len(predicted) / 4)]
+
+
+def _spearman(predicted: Tensor, true: Tensor) -> float:
+    if not predicted.isfinite().all():
+        return -1.0  # a diverged fit must lose to any other
+    if true.min() == true.max() or predicted.min() == predicted.max():
+        return 0.0
+    return float(spearmanr(predicted.numpy(), true.numpy()).statistic)

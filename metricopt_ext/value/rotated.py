@@ -22,6 +22,7 @@ class RotatedValueFunction(ValueFunction):
     """
 
     kind = "rotated"
+    has_file = False
     rotation: Tensor
 
     def __init__(self, f: ValueFunction, seed: int) -> None:
@@ -29,6 +30,7 @@ class RotatedValueFunction(ValueFunction):
         self.f = copy.deepcopy(f)
         self.quality = f.quality
         self.register_buffer("rotation", random_rotation(f.dim, seed).to(f.radius))
+        self.centre.copy_(f.centre @ self.rotation)
         self.radius.copy_(f.radius)
         self.gradient_floor.copy_(f.gradient_floor)
         self.to(f.radius)

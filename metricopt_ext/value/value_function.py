@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.signature import Signature
-from metricopt_ext.errors import FileFormatError, ValueFunctionError
-from metricopt_ext.utils.files import read_tensors, write_tensors
+from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.utils.files import write_tensors
 from metricopt_ext.utils.words import shortened
 
-FILE_FORMAT = "metricopt_ext/value_function/2"
+FILE_FORMAT = "metricopt_ext/value_function/3"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,10 @@ class Quality:
         mae: Mean absolute error, in units of the cost.
         constant_mae: The same for the best constant, the median of these points.
         points: Number of held-out points.
-        trajectories: Number of independent trajectories that they lie on.
+        trajectories: Number of independent trajectories that they lie on; the points themselves in a search.
+        near_mae: Mean absolute error where it matters: at the quarter of the points that f predicts to be best.
+        headroom: How much lower the cost is there than where f would be followed from: what an error must not exceed.
+        incumbent_mae: Mean absolute error of predicting the best cost so far; None where there is no order.
     """
 
     spearman: float
@@ -35,6 +38,9 @@ class Quality:
     constant_mae: float
     points: int
     trajectories: int
+    near_mae: float
+    headroom: float
+    incumbent_mae: float | None = None
 
     @property
     def spearman_lower(self) -> float:
@@ -49,15 +55,19 @@ class Quality:
 
     @property
     def trusted(self) -> bool:
-        """Whether f may steer a model: it ranks unseen points above chance and errs less than the best constant."""
-        return self.spearman_lower > 0 and self.mae < self.constant_mae
+        """Whether f may steer a model: its error at the best points leaves something of what they promise.
+
+        It must also rank unseen points above chance and err less than the best constant.
+        """
+        return self.spearman_lower > 0 and self.mae < self.constant_mae and self.near_mae < self.headroom
 
     def __str__(self) -> str:
         """Say on one line whether f is to be trusted, and why."""
         verdict = "to be trusted" if self.trusted else "NOT to be trusted and not followed"
         return (
             f"{verdict}; on held-out trajectories Spearman {self.spearman:.2f} (95% bound {self.spearman_lower:.2f}),"
-            f" MAE {self.mae:.4f} (a constant's {self.constant_mae:.4f})"
+            f" MAE {self.mae:.4f} (a constant's {self.constant_mae:.4f}), near the best points {self.near_mae:.4f}"
+            f" (they are better by {self.headroom:.4f})"
         )
 
 
@@ -71,7 +81,8 @@ class ValueFunction(nn.Module):
         members: Ensemble size M.
 
     Attributes:
-        radius: Length below which 95% of the fitted phi lie; f should not be trusted much further out.
+        centre: The middle of f's domain, ``d``: 0, or the end of the search that f comes from.
+        radius: Distance from it below which 95% of the fitted phi lie; f should not be trusted much further out.
         gradient_floor: Length of grad f below which f counts as flat: 10% of the fitted points have a smaller one.
         quality: Held-out quality, None until measured.
         signature: The adapter whose phi f was fitted to, under which alone it is followed; None if unknown. Set it to
@@ -79,6 +90,8 @@ class ValueFunction(nn.Module):
     """
 
     kind: ClassVar[str]
+    has_file: ClassVar[bool] = True
+    centre: Tensor
     radius: Tensor
     gradient_floor: Tensor
 
@@ -88,6 +101,7 @@ class ValueFunction(nn.Module):
         self.members_count = members
         self.quality: Quality | None = None
         self.signature: Signature | None = None
+        self.register_buffer("centre", torch.zeros(dim))
         self.register_buffer("radius", torch.tensor(math.inf))
         self.register_buffer("gradient_floor", torch.tensor(0.0))
 
@@ -138,10 +152,20 @@ class ValueFunction(nn.Module):
             )
 
     @torch.no_grad()
-    def set_domain(self, phi: Tensor) -> None:
-        """Freeze f and derive ``radius`` and ``gradient_floor`` from the fitted points, ``n x d``."""
+    def set_domain(self, phi: Tensor, centre: Tensor | None = None, reaching: Tensor | None = None) -> None:
+        """Freeze f and derive its domain from the fitted points.
+
+        Args:
+            phi: The points, ``n x d``.
+            centre: The middle of the domain, ``d``; 0 by default.
+            reaching: A point, ``d``, that the domain must contain, as f will be followed from there.
+        """
         self.eval().requires_grad_(False)
-        self.radius.copy_(phi.norm(dim=-1).quantile(0.95))
+        if centre is not None:
+            self.centre.copy_(centre)
+        self.radius.copy_((phi - self.centre).norm(dim=-1).quantile(0.95))
+        if reaching is not None:
+            self.radius.clamp_(min=float((reaching - self.centre).norm()))
         self.gradient_floor.copy_(self.gradient(phi).norm(dim=-1).quantile(0.1))
 
     def settings(self) -> dict[str, Any]:
@@ -154,7 +178,7 @@ class ValueFunction(nn.Module):
         Raises:
             ValueFunctionError: f wraps another value function, which should be saved instead.
         """
-        if self.kind not in KINDS:
+        if not self.has_file:
             raise ValueFunctionError(f"a value function of kind {self.kind!r} can't be saved; save the one it wraps")
         quality = None if self.quality is None else asdict(self.quality)
         signature = None if self.signature is None else self.signature.to_json()
@@ -247,33 +271,5 @@ class RidgeValueFunction(ValueFunction):
         return self.basis(phi) @ self.coefficients + self.intercept
 
 
-KINDS: dict[str, type[ValueFunction]] = {f.kind: f for f in (NeuralValueFunction, RidgeValueFunction)}
-
-
 def _shown(value: Any) -> str:
     return shortened(list(value)) if isinstance(value, tuple) else repr(value)
-
-
-def load_value_function(path: str | Path, dim: int | None = None, signature: Signature | None = None) -> ValueFunction:
-    """Read a value function that `ValueFunction.save` wrote.
-
-    Args:
-        path: The safetensors file.
-        dim: The dimension of phi where f will be used; checked if given.
-        signature: ``adapter.signature`` of the adapter that f will be used with; checked if given.
-
-    Raises:
-        FileFormatError: The file is corrupt or holds something else.
-        ValueFunctionError: f was fitted for another dimension or another adapter.
-    """
-    tensors, described = read_tensors(path, FILE_FORMAT)
-    if described["kind"] not in KINDS:
-        raise FileFormatError(f"{path}: unknown value function {described['kind']!r}, expected one of {sorted(KINDS)}")
-    f = KINDS[described["kind"]](**described["settings"])
-    if dim is not None and f.dim != dim:
-        raise ValueFunctionError(f"{path} was fitted for phi of dimension {f.dim}, the adapter's is {dim}")
-    f.signature = Signature.from_json(described["signature"])
-    f.check_fits(signature, str(path))
-    f.load_state_dict(tensors)
-    f.quality = None if described["quality"] is None else Quality(**described["quality"])
-    return f.eval().requires_grad_(False)

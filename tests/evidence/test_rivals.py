@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.evidence.rivals import reestimate_batchnorm, usual_methods
+from metricopt_ext.evidence.rivals import usual_methods
 from metricopt_ext.evidence.run_config import RecipeConfig, RunConfig
+from metricopt_ext.methods.starts import reestimate_batchnorm
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.tasks.batches import TensorBatches

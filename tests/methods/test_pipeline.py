@@ -28,8 +28,8 @@ from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.rollout import rollout
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.observations import Observations
-from metricopt_ext.value.value_function import load_value_function
 
 # Two rounds of six tasks with three observations, six queries to choose and three for the guard; two more are planned
 # for, which only metrics need that tell halves.

@@ -11,7 +11,7 @@ from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import meta_train
-from metricopt_ext.methods.second_round import copied_task, run_second_round, unfrozen_theta
+from metricopt_ext.methods.second_round import run_second_round, unfrozen_theta
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.value.fitting import Fit
@@ -74,7 +74,7 @@ def test_trains_theta_and_says_what_each_step_was_worth(task: FinetuneTask, fit:
     task.adapter.set_phi(torch.full((4,), 0.1))
     before = error(task.adapter.model)
     spent = task.metric.ledger.spent
-    trained = copied_task(task).adapter
+    trained = task.copied().adapter
     with unfrozen_theta(trained) as model:
         train(model)
     result = run(task, fit, train)
@@ -129,6 +129,6 @@ def test_theta_is_frozen_again_after_an_error(task: FinetuneTask, fit: Fit) -> N
 
 def test_a_copied_task_leaves_the_original_alone(task: FinetuneTask, fit: Fit) -> None:
     before = error(task.adapter.model)
-    result = run(copied_task(task), fit, train)
+    result = run(task.copied(), fit, train)
     assert result.theta != result.before
     assert error(task.adapter.model) == before

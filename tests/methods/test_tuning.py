@@ -20,7 +20,8 @@ from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
-from metricopt_ext.value.value_function import RidgeValueFunction, load_value_function
+from metricopt_ext.value.loading import load_value_function
+from metricopt_ext.value.value_function import RidgeValueFunction
 
 RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=0, learners=(RidgeLearner(),))
 

@@ -30,8 +30,9 @@ from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.learners import RidgeLearner
+from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.observations import Observations
-from metricopt_ext.value.value_function import Quality, RidgeValueFunction, load_value_function
+from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 
 CPU = torch.device("cpu")
 D, CLASSES, BATCH = 6, 5, 15

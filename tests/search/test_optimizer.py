@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import ValueFunctionError
-from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, UntrustedWarning, clip_to_radius
+from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, UntrustedWarning, clip_to_ball
 from metricopt_ext.tasks.rollout import rollout
 from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction
 
@@ -196,7 +196,7 @@ def test_trust_radius_holds(trust: float, radius: float) -> None:
 
 def test_clipping_keeps_the_direction() -> None:
     phi = torch.stack([rand(D), 1e-3 * rand(D), torch.zeros(D).double(), 1e6 * rand(D, seed=2)])
-    clipped = clip_to_radius(phi, torch.tensor(0.5))
+    clipped = clip_to_ball(phi, torch.zeros(phi.shape[-1]), torch.tensor(0.5))
     assert torch.equal(clipped[1:3], phi[1:3])
     for row in (0, 3):
         torch.testing.assert_close(clipped[row], 0.5 * phi[row] / phi[row].norm())

@@ -31,7 +31,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import load_checkpoint
 from metricopt_ext.value.learners import RidgeLearner
-from metricopt_ext.value.value_function import load_value_function
+from metricopt_ext.value.loading import load_value_function
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "finetune_retrieval.py"

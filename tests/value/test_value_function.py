@@ -14,13 +14,8 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError, ValueFunctionError
 from metricopt_ext.utils.files import write_tensors
-from metricopt_ext.value.value_function import (
-    FILE_FORMAT,
-    NeuralValueFunction,
-    Quality,
-    RidgeValueFunction,
-    load_value_function,
-)
+from metricopt_ext.value.loading import load_value_function
+from metricopt_ext.value.value_function import FILE_FORMAT, NeuralValueFunction, Quality, RidgeValueFunction
 
 SIGNATURE = Signature("film", ("a",), (8,), 3, 5, "normal/1")
 GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40)

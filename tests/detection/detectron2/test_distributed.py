@@ -32,7 +32,8 @@ from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.errors import MetricOptError
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
-from metricopt_ext.value.value_function import Quality, RidgeValueFunction, load_value_function
+from metricopt_ext.value.loading import load_value_function
+from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 
 pytestmark = pytest.mark.detectron2
 

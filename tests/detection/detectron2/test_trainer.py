@@ -44,8 +44,9 @@ from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.progress import Bars, Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.fitting import fit_value_function
+from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.observations import Observations
-from metricopt_ext.value.value_function import Quality, RidgeValueFunction, load_value_function
+from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 
 pytestmark = pytest.mark.detectron2
 

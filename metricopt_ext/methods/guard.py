@@ -1,0 +1,89 @@
+"""The guard: keep a change only if its gain exceeds chance and the optimism of having chosen the best of many."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.tasks.metric import Evaluation, stacked_halves
+from metricopt_ext.tasks.split_half import chance_of_gain
+
+# How sure the guard must be, one-sided, that a gain is not chance.
+CONFIDENCE = 0.84
+
+# The candidates that the end is compared with: the best of the visited points, this share of them and at least so many.
+SHARE, LEAST = 1 / 4, 8
+
+
+def deviates(confidence: float) -> float:
+    """Return how many standard deviations of chance a gain has to exceed at a confidence in [0.5, 1).
+
+    Raises:
+        ValueError: The confidence is out of range.
+    """
+    if not 0.5 <= confidence < 1:
+        raise ValueError(f"guard_confidence is {confidence!r}; it must be at least 0.5 and below 1")
+    return NormalDist().inv_cdf(confidence)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the guard thinks of a gain, all in units of the cost.
+
+    Attributes:
+        gain: By how much the candidate's cost is lower.
+        optimism: How much of it is expected to be lost on other data, as the candidate was chosen for its cost.
+        chance: Standard deviation of the chance part of what is left; 0 if the metric does not report halves.
+        reliability: Share of the variance among the best candidates that is not chance, in [0, 1]; 1 if unknown.
+        candidates: How many there were to choose from.
+        needed: What a gain must exceed besides the optimism.
+    """
+
+    gain: float
+    optimism: float
+    chance: float
+    reliability: float
+    candidates: int
+    needed: float
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the gain is to be believed."""
+        return self.gain - self.optimism > self.needed
+
+
+def judge(start: Evaluation, end: Evaluation, visited: Sequence[Evaluation], confidence: float = CONFIDENCE) -> Verdict:
+    """Judge the gain of an end over a start, from what the two halves of the metric's data say.
+
+    Among the best visited points, part of the variance is chance: the correlation r of the halves there, stepped up to
+    all data as 2r / (1 + r) (Spearman-Brown), is the share that is not. The end was chosen for its cost, so what sets
+    it apart from the mean of these points counts only by that share (Kelley's regression to the mean); the rest is
+    optimism, though no more than the largest of so many draws of chance is expected to be.
+
+    Args:
+        start: The evaluation of the start.
+        end: The evaluation of the end.
+        visited: Those of the points that it was chosen from.
+        confidence: How sure to be, at least 0.5 and below 1.
+    """
+    gain, certainty = start.cost - end.cost, deviates(confidence)
+    best = sorted(visited, key=lambda each: each.cost)[: max(LEAST, math.ceil(SHARE * len(visited)))]
+    halves = stacked_halves(best)
+    if start.halves is None or halves is None or len(best) < 3:
+        return Verdict(gain, 0.0, 0.0, 1.0, len(visited), 0.0)
+    chance, reliability = chance_of_gain(start, halves), reliability_of(halves)
+    apart = max(0.0, sum(each.cost for each in best) / len(best) - end.cost)
+    largest = chance * math.sqrt(2 * math.log(len(visited)))
+    optimism = min((1 - reliability) * apart, largest)
+    return Verdict(gain, optimism, chance, reliability, len(visited), certainty * chance)
+
+
+def reliability_of(halves: Tensor) -> float:
+    """Return the share of the variance of costs on all data that is not chance, from their halves, ``n x 2``."""
+    if (halves.std(0) == 0).any():
+        return 0.0
+    r = float(torch.corrcoef(halves.T)[0, 1])
+    return max(0.0, 2 * r / (1 + r)) if r > -1 else 0.0

@@ -1,0 +1,108 @@
+"""Where a search may begin: what costs no query to reach, each to be judged by the metric before it is built upon."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.modulation import CONTEXT_NAME
+from metricopt_ext.errors import AdapterError
+from metricopt_ext.tasks.task import FinetuneTask
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """A candidate to begin from.
+
+    Attributes:
+        phi: ``d``.
+        buffers: Buffers of the model that replace its own, by their names in its state dict, e.g. BatchNorm statistics.
+    """
+
+    phi: Tensor
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def with_start(task: FinetuneTask, start: Start) -> FinetuneTask:
+    """Return the task of a start: the same one, or one on a copy of the model that has the start's buffers.
+
+    Raises:
+        AdapterError: The phi has another dimension, or the model lacks a buffer.
+    """
+    if start.phi.shape != (task.dim,):
+        raise AdapterError(f"a start's phi has shape {tuple(start.phi.shape)}, this adapter's is ({task.dim},)")
+    if not start.buffers:
+        return task
+    copied = task.copied()
+    set_buffers(copied.adapter.model, start.buffers)
+    return copied
+
+
+def same_buffers(a: Start, b: Start) -> bool:
+    """Whether two starts are of the same model."""
+    return a.buffers.keys() == b.buffers.keys() and all(
+        torch.equal(a.buffers[name], b.buffers[name]) for name in a.buffers
+    )
+
+
+def set_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Copy buffers into a model.
+
+    Raises:
+        AdapterError: The model lacks one; nothing is changed.
+    """
+    own = dict(model.named_buffers())
+    unknown = sorted(buffers.keys() - own.keys())
+    if unknown:
+        raise AdapterError(f"the model has no buffer {unknown[0]!r}")
+    with torch.no_grad():
+        for name, value in buffers.items():
+            own[name].copy_(value)
+
+
+def batchnorm_start(task: FinetuneTask, inputs: Iterable[Any]) -> Start | None:
+    """Return phi = 0 with BatchNorm statistics of other inputs, or None if the model has no BatchNorm.
+
+    Args:
+        task: Its model's statistics are replaced in the start, not in the model.
+        inputs: Batches of inputs, without labels; see `reestimate_batchnorm`.
+    """
+    model = reestimate_batchnorm(task.adapter.model, inputs)
+    if model is None:
+        return None
+    own = dict(task.adapter.model.named_buffers())
+    changed = {
+        name: value for name, value in model.named_buffers() if name in own and not torch.equal(value, own[name])
+    }
+    return Start(task.origin(), changed)
+
+
+def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module | None:
+    """Return a copy of a model with BatchNorm statistics of other inputs, or None if it has no BatchNorm.
+
+    Args:
+        model: With or without an adapter; the copy has none, and is in evaluation mode.
+        inputs: Batches of inputs, without labels; each counts the same, so make them about equal in size.
+    """
+    copied = copy.deepcopy(model)
+    if hasattr(copied, CONTEXT_NAME):
+        Adapter(copied).remove()
+    norms = [module for module in copied.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if not norms:
+        return None
+    copied.eval()  # dropout in particular must not disturb the statistics
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
+        norm.train()
+    with torch.no_grad():
+        for batch in inputs:
+            copied(batch)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+    return copied.eval()
