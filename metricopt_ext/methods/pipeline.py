@@ -135,9 +135,7 @@ def optimize_metric(
         if isinstance(strategy, GuidedTrustRegion):
             result: Result = _guided(task, queries, strategy, starts or {}, guard_confidence, seed, folder, shown)
         elif isinstance(strategy, Recipe):
-            result = _follow_value_function(
-                task, queries, strategy, size["tasks"], guard_confidence, seed, folder, shown
-            )
+            result = _follow(task, queries, strategy, size["tasks"], guard_confidence, seed, folder, shown)
         else:
             result = _search_directly(task, queries, strategy, guard_confidence, seed, folder, shown)
         task.adapter.set_phi(result.ends[result.chosen])

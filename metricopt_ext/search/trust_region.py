@@ -1,7 +1,7 @@
 """Guided trust-region search: a value function fitted to every query so far proposes the next ones.
 
-This is the paper's idea, a learned f with loss gradients guiding the search (Eq. 3), for few queries. Eq. 3 searches the
-span of the last loss gradients; here the spectrum of loss gradients all around shapes f's kernel and first design.
+This is the paper's idea, a learned f with loss gradients guiding the search (Eq. 3), for few queries. Eq. 3 searches
+the span of the last loss gradients; here the spectrum of loss gradients all around shapes f's kernel and first design.
 """
 
 import math
