@@ -10,7 +10,7 @@ from typing import Any
 
 from metricopt_ext.errors import MetricOptError
 from metricopt_ext.evidence.experiment import Experiment, run_seed
-from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_value_function
+from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_search, plot_value_function
 from metricopt_ext.evidence.report import Report, write_events
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction
@@ -89,7 +89,9 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
         written = [
             *report.write(folder),
             plot_methods(report, folder / "methods.png"),
-            plot_finetuning(report, folder / "finetuning.png"),
+            plot_search(report, folder / "search.png")
+            if report.searched
+            else plot_finetuning(report, folder / "finetuning.png"),
             plot_value_function(report, folder / "value_function.png"),
             *experiment.plot_seeds(folder, seeds),
         ]

@@ -12,6 +12,10 @@ from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import usual_methods
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.trivial import trivial_predictors
+from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.starts import Start, batchnorm_start, set_buffers
+from metricopt_ext.methods.tuning import finetune
+from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -89,8 +93,29 @@ class Experiment(ABC, Generic[Config]):
         """Return the methods to compare, by name; see `rivals.usual_methods`."""
         inputs, batches = self.validation()
         return usual_methods(
-            self.config, self.seed, inputs=inputs, batches=batches, folder=self.folder, resume=resume, watcher=watcher
+            self.config,
+            self.seed,
+            starts=self.starts(),
+            inputs=inputs,
+            batches=batches,
+            folder=self.folder,
+            resume=resume,
+            watcher=watcher,
         )
+
+    def starts(self) -> dict[str, Start]:
+        """Return what a search may begin from besides phi = 0: what the settings name, as far as it applies."""
+        named = {name: self.start(name) for name in self.config.starts}
+        return {name: start for name, start in named.items() if start is not None}
+
+    def start(self, name: str) -> Start | None:
+        """Return one of `run_config.STARTS`, or None if it does not apply."""
+        if name == "loss_finetune":
+            recipe = self.config.recipe
+            return Start(finetune(self.task, LossStep(recipe.lr), recipe.steps, self.seed)[-1])
+        if name == "batchnorm":
+            return batchnorm_start(self.task, self.validation()[0])
+        return None
 
     def finish(self) -> None:
         """Write the tuned model, phi merged, once the model has MetricOpt's phi; a task may add more."""
@@ -128,23 +153,30 @@ def run_seed(
     comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, watcher))
     task, result = experiment.task, comparison.results["metricopt"].details
     assert result is not None
-    assert result.fit.f.quality is not None
     task.adapter.set_phi(result.ends[result.chosen])
-    to_value, folds = task.metric.to_value, config.recipe.build().folds_for(len(result.trajectories))
+    to_value = task.metric.to_value
+    if isinstance(result, SearchRun):
+        set_buffers(task.adapter.model, result.buffers)
+        trivial, setting, searched = {}, None, [to_value(cost) for cost in result.costs]
+    else:
+        folds = config.recipe.build().folds_for(len(result.trajectories))
+        trivial = trivial_predictors(result.trajectories, folds=folds, seed=seed)
+        setting, searched = result.setting, []
     record = SeedRecord(
         seed=seed,
         outcomes=comparison.outcomes,
-        quality=result.fit.f.quality,
-        candidates=result.fit.candidates,
-        trivial=trivial_predictors(result.trajectories, folds=folds, seed=seed),
+        quality=None if result.fit is None else result.fit.f.quality,
+        candidates={} if result.fit is None else result.fit.candidates,
+        trivial=trivial,
         kept=result.chosen,
-        setting=result.setting,
+        setting=setting,
         split_half=None if math.isnan(result.split_half) else result.split_half,
         chance=result.chance,
         curves=comparison.curves,
-        true=[to_value(cost) for cost in result.fit.true.tolist()],
-        predicted=[to_value(cost) for cost in result.fit.predicted.tolist()],
+        true=[] if result.fit is None else [to_value(cost) for cost in result.fit.true.tolist()],
+        predicted=[] if result.fit is None else [to_value(cost) for cost in result.fit.predicted.tolist()],
         machine=Machine.current(task.adapter.phi.device),
+        searched=searched,
     )
     if config.pictures and seed == config.seed:
         from metricopt_ext.evidence.value_plots import draw_value_function

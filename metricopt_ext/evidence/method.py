@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.methods.result import MetricOptResult
+from metricopt_ext.methods.result import MetricOptResult, SearchRun
 from metricopt_ext.tasks.task import FinetuneTask
 
 Kind = Literal["free", "queries"]
@@ -93,7 +93,7 @@ class MethodResult:
 
     reached: tuple[Reached, ...]
     path: Tensor | None = None
-    details: MetricOptResult | None = None
+    details: MetricOptResult | SearchRun | None = None
 
 
 # A method runs on a task whose metric counts its queries alone, given the results of the methods before it; it returns
@@ -150,7 +150,7 @@ def following_metricopt(run: Callable[[FinetuneTask, MetricOptResult], End]) -> 
 
     def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
         meter, result = Meter(task), earlier["metricopt"].details
-        assert result is not None
+        assert isinstance(result, MetricOptResult)  # the settings are checked: it follows a recipe
         return MethodResult((meter.reached(run(task, result)),))
 
     return method

@@ -1,5 +1,6 @@
 """Pictures of a run: methods side by side, the metric along finetuning, predicted against true metric."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.report import Report, paired_interval
 from metricopt_ext.evidence.style import direction, new_figure, over_seeds, save_figure
+from metricopt_ext.utils.words import counted
 
 STRETCH = 3.0  # a method that alone makes the axis this many times as long is drawn as an arrow at its end
 
@@ -94,17 +96,42 @@ def plot_finetuning(report: Report, path: str | Path) -> Path:
     return save_figure(figure, path)
 
 
+def plot_search(report: Report, path: str | Path) -> Path:
+    """Draw the validation metric at each query of a search, and the best so far."""
+    figure, ((axes,),) = new_figure(6.4, 4.0)
+    colour, best_of = METHODS["metricopt"].colour, np.maximum if report.maximize else np.minimum
+    searched = [record.searched for record in report.records]
+    shortest = min(map(len, searched))
+    best = np.array([best_of.accumulate(values)[:shortest] for values in searched])
+    for values in searched:
+        axes.plot(np.arange(1, len(values) + 1), values, ".", color=colour, alpha=0.25, markersize=3, markeredgewidth=0)
+    axes.plot([], [], ".", color=colour, alpha=0.5, label="queries")
+    steps, mean, error = np.arange(1, shortest + 1), best.mean(0), best.std(0) / math.sqrt(max(1, len(best) - 1))
+    axes.plot(steps, mean, color=colour, label="best so far, mean over seeds" if len(best) > 1 else "best so far")
+    if len(best) > 1:
+        axes.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.2, linewidth=0)
+    start = np.mean(report.values("pretrained", "validation"))
+    axes.axhline(start, color=METHODS["pretrained"].colour, linewidth=1, label=METHODS["pretrained"].title)
+    axes.set_xlabel("metric queries")
+    axes.set_ylabel(f"validation {report.metric}\n({direction(report.maximize)})")
+    title = counted(len(best), "seed")
+    axes.set_title(f"{title}; band: standard error" if len(best) > 1 else title, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return save_figure(figure, path)
+
+
 def plot_value_function(report: Report, path: str | Path) -> Path:
     """Draw predicted against true metric where f is used, on trajectories that it was not fitted to."""
     figure, ((axes,),) = new_figure(5.8, 4.6)
     for record in report.records:
         axes.plot(record.true, record.predicted, ".", markersize=4, alpha=0.5, label=f"seed {record.seed}")
     true = [value for record in report.records for value in record.true]
-    ends = [min(true), max(true)]
+    ends = [min(true, default=0.0), max(true, default=1.0)]
     axes.plot(ends, ends, color="black", linewidth=0.8, label="predicted = true")
     axes.set_xlabel(f"true {report.metric}")
     axes.set_ylabel(f"predicted {report.metric}")
-    spearman = np.mean([quality.spearman for quality in report.quality])
-    axes.set_title(f"value function on held-out trajectories, Spearman {spearman:.2f}", fontsize=9)
+    spearman = np.mean([quality.spearman for quality in report.quality] or [0.0])
+    where = "before each query" if report.searched else "on held-out trajectories"
+    axes.set_title(f"value function {where}, Spearman {spearman:.2f}", fontsize=9)
     figure.legend(loc="outside right upper", frameon=False, markerscale=2, fontsize=8)
     return save_figure(figure, path)

@@ -1,6 +1,6 @@
 """The record of one seed: each method's outcome and how good the value function was."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from metricopt_ext.errors import FileFormatError
@@ -36,11 +36,11 @@ class SeedRecord:
     Attributes:
         seed: The seed.
         outcomes: By method, one for each number of queries that it reports.
-        quality: Held-out quality of the value function in use.
+        quality: Held-out quality of the value function in use; None if there is none, as the metric never varied.
         candidates: Held-out quality of each kind of value function that was fitted.
         trivial: The same for trivial predictors, on the same points.
         kept: Which end point the guard kept.
-        setting: How boldly f was followed.
+        setting: How boldly f was followed; None for a search.
         split_half: Correlation of the metric's halves over random phi; None if it does not report them.
         chance: Standard deviation of the chance part of a validation gain; 0 if the metric does not report halves.
         curves: Validation metric along finetuning by method, ``steps + 1`` numbers each. Evaluated for the plot; no
@@ -48,21 +48,23 @@ class SeedRecord:
         true: Metric at held-out points where f is used.
         predicted: What f predicted there before it saw them.
         machine: What the seed was computed on.
+        searched: Validation metric at each query of a search, in order.
     """
 
     seed: int
     outcomes: dict[str, list[Outcome]]
-    quality: Quality
+    quality: Quality | None
     candidates: dict[str, Quality]
     trivial: dict[str, Quality]
     kept: str
-    setting: Setting
+    setting: Setting | None
     split_half: float | None
     chance: float
     curves: dict[str, list[float]]
     true: list[float]
     predicted: list[float]
     machine: Machine
+    searched: list[float] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Write the record as JSON."""
@@ -82,8 +84,8 @@ class SeedRecord:
             }
             for name in ("candidates", "trivial"):
                 content[name] = {kind: Quality(**quality) for kind, quality in content[name].items()}
-            content["quality"] = Quality(**content["quality"])
-            content["setting"] = Setting(*content["setting"])
+            content["quality"] = None if content["quality"] is None else Quality(**content["quality"])
+            content["setting"] = None if content["setting"] is None else Setting(*content["setting"])
             content["machine"] = Machine(**content["machine"])
             return cls(**content)
         except (KeyError, TypeError, AttributeError) as error:

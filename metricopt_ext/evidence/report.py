@@ -82,15 +82,20 @@ class Report:
         return [getattr(outcomes[-1], column) if outcomes else None for outcomes in found]
 
     @property
+    def searched(self) -> bool:
+        """Whether MetricOpt was a search, not a recipe."""
+        return all(record.searched for record in self.records)
+
+    @property
     def quality(self) -> list[Quality]:
-        """Held-out quality of the value function, one for each seed."""
-        return [record.quality for record in self.records]
+        """Held-out quality of the value function, one for each seed that has one."""
+        return [record.quality for record in self.records if record.quality is not None]
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of report.json."""
 
-        def mean(values: Sequence[float]) -> float:
-            return float(np.mean(values))
+        def mean(values: Sequence[float]) -> float | None:
+            return float(np.mean(values)) if values else None
 
         return {
             "task": self.task,
@@ -207,27 +212,33 @@ class Report:
             for name in self.records[0].trivial
         }
         trusted = sum(quality.trusted for quality in self.quality)
-        spearman = np.mean([quality.spearman for quality in self.quality])
-        mae = np.mean([quality.mae for quality in self.quality])
-        constant = np.mean([quality.constant_mae for quality in self.quality])
         halves = [record.split_half for record in self.records if record.split_half is not None]
         if halves:
             chance, confidence = np.mean([record.chance for record in self.records]), self.config["guard_confidence"]
             left = sum(record.kept == "start" for record in self.records)
             lines.append(
-                f"Split-half correlation of the metric over random phi: {np.mean(halves):.2f} (near 0 no method can"
+                f"Split-half correlation of the metric over phi: {np.mean(halves):.2f} (near 0 no method can"
                 f" help). Gains on validation below {deviates(confidence) * chance:.4f}, and what they are expected to"
                 f" lose on other data, count as chance: the model was left as it was in {left} of {seeds}"
             )
         counts = collections.Counter(record.kept for record in self.records)
         best = max(trivial, key=lambda name: trivial[name], default=None)
         beside = "" if best is None else f" (best trivial predictor, {best.replace('_', ' ')}: {trivial[best]:.2f})"
-        lines.append(
-            f"Value function on held-out trajectories: Spearman {spearman:.2f}{beside}, mean absolute error {mae:.4f}"
-            f" of the cost against {constant:.4f} of a constant; trusted in {trusted} of {seeds}. Kept by the guard: "
-            + ", ".join(f"{kept(name)} in {count}" for name, count in counts.most_common())
-        )
-        return lines
+        if self.quality:
+            spearman = np.mean([quality.spearman for quality in self.quality])
+            mae = np.mean([quality.mae for quality in self.quality])
+            rivals = {"a constant": [quality.constant_mae for quality in self.quality]}
+            so_far = [quality.incumbent_mae for quality in self.quality if quality.incumbent_mae is not None]
+            if so_far:
+                rivals["the best so far"] = so_far
+            against = " and ".join(f"{np.mean(errors):.4f} of {name}" for name, errors in rivals.items())
+            where = "before each query" if self.searched else "on held-out trajectories"
+            lines.append(
+                f"Value function {where}: Spearman {spearman:.2f}{beside}, mean absolute error {mae:.4f} of the cost"
+                f" against {against}; trusted in {trusted} of {seeds}"
+            )
+        kept_in = ", ".join(f"{kept(name)} in {count}" for name, count in counts.most_common())
+        return [*lines, f"Kept by the guard: {kept_in}"]
 
     def print(self) -> None:
         """Print the tables and the findings."""

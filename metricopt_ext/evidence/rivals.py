@@ -18,9 +18,11 @@ from metricopt_ext.evidence.method import (
     following_metricopt,
 )
 from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.starts import reestimate_batchnorm
-from metricopt_ext.methods.tuning import finetune, metric_policy
+from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.starts import Start, reestimate_batchnorm
+from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.batches import Batches
@@ -32,6 +34,7 @@ def usual_methods(
     config: RunConfig,
     seed: int,
     *,
+    starts: Mapping[str, Start],
     inputs: Sequence[Any],
     batches: Batches,
     folder: Path | None = None,
@@ -43,6 +46,7 @@ def usual_methods(
     Args:
         config: The run's settings.
         seed: Seed of batches and searches.
+        starts: What MetricOpt's search may begin from besides phi = 0.
         inputs: The validation data's inputs in parts of about equal size, to re-estimate BatchNorm on.
         batches: Batches of the labelled validation data, as the loss takes them.
         folder: Receives what MetricOpt keeps.
@@ -53,20 +57,29 @@ def usual_methods(
     shown = watcher or Watcher()
 
     def metricopt(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
-        meter = Meter(task)
+        meter, own = Meter(task), task.copied()  # the buffers of another start stay in the copy
+        strategy = config.build_strategy()
         result = optimize_metric(
-            task,
+            own,
             queries=config.queries,
-            strategy=recipe,
+            strategy=strategy,  # type: ignore[arg-type]
+            starts=starts if config.strategy == "search" else None,
+            guard_confidence=config.guard_confidence,
             seed=seed,
             output_dir=folder,
             resume=resume,
             watcher=shown,
         )
         shown.stage("other methods")
-        spent = meter.reached(result.ends[result.chosen])
-        path = finetune(task, metric_policy(result.fit.f, recipe, result.setting), recipe.steps, seed)
-        return MethodResult((replace(spent, queries_per_start=result.queries_per_start),), path, result)
+        if isinstance(result, SearchRun):
+            end = own.adapter.model if result.buffers else result.ends[result.chosen]
+            return MethodResult((meter.reached(end),), details=result)
+        spent = replace(meter.reached(result.ends[result.chosen]), queries_per_start=result.queries_per_start)
+        if isinstance(strategy, Algorithm1):
+            path = strategy.meta_test(task, result.fit.f, task.origin(), seed=seed, index=FRESH)
+        else:
+            path = finetune(task, metric_policy(result.fit.f, recipe, result.setting), recipe.steps, seed)
+        return MethodResult((spent,), path, result)
 
     def loss_finetune(task: FinetuneTask) -> Tensor:
         return finetune(task, LossStep(recipe.lr), recipe.steps, seed)

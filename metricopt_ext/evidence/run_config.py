@@ -4,9 +4,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from metricopt_ext.data.shift import ImageShift
-from metricopt_ext.errors import ConfigError
+from metricopt_ext.errors import BudgetError, ConfigError
+from metricopt_ext.methods.guard import CONFIDENCE, deviates
+from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.checks import check_above
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
@@ -14,6 +17,7 @@ from metricopt_ext.value.observations import Labeller
 from metricopt_ext.value.reptile import ReptileLearner
 
 DEFAULT = Recipe()
+STARTS = ("loss_finetune", "batchnorm", "prior")
 LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
 DEFAULT_LEARNERS = [name for name, learner in LEARNERS.items() if learner in DEFAULT.learners]
 
@@ -118,6 +122,13 @@ class RunConfig:
 
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    # How MetricOpt works: search (guided trust region, from 20 queries up), recipe (f from many finetuning runs, for
+    # many starts) or paper (Algorithm 1 as printed).
+    strategy: str = "search"
+    # What the search may begin from besides the model as it is, where it applies; each costs a query. loss_finetune,
+    # batchnorm (re-estimated on the validation inputs), prior (classifiers: logits adjusted by the class shares).
+    starts: list[str] = field(default_factory=lambda: ["loss_finetune", "batchnorm", "prior"])
+    guard_confidence: float = CONFIDENCE  # how sure the guard must be that a gain is not chance, in [0.5, 1)
     queries: int = 600  # MetricOpt's metric queries in total
     population: int = 32  # tasks computed together
     best_evals: int = 51  # queries of the rival "loss finetune + best"
@@ -150,7 +161,35 @@ class RunConfig:
                 raise ConfigError(
                     f"{name}={value}: it must be at least {least} for adapter.dim={self.adapter.dim}, or 0"
                 )
-        self.recipe.build().tasks_per_round(self.queries, self.adapter.dim)
+        with config_section("guard_confidence"):
+            deviates(self.guard_confidence)
+        if self.refine_queries and self.strategy != "recipe":
+            raise ConfigError(f"refine_queries={self.refine_queries} continue from a recipe's end: set strategy=recipe")
+        strategy = self.build_strategy()
+        if isinstance(strategy, Recipe):
+            strategy.tasks_per_round(self.queries, self.adapter.dim)
+        elif isinstance(strategy, Algorithm1):
+            strategy.tasks(self.queries)
+        elif self.queries < (least := strategy.least_queries(self.adapter.dim) + len(self.starts)):
+            raise BudgetError(f"queries={self.queries}: the search needs at least {least} for these settings")
+        unknown = [name for name in self.starts if name not in STARTS]
+        if unknown:
+            raise ConfigError(f"starts={self.starts}: {unknown[0]!r} is none of {', '.join(STARTS)}")
+
+    def build_strategy(self) -> GuidedTrustRegion | Recipe | Algorithm1:
+        """Return how MetricOpt works.
+
+        Raises:
+            ConfigError: The strategy is unknown, or a value is out of range.
+        """
+        recipe = self.recipe.build()
+        if self.strategy == "search":
+            return GuidedTrustRegion()
+        if self.strategy == "recipe":
+            return recipe
+        if self.strategy == "paper":
+            return Algorithm1(steps=recipe.steps, evals=recipe.evals, lr=recipe.lr, start_std=recipe.start_std)
+        raise ConfigError(f"strategy={self.strategy!r} must be search, recipe or paper")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.style import new_figure, save_figure
-from metricopt_ext.methods.result import MetricOptResult
+from metricopt_ext.methods.result import MetricOptResult, SearchRun
+from metricopt_ext.methods.starts import with_start
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.gaussian_process import GaussianProcess
@@ -19,23 +20,34 @@ from metricopt_ext.value.value_function import NeuralValueFunction, ValueFunctio
 
 
 def draw_value_function(
-    task: FinetuneTask, result: MetricOptResult, paths: Mapping[str, Tensor], folder: Path, *, grid: int = 13
+    task: FinetuneTask,
+    result: MetricOptResult | SearchRun,
+    paths: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    grid: int = 13,
 ) -> list[Path]:
-    """Draw all pictures of a run's value function into a folder; returns their paths.
+    """Draw all pictures of a run's value function into a folder; returns their paths, none if there is no f.
 
     Args:
         task: Its metric is evaluated ``grid * grid`` times, for the landscape; give it its own ledger.
         result: What `optimize_metric` returned.
-        paths: Visited phi by method, ``(T + 1) x d`` each.
+        paths: Visited phi by method, ``(T + 1) x d`` each; a search's own path is added.
         folder: Where the PNG files go.
         grid: Points along each side of the landscape.
     """
+    if result.fit is None:
+        return []
+    if isinstance(result, SearchRun):
+        there = with_start(task, result.candidates[result.begun_at])
+        shown = {**paths, "metricopt": result.path()}
+        return [plot_landscape(there, result.fit.f, shown, folder / "landscape.png", grid=grid)]
     f, trajectories = result.fit.f, result.trajectories
     process = GaussianProcess.fit(trajectories)
-    shown = trajectories[:: max(1, len(trajectories) // 6)][:6]
+    some = trajectories[:: max(1, len(trajectories) // 6)][:6]
     note = f"Gaussian process, leave-one-out {process.leave_one_out(trajectories)}".partition(" (")[0]
     drawn = [
-        plot_interpolation(shown, process.posterior(shown), task.metric, folder / "interpolation.png", note),
+        plot_interpolation(some, process.posterior(some), task.metric, folder / "interpolation.png", note),
         plot_landscape(task, f, paths, folder / "landscape.png", grid=grid),
     ]
     if isinstance(f, NeuralValueFunction):
@@ -110,7 +122,7 @@ def plot_landscape(
     Args:
         task: Its metric is evaluated ``grid * grid`` times; give it its own ledger (`FinetuneTask.judged_by`).
         f: The value function.
-        paths: Visited phi by method, ``(T + 1) x d`` each; all start at phi = 0.
+        paths: Visited phi by method, ``(T + 1) x d`` each.
         path: The PNG file.
         grid: Points along each side.
     """

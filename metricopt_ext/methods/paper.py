@@ -5,14 +5,14 @@ arguments here. Everything else has the paper's value.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.errors import BudgetError, ValueFunctionError
 from metricopt_ext.methods.recipe import LEAST_TASKS, Recipe
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.rollout import Policy, collect, rollout
@@ -20,12 +20,15 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import fit_value_function
-from metricopt_ext.value.labels import GaussianProcessLabels
 from metricopt_ext.value.learners import Learner
 from metricopt_ext.value.observations import Labeller
 from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import ValueFunction
+
+# Queries of the guard: the start, the end of the loss alone and that of the algorithm.
+END_QUERIES = 3
 
 
 class LossOptimizer:
@@ -98,7 +101,13 @@ class Algorithm1:
             raise ValueError(f"evals is {self.evals}; it must be from 2 (both ends) to steps + 1 = {self.steps + 1}")
 
     def meta_train(
-        self, task: FinetuneTask, *, tasks: int, seed: int = 0, store: TrajectoryStore | None = None
+        self,
+        task: FinetuneTask,
+        *,
+        tasks: int,
+        seed: int = 0,
+        store: TrajectoryStore | None = None,
+        on_query: Callable[[float], None] = lambda cost: None,
     ) -> ValueFunction:
         """Learn f from loss-only trajectories (lines 1-8); ``tasks * evals`` queries.
 
@@ -120,8 +129,24 @@ class Algorithm1:
             steps=self.steps,
             evals=self.evals,
             seed=seed,
+            on_query=on_query,
         )
         return self.learn(trajectories, seed)
+
+    def tasks(self, queries: int) -> int:
+        """Return how many tasks can be learned from, with `END_QUERIES` queries kept for the ends.
+
+        Raises:
+            BudgetError: Fewer than `recipe.LEAST_TASKS`; the message says how many queries are needed.
+        """
+        tasks = (queries - END_QUERIES) // self.evals
+        if tasks < LEAST_TASKS:
+            raise BudgetError(
+                f"{queries} queries are too few for {LEAST_TASKS} tasks with {counted(self.evals, 'observation')}"
+                f" each and {END_QUERIES} for the ends: give at least {END_QUERIES + LEAST_TASKS * self.evals},"
+                " or fewer evals"
+            )
+        return tasks
 
     def learn(self, trajectories: Sequence[Trajectory], seed: int = 0) -> ValueFunction:
         """Interpolate the metrics (line 4) and meta-train f on them (lines 5-6); no query.
@@ -135,6 +160,8 @@ class Algorithm1:
                 measured, or all costs are equal.
         """
         refuse_too_few(len(trajectories))
+        from metricopt_ext.value.labels import GaussianProcessLabels  # gpytorch is slow to import
+
         labels = self.labels or GaussianProcessLabels(always=True)
         learner = self.learner or ReptileLearner.paper()
         data = labels(trajectories)

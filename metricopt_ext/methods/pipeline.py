@@ -6,16 +6,22 @@ from typing import overload
 
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates, judge
-from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.paper import Algorithm1
+from metricopt_ext.methods.recipe import Recipe, Setting
 from metricopt_ext.methods.result import MetricOptResult, Result, SearchRun
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.run_folder import RunFolder, identity_of
 from metricopt_ext.methods.starts import Start, same_buffers, set_buffers, with_start
-from metricopt_ext.methods.tuning import choose_setting, evaluate, query_callback, tune_start
+from metricopt_ext.methods.tuning import FRESH, choose, choose_setting, evaluate, finetune, query_callback, tune_start
 from metricopt_ext.search.direct import Search
 from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
-from metricopt_ext.tasks.metric import Evaluation
-from metricopt_ext.tasks.split_half import split_half_correlation
+from metricopt_ext.tasks.metric import Evaluation, stacked_halves
+from metricopt_ext.tasks.split_half import (
+    chance_of_gain,
+    correlation_of_halves,
+    halves_where_used,
+    split_half_correlation,
+)
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_instance, check_integer
 from metricopt_ext.utils.progress import Watcher, watched
@@ -43,7 +49,7 @@ def optimize_metric(
     task: FinetuneTask,
     *,
     queries: int,
-    strategy: Recipe,
+    strategy: Recipe | Algorithm1,
     starts: None = None,
     guard_confidence: float = CONFIDENCE,
     seed: int = 0,
@@ -72,7 +78,7 @@ def optimize_metric(
     task: FinetuneTask,
     *,
     queries: int,
-    strategy: GuidedTrustRegion | Recipe | Search | None = None,
+    strategy: GuidedTrustRegion | Recipe | Algorithm1 | Search | None = None,
     starts: Mapping[str, Start] | None = None,
     guard_confidence: float = CONFIDENCE,
     seed: int = 0,
@@ -84,17 +90,17 @@ def optimize_metric(
 
     By default a guided trust-region search learns f from every query and follows it (`GuidedTrustRegion`), from the
     best of the starts on. A `Recipe` learns f from rounds of finetuning instead: the tool for many starts, as each
-    further one then costs a few queries (`tune_start`). A direct search (`direct.CMAES`, `direct.GuidedES`) does
-    without f. In each case the guard has the last word: the model is left at phi = 0 unless the gain exceeds chance, as
-    far as the metric reveals it (see `Metric`), so on the data that the metric sees it never ends up worse than it was
-    trained. Any phi that it held before is ignored: continue from it by ``starts``, or `Adapter.merge` it and attach a
-    new adapter.
+    further one then costs a few queries (`tune_start`); `paper.Algorithm1` does so as the paper prints it. A direct
+    search (`direct.CMAES`, `direct.GuidedES`) does without f. In each case the guard has the last word: the model is
+    left at phi = 0 unless the gain exceeds chance, as far as the metric reveals it (see `Metric`), so on the data that
+    the metric sees it never ends up worse than it was trained. Any phi that it held before is ignored: continue from
+    it by ``starts``, or `Adapter.merge` it and attach a new adapter.
 
     Args:
         task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end;
             a failed run that keeps its work in ``output_dir`` is charged once resumed.
         queries: Total metric queries that may be spent.
-        strategy: A guided search, a recipe for learning and following f, or a direct search.
+        strategy: A guided search, a recipe for learning and following f, the paper's algorithm, or a direct search.
         starts: Of a guided search, what it may begin from besides phi = 0, by name; each costs a query.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
         seed: Seed of all draws.
@@ -117,7 +123,7 @@ def optimize_metric(
     strategy = strategy or GuidedTrustRegion()
     check_integer(0, queries=queries, seed=seed)
     deviates(guard_confidence)  # refuses what is out of range
-    if not isinstance(strategy, Recipe):
+    if not isinstance(strategy, (Recipe, Algorithm1)):
         check_instance("GuidedTrustRegion() or CMAES()", strategy=strategy)
     if starts and not isinstance(strategy, GuidedTrustRegion):
         raise ValueError(f"starts are {list(starts)}; only a GuidedTrustRegion begins from the best of several")
@@ -126,6 +132,8 @@ def optimize_metric(
         raise BudgetError(f"{asked} requested, {task.metric.ledger.left} left in the metric's own budget")
     if isinstance(strategy, Recipe):
         size = {"tasks": strategy.tasks_per_round(queries, task.dim)}
+    elif isinstance(strategy, Algorithm1):
+        size = {"tasks": strategy.tasks(queries)}
     elif queries >= (least := strategy.least_queries(task.dim) + len(starts or ())):
         size = {"queries": queries}
     else:
@@ -136,6 +144,8 @@ def optimize_metric(
             result: Result = _guided(task, queries, strategy, starts or {}, guard_confidence, seed, folder, shown)
         elif isinstance(strategy, Recipe):
             result = _follow(task, queries, strategy, size["tasks"], guard_confidence, seed, folder, shown)
+        elif isinstance(strategy, Algorithm1):
+            result = _as_printed(task, queries, strategy, size["tasks"], guard_confidence, seed, folder, shown)
         else:
             result = _search_directly(task, queries, strategy, guard_confidence, seed, folder, shown)
         task.adapter.set_phi(result.ends[result.chosen])
@@ -251,9 +261,10 @@ def _guarded(
         fit=fit,
         verdict=verdict,
         points=end.points,
-        values=tuple(value(each.cost) for each in end.evaluations),
+        split_half=correlation_of_halves(stacked_halves(end.evaluations)),
+        costs=tuple(each.cost for each in end.evaluations),
         widened=end.widened,
-        buffers=starts[begun if chosen == "search" else chosen].buffers,
+        candidates=starts,
     )
 
 
@@ -298,6 +309,51 @@ def _follow(
         fit=fit,
         trajectories=tuple(store),
         reports_halves=tuned.evaluations["start"].halves is not None,
+    )
+
+
+def _as_printed(
+    task: FinetuneTask,
+    queries: int,
+    algorithm: Algorithm1,
+    tasks: int,
+    confidence: float,
+    seed: int,
+    folder: RunFolder,
+    watcher: Watcher,
+) -> MetricOptResult:
+    with folder.counted(task.metric, queries) as cached:
+        store, ledger, counted = folder.trajectories, cached.ledger, task.judged_by(cached)
+        if len(store):
+            ledger.spend("collect", store.queries)
+        watcher.stage("meta-train")
+        f = algorithm.meta_train(task, tasks=tasks, seed=seed, store=store, on_query=query_callback(task, watcher))
+        watcher.stage("meta-test")
+        start = task.origin()
+        loss_only = finetune(task, algorithm.loss_only(), algorithm.steps, seed)[-1]
+        followed = algorithm.meta_test(task, f, start, seed=seed, index=FRESH)[-1]
+        before, ends = ledger.spent, {"start": start, "loss_finetune": loss_only, "metricopt": followed}
+        asked = {name: evaluate(counted, phi, "guard", f"end guard, {name}", watcher) for name, phi in ends.items()}
+    chance, value = chance_of_gain(asked["start"], halves_where_used(list(store))), task.metric.to_value
+    chosen = choose(asked, chance, confidence=confidence)
+    return MetricOptResult(
+        metric=task.metric.name,
+        before=value(asked["start"].cost),
+        after=value(asked[chosen].cost),
+        best=value(min(each.cost for each in asked.values())),
+        chosen=chosen,
+        chance=chance * task.metric.scale,
+        needed=deviates(confidence) * chance * task.metric.scale,
+        optimism=0.0,
+        queries=dict(ledger.spent_on),
+        queries_per_start=ledger.spent - before,
+        ends=ends,
+        reports_halves=asked["start"].halves is not None,
+        loss_finetune=value(asked["loss_finetune"].cost),
+        setting=Setting(0.0, algorithm.metric_rate),
+        split_half=split_half_correlation(list(store)),
+        fit=Fit(f),
+        trajectories=tuple(store),
     )
 
 

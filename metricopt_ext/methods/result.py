@@ -4,10 +4,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from metricopt_ext.methods.guard import Verdict
 from metricopt_ext.methods.recipe import Setting
+from metricopt_ext.methods.starts import Start
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.fitting import Fit
 
@@ -127,20 +129,36 @@ class SearchRun(Result):
         fit: f, a Gaussian process, with its quality on what it predicted before each query; its predictions and what
             was found.
         verdict: What the guard thinks of the search's end; of the start that it began from if the metric never varied.
+        split_half: Correlation of the metric's halves over the visited phi; NaN if it does not report them.
         points: The visited phi, ``n x d``.
-        values: The metric there, ``n``.
+        costs: The metric there as a cost, ``n``.
         widened: How many times wider than probed the design had to be for the metric to react.
-        buffers: What replaces the model's own buffers, if a start with others was kept.
+        candidates: What the search could begin from.
     """
 
     starts: dict[str, float]
     begun_at: str
     fit: Fit | None
     verdict: Verdict
+    split_half: float
     points: Tensor
-    values: tuple[float, ...]
+    costs: tuple[float, ...]
     widened: float
-    buffers: Mapping[str, Tensor]
+    candidates: Mapping[str, Start]
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """What replaces the model's own buffers, if what was kept is of a start with others."""
+        return self.candidates[self.begun_at if self.chosen == "search" else self.chosen].buffers
+
+    def path(self) -> Tensor:
+        """Return where the search stood, ``m x d``: where it began, each point that was the best so far, its end."""
+        best, stood = math.inf, [self.ends[self.begun_at]]
+        for point, cost in zip(self.points, self.costs, strict=True):
+            if cost < best:
+                best = cost
+                stood.append(point)
+        return torch.stack([*stood, self.ends["search"]])
 
     def lines(self) -> list[str]:
         """Return what ``str`` joins."""

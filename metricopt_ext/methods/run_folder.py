@@ -9,6 +9,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from metricopt_ext.errors import FileFormatError
+from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.starts import Start
 from metricopt_ext.search.direct import Search
@@ -90,12 +91,17 @@ class RunFolder:
 
 
 def identity_of(
-    strategy: Recipe | Search, task: FinetuneTask, starts: Mapping[str, Start], *, seed: int, size: dict[str, int]
+    strategy: Recipe | Algorithm1 | Search,
+    task: FinetuneTask,
+    starts: Mapping[str, Start],
+    *,
+    seed: int,
+    size: dict[str, int],
 ) -> dict[str, Any]:
     """Return what a run depends on, to tell it from other runs.
 
     Args:
-        strategy: The recipe or search.
+        strategy: The recipe, algorithm or search.
         task: Its model's weights count, so a retrained model makes another run.
         starts: What a guided search may begin from.
         seed: The run's seed.
@@ -104,6 +110,8 @@ def identity_of(
     if isinstance(strategy, Recipe):
         parts = {name: _described(getattr(strategy, name)) for name in ("labels", "learners", "refine")}
         settings = {**asdict(strategy), **parts}
+    elif isinstance(strategy, Algorithm1):
+        settings = {"paper": {name: _described(value) for name, value in vars(strategy).items()}}
     else:
         settings = {"search": repr(strategy)}
     if starts:

@@ -26,7 +26,7 @@ class Probe(NamedTuple):
     """What is known of phi's directions before any query.
 
     Attributes:
-        scale: Standard deviation of phi's coordinates at which the model's outputs move noticeably.
+        scale: Standard deviation of phi's coordinates at which draws from the spectrum move the outputs noticeably.
         spectrum: Directions along which the loss changes, and how much.
     """
 
@@ -40,10 +40,11 @@ def probe(task: FinetuneTask, start: Tensor, seed: int) -> Probe:
     Raises:
         AdapterError: The loss is no scalar, or has no gradient in phi.
     """
-    directions = torch.randn(DIRECTIONS, task.dim, generator=generator(seed, "probe")).to(start)
-    scale = _largest_scale(task, start, directions, seed)
-    spectrum = loss_spectrum(task, start, 2 * scale, seed)
-    return Probe(scale, spectrum)
+    directions = torch.randn(DIRECTIONS, task.dim, generator=generator(seed, "probe"), dtype=torch.float64)
+    anywhere = _largest_scale(task, start, directions.to(start), seed)
+    spectrum = loss_spectrum(task, start, 2 * anywhere, seed)
+    shaped = directions.to(spectrum.basis) @ spectrum.root(1.0).T  # as the first design is drawn
+    return Probe(_largest_scale(task, start, shaped.to(start), seed), spectrum)
 
 
 def loss_spectrum(task: FinetuneTask, start: Tensor, std: float, seed: int) -> Spectrum:

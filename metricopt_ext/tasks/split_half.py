@@ -27,9 +27,14 @@ def split_half_correlation(trajectories: Sequence[Trajectory]) -> float:
         The correlation in [-1, 1]; NaN if the metric does not report halves or never varies.
     """
     starts = [t.halves[0] for t in trajectories if t.halves is not None and t.observed[0] == 0]
-    if len(starts) < 3:
+    return correlation_of_halves(torch.stack(starts) if starts else None)
+
+
+def correlation_of_halves(halves: Tensor | None) -> float:
+    """Return the Spearman correlation of costs on two halves, ``n x 2``; NaN for fewer than 3 or if constant."""
+    if halves is None or len(halves) < 3:
         return math.nan
-    a, b = torch.stack(starts).T
+    a, b = halves.T
     if a.min() == a.max() or b.min() == b.max():
         return math.nan
     return float(spearmanr(a.numpy(), b.numpy()).statistic)
