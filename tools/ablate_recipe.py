@@ -170,6 +170,7 @@ def ablate(tasks: Sequence[Sequence[str]], folder: Path, seeds: Sequence[int], w
     table: dict[str, Any] = {}
     for file, *overrides in tasks:
         config = load_config(ClassificationConfig, file, overrides)
+        config.strategy = "recipe"
         config.check()
         name = title(config)
         total = 1 + len(FITS) + len(STEPS) + len(RUNS)

@@ -87,6 +87,7 @@ def compare_starts(
     task: str, config: Any, folder: Path, starts: int, budgets: tuple[int, ...] = BUDGETS
 ) -> dict[str, Any]:
     """Run every seed and write the report; returns it."""
+    config.strategy = "recipe"  # what a value function saves on further starts
     config.check()
     seeds = range(config.seed, config.seed + config.seeds)
     with deterministic(config.deterministic, config.threads):

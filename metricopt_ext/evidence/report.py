@@ -224,6 +224,7 @@ class Report:
         counts = collections.Counter(record.kept for record in self.records)
         best = max(trivial, key=lambda name: trivial[name], default=None)
         beside = "" if best is None else f" (best trivial predictor, {best.replace('_', ' ')}: {trivial[best]:.2f})"
+        kept_in = ", ".join(f"{kept(name)} in {count}" for name, count in counts.most_common())
         if self.quality:
             spearman = np.mean([quality.spearman for quality in self.quality])
             mae = np.mean([quality.mae for quality in self.quality])
@@ -237,7 +238,6 @@ class Report:
                 f"Value function {where}: Spearman {spearman:.2f}{beside}, mean absolute error {mae:.4f} of the cost"
                 f" against {against}; trusted in {trusted} of {seeds}"
             )
-        kept_in = ", ".join(f"{kept(name)} in {count}" for name, count in counts.most_common())
         return [*lines, f"Kept by the guard: {kept_in}"]
 
     def print(self) -> None:

@@ -34,7 +34,7 @@ def usual_methods(
     config: RunConfig,
     seed: int,
     *,
-    starts: Mapping[str, Start],
+    starts: Mapping[str, Start] | None = None,
     inputs: Sequence[Any],
     batches: Batches,
     folder: Path | None = None,

@@ -28,8 +28,10 @@ class Quality:
         constant_mae: The same for the best constant, the median of these points.
         points: Number of held-out points.
         trajectories: Number of independent trajectories that they lie on; the points themselves in a search.
-        near_mae: Mean absolute error where it matters: at the quarter of the points that f predicts to be best.
-        headroom: How much lower the cost is there than where f would be followed from: what an error must not exceed.
+        near_mae: Mean absolute error where it matters: at the quarter of the points that f predicts to be best; None if
+            unknown.
+        headroom: How much lower the cost is there than where f would be followed from, which the error must not exceed;
+            None if unknown.
         incumbent_mae: Mean absolute error of predicting the best cost so far; None where there is no order.
     """
 
@@ -38,8 +40,8 @@ class Quality:
     constant_mae: float
     points: int
     trajectories: int
-    near_mae: float
-    headroom: float
+    near_mae: float | None = None
+    headroom: float | None = None
     incumbent_mae: float | None = None
 
     @property
@@ -59,15 +61,18 @@ class Quality:
 
         It must also rank unseen points above chance and err less than the best constant.
         """
-        return self.spearman_lower > 0 and self.mae < self.constant_mae and self.near_mae < self.headroom
+        promising = self.near_mae is None or self.headroom is None or self.near_mae < self.headroom
+        return promising and self.spearman_lower > 0 and self.mae < self.constant_mae
 
     def __str__(self) -> str:
         """Say on one line whether f is to be trusted, and why."""
+        near = ""
+        if self.near_mae is not None and self.headroom is not None:
+            near = f", near the best points {self.near_mae:.4f} (they are better by {self.headroom:.4f})"
         verdict = "to be trusted" if self.trusted else "NOT to be trusted and not followed"
         return (
             f"{verdict}; on held-out trajectories Spearman {self.spearman:.2f} (95% bound {self.spearman_lower:.2f}),"
-            f" MAE {self.mae:.4f} (a constant's {self.constant_mae:.4f}), near the best points {self.near_mae:.4f}"
-            f" (they are better by {self.headroom:.4f})"
+            f" MAE {self.mae:.4f} (a constant's {self.constant_mae:.4f}){near}"
         )
 
 

@@ -181,15 +181,22 @@ def go(folder: Path, toy: Any, config: ToyConfig | None = None, resume: bool = F
 
 
 @pytest.mark.usefixtures("tensorboard")
+@pytest.mark.parametrize(("strategy", "course"), [("search", "search.png"), ("recipe", "finetuning.png")])
 def test_a_run_leaves_its_report_pictures_and_seeds(
-    toy: Any, quadratic: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    strategy: str,
+    course: str,
+    toy: Any,
+    quadratic: Callable[..., Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    report = go(tmp_path, toy)
+    config = settings(strategy=strategy)
+    report = go(tmp_path, toy, config)
     shown = capsys.readouterr().out
     assert toy.made == [3, 4]
     assert toy.plotted == [[3, 4]]
     assert "squares: distance (lower is better), 2 seeds of 40 queries\n" in shown
-    named = ["report.json", "report.md", "methods.png", "finetuning.png", "value_function.png", "more.png"]
+    named = ["report.json", "report.md", "methods.png", course, "value_function.png", "more.png"]
     assert [line.strip() for line in shown.split("\nwrote\n")[1].splitlines()] == [
         *(str(tmp_path / name) for name in named),
         f"and {tmp_path}/seed-*/",
@@ -199,7 +206,7 @@ def test_a_run_leaves_its_report_pictures_and_seeds(
     content = json.loads((tmp_path / "report.json").read_text())
     assert (content["task"], content["seeds"]) == ("toy/square", [3, 4])
     assert content["metric"] == {"name": "distance", "maximize": False}
-    assert content["config"] == settings().as_dict()
+    assert content["config"] == config.as_dict()
     task = quadratic()
     for place, seed in enumerate((3, 4)):
         phi = torch.load(tmp_path / f"seed-{seed}" / "phi.pt")  # what the guard kept is in the model at the end
@@ -212,8 +219,13 @@ def test_a_run_leaves_its_report_pictures_and_seeds(
 
 
 @pytest.mark.usefixtures("tensorboard")
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_a_metric_may_have_any_name(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], seeds: int) -> None:
+@pytest.mark.parametrize(
+    ("seeds", "strategy", "pictures"),
+    [(1, "search", {"landscape.png"}), (2, "recipe", {"interpolation.png", "landscape.png"})],
+)
+def test_a_metric_may_have_any_name(
+    toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], seeds: int, strategy: str, pictures: set[str]
+) -> None:
     name = "[/red]f[1] :key: $\\frac$ {0} %s"  # markup, an emoji, a formula with an error, and placeholders
 
     class Hostile(toy):  # type: ignore[misc]
@@ -226,7 +238,7 @@ def test_a_metric_may_have_any_name(toy: Any, tmp_path: Path, capsys: pytest.Cap
             task.metric.name = distance.name = name
             return task, distance
 
-    folder, config = tmp_path / "[/i]out", settings(seeds=seeds, pictures=True)
+    folder, config = tmp_path / "[/i]out", settings(seeds=seeds, pictures=True, strategy=strategy)
     report = go(folder, Hostile, config)
     shown = capsys.readouterr().out
     noun = "seed" if seeds == 1 else "seeds"
@@ -234,7 +246,7 @@ def test_a_metric_may_have_any_name(toy: Any, tmp_path: Path, capsys: pytest.Cap
     assert f"toy/[/b]: {name} (lower is better), {seeds} {noun}\n" in shown
     assert f"\n  {folder}/report.md\n" in shown
     assert (folder / "report.md").read_text().startswith(f"# toy/[/b]: {name} (lower is better)\n")
-    assert {path.name for path in (folder / "seed-3").glob("*.png")} == {"interpolation.png", "landscape.png"}
+    assert {path.name for path in (folder / "seed-3").glob("*.png")} == pictures
     before, after = (report.records[0].outcomes[method][-1] for method in ("pretrained", "metricopt"))
     last = f"{after.queries_total} of 40 queries spent, {40 - after.queries_total} left;"
     outcome = f"{last} {name} {before.validation:.4f} -> {after.validation:.4f}\n"

@@ -25,6 +25,7 @@ from metricopt_ext.utils.progress import Watcher
 SPENT, QUERIES = 45, 47
 CONFIG = RunConfig(
     recipe=RecipeConfig(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=["ridge"]),
+    strategy="recipe",
     queries=QUERIES,
     best_evals=6,
 )

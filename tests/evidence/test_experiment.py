@@ -33,6 +33,7 @@ def tiny() -> ClassificationConfig:
         adapter=ClassifierAdapterConfig(kind="input_bias", dim=3),
         metric=MetricConfig(name="mcr"),
         recipe=RecipeConfig(steps=4, lr=0.1, evals=2, rounds=1, folds=2, trials=0, start_std=1.0),
+        strategy="recipe",
         queries=30,
         batch_size=9,
         best_evals=2,

@@ -47,7 +47,7 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
         lambda whole: json.dumps({**whole, "surplus": 1}),
         lambda whole: json.dumps({**whole, "outcomes": []}),
         lambda whole: json.dumps({**whole, "quality": {"spearman": 1.0}}),
-        lambda whole: json.dumps({**whole, "setting": None}),
+        lambda whole: json.dumps({**whole, "setting": 0.3}),
         lambda whole: json.dumps({**whole, "machine": {"processor": "A processor"}}),
     ],
 )

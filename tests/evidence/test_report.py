@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_report_json(report: Callable[..., Report], tmp_path: Path) -> None:
     machine = {"processor": "A processor", "capability": "AVX2", "threads": 1, "device": "cpu"}
     assert content["machines"] == [machine] * 3
     assert content["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert content["config"] == {"queries": 600}
+    assert content["config"] == {"queries": 600, "guard_confidence": 0.84}
 
 
 def test_versions_name_what_the_numbers_depend_on() -> None:
@@ -117,14 +118,29 @@ def test_words_follow_the_interval(
 
 
 def test_findings_tell_whether_f_was_trusted(report: Callable[..., Report]) -> None:
-    last = report().findings()[-1]
-    assert "Spearman 0.63 (best trivial predictor, full quadratic: 0.90)" in last
-    assert "mean absolute error 0.0733 of the cost against 0.1000 of a constant; trusted in 2 of 3 seeds" in last
-    halves = report().findings()[-2]
-    assert "over random phi: 0.75" in halves
-    assert "Gains on validation below 0.0100" in halves
+    *_, halves, quality, last = report().findings()
+    assert "Value function on held-out trajectories: Spearman 0.63" in quality
+    assert "(best trivial predictor, full quadratic: 0.90)" in quality
+    assert "mean absolute error 0.0733 of the cost against 0.1000 of a constant; trusted in 2 of 3 seeds" in quality
+    assert "over phi: 0.75" in halves
+    assert "Gains on validation below 0.0099" in halves  # 0.84 of a normal distribution lie below 0.994 deviations
     assert halves.endswith("the model was left as it was in 1 of 3 seeds")
-    assert last.endswith("Kept by the guard: MetricOpt in 2, the model as it was in 1")
+    assert last == "Kept by the guard: MetricOpt in 2, the model as it was in 1"
+
+
+def test_findings_on_a_search_tell_what_f_said_before_each_query(report: Callable[..., Report]) -> None:
+    made = report()
+    for record, mae in zip(made.records, (0.02, 0.03, 0.04), strict=True):
+        object.__setattr__(record, "quality", replace(record.quality, incumbent_mae=mae))
+        object.__setattr__(record, "searched", [0.5, 0.7])
+        object.__setattr__(record, "trivial", {})
+    *_, quality, _ = made.findings()
+    assert "Value function before each query: Spearman 0.63, mean absolute error 0.0733 of the cost" in quality
+    assert "against 0.1000 of a constant and 0.0300 of the best so far; trusted in 2 of 3 seeds" in quality
+    for record in made.records:
+        object.__setattr__(record, "quality", None)  # the metric never varied
+    assert not any("Value function" in line for line in made.findings())
+    assert made.to_json()["value_function"]["heldout_mae"] is None
 
 
 @pytest.mark.parametrize("maximize", [True, False])
@@ -209,7 +225,7 @@ def test_the_table_fits_into_80_columns(
         assert spread(made.values(name, "test")) in line
         assert spread(made.values(name, "validation")) in line
         assert line.split()[-2:] == [str(10 * list(METHODS).index(name)), str(list(METHODS).index(name))]
-    gains = [line.split(": ")[0].removeprefix("MetricOpt against ") for line in made.findings()[:-2]]
+    gains = [line.split(": ")[0].removeprefix("MetricOpt against ") for line in made.findings()[:-3]]
     assert len(gains) == len(METHODS) - 1
     for title in gains:
         mean, low, high = made.gain(next(name for name in METHODS if METHODS[name].title == title))

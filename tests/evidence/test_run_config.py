@@ -12,8 +12,10 @@ import pytest
 from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RecipeConfig, RunConfig, ShiftConfig, TrainingConfig
+from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.config import load_config
 
 
@@ -50,11 +52,41 @@ def test_numbers_out_of_range_are_refused_before_any_work(override: str, message
 
 def test_too_few_queries_are_refused_before_any_work() -> None:
     with pytest.raises(BudgetError, match=r"9 queries are too few .* give at least (\d+)") as caught:
-        RunConfig(queries=9).check()
+        RunConfig(queries=9, strategy="recipe").check()
     enough = int(re.search(r"at least (\d+), or", str(caught.value)).group(1))
-    RunConfig(queries=enough).check()
+    RunConfig(queries=enough, strategy="recipe").check()
     with pytest.raises(BudgetError, match=f"at least {enough}"):
-        RunConfig(queries=enough - 1).check()
+        RunConfig(queries=enough - 1, strategy="recipe").check()
+
+
+@pytest.mark.parametrize(("starts", "least"), [([], 11), (["batchnorm"], 12), (["loss_finetune", "prior"], 13)])
+def test_a_search_needs_its_starts_a_design_and_an_end(starts: list[str], least: int) -> None:
+    RunConfig(queries=least, starts=starts).check()
+    with pytest.raises(BudgetError, match=f"queries={least - 1}: the search needs at least {least}"):
+        RunConfig(queries=least - 1, starts=starts).check()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("strategy=best", "strategy='best' must be search, recipe or paper"),
+        ("starts=[labels]", "'labels' is none of loss_finetune, batchnorm, prior"),
+        ("guard_confidence=0.4", "guard_confidence is 0.4; it must be at least 0.5 and below 1"),
+        ("refine_queries=40", "refine_queries=40 continue from a recipe's end: set strategy=recipe"),
+    ],
+)
+def test_a_search_is_set_up_before_any_work(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(RunConfig, None, [override]).check()
+
+
+def test_each_strategy_is_built_from_the_settings() -> None:
+    config = RunConfig(recipe=RecipeConfig(steps=7, lr=0.2, evals=3, start_std=0.4))
+    assert config.build_strategy() == GuidedTrustRegion()
+    config.strategy = "recipe"
+    assert config.build_strategy() == Recipe(steps=7, lr=0.2, evals=3, start_std=0.4)
+    config.strategy = "paper"
+    assert config.build_strategy() == Algorithm1(steps=7, lr=0.2, evals=3, start_std=0.4)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +97,7 @@ def test_too_few_queries_are_refused_before_any_work() -> None:
     ],
 )
 def test_searches_get_enough_queries_or_none(name: str, least: int) -> None:
-    config = RunConfig(adapter=AdapterConfig(dim=5))
+    config = RunConfig(adapter=AdapterConfig(dim=5), strategy="recipe")
     for enough in (0, least, least + 100):
         setattr(config, name, enough)
         config.check()

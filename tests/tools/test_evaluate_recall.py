@@ -183,6 +183,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "run"
     settings = [
         *("recipe.steps=3", "recipe.evals=2", "recipe.rounds=1", "recipe.folds=2", "recipe.trials=0", "queries=16"),
+        "strategy=recipe",
         *("model.epochs=1", "model.width=4", "model.embedding=6", "adapter.dim=3", "best_evals=2", "pictures=false"),
         *("recipe.learners=[ridge]", "workers=1", "seeds=2", "device=cpu", "data.test_classes=[2,5,7]"),
     ]

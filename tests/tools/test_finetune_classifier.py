@@ -49,6 +49,7 @@ DIGITS, A9A, A9A_SHIFTED = (
 # One round of four tasks with two observations, three queries to choose and three for the guard.
 TINY = [
     *("recipe.steps=3", "recipe.evals=2", "recipe.rounds=1", "recipe.folds=2", "recipe.trials=0", "queries=16"),
+    "strategy=recipe",
     *("model.epochs=1", "adapter.dim=3", "population=4", "best_evals=2", "workers=1", "seeds=1", "device=cpu"),
 ]
 

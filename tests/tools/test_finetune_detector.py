@@ -57,6 +57,7 @@ STOCK = Toolkit(min_size=48, max_size=48, proposals=100)
 # learns, but some of its many boxes fall on digits that are large and of one class (`small_and_quick`).
 TINY = [
     *("recipe.steps=3", "recipe.evals=2", "recipe.rounds=1", "recipe.folds=2", "recipe.trials=0", "queries=16"),
+    "strategy=recipe",
     *("model.steps=20", "model.lr=0.05", "model.batch_size=2", "model.min_size=48", "model.max_size=48"),
     *("scene.size=48", "scene.digits=[1,2]", "scene.scale=[24,40]", "shift.scale=1", "data.images=[6,6,6]"),
     *("model.proposals=100", "batch_size=2"),
