@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import attach_film, attach_input_bias
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
+from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification.config import (
     ClassificationConfig,
     DataConfig,
@@ -32,6 +33,7 @@ from metricopt_ext.classification.data import (
 )
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
+from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.shift import shift_class_ratio
 from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split
@@ -223,7 +225,7 @@ def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: 
     return pretrained(
         lambda: build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes),
         lambda model: train(model, splits.train, config.model, config.balanced, seed),
-        check=lambda model: attach(model, config, seed).merge(),
+        check=lambda model: _check_adapter(attach(model, config, seed), config),
         weights=config.model.weights,
         folder=folder,
         seed=seed,
@@ -238,16 +240,50 @@ def train(model: nn.Module, part: Split, config: ModelConfig | SecondRoundConfig
     train_supervised(model, classification_loss, batches, steps=steps, lr=config.lr, seed=seed, augment=config.augment)
 
 
-def attach(model: nn.Module, config: ClassificationConfig, seed: int) -> Adapter:
-    """Attach the adapter that the settings describe."""
-    layers = config.adapter.layers
-    if config.adapter.kind == "film":
-        return attach_film(model, layers or None, dim=config.adapter.dim, seed=seed)
-    if config.adapter.kind == "input_bias":
-        if len(layers) > 1:
-            raise ConfigError(f"adapter.layers={layers}: an input bias acts on one linear layer")
-        return attach_input_bias(model, layers[0] if layers else None, dim=config.adapter.dim, seed=seed)
-    raise ConfigError(f"adapter.kind={config.adapter.kind!r} is neither film nor input_bias")
+def attach(model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor | None = None) -> Adapter:
+    """Attach the adapter that the settings describe.
+
+    Args:
+        model: The classifier.
+        config: The settings.
+        seed: Seed of the adapter's matrices.
+        x: Train inputs, ``n x ...``, on which the scale of the logits' offsets is measured beside the matrices'
+            coordinates (see `output_scale`); None for a scale of 1.
+
+    Raises:
+        AdapterError: The model lacks the layers.
+        ConfigError: The settings contradict themselves.
+    """
+    settings = config.adapter
+    layer = settings.layers[0] if settings.layers else None
+    if settings.kind == "outputs":
+        if len(settings.layers) > 1:
+            raise ConfigError(f"adapter.layers={settings.layers}: one layer gives the logits")
+        return attach_outputs(model, Outputs(layer, temperature=settings.temperature))
+    if settings.kind == "input_bias" and len(settings.layers) > 1:
+        raise ConfigError(f"adapter.layers={settings.layers}: an input bias acts on one linear layer")
+    if settings.kind not in ("film", "input_bias"):
+        raise ConfigError(f"adapter.kind={settings.kind!r} is neither film nor input_bias nor outputs")
+
+    def attached(outputs: Outputs | None) -> Adapter:
+        if settings.kind == "film":
+            return attach_film(model, settings.layers or None, dim=settings.dim, seed=seed, outputs=outputs)
+        return attach_input_bias(model, layer, dim=settings.dim, seed=seed, outputs=outputs)
+
+    if not settings.outputs:
+        return attached(None)
+    scale = 1.0
+    if x is not None:
+        probed = attached(None)
+        scale = output_scale(probed, x)
+        probed.remove()
+    return attached(Outputs(scale=scale, temperature=settings.temperature))
+
+
+def _check_adapter(adapter: Adapter, config: ClassificationConfig) -> None:
+    """Reject what the adapter or its number of coordinates makes impossible, on a model that isn't trained yet."""
+    config.check_dim(adapter.dim)
+    adapter.merge()
 
 
 def _divided(data: DataConfig, seed: int) -> Splits:

@@ -46,7 +46,16 @@ class ModelConfig(TrainingConfig):
 class ClassifierAdapterConfig(AdapterConfig):
     """Where phi acts."""
 
-    kind: str = "film"  # film (layers: all norms by default) or input_bias (the first linear layer)
+    # film (layers: all norms by default), input_bias (the first linear layer) or outputs: an offset for each logit of
+    # the last linear layer, and no other coordinates (dim is not used)
+    kind: str = "film"
+    outputs: bool = False  # film, input_bias: these offsets too, as further coordinates after the first dim
+    temperature: bool = False  # one more coordinate, a factor on all logits; with outputs
+
+    @property
+    def acts_on_logits(self) -> bool:
+        """Whether phi has offsets, whose number only the model says."""
+        return self.outputs or self.kind == "outputs"
 
 
 @dataclass
@@ -127,6 +136,8 @@ class ClassificationConfig(RunConfig):
                 f"metric.bounds={bounds}: it must be two finite numbers, the lowest and the highest value"
             )
         self.model.check()
+        if self.adapter.temperature and not self.adapter.acts_on_logits:
+            raise ConfigError("adapter.temperature=true needs adapter.outputs=true, or adapter.kind=outputs")
         with config_section("transfer"):
             checked_setting((self.transfer.loss_weight, self.transfer.metric_step))
         with config_section("second_round"):
@@ -135,4 +146,21 @@ class ClassificationConfig(RunConfig):
             check_above(0, lr=self.second_round.lr)
         super().check()
         if self.transfer.value_function:
-            load_value_function(self.transfer.value_function, self.adapter.dim)
+            load_value_function(self.transfer.value_function, None if self.adapter.acts_on_logits else self.adapter.dim)
+
+    def least_dim(self) -> int:
+        """Return the dimension of phi as far as it is known before the model; of offsets there is one at least."""
+        return 1 if self.adapter.kind == "outputs" else self.adapter.dim
+
+    def check_dim(self, dim: int) -> None:
+        """Reject what does not fit the dimension of phi, once the model says what that is.
+
+        Args:
+            dim: The dimension.
+
+        Raises:
+            ConfigError, BudgetError, ValueFunctionError: As from `check`.
+        """
+        self.check_queries(dim)
+        if self.transfer.value_function:
+            load_value_function(self.transfer.value_function, dim)

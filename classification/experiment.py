@@ -63,8 +63,9 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         for part in (splits.validation, splits.test):
             try_metric(config.metric, part.y, splits.num_classes)
         metric, batches = build_metric(config.metric), self._batches(splits.train)
+        model = classifier(config, splits, seed, self.folder)
         task = FinetuneTask(
-            attach(classifier(config, splits, seed, self.folder), config, seed),
+            attach(model, config, seed, splits.train.x),
             loss=classification_loss,
             batches=batches,
             metric=model_metric(metric, splits.validation, stratified_halves(splits.validation.y, seed)),

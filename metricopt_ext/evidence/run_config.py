@@ -143,14 +143,29 @@ class RunConfig:
         check_at_least(1, {n: getattr(self, n) for n in ("population", "best_evals", "seeds", "workers", "threads")})
         check_at_least(1, {"adapter.dim": self.adapter.dim})
         check_at_least(0, {"seed": self.seed})
+        self.check_queries(self.least_dim())
+
+    def least_dim(self) -> int:
+        """Return the dimension of phi as far as it is known before the model."""
+        return self.adapter.dim
+
+    def check_queries(self, dim: int) -> None:
+        """Reject numbers of queries that are too small for phi.
+
+        Args:
+            dim: The dimension of phi.
+
+        Raises:
+            ConfigError: A search on the true metric has too few.
+            BudgetError: MetricOpt has too few; the message says how many are needed.
+        """
         searches = {"search_queries": (GuidedES(), CMAES()), "refine_queries": (CMAES(),)}
+        phi = f"adapter.dim={dim}" if dim == self.adapter.dim else f"phi of dimension {dim}"
         for name, used in searches.items():
-            value, least = getattr(self, name), max(search.least_queries(self.adapter.dim) for search in used)
+            value, least = getattr(self, name), max(search.least_queries(dim) for search in used)
             if value and value < least:
-                raise ConfigError(
-                    f"{name}={value}: it must be at least {least} for adapter.dim={self.adapter.dim}, or 0"
-                )
-        self.recipe.build().tasks_per_round(self.queries, self.adapter.dim)
+                raise ConfigError(f"{name}={value}: it must be at least {least} for {phi}, or 0")
+        self.recipe.build().tasks_per_round(self.queries, dim)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""

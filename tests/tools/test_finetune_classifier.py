@@ -25,11 +25,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import load_adapter
+from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification import build
 from metricopt_ext.classification.build import attach, classifier, load_splits, model_metric, predict
 from metricopt_ext.classification.config import ClassificationConfig, ClassifierAdapterConfig
 from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.models import build_model
+from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.evidence import run_config
@@ -436,6 +438,26 @@ def test_a_torchvision_classifier_on_an_image_folder(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "seed-0" / "examples.png").stat().st_size > 1000
 
 
+@pytest.mark.usefixtures("ridge_alone")
+@pytest.mark.parametrize("kind", ["film", "outputs"])
+def test_offsets_of_the_logits_are_tuned_and_kept(tmp_path: Path, kind: str) -> None:
+    overrides = [f"adapter.kind={kind}", f"adapter.outputs={kind == 'film'}", "adapter.temperature=true"]
+    overrides += ["adapter.layers=[]", "pictures=false", "recipe.start_std=0.5"]
+    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides)
+    saved = tmp_path / "run" / "seed-0" / "adapter.safetensors"
+    config = config_of(*overrides)
+    labels, logits = answers(config, tmp_path / "run", 0, tuned=True)
+    methods = json.loads((tmp_path / "run" / "report.json").read_text())["methods"]
+    assert methods["metricopt"]["test"] == [pytest.approx(float((logits.argmax(1) == labels).double().mean()))]
+    model = build_model("small_cnn", torch.Size((1, 8, 8)), 10)
+    load_checkpoint(model, tmp_path / "run" / "seed-0" / "model.safetensors")
+    adapter, x = load_adapter(model.eval(), saved), load_splits(config, 0).train.x
+    outputs = adapter.outputs
+    assert outputs is not None
+    assert adapter.dim == 10 + 1 + (3 if kind == "film" else 0)
+    assert outputs.scale == (output_scale(adapter, x) if kind == "film" else 1.0)
+
+
 # --- What it refuses -------------------------------------------------------------------------------------------
 
 
@@ -472,6 +494,10 @@ def table(folder: Path, positives: int) -> list[str]:
         (["search_queries=5", "adapter.dim=16"], r"search_queries=5: it must be at least 14 for adapter.dim=16, or 0"),
         (["refine_queries=5", "adapter.dim=4"], r"refine_queries=5: it must be at least 10 for adapter.dim=4, or 0"),
         (["transfer.value_function=nowhere.safetensors"], r"nowhere.safetensors does not exist"),
+        (
+            ["adapter.temperature=true"],
+            r"adapter\.temperature=true needs adapter\.outputs=true, or adapter\.kind=outputs",
+        ),
     ],
 )
 def test_bad_settings_are_refused_before_the_folder_is_taken(
@@ -487,7 +513,10 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
     [
         (["adapter.layers=[nrom*]"], r"layers='nrom\*' matches no layer; did you mean \['norm"),
         (["adapter.layers=[conv1]"], r"layers='conv1' matches 'conv1', which is a Conv2d without a weight and a bias"),
-        (["adapter.kind=lora"], r"adapter\.kind='lora' is neither film nor input_bias"),
+        (["adapter.kind=lora"], r"adapter\.kind='lora' is neither film nor input_bias nor outputs"),
+        (["adapter.kind=outputs", "adapter.layers=[norm1,head]"], r"\['norm1', 'head'\]: one layer gives the logits"),
+        (["adapter.outputs=true", "adapter.layers=[head]"], r"layer 'head' gives the logits, on which the outputs act"),
+        (["adapter.outputs=true", "refine_queries=10"], r"=10: it must be at least 13 for phi of dimension 13"),
         (["adapter.dim=0"], r"adapter.dim=0: it must be at least 1"),
         (["data.name=mnist"], r"data\.name='mnist' is none of .*digits"),
         (["data.fractions=[0.5,0.6]"], r"fractions must be three numbers .* got \(0\.5, 0\.6\)"),
@@ -661,6 +690,37 @@ def test_adapters(kind: str, layers: list[str], model: str, expected: list[str])
         for (_, x), (_, y), (_, z) in zip(a.named_buffers(), b.named_buffers(), c.named_buffers(), strict=True):
             assert torch.equal(x, y)
             assert not torch.equal(x, z)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "temperature", "expected", "dim"),
+    [
+        ("film", "small_cnn", False, ["norm1", "norm2", "norm3", "head"], 7 + 3),
+        ("film", "small_cnn", True, ["norm1", "norm2", "norm3", "head"], 7 + 3 + 1),
+        ("input_bias", "tabular_mlp", False, ["body.0", "head"], 7 + 1),
+        ("outputs", "small_cnn", False, ["head"], 3),
+        ("outputs", "tabular_mlp", True, ["head"], 1 + 1),
+    ],
+)
+def test_adapters_of_the_logits(kind: str, model: str, temperature: bool, expected: list[str], dim: int) -> None:
+    torch.manual_seed(0)
+    shape = torch.Size((1, 8, 8) if model == "small_cnn" else (5,))
+    net = build_model(model, shape, 3 if model == "small_cnn" else 2).eval()
+    config, x = config_of(), torch.rand(40, *shape)
+    config.adapter = ClassifierAdapterConfig([], 7, kind, kind != "outputs", temperature)
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    with torch.no_grad():
+        plain = net(x)
+        adapter = attach(net, config, 1, x)
+        assert torch.equal(net(x), plain)
+    assert (adapter.layers, adapter.dim) == (expected, dim)
+    outputs = adapter.outputs
+    assert outputs is not None
+    assert outputs.temperature == temperature
+    assert outputs.scale == (1.0 if kind == "outputs" else output_scale(adapter, x))
+    assert all(torch.equal(value, before[key]) for key, value in adapter.base_state_dict().items())
+    again = Outputs(scale=1.0, temperature=temperature, layer=expected[-1])
+    assert attach(adapter.remove(), config, 1).outputs == again  # without inputs
 
 
 def test_adapters_that_cannot_be() -> None:
