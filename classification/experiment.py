@@ -19,8 +19,8 @@ from metricopt_ext.classification.build import (
 )
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.metrics import METRICS, check_split
+from metricopt_ext.classification.offsets import tune_threshold
 from metricopt_ext.classification.pictures import plot_examples
-from metricopt_ext.classification.threshold import tune_threshold
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import PARTS, Splits, in_parts
 from metricopt_ext.evidence.experiment import Experiment, Subject
