@@ -224,7 +224,7 @@ def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: 
     """
     return pretrained(
         lambda: build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes),
-        lambda model: train(model, splits.train, config.model, config.balanced, seed),
+        lambda model: train(model, splits.train, config.model, config.model.balanced, seed),
         check=lambda model: _check_adapter(attach(model, config, seed), config),
         weights=config.model.weights,
         folder=folder,
@@ -234,7 +234,7 @@ def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: 
 
 
 def train(model: nn.Module, part: Split, config: ModelConfig | SecondRoundConfig, balanced: bool, seed: int) -> None:
-    """Train a model's trainable parameters by cross-entropy; see `train_supervised`."""
+    """Train a model's trainable parameters by cross-entropy, on batches balanced by class or not."""
     batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)
     steps = max(1, config.epochs * len(part) // config.batch_size)
     train_supervised(model, classification_loss, batches, steps=steps, lr=config.lr, seed=seed, augment=config.augment)

@@ -40,6 +40,7 @@ class ModelConfig(TrainingConfig):
 
     name: str = MISSING  # tabular_mlp, small_cnn, or a torchvision classifier
     batch_size: int = 100
+    balanced: bool = False  # while training: every class gets an equal share of a batch
 
 
 @dataclass
@@ -96,7 +97,10 @@ class TransferConfig:
 
 @dataclass
 class SecondRoundConfig:
-    """Finetuning of theta under the tuned phi, and of phi again (paper, Table 4, last row)."""
+    """Finetuning of theta under the tuned phi, and of phi again (paper, Table 4, last row).
+
+    Batches are balanced by class if those of the first training are (``model.balanced``).
+    """
 
     epochs: int = 0  # of training theta; 0: no second round
     lr: float = 1e-4  # peak rate of Adam with a one-cycle schedule
@@ -116,7 +120,7 @@ class ClassificationConfig(RunConfig):
     transfer: TransferConfig = field(default_factory=TransferConfig)
     second_round: SecondRoundConfig = field(default_factory=SecondRoundConfig)
     batch_size: int = 100  # of the loss while finetuning
-    balanced: bool = True  # every class gets an equal share of a batch
+    balanced: bool = True  # of these batches too every class gets an equal share; model.balanced is for training
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`).

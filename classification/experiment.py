@@ -117,7 +117,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         again.adapter.set_phi(result.ends[result.chosen])
 
         def train_theta(model: nn.Module) -> None:
-            train(model, self.splits.train, config.second_round, config.balanced, seed)
+            train(model, self.splits.train, config.second_round, config.model.balanced, seed)
 
         run_second_round(
             again, result.fit, train_theta, recipe=config.recipe.build(), setting=result.setting, seed=seed

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,10 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification import build
+from metricopt_ext.classification import experiment as classification_experiment
 from metricopt_ext.classification.build import attach, classifier, load_splits, model_metric, predict
 from metricopt_ext.classification.config import ClassificationConfig, ClassifierAdapterConfig
+from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.probe import output_scale
@@ -36,6 +39,7 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.evidence import run_config
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import load_checkpoint
@@ -766,6 +770,29 @@ def test_training_depends_on_the_seed_alone_and_is_kept(tmp_path: Path, monkeypa
 
 
 @pytest.mark.outcome
+@pytest.mark.parametrize("balanced", [True, False])
+def test_training_and_finetuning_have_their_own_balance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, balanced: bool
+) -> None:
+    """A second round is training too."""
+    seen: list[TensorBatches] = []
+    monkeypatch.setattr(build, "train_supervised", lambda model, loss, batches, **kwargs: seen.append(batches))
+    settings = [f"model.balanced={balanced}", f"balanced={not balanced}", "second_round.epochs=1"]
+    config = config_of(*settings, "data.name=breast_cancer", *MLP, "shift.kind=none")
+    experiment = ClassificationExperiment(config, tmp_path, 0)
+    result = SimpleNamespace(ends=experiment.task.origin()[None], chosen=0, fit=None, setting=None)
+
+    def trained(task: FinetuneTask, fit: Any, train_theta: Callable[[nn.Module], None], **kwargs: Any) -> None:
+        train_theta(task.adapter.model)
+
+    monkeypatch.setattr(classification_experiment, "run_second_round", trained)
+    experiment._second_round(experiment.task, result)  # type: ignore[arg-type]
+    assert len(seen) == 2
+    for batches, equal in ((seen[0], balanced), (seen[1], balanced), (experiment.task.batches, not balanced)):
+        counts = sum(torch.bincount(batches(0, task, 0)[1], minlength=2) for task in range(20))
+        assert (int(counts[0]) == int(counts[1])) is equal  # of 357 and 212 examples
+
+
 def test_training_tells_the_digits_apart(tmp_path: Path) -> None:
     config, right = config_of("shift.kind=none", "model.epochs=4"), []
     for seed in range(2):
