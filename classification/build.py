@@ -34,7 +34,7 @@ from metricopt_ext.classification.data import (
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.probe import output_scale
-from metricopt_ext.classification.shift import shift_class_ratio
+from metricopt_ext.classification.shift import long_tail, shift_class_ratio
 from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.pretrained import pretrained
@@ -198,7 +198,7 @@ def try_metric(config: MetricConfig, labels: Tensor, num_classes: int) -> None:
 
 
 def load_splits(config: ClassificationConfig, seed: int) -> Splits:
-    """Load the data, divide it by the seed, and shift validation and test if the settings say so.
+    """Load the data, divide it by the seed, and thin out train or shift validation and test if the settings say so.
 
     Raises:
         ConfigError: A setting is unknown.
@@ -208,6 +208,9 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
         splits = _divided(config.data, seed)
     if config.data.positive:
         splits = with_positive(splits, config.data.positive)
+    if config.data.imbalance != 1 or config.data.largest_class:
+        with config_section("data"):
+            splits = long_tail(splits, config.data.imbalance, config.data.largest_class, seed)
     if config.data.standardise:
         splits = standardise(splits)
     if splits.train.x.dtype == torch.uint8:

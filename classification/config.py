@@ -32,6 +32,10 @@ class DataConfig:
     fractions: list[float] = field(default_factory=lambda: [0.7, 0.1, 0.2])  # train, validation, test
     validation_size: int = 5000  # cifar10: held out from its train set
     standardise: bool = False  # tabular: zero mean and unit variance by train statistics
+    # Long-tailed train data: its class counts fall geometrically, in the order of classes, from the first class's to
+    # 1 / imbalance of it; validation and test stay as they are. 1: they stay as they are in train too
+    imbalance: float = 1.0
+    largest_class: int = 0  # with imbalance: train examples of the first class; 0: as many as there are
 
 
 @dataclass

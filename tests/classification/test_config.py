@@ -37,7 +37,7 @@ def test_our_configurations_say_how_batches_are_made_up(file: Path) -> None:
 
 
 def test_there_are_configurations_to_load() -> None:
-    assert {"a9a", "digits"} <= {path.stem for path in CONFIGS}
+    assert {"a9a", "digits", "digits_longtail"} <= {path.stem for path in CONFIGS}
 
 
 @pytest.mark.parametrize(

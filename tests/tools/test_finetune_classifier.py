@@ -52,6 +52,8 @@ DIGITS, A9A, A9A_SHIFTED = (
     ROOT / "configs" / "classification" / f"{name}.yaml" for name in ("digits", "a9a", "a9a_shifted")
 )
 
+LONGTAIL = ("digits_longtail.yaml", "digits.yaml")
+
 # One round of four tasks with two observations, three queries to choose and three for the guard.
 TINY = [
     *("recipe.steps=3", "recipe.evals=2", "recipe.rounds=1", "recipe.folds=2", "recipe.trials=0", "queries=16"),
@@ -530,6 +532,9 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
             ["shift.kind=class_ratio", "shift.ratio=[0.991,0.001,0.001,0.001,0.001,0.001,0.001,0.001,0.001,0.001]"],
             r"the validation part is too small for class shares",
         ),
+        (["data.imbalance=0.5"], r"data: imbalance is 0\.5; it must be at least 1"),
+        (["data.largest_class=-1"], r"data: largest_class is -1; it must be at least 0"),
+        (["data.imbalance=3", "data.largest_class=500"], r"too small for a long tail from 500 examples of the first"),
         (["shift.contrast=2"], r"shift: contrast must be in \(0, 1\], got 2"),
         (["model.name=resnet999"], r"model\.name='resnet999' is neither"),
         (["model.name=resnet18", "adapter.layers=[]"], r"model\.name=resnet18 does not take images .*\(1, 8, 8\)"),
@@ -648,6 +653,27 @@ def test_another_class_ratio_leaves_out_validation_and_test_examples_alone(name:
         rows = {tuple(x.flatten().tolist()): int(y) for x, y in zip(a.x, a.y, strict=True)}
         assert all(rows[tuple(x.flatten().tolist())] == int(y) for x, y in zip(b.x, b.y, strict=True))
         torch.testing.assert_close(b.y.bincount() / len(b), torch.tensor(ratio), atol=0.05, rtol=0)
+
+
+def test_the_long_tailed_digits() -> None:
+    config, natural = (
+        load_config(ClassificationConfig, ROOT / "configs" / "classification" / name) for name in LONGTAIL
+    )
+    splits, whole = load_splits(config, 3), load_splits(natural, 3)
+    assert torch.bincount(splits.train.y).tolist() == [60, 44, 33, 24, 18, 13, 10, 7, 5, 4]
+    for name in ("validation", "test"):
+        assert torch.equal(getattr(splits, name).y, getattr(whole, name).y)
+    torch.testing.assert_close(splits.validation.x, load_splits(config_of("shift.kind=none"), 3).validation.x)
+    adapter = attach(build_model("small_cnn", torch.Size((1, 8, 8)), 10), config, 3)
+    assert (adapter.dim, adapter.offsets) == (42, slice(32, 42))
+
+
+def test_a_long_tail_is_standardised_by_what_is_left() -> None:
+    settings = ["data.name=wine", "data.standardise=true", "shift.kind=none", "data.imbalance=4"]
+    splits = load_splits(config_of(*settings), 1)
+    counts = torch.bincount(splits.train.y).tolist()
+    assert counts[0] == pytest.approx(4 * counts[2], abs=3)
+    torch.testing.assert_close(splits.train.x.mean(0), torch.zeros(13), atol=1e-5, rtol=0)
 
 
 def test_a_shift_does_what_its_settings_say() -> None:
