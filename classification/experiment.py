@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from metricopt_ext.classification.build import (
@@ -19,7 +20,7 @@ from metricopt_ext.classification.build import (
 )
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.metrics import METRICS, check_split
-from metricopt_ext.classification.offsets import tune_threshold
+from metricopt_ext.classification.offsets import adjust_logits, tune_adjustment, tune_offsets, tune_threshold
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import PARTS, Splits, in_parts
@@ -79,10 +80,15 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         return in_parts(part.x, EVALUATION_BATCH), self._batches(part)
 
     def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
-        """Return the usual methods, a tuned threshold, and any others that the settings select."""
-        config = self.config
+        """Return the usual methods, what adds constants to the logits, and any others that the settings select."""
+        config, x = self.config, self.splits.validation.x
         methods = super().methods(resume, watcher)
-        methods["threshold"] = ending_at(lambda task: tune_threshold(task, self.splits.validation.x))
+        methods["threshold"] = ending_at(lambda task: tune_threshold(task, x))
+        methods["class_offsets"] = ending_at(lambda task: tune_offsets(task, x, budget=config.queries))
+        counts = torch.bincount(self.splits.train.y, minlength=self.splits.num_classes)
+        if counts.min() > 0:  # a class that training lacks has no prior
+            methods["logit_adjustment"] = ending_at(lambda task: adjust_logits(task, x, counts))
+            methods["logit_adjustment_tuned"] = ending_at(lambda task: tune_adjustment(task, x, counts))
         if config.transfer.value_function:
             f = load_value_function(config.transfer.value_function, self.task.dim).to(self.task.adapter.phi.device)
             methods["transferred"] = ending_path(lambda task: self._follow(task, f))

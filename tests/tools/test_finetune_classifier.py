@@ -280,6 +280,17 @@ def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
     assert report.records[0].split_half is not None
 
 
+def test_rivals_that_move_the_logits(finished: Path) -> None:
+    """Offsets have MetricOpt's budget, and a model of several logits no threshold."""
+    methods = json.loads((finished / "report.json").read_text())["methods"]
+    assert "threshold" not in methods
+    spent = {name: methods[name]["queries_total"] for name in methods if name.startswith(("class", "logit"))}
+    assert spent == {"class_offsets": 16, "logit_adjustment": 0, "logit_adjustment_tuned": 21}
+    for name in ("class_offsets", "logit_adjustment_tuned"):
+        for before, after in zip(methods["pretrained"]["validation"], methods[name]["validation"], strict=True):
+            assert after >= before
+
+
 def test_metrics_tell_halves_of_equal_make_up() -> None:
     y = torch.tensor([0] * 7 + [1] * 4 + [2] * 2)[torch.randperm(13, generator=torch.Generator().manual_seed(0))]
     a, b = build.stratified_halves(y, seed=3)
