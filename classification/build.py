@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import attach_film, attach_input_bias
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
+from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification.config import (
     ClassificationConfig,
     DataConfig,
@@ -32,7 +33,8 @@ from metricopt_ext.classification.data import (
 )
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
-from metricopt_ext.classification.shift import shift_class_ratio
+from metricopt_ext.classification.probe import output_scale
+from metricopt_ext.classification.shift import long_tail, shift_class_ratio
 from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.pretrained import pretrained
@@ -196,7 +198,7 @@ def try_metric(config: MetricConfig, labels: Tensor, num_classes: int) -> None:
 
 
 def load_splits(config: ClassificationConfig, seed: int) -> Splits:
-    """Load the data, divide it by the seed, and shift validation and test if the settings say so.
+    """Load the data, divide it by the seed, and thin out train or shift validation and test if the settings say so.
 
     Raises:
         ConfigError: A setting is unknown.
@@ -206,6 +208,9 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
         splits = _divided(config.data, seed)
     if config.data.positive:
         splits = with_positive(splits, config.data.positive)
+    if config.data.imbalance != 1 or config.data.largest_class:
+        with config_section("data"):
+            splits = long_tail(splits, config.data.imbalance, config.data.largest_class, seed)
     if config.data.standardise:
         splits = standardise(splits)
     if splits.train.x.dtype == torch.uint8:
@@ -222,8 +227,8 @@ def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: 
     """
     return pretrained(
         lambda: build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes),
-        lambda model: train(model, splits.train, config.model, config.balanced, seed),
-        check=lambda model: attach(model, config, seed).merge(),
+        lambda model: train(model, splits.train, config.model, config.model.balanced, seed),
+        check=lambda model: _check_adapter(attach(model, config, seed), config),
         weights=config.model.weights,
         folder=folder,
         seed=seed,
@@ -232,22 +237,56 @@ def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: 
 
 
 def train(model: nn.Module, part: Split, config: ModelConfig | SecondRoundConfig, balanced: bool, seed: int) -> None:
-    """Train a model's trainable parameters by cross-entropy; see `train_supervised`."""
+    """Train a model's trainable parameters by cross-entropy, on batches balanced by class or not."""
     batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)
     steps = max(1, config.epochs * len(part) // config.batch_size)
     train_supervised(model, classification_loss, batches, steps=steps, lr=config.lr, seed=seed, augment=config.augment)
 
 
-def attach(model: nn.Module, config: ClassificationConfig, seed: int) -> Adapter:
-    """Attach the adapter that the settings describe."""
-    layers = config.adapter.layers
-    if config.adapter.kind == "film":
-        return attach_film(model, layers or None, dim=config.adapter.dim, seed=seed)
-    if config.adapter.kind == "input_bias":
-        if len(layers) > 1:
-            raise ConfigError(f"adapter.layers={layers}: an input bias acts on one linear layer")
-        return attach_input_bias(model, layers[0] if layers else None, dim=config.adapter.dim, seed=seed)
-    raise ConfigError(f"adapter.kind={config.adapter.kind!r} is neither film nor input_bias")
+def attach(model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor | None = None) -> Adapter:
+    """Attach the adapter that the settings describe.
+
+    Args:
+        model: The classifier.
+        config: The settings.
+        seed: Seed of the adapter's matrices.
+        x: Train inputs, ``n x ...``, on which the scale of the logits' offsets is measured beside the matrices'
+            coordinates (see `output_scale`); None for a scale of 1.
+
+    Raises:
+        AdapterError: The model lacks the layers.
+        ConfigError: The settings contradict themselves.
+    """
+    settings = config.adapter
+    layer = settings.layers[0] if settings.layers else None
+    if settings.kind == "outputs":
+        if len(settings.layers) > 1:
+            raise ConfigError(f"adapter.layers={settings.layers}: one layer gives the logits")
+        return attach_outputs(model, Outputs(layer, temperature=settings.temperature))
+    if settings.kind == "input_bias" and len(settings.layers) > 1:
+        raise ConfigError(f"adapter.layers={settings.layers}: an input bias acts on one linear layer")
+    if settings.kind not in ("film", "input_bias"):
+        raise ConfigError(f"adapter.kind={settings.kind!r} is neither film nor input_bias nor outputs")
+
+    def attached(outputs: Outputs | None) -> Adapter:
+        if settings.kind == "film":
+            return attach_film(model, settings.layers or None, dim=settings.dim, seed=seed, outputs=outputs)
+        return attach_input_bias(model, layer, dim=settings.dim, seed=seed, outputs=outputs)
+
+    if not settings.outputs:
+        return attached(None)
+    scale = 1.0
+    if x is not None:
+        probed = attached(None)
+        scale = output_scale(probed, x)
+        probed.remove()
+    return attached(Outputs(scale=scale, temperature=settings.temperature))
+
+
+def _check_adapter(adapter: Adapter, config: ClassificationConfig) -> None:
+    """Reject what the adapter or its number of coordinates makes impossible, on a model that isn't trained yet."""
+    config.check_dim(adapter.dim)
+    adapter.merge()
 
 
 def _divided(data: DataConfig, seed: int) -> Splits:

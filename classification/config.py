@@ -32,6 +32,10 @@ class DataConfig:
     fractions: list[float] = field(default_factory=lambda: [0.7, 0.1, 0.2])  # train, validation, test
     validation_size: int = 5000  # cifar10: held out from its train set
     standardise: bool = False  # tabular: zero mean and unit variance by train statistics
+    # Long-tailed train data: its class counts fall geometrically, in the order of classes, from the first class's to
+    # 1 / imbalance of it; validation and test stay as they are. 1: they stay as they are in train too
+    imbalance: float = 1.0
+    largest_class: int = 0  # with imbalance: train examples of the first class; 0: as many as there are
 
 
 @dataclass
@@ -40,13 +44,23 @@ class ModelConfig(TrainingConfig):
 
     name: str = MISSING  # tabular_mlp, small_cnn, or a torchvision classifier
     batch_size: int = 100
+    balanced: bool = False  # while training: every class gets an equal share of a batch
 
 
 @dataclass
 class ClassifierAdapterConfig(AdapterConfig):
     """Where phi acts."""
 
-    kind: str = "film"  # film (layers: all norms by default) or input_bias (the first linear layer)
+    # film (layers: all norms by default), input_bias (the first linear layer) or outputs: an offset for each logit of
+    # the last linear layer, and no other coordinates (dim is not used)
+    kind: str = "film"
+    outputs: bool = False  # film, input_bias: these offsets too, as further coordinates after the first dim
+    temperature: bool = False  # one more coordinate, a factor on all logits; with outputs
+
+    @property
+    def acts_on_logits(self) -> bool:
+        """Whether phi has offsets, whose number only the model says."""
+        return self.outputs or self.kind == "outputs"
 
 
 @dataclass
@@ -87,7 +101,10 @@ class TransferConfig:
 
 @dataclass
 class SecondRoundConfig:
-    """Finetuning of theta under the tuned phi, and of phi again (paper, Table 4, last row)."""
+    """Finetuning of theta under the tuned phi, and of phi again (paper, Table 4, last row).
+
+    Batches are balanced by class if those of the first training are (``model.balanced``).
+    """
 
     epochs: int = 0  # of training theta; 0: no second round
     lr: float = 1e-4  # peak rate of Adam with a one-cycle schedule
@@ -107,7 +124,7 @@ class ClassificationConfig(RunConfig):
     transfer: TransferConfig = field(default_factory=TransferConfig)
     second_round: SecondRoundConfig = field(default_factory=SecondRoundConfig)
     batch_size: int = 100  # of the loss while finetuning
-    balanced: bool = True  # every class gets an equal share of a batch
+    balanced: bool = True  # of these batches too every class gets an equal share; model.balanced is for training
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`).
@@ -127,6 +144,8 @@ class ClassificationConfig(RunConfig):
                 f"metric.bounds={bounds}: it must be two finite numbers, the lowest and the highest value"
             )
         self.model.check()
+        if self.adapter.temperature and not self.adapter.acts_on_logits:
+            raise ConfigError("adapter.temperature=true needs adapter.outputs=true, or adapter.kind=outputs")
         with config_section("transfer"):
             checked_setting((self.transfer.loss_weight, self.transfer.metric_step))
         with config_section("second_round"):
@@ -135,4 +154,21 @@ class ClassificationConfig(RunConfig):
             check_above(0, lr=self.second_round.lr)
         super().check()
         if self.transfer.value_function:
-            load_value_function(self.transfer.value_function, self.adapter.dim)
+            load_value_function(self.transfer.value_function, None if self.adapter.acts_on_logits else self.adapter.dim)
+
+    def least_dim(self) -> int:
+        """Return the dimension of phi as far as it is known before the model; of offsets there is one at least."""
+        return 1 if self.adapter.kind == "outputs" else self.adapter.dim
+
+    def check_dim(self, dim: int) -> None:
+        """Reject what does not fit the dimension of phi, once the model says what that is.
+
+        Args:
+            dim: The dimension.
+
+        Raises:
+            ConfigError, BudgetError, ValueFunctionError: As from `check`.
+        """
+        self.check_queries(dim)
+        if self.transfer.value_function:
+            load_value_function(self.transfer.value_function, dim)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from metricopt_ext.classification.build import (
@@ -19,8 +20,8 @@ from metricopt_ext.classification.build import (
 )
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.metrics import METRICS, check_split
+from metricopt_ext.classification.offsets import adjust_logits, tune_adjustment, tune_offsets, tune_threshold
 from metricopt_ext.classification.pictures import plot_examples
-from metricopt_ext.classification.threshold import tune_threshold
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import PARTS, Splits, in_parts
 from metricopt_ext.evidence.experiment import Experiment, Subject
@@ -64,8 +65,9 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         for part in (splits.validation, splits.test):
             try_metric(config.metric, part.y, splits.num_classes)
         metric, batches = build_metric(config.metric), self._batches(splits.train)
+        model = classifier(config, splits, seed, self.folder)
         task = FinetuneTask(
-            attach(classifier(config, splits, seed, self.folder), config, seed),
+            attach(model, config, seed, splits.train.x),
             loss=classification_loss,
             batches=batches,
             metric=model_metric(metric, splits.validation, stratified_halves(splits.validation.y, seed)),
@@ -79,10 +81,15 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         return in_parts(part.x, EVALUATION_BATCH), self._batches(part)
 
     def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
-        """Return the usual methods, a tuned threshold, and any others that the settings select."""
-        config = self.config
+        """Return the usual methods, what adds constants to the logits, and any others that the settings select."""
+        config, x = self.config, self.splits.validation.x
         methods = super().methods(resume, watcher)
-        methods["threshold"] = ending_at(lambda task: tune_threshold(task, self.splits.validation.x))
+        methods["threshold"] = ending_at(lambda task: tune_threshold(task, x))
+        methods["class_offsets"] = ending_at(lambda task: tune_offsets(task, x, budget=config.queries))
+        counts = torch.bincount(self.splits.train.y, minlength=self.splits.num_classes)
+        if counts.min() > 0:  # a class that training lacks has no prior
+            methods["logit_adjustment"] = ending_at(lambda task: adjust_logits(task, x, counts))
+            methods["logit_adjustment_tuned"] = ending_at(lambda task: tune_adjustment(task, x, counts))
         if config.transfer.value_function:
             f = load_value_function(config.transfer.value_function, self.task.dim).to(self.task.adapter.phi.device)
             methods["transferred"] = ending_path(lambda task: self._follow(task, f))
@@ -117,7 +124,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         again.adapter.set_phi(result.ends[result.chosen])
 
         def train_theta(model: nn.Module) -> None:
-            train(model, self.splits.train, config.second_round, config.balanced, seed)
+            train(model, self.splits.train, config.second_round, config.model.balanced, seed)
 
         run_second_round(
             again, result.fit, train_theta, recipe=config.recipe.build(), setting=result.setting, seed=seed

@@ -1,8 +1,8 @@
 """metricopt-ext: finetune a trained model for the metric that it is judged by.
 
-Attach an adapter (`attach_film`, `attach_input_bias`), describe the task (`FinetuneTask`, `Metric`), and call
-`optimize_metric` with a number of metric queries. `meta_train` and the optimizer `MetricOpt` are the pieces for your
-own loop. What can go wrong is in `metricopt_ext.errors`.
+Attach an adapter (`attach_film`, `attach_input_bias`, `attach_outputs`), describe the task (`FinetuneTask`, `Metric`),
+and call `optimize_metric` with a number of metric queries. `meta_train` and the optimizer `MetricOpt` are the pieces
+for your own loop. What can go wrong is in `metricopt_ext.errors`.
 """
 
 from importlib import import_module
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from metricopt_ext import errors
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import attach_film, attach_input_bias, load_adapter
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs, load_adapter
+from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe, Setting
 from metricopt_ext.methods.result import MetricOptResult, Result, SearchRun
@@ -57,6 +58,7 @@ __all__ = [
     "NeuralValueFunction",
     "Observations",
     "OutputLoss",
+    "Outputs",
     "Quality",
     "Recipe",
     "ReptileLearner",
@@ -74,6 +76,7 @@ __all__ = [
     "Watcher",
     "attach_film",
     "attach_input_bias",
+    "attach_outputs",
     "batchnorm_start",
     "errors",
     "fit_value_function",

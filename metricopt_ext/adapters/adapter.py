@@ -4,13 +4,15 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.modulation import CONTEXT_NAME, GENERATOR, MODULATION_NAME, Context, Modulation
-from metricopt_ext.adapters.signature import Signature
+from metricopt_ext.adapters.signature import Outputs, Signature
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.files import read_tensors, write_tensors
 from metricopt_ext.utils.words import shortened
@@ -21,7 +23,7 @@ TAG = "metricopt_signature"  # the attribute of a parameter that says what its n
 
 
 class Adapter:
-    """Handle to the adapter that is attached to a model; `attach_film` and `attach_input_bias` return one.
+    """Handle to the adapter that is attached to a model, as `attach_film` and the other attaching functions return it.
 
     It keeps no state of its own: ``Adapter(copy.deepcopy(model))`` is the handle to the copy's adapter.
 
@@ -34,7 +36,9 @@ class Adapter:
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(getattr(model, CONTEXT_NAME, None), Context):
-            raise AdapterError(f"{type(model).__name__} has no adapter: call attach_film or attach_input_bias first")
+            raise AdapterError(
+                f"{type(model).__name__} has no adapter: call attach_film, attach_input_bias or attach_outputs first"
+            )
         self.model = model
         self._tag_phi()
 
@@ -58,15 +62,33 @@ class Adapter:
 
     @property
     def layers(self) -> list[str]:
-        """Names of the modulated layers."""
+        """Names of the modulated layers, that of the logits last if phi acts on them."""
         return list(self.context.layers)
+
+    @property
+    def outputs(self) -> Outputs | None:
+        """How phi acts on the logits, with their layer's name; None if it doesn't."""
+        return self.context.outputs
+
+    @property
+    def offsets(self) -> slice:
+        """Which coordinates of phi are the classes' offsets, in units of ``outputs.scale`` logits; may be empty."""
+        return self.context.offsets
 
     @property
     def signature(self) -> Signature:
         """What phi means here. A value function is followed only under the signature that it was fitted for."""
         context = self.context
         channels = tuple(modulation.channels for _, modulation in self.modulations())
-        return Signature(context.kind, tuple(context.layers), channels, context.seed, self.dim, context.generator)
+        return Signature(
+            context.kind,
+            tuple(context.layers),
+            channels,
+            context.seed,
+            self.dim,
+            context.generator,
+            context.outputs,
+        )
 
     def parameters(self) -> list[nn.Parameter]:
         """What an optimizer tunes: phi."""
@@ -159,25 +181,21 @@ class Adapter:
         for name, (_, modulation) in zip(self.layers, self.modulations(), strict=True):
             tensors.update({f"{name}.{key}": value for key, value in modulation.named_buffers()})
         context = self.context
-        described = {
-            "kind": context.kind,
-            "dim": self.dim,
-            "seed": context.seed,
-            "layers": context.layers,
-            "generator": context.generator,
-        }
+        described = {**self._place(), "seed": context.seed, "generator": context.generator}
         write_tensors(path, tensors, FILE_FORMAT, described)
 
     def load(self, path: str | Path) -> None:
         """Read phi and the matrices from a file that `save` wrote for an adapter of the same kind, dim and layers.
+
+        The outputs must be the same too: their scale is a part of what phi means.
 
         Raises:
             FileFormatError: The file is corrupt or not an adapter file.
             AdapterError: The file's adapter differs from this one.
         """
         tensors, described = read_tensors(path, FILE_FORMAT)
-        context = self.context
-        for key, mine in (("kind", context.kind), ("dim", self.dim), ("layers", context.layers)):
+        described, context = complete(described), self.context
+        for key, mine in self._place().items():
             if described[key] != mine:
                 raise AdapterError(f"{path}: {key} is {described[key]}, but the attached adapter's is {mine}")
         self.set_phi(tensors["phi"])
@@ -185,14 +203,32 @@ class Adapter:
             for key, buffer in modulation.named_buffers():
                 buffer.copy_(tensors[f"{name}.{key}"])
         context.seed = described["seed"]  # the seed of the matrices just copied
-        context.generator = described.get("generator", GENERATOR)  # earlier files do not say it
+        context.generator = described["generator"]
         context.signature[0] = context.seed
         self._tag_phi()
+
+    def _place(self) -> dict[str, Any]:
+        """Where phi acts: what a file's adapter must have in common with this one."""
+        context = self.context
+        return {
+            "kind": context.kind,
+            "dim": self.dim,
+            "layers": context.layers,
+            "outputs": None if context.outputs is None else asdict(context.outputs),
+            "matrix_dim": context.offsets.start,
+        }
 
     def __repr__(self) -> str:
         """Say what is attached and where."""
         context = self.context
-        return f"Adapter({context.kind}, dim={self.dim}, layers={shortened(context.layers)}, seed={context.seed})"
+        outputs = "" if context.outputs is None else f", outputs={context.outputs}"
+        layers = shortened(context.layers)
+        return f"Adapter({context.kind}, dim={self.dim}, layers={layers}, seed={context.seed}{outputs})"
+
+
+def complete(described: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of an adapter's file with what files of earlier versions do not say."""
+    return {"generator": GENERATOR, "outputs": None, "matrix_dim": described["dim"], **described}
 
 
 def signature_of(parameter: Tensor) -> Signature | None:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from metricopt_ext.adapters.adapter import FILE_FORMAT, Adapter
+from metricopt_ext.adapters.adapter import FILE_FORMAT, Adapter, complete
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
     MODULATION_NAME,
@@ -19,9 +20,11 @@ from metricopt_ext.adapters.modulation import (
     FiLM,
     InputBias,
     Modulation,
+    OutputOffsets,
     affine,
     channel_axis,
 )
+from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.files import read_tensors
@@ -41,7 +44,12 @@ COMPILED = "OptimizedModule"  # what torch.compile returns; named, because its c
 
 
 def attach_film(
-    model: nn.Module, layers: str | Sequence[str] | None = None, *, dim: int = 128, seed: int = 0
+    model: nn.Module,
+    layers: str | Sequence[str] | None = None,
+    *,
+    dim: int = 128,
+    seed: int = 0,
+    outputs: Outputs | None = None,
 ) -> Adapter:
     """Freeze a model and modulate some of its layers by FiLM (paper, Fig. S1b).
 
@@ -52,15 +60,16 @@ def attach_film(
         model: Any module. It is changed in place.
         layers: Patterns of module names, e.g. ``"layer4.*.bn2"``; by default every normalisation layer with a
             weight and a bias. Convolutions and linear layers with a bias can be named as well.
-        dim: Dimension d of phi, at least 1.
-        seed: Seed of A and B.
+        dim: Number of phi's coordinates that A and B multiply, at least 1: all of phi without ``outputs``.
+        seed: Seed of A and B; ``outputs`` make no difference to them.
+        outputs: Give phi further coordinates, which act on the logits; their layer can't be among ``layers``.
 
     Returns:
         The handle for tuning, saving, merging or removing the adapter.
 
     Raises:
-        AdapterError: A pattern matches no layer that FiLM can modulate, an adapter acts on the model already, or a
-            wrapper was given. The model is then as it was.
+        AdapterError: A pattern matches no layer that FiLM can modulate, an adapter acts on the model already, a
+            wrapper was given, or the logits' layer can't be found or modulated. The model is then as it was.
         ValueError: ``dim`` or ``seed`` is out of range.
 
     Example:
@@ -86,17 +95,20 @@ def attach_film(
         channels = affine(layer)[0].shape[0]
         return FiLM(context, channels, channel_axis(layer), generator(seed, "film", index))
 
-    return _attach(model, "film", names, dim, seed, modulation)
+    return _attach(model, "film", names, dim, seed, modulation, outputs)
 
 
-def attach_input_bias(model: nn.Module, layer: str | None = None, *, dim: int = 16, seed: int = 0) -> Adapter:
+def attach_input_bias(
+    model: nn.Module, layer: str | None = None, *, dim: int = 16, seed: int = 0, outputs: Outputs | None = None
+) -> Adapter:
     """Freeze a fully connected network and give a linear layer a dynamic bias ``C phi`` (paper, section 4.2).
 
     Args:
         model: Any module with a linear layer. It is changed in place, as by `attach_film`.
         layer: Name of the linear layer; by default the first.
-        dim: Dimension d of phi, at least 1.
-        seed: Seed of C.
+        dim: Number of phi's coordinates that C multiplies, at least 1: all of phi without ``outputs``.
+        seed: Seed of C; ``outputs`` make no difference to it.
+        outputs: Give phi further coordinates, which act on the logits; their layer can't be ``layer``.
 
     Raises:
         AdapterError, ValueError: As in `attach_film`, for linear layers with a bias.
@@ -115,7 +127,30 @@ def attach_input_bias(model: nn.Module, layer: str | None = None, *, dim: int = 
     def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
         return InputBias(context, affine(layer)[0].shape[0], generator(seed, "input_bias", index))
 
-    return _attach(model, "input_bias", names, dim, seed, modulation)
+    return _attach(model, "input_bias", names, dim, seed, modulation, outputs)
+
+
+def attach_outputs(model: nn.Module, outputs: Outputs | None = None) -> Adapter:
+    """Freeze a classifier and let phi be the offsets of its logits alone, and their temperature if it is asked for.
+
+    Args:
+        model: Any module whose logits are the output of a layer with a weight and a bias; changed in place, as by
+            `attach_film`.
+        outputs: Which layer, and logits per unit of phi; by default the last linear layer, 1, and no temperature.
+
+    Raises:
+        AdapterError: As in `attach_film`.
+
+    Example:
+        >>> adapter = attach_outputs(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
+        >>> adapter.dim, adapter.layers
+        (3, ['2'])
+    """
+
+    def none(context: Context, index: int, layer: nn.Module) -> Modulation:
+        raise AssertionError("no layer but that of the logits is modulated")
+
+    return _attach(model, "outputs", [], 0, 0, none, Outputs() if outputs is None else outputs)
 
 
 def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
@@ -125,19 +160,31 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
         FileFormatError: The file is corrupt or not an adapter file.
         AdapterError: The model lacks a layer that the file names.
     """
-    _, described = read_tensors(path, FILE_FORMAT)
-    kind, layers, dim, seed = (described[key] for key in ("kind", "layers", "dim", "seed"))
+    described = complete(read_tensors(path, FILE_FORMAT)[1])
+    kind, layers, dim, seed = (described[key] for key in ("kind", "layers", "matrix_dim", "seed"))
+    outputs = None if described["outputs"] is None else Outputs(**described["outputs"])
     if kind == "film":
-        adapter = attach_film(model, layers, dim=dim, seed=seed)
+        film = layers if outputs is None else layers[:-1]
+        adapter = attach_film(model, film, dim=dim, seed=seed, outputs=outputs)
     elif kind == "input_bias":
-        adapter = attach_input_bias(model, layers[0], dim=dim, seed=seed)
+        adapter = attach_input_bias(model, layers[0], dim=dim, seed=seed, outputs=outputs)
+    elif kind == "outputs":
+        adapter = attach_outputs(model, outputs)
     else:
-        raise FileFormatError(f"{path}: unknown adapter kind {kind!r}, expected 'film' or 'input_bias'")
+        raise FileFormatError(f"{path}: unknown adapter kind {kind!r}, expected 'film', 'input_bias' or 'outputs'")
     adapter.load(path)
     return adapter
 
 
-def _attach(model: nn.Module, kind: AdapterKind, names: list[str], dim: int, seed: int, modulation: Any) -> Adapter:
+def _attach(
+    model: nn.Module,
+    kind: AdapterKind,
+    names: list[str],
+    dim: int,
+    seed: int,
+    modulation: Any,
+    outputs: Outputs | None,
+) -> Adapter:
     if hasattr(model, CONTEXT_NAME) or any(map(_adapted, model.modules())):
         raise AdapterError(
             f"{type(model).__name__} has an adapter already, or is part of a model that has one; remove() or merge() it"
@@ -148,13 +195,18 @@ def _attach(model: nn.Module, kind: AdapterKind, names: list[str], dim: int, see
             f"{type(model).__name__} wraps the model that is checkpointed; attach before wrapping it, or checkpoints"
             " will lack phi"
         )
-    check_integer(1, dim=dim)
+    check_integer(0 if kind == "outputs" else 1, dim=dim)
     check_integer(0, seed=seed)
-    example, _ = affine(model.get_submodule(names[0]))
+    layers, classes = [model.get_submodule(name) for name in names], 0
+    if outputs is not None:
+        name, logits = _logits_layer(outputs, model, names)
+        outputs, names, classes = replace(outputs, layer=name), [*names, name], affine(logits)[1].shape[0]
+    example, _ = affine(layers[0] if layers else logits)
     dtype = torch.float64 if example.dtype == torch.float64 else torch.float32
-    context = Context(int(dim), kind, names, int(seed), dtype)
-    layers = [model.get_submodule(name) for name in names]
+    context = Context(int(dim), kind, names, int(seed), dtype, outputs, classes)
     children = [modulation(context, index, layer).to(example.device) for index, layer in enumerate(layers)]
+    if outputs is not None:
+        layers, children = [*layers, logits], [*children, OutputOffsets(context, channel_axis(logits))]
     context.thawed = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     model.requires_grad_(False)
     context.pins = [pin for module in model.modules() if _mode_dependent(module) for pin in _pin_to_eval(module)]
@@ -165,12 +217,40 @@ def _attach(model: nn.Module, kind: AdapterKind, names: list[str], dim: int, see
     return Adapter(model)
 
 
+def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str]) -> tuple[str, nn.Module]:
+    """The name of the layer that outputs act on, and the layer, which must be none of the others."""
+    if not isinstance(outputs, Outputs):
+        raise AdapterError(f"outputs is {outputs!r}; it must be Outputs(...), or None for no offsets of the logits")
+    known, name = dict(model.named_modules()), outputs.layer
+    if name is None:
+        linear = [each for each, module in known.items() if isinstance(module, nn.Linear) and not _inner(module)]
+        if not linear:
+            raise AdapterError(
+                f"{type(model).__name__} has no linear layer; say which gives the logits, Outputs(layer)"
+            )
+        name = linear[-1]
+    if name not in known:
+        raise AdapterError(f"the outputs' layer {name!r} is no layer of the model{_nearest(name, list(known))}")
+    if (why := _unusable(known[name])) is not None:
+        raise AdapterError(f"the outputs' layer {name!r} {why}; it must be the layer that gives the logits")
+    if name in others:
+        raise AdapterError(
+            f"layer {name!r} gives the logits, on which the outputs act; name other layers, or leave the outputs out"
+        )
+    return name, known[name]
+
+
+def _inner(module: nn.Module) -> bool:
+    """Whether a module is the output projection of an attention layer, which is never called as a layer."""
+    return type(module).__name__ == "NonDynamicallyQuantizableLinear"
+
+
 def _unusable(module: nn.Module) -> str | None:
     """Why FiLM can't modulate a module; None if it can."""
     kind = type(module).__name__
     if not (isinstance(module, (*NORMS, *CONVOLUTIONS, nn.Linear)) or kind in TOOLKIT_NORMS):
         return f"is a {kind}, neither a normalisation, convolution nor linear layer"
-    if kind == "NonDynamicallyQuantizableLinear":
+    if _inner(module):
         return "is the output projection of an attention layer, which is never called as a layer"
     if getattr(module, "weight", None) is None or getattr(module, "bias", None) is None:
         return f"is a {kind} without a weight and a bias to merge into"

@@ -1,14 +1,17 @@
-"""What phi does to a layer's output: FiLM, and the dynamic bias of a linear layer (paper, Fig. S1)."""
+"""What phi does to a layer's output: FiLM, the dynamic bias of a linear layer (paper, Fig. S1), offsets of logits."""
 
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from dataclasses import asdict
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-AdapterKind = Literal["film", "input_bias"]
+from metricopt_ext.adapters.signature import Outputs
+
+AdapterKind = Literal["film", "input_bias", "outputs"]
 
 CONTEXT_NAME = "metricopt"
 MODULATION_NAME = "metricopt_modulation"
@@ -35,6 +38,15 @@ class KeepsPrecision(nn.Module):
 class Context(KeepsPrecision):
     """Holds phi; registered in the model's module tree under the name ``metricopt``.
 
+    Args:
+        dim: Number of phi's coordinates that A and B (or C) multiply.
+        kind: What the matrices do.
+        layers: Names of the modulated layers, that of the logits last.
+        seed: Seed of the matrices.
+        dtype: Type of phi.
+        outputs: How further coordinates act on the logits, with the layer's name; None without any.
+        classes: Number C of logits, 0 without outputs.
+
     Attributes:
         phi: The tuned parameters, ``d``; 0 leaves the model as it was.
         signature: Seed of A, B (or C) and a checksum of where they act, ``2``, so that a checkpoint can't be loaded
@@ -42,19 +54,39 @@ class Context(KeepsPrecision):
     """
 
     signature: Tensor
+    outputs: Outputs | None = None  # of the class too: a model pickled by an earlier version has neither
+    classes: int = 0
 
-    def __init__(self, dim: int, kind: AdapterKind, layers: Sequence[str], seed: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        dim: int,
+        kind: AdapterKind,
+        layers: Sequence[str],
+        seed: int,
+        dtype: torch.dtype,
+        outputs: Outputs | None = None,
+        classes: int = 0,
+    ) -> None:
         super().__init__()
         self.kind: AdapterKind = kind
         self.layers = list(layers)
         self.seed = seed
         self.generator = GENERATOR
-        self.phi = nn.Parameter(torch.zeros(dim, dtype=dtype))
-        place = zlib.crc32(json.dumps([kind, dim, self.layers]).encode())
+        self.outputs, self.classes = outputs, classes
+        temperatures = 0 if outputs is None else int(outputs.temperature)
+        self.phi = nn.Parameter(torch.zeros(dim + classes + temperatures, dtype=dtype))
+        on_logits = [] if outputs is None else [asdict(outputs), classes]
+        place = zlib.crc32(json.dumps([kind, dim, self.layers, *on_logits]).encode())
         self.register_buffer("signature", torch.tensor([seed, place]))
         self.override: Tensor | None = None
         self.thawed: list[str] = []
         self.pins: list[Any] = []
+
+    @property
+    def offsets(self) -> slice:
+        """Which coordinates of phi are the logits' offsets; those before are the matrices', one after a temperature."""
+        end = self.phi.numel() - int(self.outputs is not None and self.outputs.temperature)
+        return slice(end - self.classes, end)
 
     def value(self) -> Tensor:
         """Return the phi in use, ``d``: the parameter, or what `Adapter.using` put in its place."""
@@ -76,8 +108,8 @@ class Context(KeepsPrecision):
         theirs = state_dict.get(prefix + "signature")
         if theirs is not None and not torch.equal(theirs.cpu(), self.signature.cpu()):
             error_msgs.append(
-                f"{prefix}signature: the checkpoint's adapter (seed {int(theirs[0])}) differs in its layers, dimension"
-                f" or seed from this one (seed {self.seed}, dim {self.phi.numel()});"
+                f"{prefix}signature: the checkpoint's adapter (seed {int(theirs[0])}) differs in its layers, dimension,"
+                f" outputs or seed from this one (seed {self.seed}, dim {self.phi.numel()});"
                 " attach with the checkpoint's settings before loading"
             )
             return
@@ -93,7 +125,7 @@ class Modulation(KeepsPrecision):
         merges_into: Names of the layer's tensors that `merge_into` changes.
     """
 
-    merges_into: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    merges_into: tuple[str, ...] = ("weight", "bias")
 
     def __init__(self, context: Context) -> None:
         super().__init__()
@@ -108,12 +140,12 @@ class Modulation(KeepsPrecision):
 
     @property
     def channels(self) -> int:
-        """Number of modulated channels: the rows of each matrix."""
+        """Number of modulated channels: the rows of each matrix, or the number of logits."""
         return next(self.buffers()).shape[0]
 
     def times_phi(self, matrix: Tensor) -> Tensor:
-        """Return ``matrix @ phi`` in phi's own precision."""
-        phi = self.phi
+        """Return ``matrix @ phi``, of as many of phi's first coordinates as it has columns, in phi's own precision."""
+        phi = self.phi[: matrix.shape[1]]
         device = phi.device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             # Autocast would round phi, and cache the first rounded phi until the user's autocast region ends.
@@ -147,15 +179,13 @@ class FiLM(Modulation):
     def __init__(self, context: Context, channels: int, axis: int, rng: torch.Generator) -> None:
         super().__init__(context)
         self.axis = axis
-        self.register_buffer("A", _gaussian(channels, context.phi, rng), persistent=False)
-        self.register_buffer("B", _gaussian(channels, context.phi, rng), persistent=False)
+        self.register_buffer("A", _gaussian(channels, context, rng), persistent=False)
+        self.register_buffer("B", _gaussian(channels, context, rng), persistent=False)
 
     def forward(self, h: Tensor) -> Tensor:
         """Modulate ``B x C x ...`` (or ``... x C`` for channels-last layers); the dtype is the input's."""
         scale, shift = self.scale_and_shift()
-        shape = [1] * h.dim()
-        shape[self.axis] = -1
-        return h * scale.to(h.dtype).view(shape) + shift.to(h.dtype).view(shape)
+        return h * _along(self.axis, scale, h) + _along(self.axis, shift, h)
 
     def scale_and_shift(self) -> tuple[Tensor, Tensor]:
         """Return ``1 + A phi`` and ``B phi``, each ``C``."""
@@ -181,7 +211,7 @@ class InputBias(Modulation):
 
     def __init__(self, context: Context, features: int, rng: torch.Generator) -> None:
         super().__init__(context)
-        self.register_buffer("C", _gaussian(features, context.phi, rng), persistent=False)
+        self.register_buffer("C", _gaussian(features, context, rng), persistent=False)
 
     def forward(self, h: Tensor) -> Tensor:
         """Add ``C phi`` to ``... x features``; the dtype is the input's."""
@@ -194,9 +224,64 @@ class InputBias(Modulation):
         bias.add_(self.times_phi(self.C).to(bias.dtype))
 
 
-def _gaussian(rows: int, phi: Tensor, rng: torch.Generator) -> Tensor:
-    """Draw entries from N(0, 1/d), ``rows x d``, so that a row times phi is about as large as phi's entries."""
-    return torch.randn(rows, phi.numel(), generator=rng, dtype=torch.float64).div(phi.numel() ** 0.5).to(phi.dtype)
+class OutputOffsets(Modulation):
+    """Offsets and a temperature of the logits, ``h * exp(t) + scale * o`` with o and t from phi's end (see `Outputs`).
+
+    Decision thresholds (Provost and Fawcett 2001) and logit adjustment (Menon et al. 2021) are such offsets, and a
+    temperature (Guo et al. 2017) such a factor, so that a search over phi includes them.
+
+    Args:
+        context: Holds phi, and says which of its coordinates are o and t.
+        axis: The logits' class axis.
+    """
+
+    def __init__(self, context: Context, axis: int) -> None:
+        super().__init__(context)
+        assert context.outputs is not None
+        self.axis, self.scale, self.temperature = axis, context.outputs.scale, context.outputs.temperature
+        self.merges_into = ("weight", "bias") if self.temperature else ("bias",)
+
+    @property
+    def channels(self) -> int:
+        """Number C of logits."""
+        return self._context[0].classes
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Change logits, ``B x C`` or with C on another axis; the dtype is the input's."""
+        factor, offsets = self.factor_and_offsets()
+        scaled = h if factor is None else h * factor.to(h.dtype)
+        return scaled + _along(self.axis, offsets, h)
+
+    def factor_and_offsets(self) -> tuple[Tensor | None, Tensor]:
+        """Return ``exp(t)``, a scalar, or None without a temperature, and ``scale * o``, ``C``."""
+        phi = self.phi
+        return phi[-1].exp() if self.temperature else None, phi[self._context[0].offsets] * self.scale
+
+    @torch.no_grad()
+    def merge_into(self, layer: nn.Module) -> None:
+        """Multiply the layer's weight and bias by the factor, then add the offsets to its bias."""
+        weight, bias = affine(layer)
+        factor, offsets = self.factor_and_offsets()
+        if factor is not None:
+            weight.mul_(factor.to(weight.dtype))
+            bias.mul_(factor.to(bias.dtype))
+        bias.add_(offsets.to(bias.dtype))
+
+
+def _gaussian(rows: int, context: Context, rng: torch.Generator) -> Tensor:
+    """Draw entries from N(0, 1/d), ``rows x d``, so that a row times phi is about as large as phi's entries.
+
+    d leaves out the coordinates that act on the logits: with and without them the matrices are the same.
+    """
+    d, dtype = context.offsets.start, context.phi.dtype
+    return torch.randn(rows, d, generator=rng, dtype=torch.float64).div(d**0.5).to(dtype)
+
+
+def _along(axis: int, per_channel: Tensor, h: Tensor) -> Tensor:
+    """Return ``C`` values in the type of ``h``, shaped such that they broadcast along its axis."""
+    shape = [1] * h.dim()
+    shape[axis] = -1
+    return per_channel.to(h.dtype).view(shape)
 
 
 def affine(layer: nn.Module) -> tuple[Tensor, Tensor]:

@@ -154,27 +154,42 @@ class RunConfig:
         check_at_least(1, {n: getattr(self, n) for n in ("population", "best_evals", "seeds", "workers", "threads")})
         check_at_least(1, {"adapter.dim": self.adapter.dim})
         check_at_least(0, {"seed": self.seed})
-        searches = {"search_queries": (GuidedES(), CMAES()), "refine_queries": (CMAES(),)}
-        for name, used in searches.items():
-            value, least = getattr(self, name), max(search.least_queries(self.adapter.dim) for search in used)
-            if value and value < least:
-                raise ConfigError(
-                    f"{name}={value}: it must be at least {least} for adapter.dim={self.adapter.dim}, or 0"
-                )
         with config_section("guard_confidence"):
             deviates(self.guard_confidence)
-        if self.refine_queries and self.strategy != "recipe":
-            raise ConfigError(f"refine_queries={self.refine_queries} continue from a recipe's end: set strategy=recipe")
-        strategy = self.build_strategy()
-        if isinstance(strategy, Recipe):
-            strategy.tasks_per_round(self.queries, self.adapter.dim)
-        elif isinstance(strategy, Algorithm1):
-            strategy.tasks(self.queries)
-        elif self.queries < (least := strategy.least_queries(self.adapter.dim) + len(self.starts)):
-            raise BudgetError(f"queries={self.queries}: the search needs at least {least} for these settings")
         unknown = [name for name in self.starts if name not in STARTS]
         if unknown:
             raise ConfigError(f"starts={self.starts}: {unknown[0]!r} is none of {', '.join(STARTS)}")
+        if self.refine_queries and self.strategy != "recipe":
+            raise ConfigError(f"refine_queries={self.refine_queries} continue from a recipe's end: set strategy=recipe")
+        self.check_queries(self.least_dim())
+
+    def least_dim(self) -> int:
+        """Return the dimension of phi as far as it is known before the model."""
+        return self.adapter.dim
+
+    def check_queries(self, dim: int) -> None:
+        """Reject numbers of queries that are too small for phi.
+
+        Args:
+            dim: The dimension of phi.
+
+        Raises:
+            ConfigError: A search on the true metric has too few.
+            BudgetError: MetricOpt has too few; the message says how many are needed.
+        """
+        searches = {"search_queries": (GuidedES(), CMAES()), "refine_queries": (CMAES(),)}
+        phi = f"adapter.dim={dim}" if dim == self.adapter.dim else f"phi of dimension {dim}"
+        for name, used in searches.items():
+            value, least = getattr(self, name), max(search.least_queries(dim) for search in used)
+            if value and value < least:
+                raise ConfigError(f"{name}={value}: it must be at least {least} for {phi}, or 0")
+        strategy = self.build_strategy()
+        if isinstance(strategy, Recipe):
+            strategy.tasks_per_round(self.queries, dim)
+        elif isinstance(strategy, Algorithm1):
+            strategy.tasks(self.queries)
+        elif self.queries < (least := strategy.least_queries(dim) + len(self.starts)):
+            raise BudgetError(f"queries={self.queries}: the search needs at least {least} for these settings")
 
     def build_strategy(self) -> GuidedTrustRegion | Recipe | Algorithm1:
         """Return how MetricOpt works.

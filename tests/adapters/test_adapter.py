@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import attach_film, attach_input_bias, load_adapter
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs, load_adapter
+from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError
 
 
@@ -111,10 +112,11 @@ def test_a_merged_state_dict_is_another_bare_model_s(cnn: Callable[[], nn.Sequen
     torch.testing.assert_close(bare(x), adapted)
 
 
-def test_input_bias_merges_beside_tied_weights() -> None:
+@pytest.mark.parametrize("attach", [lambda model: attach_input_bias(model, "head", dim=5), attach_outputs])
+def test_biases_merge_beside_tied_weights(attach: Callable[[nn.Module], Adapter]) -> None:
     model = Tied()
-    adapter = attach_input_bias(model, "head", dim=2)
-    adapter.set_phi(torch.ones(2))
+    adapter = attach(model)
+    adapter.set_phi(torch.arange(5.0))
     x = rand(6, 3, dtype=torch.float32)
     adapted = model(x)
     torch.testing.assert_close(adapter.merge()(x), adapted)
@@ -142,10 +144,13 @@ def test_using_puts_phi_in_place_and_back(cnn: Callable[[], nn.Sequential]) -> N
     assert torch.equal(model(x), inside)
 
 
-def test_using_is_differentiable_and_maps_over_a_population(cnn: Callable[[], nn.Sequential]) -> None:
+@pytest.mark.parametrize("outputs", [None, Outputs("6", 2.0), Outputs("7", 2.0, True)])
+def test_using_is_differentiable_and_maps_over_a_population(
+    cnn: Callable[[], nn.Sequential], outputs: Outputs | None
+) -> None:
     model = cnn().double()
-    adapter = attach_film(model, dim=3)
-    x, phis = rand(2, 3, 6, 6), rand(4, 3)
+    adapter = attach_film(model, ["1", "4"], dim=3, outputs=outputs)
+    x, phis = rand(2, 3, 6, 6), rand(4, adapter.dim)
 
     def output(phi: Tensor) -> Tensor:
         with adapter.using(phi):
@@ -179,25 +184,36 @@ def by_pickle(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("kind", ["film", "input_bias"])
-def test_copies_are_isolated(cnn: Callable[[], nn.Sequential], copied: Callable[[nn.Module], Any], kind: str) -> None:
+@pytest.mark.parametrize(
+    "attach",
+    [
+        lambda model: attach_film(model, dim=3),
+        lambda model: attach_input_bias(model, dim=3),
+        lambda model: attach_film(model, ["1", "7"], dim=3, outputs=Outputs("6", temperature=True)),
+    ],
+    ids=["film", "input_bias", "film and outputs"],
+)
+def test_copies_are_isolated(
+    cnn: Callable[[], nn.Sequential], copied: Callable[[nn.Module], Any], attach: Callable[[nn.Module], Adapter]
+) -> None:
     model = cnn().train()
-    adapter = attach_film(model, dim=3) if kind == "film" else attach_input_bias(model, dim=3)
-    adapter.set_phi(torch.ones(3))
+    adapter = attach(model)
+    ones = torch.ones(adapter.dim)
+    adapter.set_phi(ones)
     x = rand(2, 3, 6, 6, dtype=torch.float32)
     at_one = model(x)
     twin = copied(model)
     theirs = Adapter(twin)
     assert torch.equal(twin(x), at_one)
 
-    theirs.set_phi(-torch.ones(3))
+    theirs.set_phi(-ones)
     at_minus_one = twin(x)
     assert torch.equal(model(x), at_one)
     assert not torch.allclose(at_minus_one, at_one)
-    adapter.set_phi(torch.zeros(3))
+    adapter.set_phi(0 * ones)
     assert torch.equal(twin(x), at_minus_one)
-    with theirs.using(torch.zeros(3)):
-        adapter.set_phi(torch.ones(3))
+    with theirs.using(0 * ones):
+        adapter.set_phi(ones)
         assert torch.equal(model(x), at_one)
 
     theirs.remove()
@@ -253,6 +269,34 @@ def test_file_of_another_adapter_is_refused(
     mine = tuned(**other)
     with pytest.raises(AdapterError, match=named):
         mine.load(tmp_path / "adapter.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("mine", "named"),
+    [
+        (None, "outputs is .*'scale': 2.0.* the attached adapter's is None"),
+        (Outputs("6", 3.0), "outputs is .*'scale': 2.0.*'scale': 3.0"),
+    ],
+)
+def test_file_of_other_outputs_is_refused(
+    cnn: Callable[[], nn.Sequential], mine: Outputs | None, named: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "adapter.safetensors"
+    attach_film(cnn(), ["1", "6"], dim=6, outputs=Outputs("7")).save(path)
+    with pytest.raises(AdapterError, match="layers is"):
+        attach_film(cnn(), "1", dim=6, outputs=Outputs("7")).load(path)
+    theirs = attach_film(cnn(), "1", dim=3, outputs=Outputs("6", 2.0))
+    theirs.save(path)
+    adapter = attach_film(cnn(), ["1", "6"] if mine is None else "1", dim=8 if mine is None else 3, outputs=mine)
+    assert adapter.phi.shape == theirs.phi.shape
+    with pytest.raises(AdapterError, match=named):
+        adapter.load(path)
+
+
+def test_temperatures_do_not_merge_beside_tied_weights() -> None:
+    adapter = attach_outputs(Tied(), Outputs(temperature=True))
+    with pytest.raises(AdapterError, match=r"head\.weight is shared with another layer"):
+        adapter.merge()
 
 
 # --- Refusals ------------------------------------------------------------------------------------------------

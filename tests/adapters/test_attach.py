@@ -11,9 +11,11 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import attach_film, attach_input_bias, load_adapter
+from metricopt_ext.adapters.adapter import FILE_FORMAT, Adapter
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs, load_adapter
+from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.utils.files import read_tensors, write_tensors
 
 
 def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -236,6 +238,139 @@ def test_input_bias_needs_a_linear_layer_with_bias() -> None:
         attach_input_bias(model, "heads")
 
 
+# --- Logits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [False, True])
+@pytest.mark.parametrize("kind", ["film", "input_bias", "outputs"])
+def test_file_roundtrip_with_outputs(
+    cnn: Callable[[], nn.Sequential], kind: str, temperature: bool, tmp_path: Path
+) -> None:
+    outputs, model, path = Outputs("7", 2.5, temperature), cnn().eval(), tmp_path / "adapter.safetensors"
+    if kind == "film":
+        adapter = attach_film(model, ["1", "4"], dim=3, seed=7, outputs=outputs)
+    elif kind == "input_bias":
+        adapter = attach_input_bias(model, dim=3, seed=7, outputs=outputs)
+    else:
+        adapter = attach_outputs(model, outputs)
+    adapter.set_phi(rand(adapter.dim, dtype=torch.float32))
+    adapter.save(path)
+    x = rand(2, 3, 6, 6, dtype=torch.float32)
+    loaded = load_adapter(cnn().eval(), path)
+    assert repr(loaded) == repr(adapter)
+    assert loaded.signature == adapter.signature
+    assert torch.equal(loaded.model(x), adapter.model(x))
+    loaded.model.load_state_dict(adapter.model.state_dict())
+
+
+@pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
+def test_files_of_earlier_versions_load(
+    cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter], tmp_path: Path
+) -> None:
+    """They say nothing of outputs."""
+    path, adapter = tmp_path / "adapter.safetensors", attach(cnn().eval(), dim=3, seed=7)
+    adapter.set_phi(rand(3, dtype=torch.float32))
+    adapter.save(path)
+    tensors, described = read_tensors(path, FILE_FORMAT)
+    for key in ("outputs", "matrix_dim", "generator"):
+        del described[key]
+    write_tensors(path, tensors, FILE_FORMAT, described)
+    x = rand(2, 3, 6, 6, dtype=torch.float32)
+    assert torch.equal(load_adapter(cnn().eval(), path).model(x), adapter.model(x))
+
+
+def test_the_last_linear_layer_gives_the_logits() -> None:
+    model = nn.ModuleDict(
+        {"first": nn.Linear(4, 4), "last": nn.Linear(4, 2), "norm": nn.LayerNorm(2), "attention": attention(2)}
+    )
+    assert attach_outputs(model).layers == ["last"]  # attention's own projection is no layer
+
+
+def attention(width: int) -> nn.Module:
+    return nn.MultiheadAttention(width, 1)
+
+
+def test_one_logit_has_one_offset() -> None:
+    class Binary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).squeeze(1)  # type: ignore[no-any-return]
+
+    model = Binary().double()
+    x = rand(5, 3)
+    plain = model(x)
+    adapter = attach_outputs(model, Outputs(scale=4))
+    assert adapter.dim == 1
+    adapter.set_phi(torch.tensor([-0.25]))
+    torch.testing.assert_close(model(x), plain - 1, rtol=1e-12, atol=1e-12)
+
+
+def test_a_linear_model_itself() -> None:
+    model = nn.Linear(4, 3).double()
+    x = rand(5, 4)
+    plain = model(x)
+    adapter = attach_outputs(model)
+    assert adapter.layers == [""]
+    adapter.set_phi(torch.tensor([1.0, 0, -2]))
+    expected = plain + torch.tensor([1.0, 0, -2])
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(adapter.merge()(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_no_coordinate_is_an_offset_without_outputs(cnn: Callable[[], nn.Sequential]) -> None:
+    adapter = attach_film(cnn(), dim=3)
+    assert adapter.outputs is None
+    assert torch.arange(3)[adapter.offsets].numel() == 0
+
+
+HEAD = {"body": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)}
+
+
+@pytest.mark.parametrize(
+    ("make", "attach", "message"),
+    [
+        (lambda: nn.Sequential(nn.Linear(3, 2, bias=False)), attach_outputs, "'0' is a Linear without a weight and a"),
+        (lambda: nn.Sequential(nn.LayerNorm(3), nn.Conv1d(3, 2, 1)), attach_outputs, "has no linear layer; say which"),
+        (
+            lambda: nn.ModuleDict(HEAD),
+            lambda model: attach_outputs(model, Outputs("heads")),
+            r"'heads' is no layer of the model; did you mean \['head'",
+        ),
+        (
+            lambda: nn.Sequential(nn.ReLU(), nn.Linear(3, 2)),
+            lambda model: attach_outputs(model, Outputs("0")),
+            "'0' is a ReLU, neither .*; it must be the layer that gives the logits",
+        ),
+        (
+            lambda: nn.ModuleDict(HEAD),
+            lambda model: attach_film(model, ["norm", "head"], dim=2, outputs=Outputs()),
+            "layer 'head' gives the logits, on which the outputs act; name other layers",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(3, 2)),
+            lambda model: attach_input_bias(model, dim=2, outputs=Outputs()),
+            "layer '0' gives the logits",
+        ),
+        (
+            lambda: nn.ModuleDict(HEAD),
+            lambda model: attach_film(model, dim=2, outputs=True),
+            r"outputs is True; it must be Outputs\(\.\.\.\)",
+        ),
+    ],
+)
+def test_outputs_that_can_not_be_attached(
+    make: Callable[[], nn.Module], attach: Callable[[nn.Module], Adapter], message: str
+) -> None:
+    model = make()
+    before = state_of(model)
+    with pytest.raises(AdapterError, match=message):
+        attach(model)
+    assert state_of(model) == before
+
+
 def state_of(model: nn.Module) -> list[Any]:
     """What attaching changes: modules, hooks, attributes, and what is trainable."""
     hooks = ("_forward_hooks", "_forward_pre_hooks")
@@ -291,8 +426,13 @@ def test_an_adapter_that_does_not_fit_into_memory_changes_nothing(
     assert state_of(model) == before
 
 
-@pytest.mark.parametrize("first", [attach_film, attach_input_bias])
-@pytest.mark.parametrize("second", [attach_film, attach_input_bias])
+def attach_outputs_alone(model: nn.Module, dim: int) -> Adapter:
+    """Attach outputs; their number is the model's to say."""
+    return attach_outputs(model)
+
+
+@pytest.mark.parametrize("first", [attach_film, attach_input_bias, attach_outputs_alone])
+@pytest.mark.parametrize("second", [attach_film, attach_input_bias, attach_outputs_alone])
 def test_attaching_twice(
     cnn: Callable[[], nn.Sequential], first: Callable[..., Adapter], second: Callable[..., Adapter]
 ) -> None:

@@ -11,7 +11,8 @@ from torchvision.models.convnext import LayerNorm2d
 from torchvision.ops import FrozenBatchNorm2d
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import attach_film, attach_input_bias
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
+from metricopt_ext.adapters.signature import Outputs
 
 
 def rand(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -98,6 +99,93 @@ def test_input_bias_and_its_merge(randomise: Callable[..., Any], name: str | Non
     adapter.merge()
     np.testing.assert_allclose(model(x).detach(), expected, rtol=1e-12)
     assert list(model.state_dict()) == keys
+
+
+# --- Logits --------------------------------------------------------------------------------------------------
+
+
+def classifier(randomise: Callable[..., Any]) -> nn.Module:
+    """A norm, and a linear layer of three logits."""
+    return randomise(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3))).double()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("temperature", [False, True])
+@pytest.mark.parametrize("kind", ["film", "input_bias", "outputs"])
+def test_logits_by_hand_and_their_merge(randomise: Callable[..., Any], kind: str, temperature: bool) -> None:
+    model = classifier(randomise)
+    x, keys = rand(5, 3), list(model.state_dict())
+    plain = model(x)
+    outputs = Outputs(scale=2.5, temperature=temperature)
+    if kind == "outputs":
+        adapter, d = attach_outputs(model, outputs), 0
+    else:
+        adapter, d = (attach_film if kind == "film" else attach_input_bias)(model, dim=2, outputs=outputs), 2
+    assert adapter.dim == d + 3 + temperature
+    assert adapter.offsets == slice(d, d + 3)
+    assert adapter.outputs == Outputs("3", 2.5, temperature)
+    assert adapter.layers == {"film": ["1", "3"], "input_bias": ["0", "3"], "outputs": ["3"]}[kind]
+    assert torch.equal(model(x), plain)
+
+    phi = rand(adapter.dim, seed=2)
+    adapter.set_phi(phi)
+    first, norm, last = model[0], model[1], model[3]
+    matrices = dict(adapter.modulations()[0][1].named_buffers())
+    h = x @ first.weight.T + first.bias
+    if kind == "input_bias":
+        h = h + matrices["C"] @ phi[:2]
+    h = (h - h.mean(1, keepdim=True)) / (h.var(1, correction=0, keepdim=True) + norm.eps).sqrt()
+    h = h * norm.weight + norm.bias
+    if kind == "film":
+        h = h * (1 + matrices["A"] @ phi[:2]) + matrices["B"] @ phi[:2]
+    logits = torch.tanh(h) @ last.weight.T + last.bias
+    factor = float(np.exp(float(phi[-1]))) if temperature else 1.0
+    expected = logits * factor + 2.5 * phi[d : d + 3]
+
+    adapted = model(x).detach()
+    torch.testing.assert_close(adapted, expected, rtol=1e-12, atol=1e-12)
+    assert (expected - plain).abs().max() > 0.1
+    adapter.merge()
+    torch.testing.assert_close(model(x), adapted, rtol=1e-12, atol=1e-12)
+    assert list(model.state_dict()) == keys
+
+
+def test_outputs_of_a_dense_classifier(randomise: Callable[..., Any]) -> None:
+    """Logits of pixels: the class axis of a convolution is the second."""
+    model = randomise(nn.Sequential(nn.Conv2d(2, 4, 1), nn.ReLU(), nn.Conv2d(4, 3, 1))).double()
+    x = rand(2, 2, 5, 5)
+    plain = model(x)
+    adapter = attach_outputs(model, Outputs("2", scale=2, temperature=True))
+    phi = rand(4, seed=2)
+    adapter.set_phi(phi)
+    expected = plain * phi[3].exp() + 2 * phi[:3].view(3, 1, 1)
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(adapter.merge()(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
+def test_matrices_are_the_same_with_outputs(randomise: Callable[..., Any], attach: Callable[..., Adapter]) -> None:
+    plain = attach(classifier(randomise), dim=3, seed=7)
+    more = attach(classifier(randomise), dim=3, seed=7, outputs=Outputs(temperature=True))
+    assert len(plain.modulations()) == 1
+    for (_, one), (_, other) in zip(plain.modulations(), more.modulations()[:-1], strict=True):
+        for (name, mine), (same, theirs) in zip(one.named_buffers(), other.named_buffers(), strict=True):
+            assert name == same
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_offsets_follow_the_logits_type(randomise: Callable[..., Any], dtype: torch.dtype) -> None:
+    model = classifier(randomise).to(dtype)
+    x = rand(5, 3, dtype=dtype)
+    plain = model(x)
+    adapter = attach_film(model, dim=2, outputs=Outputs(scale=3.0, temperature=True))
+    assert adapter.phi.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(model(x), plain)
+    phi = torch.tensor([0, 0, 1, 2, -1, 0.5]).to(adapter.phi.dtype)
+    adapter.set_phi(phi)
+    assert model(x).dtype == dtype
+    expected = plain * phi[-1].exp().to(dtype) + (3 * phi[2:5]).to(dtype)
+    assert torch.equal(model(x), expected)
 
 
 def test_one_layer_used_twice_is_modulated_twice() -> None:
@@ -189,6 +277,30 @@ def test_adapted_checkpoint_restores_the_output(
     other.model.load_state_dict(adapter.model.state_dict(), strict=True)
     x = rand(2, 3, 6, 6, dtype=torch.float32)
     assert torch.equal(other.model(x), adapter.model(x))
+
+
+@pytest.mark.parametrize("mine", [Outputs(scale=2.0), Outputs(temperature=True), Outputs("0"), None])
+def test_checkpoint_of_other_outputs_is_refused(mine: Outputs | None) -> None:
+    """Each has four coordinates in all; only what the last of them mean differs."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3))
+
+    def attached(outputs: Outputs | None) -> Adapter:
+        own = 4 if outputs is None else 4 - 3 - outputs.temperature
+        if not own:
+            return attach_outputs(model(), outputs)
+        return attach_film(model(), "1", dim=own, outputs=outputs)
+
+    theirs = attached(Outputs())
+    for each in (mine, Outputs()):
+        adapter = attached(each)
+        assert adapter.phi.shape == theirs.phi.shape
+        if each == Outputs():
+            adapter.model.load_state_dict(theirs.model.state_dict())
+            continue
+        with pytest.raises(RuntimeError, match="differs in its layers, dimension, outputs or seed"):
+            adapter.model.load_state_dict(theirs.model.state_dict())
 
 
 @pytest.mark.parametrize("strict", [True, False])

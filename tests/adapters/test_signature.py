@@ -11,9 +11,10 @@ import pytest
 from torch import nn
 
 from metricopt_ext.adapters.adapter import Adapter, signature_of
-from metricopt_ext.adapters.attach import attach_film, attach_input_bias
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
 from metricopt_ext.adapters.modulation import GENERATOR
-from metricopt_ext.adapters.signature import Signature
+from metricopt_ext.adapters.signature import Outputs, Signature
+from metricopt_ext.errors import AdapterError
 
 
 def test_it_says_all_that_phi_depends_on(cnn: Callable[[], nn.Sequential]) -> None:
@@ -21,6 +22,10 @@ def test_it_says_all_that_phi_depends_on(cnn: Callable[[], nn.Sequential]) -> No
     assert film.signature == Signature("film", ("1", "7"), (4, 5), 5, 3, GENERATOR)
     bias = attach_input_bias(cnn(), dim=2)
     assert bias.signature == Signature("input_bias", ("6",), (5,), 0, 2, GENERATOR)
+    both = attach_film(cnn(), "1", dim=3, outputs=Outputs(scale=2, temperature=True))
+    assert both.signature == Signature("film", ("1", "6"), (4, 5), 0, 9, GENERATOR, Outputs("6", 2.0, True))
+    alone = attach_outputs(cnn())
+    assert alone.signature == Signature("outputs", ("6",), (5,), 0, 5, GENERATOR, Outputs("6"))
 
 
 @pytest.mark.parametrize(
@@ -33,10 +38,52 @@ def test_another_adapter_differs(cnn: Callable[[], nn.Sequential], change: dict[
     assert not list(mine.differences(attach_film(cnn(), dim=3).signature))
 
 
-def test_json_roundtrip(cnn: Callable[[], nn.Sequential]) -> None:
-    signature = attach_film(cnn(), dim=3).signature
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (None, "layers channels dim outputs"),
+        (Outputs("6", 2.0), "outputs"),
+        (Outputs("6", 1.0, True), "dim outputs"),
+        (Outputs("0"), "layers channels dim outputs"),
+    ],
+)
+def test_other_outputs_differ(cnn: Callable[[], nn.Sequential], change: Outputs | None, named: str) -> None:
+    mine = attach_film(cnn(), "4", dim=3, outputs=Outputs("6")).signature
+    other = attach_film(cnn(), "4", dim=3, outputs=change).signature
+    assert " ".join(name for name, _, _ in mine.differences(other)) == named
+    assert not list(mine.differences(attach_film(cnn(), "4", dim=3, outputs=Outputs(scale=1)).signature))
+
+
+@pytest.mark.parametrize("outputs", [None, Outputs("6", 2.5, True)])
+def test_json_roundtrip(cnn: Callable[[], nn.Sequential], outputs: Outputs | None) -> None:
+    signature = attach_film(cnn(), "1", dim=3, outputs=outputs).signature
     assert Signature.from_json(json.loads(json.dumps(signature.to_json()))) == signature
     assert Signature.from_json(None) is None
+
+
+def test_json_of_earlier_versions_has_no_outputs(cnn: Callable[[], nn.Sequential]) -> None:
+    signature = attach_film(cnn(), dim=3).signature
+    content = signature.to_json()
+    del content["outputs"]
+    assert Signature.from_json(content) == signature
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"layer": 3}, "layer is 3; it must be the name of the layer"),
+        ({"temperature": 1}, "temperature is 1; it must be True or False"),
+    ],
+)
+def test_outputs_of_wrong_types(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(AdapterError, match=message):
+        Outputs(**wrong)
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf"), "2", True, None])
+def test_outputs_without_a_positive_scale(scale: Any) -> None:
+    with pytest.raises(ValueError, match=f"scale is {scale!r}; it must be"):
+        Outputs(scale=scale)
 
 
 def test_what_an_optimizer_is_given_carries_it(cnn: Callable[[], nn.Sequential], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.errors import ConfigError
@@ -27,8 +28,16 @@ def test_our_configurations_load_and_can_be_run(file: Path) -> None:
         assert getattr(config.recipe.build(), name) == getattr(config.recipe, name)
 
 
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.stem)
+def test_our_configurations_say_how_batches_are_made_up(file: Path) -> None:
+    """Balanced or not is a matter of the metric, in training and in finetuning."""
+    content = OmegaConf.load(file)
+    assert isinstance(content.balanced, bool)
+    assert isinstance(content.model.balanced, bool)
+
+
 def test_there_are_configurations_to_load() -> None:
-    assert {"a9a", "digits"} <= {path.stem for path in CONFIGS}
+    assert {"a9a", "digits", "digits_longtail"} <= {path.stem for path in CONFIGS}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias
+from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
@@ -47,6 +48,11 @@ def cnn() -> tuple[Adapter, Tensor]:
     return attach_film(model, dim=5), rand(30, 2, 5, 5)
 
 
+def cnn_with_outputs() -> tuple[Adapter, Tensor]:
+    adapter, x = cnn()
+    return attach_film(adapter.remove(), "1", dim=1, outputs=Outputs(scale=2.0, temperature=True)), x
+
+
 def attention() -> tuple[Adapter, Tensor]:
     torch.manual_seed(0)
 
@@ -77,7 +83,7 @@ def make_task(make: Callable[[], tuple[Adapter, Tensor]], population: int = 32, 
 
 # torch has no batching rule for its fast attention, and says so.
 slow_attention = pytest.param(attention, marks=pytest.mark.filterwarnings("ignore:There is a performance drop"))
-each_model = pytest.mark.parametrize("make", [mlp, cnn, slow_attention])
+each_model = pytest.mark.parametrize("make", [mlp, cnn, cnn_with_outputs, slow_attention])
 
 
 @each_model

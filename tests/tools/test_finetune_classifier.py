@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,15 +26,20 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import load_adapter
+from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification import build
+from metricopt_ext.classification import experiment as classification_experiment
 from metricopt_ext.classification.build import attach, classifier, load_splits, model_metric, predict
 from metricopt_ext.classification.config import ClassificationConfig, ClassifierAdapterConfig
+from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.models import build_model
+from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.evidence import run_config
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import load_checkpoint
@@ -45,6 +51,8 @@ SCRIPT = ROOT / "tools" / "finetune_classifier.py"
 DIGITS, A9A, A9A_SHIFTED = (
     ROOT / "configs" / "classification" / f"{name}.yaml" for name in ("digits", "a9a", "a9a_shifted")
 )
+
+LONGTAIL = ROOT / "configs" / "classification" / "digits_longtail.yaml"
 
 # One round of four tasks with two observations, three queries to choose and three for the guard.
 TINY = [
@@ -273,6 +281,17 @@ def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
     assert report.records[0].split_half is not None
 
 
+def test_rivals_that_move_the_logits(finished: Path) -> None:
+    """Offsets have MetricOpt's budget, and a model of several logits no threshold."""
+    methods = json.loads((finished / "report.json").read_text())["methods"]
+    assert "threshold" not in methods
+    spent = {name: methods[name]["queries_total"] for name in methods if name.startswith(("class", "logit"))}
+    assert spent == {"class_offsets": 16, "logit_adjustment": 0, "logit_adjustment_tuned": 21}
+    for name in ("class_offsets", "logit_adjustment_tuned"):
+        for before, after in zip(methods["pretrained"]["validation"], methods[name]["validation"], strict=True):
+            assert after >= before
+
+
 def test_metrics_tell_halves_of_equal_make_up() -> None:
     y = torch.tensor([0] * 7 + [1] * 4 + [2] * 2)[torch.randperm(13, generator=torch.Generator().manual_seed(0))]
     a, b = build.stratified_halves(y, seed=3)
@@ -437,6 +456,26 @@ def test_a_torchvision_classifier_on_an_image_folder(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "seed-0" / "examples.png").stat().st_size > 1000
 
 
+@pytest.mark.usefixtures("ridge_alone")
+@pytest.mark.parametrize("kind", ["film", "outputs"])
+def test_offsets_of_the_logits_are_tuned_and_kept(tmp_path: Path, kind: str) -> None:
+    overrides = [f"adapter.kind={kind}", f"adapter.outputs={kind == 'film'}", "adapter.temperature=true"]
+    overrides += ["adapter.layers=[]", "pictures=false", "recipe.start_std=0.5"]
+    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides)
+    saved = tmp_path / "run" / "seed-0" / "adapter.safetensors"
+    config = config_of(*overrides)
+    labels, logits = answers(config, tmp_path / "run", 0, tuned=True)
+    methods = json.loads((tmp_path / "run" / "report.json").read_text())["methods"]
+    assert methods["metricopt"]["test"] == [pytest.approx(float((logits.argmax(1) == labels).double().mean()))]
+    model = build_model("small_cnn", torch.Size((1, 8, 8)), 10)
+    load_checkpoint(model, tmp_path / "run" / "seed-0" / "model.safetensors")
+    adapter, x = load_adapter(model.eval(), saved), load_splits(config, 0).train.x
+    outputs = adapter.outputs
+    assert outputs is not None
+    assert adapter.dim == 10 + 1 + (3 if kind == "film" else 0)
+    assert outputs.scale == (output_scale(adapter, x) if kind == "film" else 1.0)
+
+
 # --- What it refuses -------------------------------------------------------------------------------------------
 
 
@@ -473,6 +512,10 @@ def table(folder: Path, positives: int) -> list[str]:
         (["search_queries=5", "adapter.dim=16"], r"search_queries=5: it must be at least 14 for adapter.dim=16, or 0"),
         (["refine_queries=5", "adapter.dim=4"], r"refine_queries=5: it must be at least 10 for adapter.dim=4, or 0"),
         (["transfer.value_function=nowhere.safetensors"], r"nowhere.safetensors does not exist"),
+        (
+            ["adapter.temperature=true"],
+            r"adapter\.temperature=true needs adapter\.outputs=true, or adapter\.kind=outputs",
+        ),
     ],
 )
 def test_bad_settings_are_refused_before_the_folder_is_taken(
@@ -488,7 +531,10 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
     [
         (["adapter.layers=[nrom*]"], r"layers='nrom\*' matches no layer; did you mean \['norm"),
         (["adapter.layers=[conv1]"], r"layers='conv1' matches 'conv1', which is a Conv2d without a weight and a bias"),
-        (["adapter.kind=lora"], r"adapter\.kind='lora' is neither film nor input_bias"),
+        (["adapter.kind=lora"], r"adapter\.kind='lora' is neither film nor input_bias nor outputs"),
+        (["adapter.kind=outputs", "adapter.layers=[norm1,head]"], r"\['norm1', 'head'\]: one layer gives the logits"),
+        (["adapter.outputs=true", "adapter.layers=[head]"], r"layer 'head' gives the logits, on which the outputs act"),
+        (["adapter.outputs=true", "refine_queries=10"], r"=10: it must be at least 13 for phi of dimension 13"),
         (["adapter.dim=0"], r"adapter.dim=0: it must be at least 1"),
         (["data.name=mnist"], r"data\.name='mnist' is none of .*digits"),
         (["data.fractions=[0.5,0.6]"], r"fractions must be three numbers .* got \(0\.5, 0\.6\)"),
@@ -498,6 +544,9 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
             ["shift.kind=class_ratio", "shift.ratio=[0.991,0.001,0.001,0.001,0.001,0.001,0.001,0.001,0.001,0.001]"],
             r"the validation part is too small for class shares",
         ),
+        (["data.imbalance=0.5"], r"data: imbalance is 0\.5; it must be at least 1"),
+        (["data.largest_class=-1"], r"data: largest_class is -1; it must be at least 0"),
+        (["data.imbalance=3", "data.largest_class=500"], r"too small for a long tail from 500 examples of the first"),
         (["shift.contrast=2"], r"shift: contrast must be in \(0, 1\], got 2"),
         (["model.name=resnet999"], r"model\.name='resnet999' is neither"),
         (["model.name=resnet18", "adapter.layers=[]"], r"model\.name=resnet18 does not take images .*\(1, 8, 8\)"),
@@ -618,6 +667,25 @@ def test_another_class_ratio_leaves_out_validation_and_test_examples_alone(name:
         torch.testing.assert_close(b.y.bincount() / len(b), torch.tensor(ratio), atol=0.05, rtol=0)
 
 
+def test_the_long_tailed_digits() -> None:
+    config, natural = (load_config(ClassificationConfig, file) for file in (LONGTAIL, DIGITS))
+    splits, whole = load_splits(config, 3), load_splits(natural, 3)
+    assert torch.bincount(splits.train.y).tolist() == [60, 44, 33, 24, 18, 13, 10, 7, 5, 4]
+    for name in ("validation", "test"):
+        assert torch.equal(getattr(splits, name).y, getattr(whole, name).y)
+    torch.testing.assert_close(splits.validation.x, load_splits(config_of("shift.kind=none"), 3).validation.x)
+    adapter = attach(build_model("small_cnn", torch.Size((1, 8, 8)), 10), config, 3)
+    assert (adapter.dim, adapter.offsets) == (42, slice(32, 42))
+
+
+def test_a_long_tail_is_standardised_by_what_is_left() -> None:
+    settings = ["data.name=wine", "data.standardise=true", "shift.kind=none", "data.imbalance=4"]
+    splits = load_splits(config_of(*settings), 1)
+    counts = torch.bincount(splits.train.y).tolist()
+    assert counts[0] == pytest.approx(4 * counts[2], abs=3)
+    torch.testing.assert_close(splits.train.x.mean(0), torch.zeros(13), atol=1e-5, rtol=0)
+
+
 def test_a_shift_does_what_its_settings_say() -> None:
     plain = ["shift.noise_std=0", "shift.rotation_degrees=0", "shift.contrast=0.5", "shift.brightness=0.1"]
     clean, shifted = (load_splits(config_of(*more), 5) for more in (["shift.kind=none"], plain))
@@ -664,6 +732,37 @@ def test_adapters(kind: str, layers: list[str], model: str, expected: list[str])
             assert not torch.equal(x, z)
 
 
+@pytest.mark.parametrize(
+    ("kind", "model", "temperature", "expected", "dim"),
+    [
+        ("film", "small_cnn", False, ["norm1", "norm2", "norm3", "head"], 7 + 3),
+        ("film", "small_cnn", True, ["norm1", "norm2", "norm3", "head"], 7 + 3 + 1),
+        ("input_bias", "tabular_mlp", False, ["body.0", "head"], 7 + 1),
+        ("outputs", "small_cnn", False, ["head"], 3),
+        ("outputs", "tabular_mlp", True, ["head"], 1 + 1),
+    ],
+)
+def test_adapters_of_the_logits(kind: str, model: str, temperature: bool, expected: list[str], dim: int) -> None:
+    torch.manual_seed(0)
+    shape = torch.Size((1, 8, 8) if model == "small_cnn" else (5,))
+    net = build_model(model, shape, 3 if model == "small_cnn" else 2).eval()
+    config, x = config_of(), torch.rand(40, *shape)
+    config.adapter = ClassifierAdapterConfig([], 7, kind, kind != "outputs", temperature)
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    with torch.no_grad():
+        plain = net(x)
+        adapter = attach(net, config, 1, x)
+        assert torch.equal(net(x), plain)
+    assert (adapter.layers, adapter.dim) == (expected, dim)
+    outputs = adapter.outputs
+    assert outputs is not None
+    assert outputs.temperature == temperature
+    assert outputs.scale == (1.0 if kind == "outputs" else output_scale(adapter, x))
+    assert all(torch.equal(value, before[key]) for key, value in adapter.base_state_dict().items())
+    again = Outputs(scale=1.0, temperature=temperature, layer=expected[-1])
+    assert attach(adapter.remove(), config, 1).outputs == again  # without inputs
+
+
 def test_adapters_that_cannot_be() -> None:
     config = config_of()
     config.adapter = ClassifierAdapterConfig(["body.0", "body.4"], 7, "input_bias")
@@ -707,6 +806,29 @@ def test_training_depends_on_the_seed_alone_and_is_kept(tmp_path: Path, monkeypa
 
 
 @pytest.mark.outcome
+@pytest.mark.parametrize("balanced", [True, False])
+def test_training_and_finetuning_have_their_own_balance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, balanced: bool
+) -> None:
+    """A second round is training too."""
+    seen: list[TensorBatches] = []
+    monkeypatch.setattr(build, "train_supervised", lambda model, loss, batches, **kwargs: seen.append(batches))
+    settings = [f"model.balanced={balanced}", f"balanced={not balanced}", "second_round.epochs=1"]
+    config = config_of(*settings, "data.name=breast_cancer", *MLP, "shift.kind=none")
+    experiment = ClassificationExperiment(config, tmp_path, 0)
+    result = SimpleNamespace(ends=experiment.task.origin()[None], chosen=0, fit=None, setting=None)
+
+    def trained(task: FinetuneTask, fit: Any, train_theta: Callable[[nn.Module], None], **kwargs: Any) -> None:
+        train_theta(task.adapter.model)
+
+    monkeypatch.setattr(classification_experiment, "run_second_round", trained)
+    experiment._second_round(experiment.task, result)  # type: ignore[arg-type]
+    assert len(seen) == 2
+    for batches, equal in ((seen[0], balanced), (seen[1], balanced), (experiment.task.batches, not balanced)):
+        counts = sum(torch.bincount(batches(0, task, 0)[1], minlength=2) for task in range(20))
+        assert (int(counts[0]) == int(counts[1])) is equal  # of 357 and 212 examples
+
+
 def test_training_tells_the_digits_apart(tmp_path: Path) -> None:
     config, right = config_of("shift.kind=none", "model.epochs=4"), []
     for seed in range(2):

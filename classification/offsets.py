@@ -1,0 +1,163 @@
+"""The cheapest rivals of a classifier: constants added to its logits, a decision threshold among them."""
+
+import copy
+import math
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.errors import DataError
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.checks import check_integer
+
+REACH = 4.0  # logits, to each side, of the first round
+STRONGEST = 2.0  # strength of logit adjustment
+
+
+class WithOffsets(nn.Module):
+    """A classifier with a constant added to each logit; a threshold t of a single logit is the offset -t.
+
+    Args:
+        model: Maps inputs, ``n x ...``, to logits, ``n x C`` or ``n``.
+        offsets: ``C``, or ``1`` for a single logit.
+    """
+
+    offsets: Tensor
+
+    def __init__(self, model: nn.Module, offsets: Tensor) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("offsets", offsets)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map inputs, ``n x ...``, to logits of the model's shape."""
+        logits: Tensor = self.model(x)
+        return logits + self.offsets.to(logits)
+
+
+@torch.no_grad()
+def tune_threshold(task: FinetuneTask, x: Tensor, evals: int = 101) -> nn.Module | None:
+    """Return the original model with the threshold that is best for the metric, or None if it has several logits.
+
+    Args:
+        task: Its model, at phi = 0, is judged by its metric.
+        x: Inputs, ``n x ...``, whose logits' quantiles are the candidates.
+        evals: Number of thresholds tried, one query each; the model's own, 0, is the first.
+    """
+    model = _original(task)
+    logits = model(x)
+    if logits.dim() != 1:
+        return None
+    quantiles = torch.linspace(0, 1, evals + 1, device=logits.device)[1:-1]
+    thresholds = [0.0, *logits.quantile(quantiles).tolist()]
+    candidates = [WithOffsets(model, torch.tensor([-t])) for t in thresholds]
+    return min(candidates, key=lambda candidate: task.metric.cost(candidate, "threshold"))
+
+
+@torch.no_grad()
+def tune_offsets(
+    task: FinetuneTask, x: Tensor, rounds: int = 3, points: int = 21, budget: int | None = None
+) -> nn.Module | None:
+    """Return the original model with offsets found class by class, or None if it has a single logit.
+
+    In each round each class's offset in turn takes the best of evenly spaced values around its own, up to 4 logits away
+    in the first round and half as far in each further one. Each value tried is one query, the model as it is the first;
+    an offset's own value, the middle one if ``points`` is odd, is not tried again.
+
+    Args:
+        task: Its model, at phi = 0, is judged by its metric.
+        x: Inputs, ``n x ...``; one shows how many logits there are.
+        rounds: Number of rounds, at least 1.
+        points: Values around each offset, at least 2.
+        budget: Most queries, at least 1, after which the best so far is returned; None for no limit.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+    check_integer(1, rounds=rounds, budget=1 if budget is None else budget)
+    check_integer(2, points=points)
+    model = _original(task)
+    logits = model(x[:1])
+    if logits.dim() == 1:
+        return None
+    steps = [REACH * (2 * i / (points - 1) - 1) for i in range(points) if 2 * i != points - 1]
+
+    def cost(offsets: Tensor) -> float:
+        return task.metric.cost(WithOffsets(model, offsets), "offsets")
+
+    kept = torch.zeros_like(logits[0])
+    lowest, left = cost(kept), math.inf if budget is None else budget - 1
+    for round, label in product(range(rounds), range(len(kept))):
+        before = kept
+        for step in steps:
+            if left == 0:
+                return WithOffsets(model, kept)
+            left -= 1
+            candidate = before.clone()
+            candidate[label] += step / 2**round
+            if (value := cost(candidate)) < lowest:
+                kept, lowest = candidate, value
+    return WithOffsets(model, kept)
+
+
+def prior_offsets(counts: Tensor, *, one_logit: bool = False) -> Tensor:
+    """Return the offsets -log(prior) of post-hoc logit adjustment (Menon et al. 2021), which stand in for equal priors.
+
+    Args:
+        counts: Number of train examples of each class, ``C``, each above 0.
+        one_logit: Whether the classifier has one logit for two classes.
+
+    Returns:
+        ``C`` numbers of mean zero, float64; for one logit a single one, class 1's less class 0's, ``1``.
+
+    Raises:
+        DataError: A class has no examples.
+        ValueError: The classes of one logit are not two.
+    """
+    if not bool((counts > 0).all()):
+        raise DataError(f"each class must have train examples for its prior, got counts of {counts.tolist()}")
+    if one_logit and len(counts) != 2:
+        raise ValueError(f"one logit is for 2 classes, got counts of {len(counts)}")
+    offsets = -counts.double().log()
+    return offsets[1:] - offsets[:1] if one_logit else offsets - offsets.mean()
+
+
+@torch.no_grad()
+def adjust_logits(task: FinetuneTask, x: Tensor, counts: Tensor, strength: float = 1.0) -> nn.Module:
+    """Return the original model with `prior_offsets`, times a strength (Menon et al.'s tau); no query.
+
+    Args:
+        task: Its model is taken at phi = 0.
+        x: Inputs, ``n x ...``; one shows how many logits there are.
+        counts: Number of train examples of each class, ``C``.
+        strength: Factor on the offsets.
+    """
+    model = _original(task)
+    return WithOffsets(model, strength * prior_offsets(counts, one_logit=model(x[:1]).dim() == 1))
+
+
+def tune_adjustment(task: FinetuneTask, x: Tensor, counts: Tensor, evals: int = 21) -> nn.Module:
+    """Return the logit adjustment whose strength, in [0, 2], is best for the metric.
+
+    Args:
+        task: Its model, at phi = 0, is judged by its metric.
+        x: Inputs, ``n x ...``; one shows how many logits there are.
+        counts: Number of train examples of each class, ``C``.
+        evals: Number of strengths tried, at least 1, one query each; evenly spaced, 0 (the model as it is) the first.
+
+    Raises:
+        ValueError: ``evals`` is out of range.
+    """
+    check_integer(1, evals=evals)
+    full = adjust_logits(task, x, counts)
+    assert isinstance(full, WithOffsets)
+    strengths = torch.linspace(0, STRONGEST, evals, dtype=torch.float64).tolist()
+    candidates = [WithOffsets(full.model, strength * full.offsets) for strength in strengths]
+    return min(candidates, key=lambda candidate: task.metric.cost(candidate, "logit adjustment"))
+
+
+def _original(task: FinetuneTask) -> nn.Module:
+    """A copy of the task's model without its adapter, in evaluation mode."""
+    return Adapter(copy.deepcopy(task.adapter.model)).remove().eval()
