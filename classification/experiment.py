@@ -1,7 +1,9 @@
 """One seed of a classification run: train a classifier, finetune it for the metric, and run the rivals."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from metricopt_ext.classification.build import (
@@ -13,6 +15,7 @@ from metricopt_ext.classification.build import (
     load_splits,
     model_metric,
     predict_classes,
+    scores_at,
     stratified_halves,
     train,
     try_metric,
@@ -23,6 +26,7 @@ from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.classification.threshold import tune_threshold
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import PARTS, Splits, in_parts
+from metricopt_ext.evidence.contenders import Contender, at_each_budget
 from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.method import Method, ending_at, ending_path, following_metricopt
 from metricopt_ext.methods.result import MetricOptResult
@@ -34,8 +38,11 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.rotated import RotatedValueFunction
 from metricopt_ext.value.value_function import ValueFunction, load_value_function
+
+RESAMPLES = 200  # of the test data, for a standard error
 
 
 class ClassificationExperiment(Experiment[ClassificationConfig]):
@@ -89,6 +96,32 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         if config.second_round.epochs:
             methods["second_round"] = following_metricopt(self._second_round)
         return methods
+
+    @classmethod
+    def contenders(cls, config: Any, subject: Experiment[Any] | None = None) -> dict[str, Contender]:
+        """Return the usual contenders and a tuned threshold."""
+
+        def threshold(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module | None:
+            assert isinstance(subject, ClassificationExperiment)
+            return tune_threshold(task, subject.splits.validation.x, queries, start)
+
+        return {**super().contenders(config, subject), "threshold": at_each_budget(threshold, least=lambda dim: 2)}
+
+    def test_error(self, task: FinetuneTask, before: Tensor, after: Tensor) -> float:
+        """Return the standard error of the test metric's difference between two phi, by the bootstrap within classes.
+
+        Both are judged on the same resampled examples (Efron and Tibshirani, 1993, chapter 6).
+        """
+        part, spec = self.splits.test, build_metric(self.config.metric)
+        scores = [scores_at(task.adapter, phi, part.x) for phi in (before, after)]
+        rng = generator(self.seed, "test_error")
+        classes = [(part.y == label).nonzero().flatten() for label in part.y.unique()]
+        differences = []
+        for _ in range(RESAMPLES):
+            rows = torch.cat([own[torch.randint(len(own), (len(own),), generator=rng).to(own)] for own in classes])
+            first, second = (spec.function(each[rows], part.y[rows]) for each in scores)
+            differences.append(second - first)
+        return float(torch.tensor(differences, dtype=torch.float64).std())
 
     def finish(self) -> None:
         """Write the tuned classifier, and draw some test images, with their classes before and after."""

@@ -23,15 +23,21 @@ class WithThreshold(nn.Module):
 
 
 @torch.no_grad()
-def tune_threshold(task: FinetuneTask, x: Tensor, evals: int = 101) -> nn.Module | None:
+def tune_threshold(
+    task: FinetuneTask, x: Tensor, evals: int = 101, start: Tensor | None = None
+) -> WithThreshold | None:
     """Return the original model with the threshold that is best for the metric, or None if it has several logits.
 
     Args:
         task: Its model, at phi = 0, is judged by its metric.
         x: Inputs, ``n x ...``, whose logits' quantiles are the candidates.
         evals: Number of thresholds tried, one query each; the model's own, 0, is the first.
+        start: Another phi, ``d``, that is merged into the model.
     """
-    model = Adapter(copy.deepcopy(task.adapter.model)).remove().eval()
+    adapter = Adapter(copy.deepcopy(task.adapter.model))
+    if start is not None:
+        adapter.set_phi(start)
+    model = (adapter.remove() if start is None else adapter.merge()).eval()
     logits = model(x)
     if logits.dim() != 1:
         return None

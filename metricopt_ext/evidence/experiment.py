@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+from torch import Tensor
+
 from metricopt_ext.evidence.compare import compare
+from metricopt_ext.evidence.contenders import Contender, usual_contenders
 from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.record import SeedRecord
-from metricopt_ext.evidence.rivals import usual_methods
+from metricopt_ext.evidence.rivals import reestimated_statistics, usual_methods
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.trivial import trivial_predictors
+from metricopt_ext.methods.starts import Start
+from metricopt_ext.methods.tuning import finetune
+from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -91,6 +97,42 @@ class Experiment(ABC, Generic[Config]):
         return usual_methods(
             self.config, self.seed, inputs=inputs, batches=batches, folder=self.folder, resume=resume, watcher=watcher
         )
+
+    def starts(self) -> dict[str, Start]:
+        """Return the free candidates that every method of a comparison may start from, phi = 0 first.
+
+        These are the model as it was trained, its loss-only finetune and, where it has BatchNorm, the statistics of the
+        validation inputs.
+        """
+        task, recipe = self.task, self.config.recipe
+        found = {
+            "pretrained": Start(task.origin()),
+            "loss_finetune": Start(finetune(task, LossStep(recipe.lr), recipe.steps, self.seed)[-1]),
+        }
+        statistics = reestimated_statistics(task.adapter.model, self.validation()[0])
+        if statistics is not None:
+            found["batchnorm"] = Start(task.origin(), statistics)
+        return found
+
+    @classmethod
+    def contenders(cls, config: Any, subject: "Experiment[Any] | None" = None) -> dict[str, Contender]:
+        """Return what a comparison can run, by name; a task may add its own.
+
+        Args:
+            config: The settings.
+            subject: The experiment whose data they may look at; None where only names and least budgets are asked for.
+        """
+        return usual_contenders(config)
+
+    def test_error(self, task: FinetuneTask, before: Tensor, after: Tensor) -> float | None:
+        """Return the standard error of the difference of the test metric between two phi, ``d``, None if unknown.
+
+        Args:
+            task: The task, on the model that both belong to.
+            before: The one.
+            after: The other.
+        """
+        return None
 
     def finish(self) -> None:
         """Write the tuned model, phi merged, once the model has MetricOpt's phi; a task may add more."""

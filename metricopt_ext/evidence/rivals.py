@@ -120,7 +120,7 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module |
     copied = copy.deepcopy(model)
     if hasattr(copied, CONTEXT_NAME):
         Adapter(copied).remove()
-    norms = [module for module in copied.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = list(batchnorms(copied).values())
     if not norms:
         return None
     copied.eval()  # dropout in particular must not disturb the statistics
@@ -135,3 +135,18 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module |
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     return copied.eval()
+
+
+def batchnorms(model: nn.Module) -> dict[str, nn.modules.batchnorm._BatchNorm]:
+    """Return a model's BatchNorm layers by name."""
+    found = model.named_modules()
+    return {name: module for name, module in found if isinstance(module, nn.modules.batchnorm._BatchNorm)}
+
+
+def reestimated_statistics(model: nn.Module, inputs: Iterable[Any]) -> dict[str, Tensor] | None:
+    """Return the buffers of `reestimate_batchnorm`'s copy that it changed, by name, or None without BatchNorm."""
+    copied = reestimate_batchnorm(model, inputs)
+    if copied is None:
+        return None
+    layers = batchnorms(copied).items()
+    return {f"{name}.{buffer}": value for name, layer in layers for buffer, value in layer.named_buffers(recurse=False)}

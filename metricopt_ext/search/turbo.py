@@ -89,7 +89,7 @@ class TuRBO:
 
     def _propose(self, x: Tensor, y: Tensor, length: float, seed: int) -> Tensor:
         """Return a batch, ``batch x d``, for points ``n x d`` in the unit box and their costs, ``n``."""
-        from botorch.generation import MaxPosteriorSampling
+        from botorch.generation.sampling import MaxPosteriorSampling
         from gpytorch.settings import cholesky_max_tries
 
         dim, best = x.shape[1], x[y.argmin()]

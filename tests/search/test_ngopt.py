@@ -26,7 +26,7 @@ def test_a_quadratic_is_nearly_solved(quadratic: Callable[..., Any]) -> None:
     for seed in range(3):
         task = quadratic(dim=5)
         result = NGOpt(0.3)(task, task.origin(), 150, seed=seed)
-        assert result.cost < 0.1 * task.true_cost(task.origin())  # at worst 1e-10
+        assert result.cost < 0.1 * task.true_cost(task.origin())  # at worst 2e-18
 
 
 @pytest.mark.parametrize("sigma", [0.0, float("nan")])

@@ -21,7 +21,7 @@ def test_points_are_those_of_the_definition_and_a_longer_run_goes_on(quadratic: 
     expected = [start] + [start + 0.2 * torch.randn(8, generator=rng, dtype=torch.float64) for _ in range(39)]
     for queries in (20, 40):
         points: list[torch.Tensor] = []
-        noting = task.judged_by(Metric(lambda model: _note(model, points), maximize=False, bounds=None))
+        noting = task.judged_by(Metric(lambda model, points=points: _note(model, points), maximize=False, bounds=None))
         RandomSearch(0.2)(noting, start, queries, seed=2)
         assert torch.equal(torch.stack(points), torch.stack(expected[:queries]))
 
