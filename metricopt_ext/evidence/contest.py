@@ -175,7 +175,8 @@ class _Row:
         """Run a contender at all budgets and return its row; an error marks its budget and those that depend on it."""
         seed, least = self.experiment.seed, contender.least(self.task.dim) + self.chosen_by
         possible = [budget for budget in budgets if budget >= least]
-        cells, errors = {}, {}
+        cells: dict[str, Any] = {}
+        errors: dict[str, str] = {}
         for group in [possible] if contender.anytime and possible else [[budget] for budget in possible]:
             left = list(group)
             try:

@@ -25,7 +25,7 @@ from metricopt_ext.utils.files import read_json, write_atomically, write_json
 from metricopt_ext.utils.words import counted
 
 FILE = "comparison.json"
-PAIRS = ["against", "queries", "difference", "95% interval", "wins", "losses", "p", "p, Holm"]
+PAIRS = ["against", "queries", "difference", "95% interval", "wins", "losses", "p", "p, Holm", "seconds"]
 
 
 def gather(folder: Path, plan: Plan, subject: Subject, config: dict[str, Any]) -> dict[str, Any]:
@@ -124,8 +124,8 @@ def markdown(content: dict[str, Any]) -> str:
         lines += [
             f"## {METHODS[OURS].title} against each",
             "",
-            "Difference on test, paired by seed; positive is better for ours. p: Student's t, two-sided; Holm: corrected"
-            " for all rows.",
+            "Difference on test, paired by seed; positive is better for ours. p: Student's t, two-sided; Holm:"
+            " corrected for all rows. seconds: ours and theirs.",
             "",
             *markdown_table(PAIRS, _pair_rows(content)),
             "",
@@ -163,7 +163,8 @@ def notes(content: dict[str, Any]) -> list[str]:
     lines = [
         "every call of the metric is a query: every method's budget includes the"
         f" {counted(best['queries'], 'query')} that choose the best free start, from which it goes on ({chosen})",
-        "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too",
+        "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; what a"
+        " start needs, all that may go on from it do",
     ]
     for name, method in content["methods"].items():
         title, seeds = METHODS[name].title, len(content["seeds"])
@@ -179,9 +180,12 @@ def notes(content: dict[str, Any]) -> list[str]:
 def plot(content: dict[str, Any], path: Path) -> Path:
     """Draw the test metric against queries and against seconds, mean and standard error over seeds."""
     figure, ((by_queries, by_seconds),) = new_figure(10.4, 5.0, columns=2, sharey=True)
+    low, high = _axis(content)
     for name in content["starts"]:
-        entry, values = entry_of(name), _known(content["starts"][name]["test"])
-        by_queries.axhline(np.mean(values), color=entry.colour, linestyle="--", linewidth=1.2, label=entry.title)
+        entry, height = entry_of(name), float(np.mean(_known(content["starts"][name]["test"])))
+        beyond = "" if low <= height <= high else f" ({height:.4f}, beyond the axis)"
+        by_queries.axhline(height, color=entry.colour, linestyle="--", linewidth=1.2, label=entry.title + beyond)
+    by_queries.set_ylim(low, high)
     best = content["best_start"]
     dot = {"fmt": "s", "color": METHODS["best_start"].colour, "capsize": 3, "zorder": 5}
     error = standard_error(_known(best["test"]))
@@ -207,6 +211,8 @@ def plot(content: dict[str, Any], path: Path) -> Path:
         axes.set_xscale("log")
         axes.set_xlabel(label)
         axes.grid(alpha=0.25)
+    by_queries.set_xticks(content["budgets"], content["budgets"])
+    by_queries.minorticks_off()
     figure.suptitle(
         f"{content['title']}, {counted(len(content['seeds']), 'seed')}; bands: standard error over seeds;"
         " dashed: free starts",
@@ -214,6 +220,18 @@ def plot(content: dict[str, Any], path: Path) -> Path:
     )
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return save_figure(figure, path)
+
+
+def _axis(content: dict[str, Any]) -> tuple[float, float]:
+    """Return the ends of the metric's axis: of all searches, and of free starts unless they would double it."""
+    cells = [cell["test"] for method in content["methods"].values() for cell in method["cells"].values()]
+    columns = [_known(values) for values in (content["best_start"]["test"], *cells) if _known(values)]
+    low = min(float(np.mean(each)) - standard_error(each) for each in columns)
+    high = max(float(np.mean(each)) + standard_error(each) for each in columns)
+    span = high - low or 0.01
+    free = [float(np.mean(_known(start["test"]))) for start in content["starts"].values()]
+    near = [height for height in free if low - span <= height <= high + span]
+    return min([low, *near]) - span / 20, max([high, *near]) + span / 20
 
 
 def standard_error(values: Sequence[float]) -> float:
@@ -276,6 +294,7 @@ def _pair_rows(content: dict[str, Any]) -> list[list[str]]:
             str(each["losses"]),
             small(each["p"]),
             small(each["p_holm"]),
+            f"{_seconds(content, OURS, each['budget'])} / {_seconds(content, each['rival'], each['budget']) or '0'}",
         ]
         for each in content["pairs"]
     ]
@@ -302,21 +321,30 @@ def _rows(content: dict[str, Any], best: Callable[[str], str]) -> list[tuple[str
             cell = best(cell) if mean is not None and sign * mean == top else cell
             count = len(failed.get(str(budget), []))
             cells.append(cell + ("" if not count else " " * bool(cell) + f"({count} of {seeds} failed)"))
-        title, needs = entry_of(name).title, entry_of(name).needs
+        title, needs = entry_of(name).title, _needs(content, name)
         if name == "best_start":
             title += f" ({counted(content['best_start']['queries'], 'query')})"
         rows.append((title, needs, cells, _seconds(content, name)))
     return rows
 
 
-def _seconds(content: dict[str, Any], name: str) -> str:
-    """Format the mean seconds of a method's largest budget."""
+def _seconds(content: dict[str, Any], name: str, budget: int | None = None) -> str:
+    """Format the mean seconds of a method at a budget, by default its largest; empty for a free start."""
     if name in content["starts"]:
         return ""
     if name == "best_start":
         return f"{np.mean(content['best_start']['seconds']):.1f}"
-    cells = list(content["methods"][name]["cells"].values())
-    return f"{np.mean(_known(cells[-1]['seconds'])):.1f}" if cells else ""
+    cells = content["methods"][name]["cells"]
+    if not cells:
+        return ""
+    cell = list(cells.values())[-1] if budget is None else cells[str(budget)]
+    return f"{np.mean(_known(cell['seconds'])):.1f}"
+
+
+def _needs(content: dict[str, Any], name: str) -> str:
+    """Return what a row needs: a free start its own, any other what the starts that it may go on from do too."""
+    names = [name] if name in content["starts"] else [name, *content["starts"]]
+    return max((entry_of(each).needs for each in names), key=["scores", "inputs", "labels", "another f"].index)
 
 
 def _known(values: Sequence[float | None]) -> list[float]:

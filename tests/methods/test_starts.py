@@ -38,5 +38,5 @@ def test_buffers_replace_those_of_a_copy() -> None:
     assert task.cost(task.origin(), "judge") == 0
     assert copied.adapter.model is not model
     assert best_start(task, {"pretrained": Start(task.origin()), "other": start})[0] == "other"
-    with pytest.raises(ConfigError, match="no buffer '1.mean'"):
+    with pytest.raises(ConfigError, match=r"no buffer '1\.mean'"):
         with_start(task, Start(torch.ones(2), {"1.mean": torch.ones(4)}))
