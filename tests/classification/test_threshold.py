@@ -58,6 +58,18 @@ def test_starts_from_phi_zero_whatever_the_adapter_holds() -> None:
         assert torch.equal(before(x), after(x))
 
 
+def test_another_start_is_merged_into_the_model() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(50, 4), torch.randint(2, (50,))
+    task = task_of(TabularMLP(4).eval(), Split(x, y), METRICS["mcr"])
+    start = torch.ones(3)
+    tuned = tune_threshold(task, x, evals=5, start=start)
+    assert tuned is not None
+    with torch.no_grad(), task.adapter.using(start) as model:
+        torch.testing.assert_close(tuned(x), model(x) - tuned.threshold)
+    assert not task.adapter.phi.any()
+
+
 def test_several_logits_have_no_threshold_and_cost_no_query() -> None:
     class Counted(nn.Module):
         def __init__(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.evidence.rivals import reestimate_batchnorm, usual_methods
+from metricopt_ext.evidence.rivals import reestimate_batchnorm, reestimated_statistics, usual_methods
 from metricopt_ext.evidence.run_config import RecipeConfig, RunConfig
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.search.direct import CMAES, GuidedES
@@ -43,6 +43,20 @@ def test_batchnorm_statistics_are_those_of_the_inputs(batches: int) -> None:
     with torch.no_grad():
         expected = model[3](torch.relu((inputs.flatten(0, 1) - mean) / (var + 1e-5).sqrt()))
     torch.testing.assert_close(other(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_are_named_as_in_the_adapted_model() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)).eval()
+    x = torch.randn(40, 3)
+    expected = reestimate_batchnorm(model, [x])
+    attach_film(model, dim=4)
+    found = reestimated_statistics(model, [x])
+    assert found is not None
+    assert set(found) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert set(found) <= set(dict(model.named_buffers()))
+    assert torch.equal(found["1.running_mean"], expected[1].running_mean)
+    assert reestimated_statistics(nn.Linear(3, 5), [x]) is None
 
 
 def test_batchnorm_statistics_of_images_and_of_a_model_in_training() -> None:
