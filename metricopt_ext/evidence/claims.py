@@ -170,7 +170,8 @@ def _above_all(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
             )
             pairs = [each for each in found if each is not None]
             others = [entry_of(each.rival).title for each in pairs if not each.interval.low > 0]
-            row.append("" if not pairs else "not " + ", ".join(others) if others else "yes")
+            missed = ", ".join(others) if len(others) <= 3 else f"{len(others)} of {len(pairs)}"
+            row.append("" if not pairs else f"not {missed}" if others else "yes")
         rows.append(row)
     return markdown_table(["task", *map(str, budgets)], rows)
 

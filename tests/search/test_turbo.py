@@ -102,12 +102,12 @@ def test_levy_is_lowered_as_far_as_by_the_authors_code(quadratic: Callable[..., 
     not given there.
     """
     reached = []
-    for seed in range(6):
+    for seed in range(5):
         task = quadratic(dim=10)
         task = task.judged_by(Metric(lambda model: levy(model.metricopt.phi), maximize=False, bounds=None))
         start = torch.full((10,), 2.5, dtype=torch.float64)
         reached.append(TuRBO(7.5, batch=10, initial=20)(task, start, 200, seed=seed).cost)
-    assert mean(reached) < 5.759  # 1.7 ± 0.8
+    assert mean(reached) < 5.759  # 2.0 ± 0.9
 
 
 @pytest.mark.parametrize(
