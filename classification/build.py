@@ -44,6 +44,7 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.utils.config import config_section
+from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator
 
 EVALUATION_BATCH = 2048
@@ -80,6 +81,13 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def predict(model: nn.Module, x: Tensor) -> Tensor:
     """Return the logits of inputs ``n x ...``, in batches; the caller sets evaluation mode and disables gradients."""
     return torch.cat([model(part) for part in x.split(EVALUATION_BATCH)])
+
+
+@torch.no_grad()
+def scores_at(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
+    """Return the logits of the model with phi, ``d``, for inputs ``n x ...``."""
+    with adapter.using(phi) as model, evaluating(model):
+        return predict(model, x)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """One seed of a classification run: train a classifier, finetune it for the metric, and run the rivals."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +15,29 @@ from metricopt_ext.classification.build import (
     load_splits,
     model_metric,
     predict_classes,
+    scores_at,
     stratified_halves,
     train,
     try_metric,
 )
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.metrics import METRICS, check_split
-from metricopt_ext.classification.offsets import adjust_logits, tune_adjustment, tune_offsets, tune_threshold
+from metricopt_ext.classification.offsets import (
+    adjust_logits,
+    prior_offsets,
+    tune_adjustment,
+    tune_offsets,
+    tune_threshold,
+)
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import PARTS, Splits, in_parts
+from metricopt_ext.evidence.contenders import Contender, at_each_budget
 from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.method import Method, ending_at, ending_path, following_metricopt
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.methods.second_round import run_second_round
+from metricopt_ext.methods.starts import Start
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.batches import Batches, TensorBatches
@@ -35,9 +45,14 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.rotated import RotatedValueFunction
 from metricopt_ext.value.value_function import ValueFunction
+
+MOST_STRENGTHS = 101  # candidates for the strength of logit adjustment
+
+RESAMPLES = 200  # of the test data, for a standard error
 
 
 class ClassificationExperiment(Experiment[ClassificationConfig]):
@@ -97,6 +112,55 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         if config.second_round.epochs:
             methods["second_round"] = following_metricopt(self._second_round)
         return methods
+
+    @classmethod
+    def contenders(cls, config: Any, subject: Experiment[Any] | None = None) -> dict[str, Contender]:
+        """Return the usual contenders, a tuned threshold, class offsets, and logits adjusted by a tuned strength."""
+
+        def threshold(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module | None:
+            assert isinstance(subject, ClassificationExperiment)
+            return tune_threshold(task, subject.splits.validation.x, queries, start=start)
+
+        def class_offsets(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module | None:
+            assert isinstance(subject, ClassificationExperiment)
+            return tune_offsets(task, subject.splits.validation.x, budget=queries, start=start)
+
+        def adjusted(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module:
+            assert isinstance(subject, ClassificationExperiment)
+            splits = subject.splits
+            counts, evals = splits.train.y.bincount(minlength=splits.num_classes), min(queries, MOST_STRENGTHS)
+            return tune_adjustment(task, splits.validation.x, counts, evals=evals)  # from the trained model itself
+
+        more = {"threshold": threshold, "class_offsets": class_offsets, "logit_adjustment_tuned": adjusted}
+        contenders = {name: at_each_budget(run, least=lambda dim: 2) for name, run in more.items()}
+        return {**super().contenders(config, subject), **contenders}
+
+    def start(self, name: str) -> Start | None:
+        """Return one of `run_config.STARTS`, or None if it does not apply; see `Experiment.start`."""
+        adapter = self.task.adapter
+        if name != "prior" or adapter.outputs is None:
+            return super().start(name) if name != "prior" else None
+        phi = self.task.origin()
+        counts = self.splits.train.y.bincount(minlength=self.splits.num_classes)
+        size = len(phi[adapter.offsets])
+        phi[adapter.offsets] = prior_offsets(counts, one_logit=size == 1).to(phi) / adapter.outputs.scale
+        return Start(phi)
+
+    def test_error(self, task: FinetuneTask, before: Tensor, after: Tensor) -> float:
+        """Return the standard error of the test metric's difference between two phi, by the bootstrap within classes.
+
+        Both are judged on the same resampled examples (Efron and Tibshirani, 1993, chapter 6).
+        """
+        part, spec = self.splits.test, build_metric(self.config.metric)
+        scores = [scores_at(task.adapter, phi, part.x) for phi in (before, after)]
+        rng = generator(self.seed, "test_error")
+        classes = [(part.y == label).nonzero().flatten() for label in part.y.unique()]
+        differences = []
+        for _ in range(RESAMPLES):
+            rows = torch.cat([own[torch.randint(len(own), (len(own),), generator=rng).to(own)] for own in classes])
+            first, second = (spec.function(each[rows], part.y[rows]) for each in scores)
+            differences.append(second - first)
+        return float(torch.tensor(differences, dtype=torch.float64).std())
 
     def finish(self) -> None:
         """Write the tuned classifier, and draw some test images, with their classes before and after."""

@@ -38,15 +38,18 @@ class WithOffsets(nn.Module):
 
 
 @torch.no_grad()
-def tune_threshold(task: FinetuneTask, x: Tensor, evals: int = 101) -> nn.Module | None:
+def tune_threshold(
+    task: FinetuneTask, x: Tensor, evals: int = 101, *, start: Tensor | None = None
+) -> WithOffsets | None:
     """Return the original model with the threshold that is best for the metric, or None if it has several logits.
 
     Args:
         task: Its model, at phi = 0, is judged by its metric.
         x: Inputs, ``n x ...``, whose logits' quantiles are the candidates.
         evals: Number of thresholds tried, one query each; the model's own, 0, is the first.
+        start: Another phi, ``d``, that is merged into the model.
     """
-    model = _original(task)
+    model = _original(task, start)
     logits = model(x)
     if logits.dim() != 1:
         return None
@@ -58,8 +61,14 @@ def tune_threshold(task: FinetuneTask, x: Tensor, evals: int = 101) -> nn.Module
 
 @torch.no_grad()
 def tune_offsets(
-    task: FinetuneTask, x: Tensor, rounds: int = 3, points: int = 21, budget: int | None = None
-) -> nn.Module | None:
+    task: FinetuneTask,
+    x: Tensor,
+    rounds: int = 3,
+    points: int = 21,
+    budget: int | None = None,
+    *,
+    start: Tensor | None = None,
+) -> WithOffsets | None:
     """Return the original model with offsets found class by class, or None if it has a single logit.
 
     In each round each class's offset in turn takes the best of evenly spaced values around its own, up to 4 logits away
@@ -72,13 +81,14 @@ def tune_offsets(
         rounds: Number of rounds, at least 1.
         points: Values around each offset, at least 2.
         budget: Most queries, at least 1, after which the best so far is returned; None for no limit.
+        start: Another phi, ``d``, that is merged into the model.
 
     Raises:
         ValueError: A number is out of range.
     """
     check_integer(1, rounds=rounds, budget=1 if budget is None else budget)
     check_integer(2, points=points)
-    model = _original(task)
+    model = _original(task, start)
     logits = model(x[:1])
     if logits.dim() == 1:
         return None
@@ -158,6 +168,10 @@ def tune_adjustment(task: FinetuneTask, x: Tensor, counts: Tensor, evals: int = 
     return min(candidates, key=lambda candidate: task.metric.cost(candidate, "logit adjustment"))
 
 
-def _original(task: FinetuneTask) -> nn.Module:
-    """A copy of the task's model without its adapter, in evaluation mode."""
-    return Adapter(copy.deepcopy(task.adapter.model)).remove().eval()
+def _original(task: FinetuneTask, start: Tensor | None = None) -> nn.Module:
+    """Return a copy of the task's model at phi = 0, or with another phi, ``d``, merged into it."""
+    adapter = Adapter(copy.deepcopy(task.adapter.model))
+    if start is None:
+        return adapter.remove().eval()
+    adapter.set_phi(start)
+    return adapter.merge().eval()

@@ -54,15 +54,16 @@ def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Metho
     validation, test = task.judged_by(task.metric.with_new_ledger()), task.judged_by(test_metric)
 
     def outcome(each: Reached) -> Outcome:
-        values = _judge(validation, each.end), _judge(test, each.end)
+        values = judge(validation, each.end), judge(test, each.end)
         return Outcome(*values, each.queries, each.queries_per_start, each.seconds)
 
     outcomes = {name: [outcome(each) for each in result.reached] for name, result in results.items()}
     paths = {name: result.path for name, result in results.items() if result.path is not None}
-    curves = {name: [_judge(validation, phi) for phi in path] for name, path in paths.items()}
+    curves = {name: [judge(validation, phi) for phi in path] for name, path in paths.items()}
     return Comparison(results, outcomes, curves)
 
 
-def _judge(task: FinetuneTask, end: End) -> float:
+def judge(task: FinetuneTask, end: End) -> float:
+    """Return the task's metric, in its own units, of a phi of its model or of another model; one query."""
     cost = task.metric.cost(end, "judge") if isinstance(end, nn.Module) else task.cost(end, "judge")
     return task.metric.to_value(cost)

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+from torch import Tensor
+
 from metricopt_ext.evidence.compare import compare
+from metricopt_ext.evidence.contenders import Contender, usual_contenders
 from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import usual_methods
@@ -104,7 +107,7 @@ class Experiment(ABC, Generic[Config]):
         )
 
     def starts(self) -> dict[str, Start]:
-        """Return what a search may begin from besides phi = 0: what the settings name, as far as it applies."""
+        """Return what a method may begin from besides phi = 0: what the settings name, as far as it applies."""
         named = {name: self.start(name) for name in self.config.starts}
         return {name: start for name, start in named.items() if start is not None}
 
@@ -115,6 +118,26 @@ class Experiment(ABC, Generic[Config]):
             return Start(finetune(self.task, LossStep(recipe.lr), recipe.steps, self.seed)[-1])
         if name == "batchnorm":
             return batchnorm_start(self.task, self.validation()[0])
+        return None
+
+    @classmethod
+    def contenders(cls, config: Any, subject: "Experiment[Any] | None" = None) -> dict[str, Contender]:
+        """Return what a comparison can run, by name; a task may add its own.
+
+        Args:
+            config: The settings.
+            subject: The experiment whose data they may look at; None where only names and least budgets are asked for.
+        """
+        return usual_contenders(config)
+
+    def test_error(self, task: FinetuneTask, before: Tensor, after: Tensor) -> float | None:
+        """Return the standard error of the difference of the test metric between two phi, ``d``, None if unknown.
+
+        Args:
+            task: The task, on the model that both belong to.
+            before: The one.
+            after: The other.
+        """
         return None
 
     def finish(self) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -50,12 +50,40 @@ METHODS: dict[str, Entry] = {
     "loss_finetune_validation": Entry("loss on validation labels", "#4f8f8b", "free", "labels"),
     "guided_es": Entry("Guided ES on the metric", "#2f6fa3", "queries"),
     "cma_es": Entry("CMA-ES on the metric", "#6aa3cf", "queries"),
+    "random_search": Entry("random search", "#b7b7b7", "queries"),
+    "ngopt": Entry("NGOpt on the metric", "#3b8f6b", "queries"),
+    "turbo": Entry("TuRBO on the metric", "#8fbf8f", "queries"),
+    "best_start": Entry("best free start", "#555555", "queries"),
+    "ours": Entry("optimize_metric", "#d7191c", "queries"),
     "transferred": Entry("f of another run", "#7f9c3c", "free", "another f"),
     "placebo": Entry("the same f, turned", "#b9c58f", "free", "another f"),
     "metricopt": Entry("MetricOpt", "#c02942", "queries"),
     "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "queries", after="metricopt"),
     "second_round": Entry("MetricOpt, second round", "#7a1f3d", "queries", after="metricopt"),
 }
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What a method that keeps a change only if the metric agrees decided.
+
+    Attributes:
+        candidate: phi, ``d``, of the best candidate other than the start.
+        gain: Its gain over the start on the data that the metric sees, in the metric's units; positive is better.
+        chance: Standard deviation of the chance part of such a gain; 0 if it is unknown.
+        accepted: Whether it was kept.
+        optimism: How much of the gain is expected to be lost on other data, in the metric's units.
+        reliability: Share of the variance among the best candidates that is not chance, in [0, 1].
+        candidates: How many there were to choose from.
+    """
+
+    candidate: Tensor
+    gain: float
+    chance: float
+    accepted: bool
+    optimism: float = 0.0
+    reliability: float = 1.0
+    candidates: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,20 +95,22 @@ class Reached:
         queries: Metric queries spent by then.
         queries_per_start: How many of these each further start costs again.
         seconds: Wall-clock seconds spent by then.
+        guard: What its guard decided, if it has one that says so.
     """
 
     end: End
     queries: int
     queries_per_start: int
     seconds: float
+    guard: Guard | None = None
 
     def after(self, before: "Reached") -> "Reached":
         """Return the same with what was spent before counted too."""
-        return Reached(
-            self.end,
-            before.queries + self.queries,
-            before.queries_per_start + self.queries_per_start,
-            before.seconds + self.seconds,
+        return replace(
+            self,
+            queries=before.queries + self.queries,
+            queries_per_start=before.queries_per_start + self.queries_per_start,
+            seconds=before.seconds + self.seconds,
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.errors import AdapterError
+from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 
 
@@ -106,3 +107,15 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module |
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     return copied.eval()
+
+
+def best_start(task: FinetuneTask, starts: Mapping[str, Start]) -> tuple[str, dict[str, Evaluation]]:
+    """Evaluate the metric once at each start and return the best one's name, the first of equals, and all evaluations.
+
+    Raises:
+        ValueError: There is no start.
+    """
+    if not starts:
+        raise ValueError("there is no start to choose from")
+    found = {name: with_start(task, start).evaluate(start.phi, "starts") for name, start in starts.items()}
+    return min(found, key=lambda name: found[name].cost), found

@@ -1,11 +1,14 @@
 """One seed of a real run, and several beside each other."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from metricopt_ext.classification.build import predict_classes
 from metricopt_ext.classification.config import (
     ClassificationConfig,
     ClassifierAdapterConfig,
@@ -18,6 +21,7 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.experiment import run_seed
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.run_config import RecipeConfig
+from metricopt_ext.methods.starts import with_start
 from metricopt_ext.utils.parallel import run_seeds
 
 
@@ -38,6 +42,38 @@ def tiny() -> ClassificationConfig:
         batch_size=9,
         best_evals=2,
     )
+
+
+def test_free_starts_are_what_the_free_methods_reach(tmp_path: Path) -> None:
+    experiment = ClassificationExperiment(tiny(), tmp_path, 3)
+    starts, methods = experiment.starts(), experiment.methods()
+    assert next(iter(starts)) == "pretrained"
+    assert not starts["pretrained"].phi.any()
+    loss = methods["loss_finetune"](experiment.task, {})
+    assert loss is not None
+    assert torch.equal(starts["loss_finetune"].phi, loss.reached[0].end)
+    other = methods["batchnorm_validation"](experiment.task, {})
+    assert ("batchnorm" in starts) == (other is not None)
+    if other is not None:
+        cost = with_start(experiment.task, starts["batchnorm"]).cost(starts["batchnorm"].phi, "judge")
+        assert cost == experiment.task.metric.cost(other.reached[0].end, "judge")
+    assert "threshold" in experiment.contenders(experiment.config)
+
+
+def test_the_error_of_a_classifiers_difference_is_that_of_paired_examples(tmp_path: Path) -> None:
+    """For an error rate it is the root of sum_c n_c var_c, over n, with the variance of each class's differences."""
+    config = tiny()
+    config.data = DataConfig(name="breast_cancer", fractions=[0.3, 0.2, 0.5], standardise=True)
+    experiment = ClassificationExperiment(config, tmp_path, 3)
+    part, task = experiment.splits.test, experiment.task
+    ends = task.origin(), task.starts(3.0, 0, [0])[0]
+    wrong = [(predict_classes(task.adapter, phi, part.x) != part.y).double() for phi in ends]
+    change = wrong[1] - wrong[0]
+    assert change.abs().sum() > 10
+    classes = [change[part.y == label] for label in (0, 1)]
+    expected = math.sqrt(sum(len(each) * float(each.var(correction=0)) for each in classes)) / len(change)
+    assert experiment.test_error(task, *ends) == pytest.approx(expected, rel=0.2)  # 200 resamples: ± 5%
+    assert experiment.test_error(task, ends[0], ends[0]) == 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,204 @@
+"""What a comparison's numbers show: paired differences, Holm's correction, and claims over several tasks."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from metricopt_ext.evidence.method import METHODS, Entry
+from metricopt_ext.evidence.report import Interval, paired_interval
+from metricopt_ext.evidence.style import markdown_table
+from metricopt_ext.utils.words import counted
+
+OURS, FEW, MANY = "ours", 60, 150
+LEVEL = 0.05
+
+
+class Pair(NamedTuple):
+    """Our method against a rival, paired by seed; positive is better for ours.
+
+    Attributes:
+        rival: Its name.
+        budget: The rival's queries.
+        interval: The mean difference of the test metric and its 95% interval.
+        p: Two-sided p-value of the paired t-test; NaN for a single seed.
+        wins: Seeds on which ours is better.
+        losses: Seeds on which the rival is better.
+        seeds: Seeds that have both.
+    """
+
+    rival: str
+    budget: int
+    interval: Interval
+    p: float
+    wins: int
+    losses: int
+    seeds: int
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Return p-values corrected for their number (Holm, 1979), in the same order; NaN stays and does not count."""
+    known = sorted((value, i) for i, value in enumerate(p) if not math.isnan(value))
+    corrected, highest = [math.nan] * len(p), 0.0
+    for rank, (value, i) in enumerate(known):
+        highest = max(highest, min(1.0, (len(known) - rank) * value))
+        corrected[i] = highest
+    return corrected
+
+
+def t_test(differences: Sequence[float]) -> float:
+    """Return the two-sided p-value of a mean of zero, by Student's t; NaN for fewer than two numbers."""
+    from scipy.stats import t
+
+    values = np.asarray(differences, dtype=float)
+    if len(values) < 2:
+        return math.nan
+    mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values))
+    if error == 0:
+        return 1.0 if mean == 0 else 0.0
+    return float(2 * t.sf(abs(mean) / error, len(values) - 1))
+
+
+def entry_of(name: str) -> Entry:
+    """Return how a method or a free start is shown."""
+    renamed = {"batchnorm": "batchnorm_validation"}.get(name, name)
+    return METHODS.get(renamed, Entry(name.replace("_", " "), "#777777", "free"))
+
+
+def tests(content: Mapping[str, Any], name: str, budget: int) -> list[float | None] | None:
+    """Return a method's or a start's test metric by seed, or None if it has no such cell.
+
+    Args:
+        content: What comparison.json holds.
+        name: A method, ``"best_start"`` or a free start.
+        budget: Queries; a start, free or chosen by its queries, has the same values from there on.
+    """
+    if name in content["starts"]:
+        free: list[float | None] = content["starts"][name]["test"]
+        return free
+    if name == "best_start":
+        best: list[float | None] = content["best_start"]["test"]
+        return best if budget >= content["best_start"]["queries"] else None
+    cell = content["methods"].get(name, {"cells": {}})["cells"].get(str(budget))
+    return None if cell is None else cell["test"]
+
+
+def rivals_of(content: Mapping[str, Any]) -> list[str]:
+    """Return the names of all rivals: free starts, the best of them, and the other methods."""
+    return [*content["starts"], "best_start", *(name for name in content["methods"] if name != OURS)]
+
+
+def pair(content: Mapping[str, Any], rival: str, budget: int, our_budget: int | None = None) -> Pair | None:
+    """Compare ours with a rival, or return None if no seed has both.
+
+    Args:
+        content: What comparison.json holds.
+        rival: Its name.
+        budget: Its queries.
+        our_budget: Ours, if they are others.
+    """
+    ours, theirs = tests(content, OURS, our_budget or budget), tests(content, rival, budget)
+    if ours is None or theirs is None:
+        return None
+    sign = 1 if content["metric"]["maximize"] else -1
+    gains = [sign * (a - b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
+    if not gains:
+        return None
+    wins, losses = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+    return Pair(rival, budget, paired_interval(gains), t_test(gains), wins, losses, len(gains))
+
+
+def all_pairs(content: Mapping[str, Any]) -> list[Pair]:
+    """Compare ours with every rival at every budget."""
+    found = (pair(content, rival, budget) for budget in content["budgets"] for rival in rivals_of(content))
+    return [each for each in found if each is not None]
+
+
+def summary(contents: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a page in Markdown on what several comparisons show together.
+
+    Args:
+        contents: What comparison.json of each task holds, by the task's name.
+    """
+    ours = METHODS[OURS].title
+    lines = [f"# {ours} over {counted(len(contents), 'task')}", ""]
+    lines += [f"## {ours} with {FEW} queries against each rival with {MANY}", ""]
+    lines += ["Mean difference on test, positive if ours is better, and its 95% interval, paired by seed.", ""]
+    lines += [*_fewer_queries(contents), "", "## At equal queries", ""]
+    lines += [*_equal_queries(contents), "", "## Above all that apply, the 95% interval above 0", ""]
+    lines += [*_above_all(contents), "", "## The guard", ""]
+    lines += [*(f"- {line}" for line in guard_lines([g for each in contents.values() for g in each["guards"]])), ""]
+    return "\n".join(lines)
+
+
+def _fewer_queries(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    rivals = list(dict.fromkeys(rival for content in contents.values() for rival in rivals_of(content)))
+    rows = []
+    for name, content in contents.items():
+        pairs = [pair(content, rival, MANY, FEW) for rival in rivals]
+        rows.append([name, *("" if each is None else shown(each.interval) for each in pairs)])
+    return markdown_table(["task", *(entry_of(rival).title for rival in rivals)], rows)
+
+
+def _equal_queries(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    pairs = [(name, each) for name, content in contents.items() for each in all_pairs(content)]
+    corrected = holm([each.p for _, each in pairs])
+    rows, below = [], []
+    for task in contents:
+        own = [(each, p) for (name, each), p in zip(pairs, corrected, strict=True) if name == task]
+        clear = [each for each, p in own if p < LEVEL]
+        worse = [each for each in clear if each.interval.mean < 0]
+        rows.append([task, str(len(own)), str(len(clear) - len(worse)), str(len(worse))])
+        below += [
+            f"- {task}, {each.budget} queries: {shown(each.interval)} below {entry_of(each.rival).title}"
+            for each in worse
+        ]
+    table = markdown_table(["task", "comparisons", "above", "below"], rows)
+    said = f"Holm's correction over all {len(pairs)} comparisons, at {LEVEL:.0%}."
+    return [said, "", *table, *(["", *below] if below else [])]
+
+
+def _above_all(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    budgets = sorted({budget for content in contents.values() for budget in content["budgets"]})
+    rows = []
+    for name, content in contents.items():
+        row = [name]
+        for budget in budgets:
+            found = (
+                [pair(content, rival, budget) for rival in rivals_of(content)] if budget in content["budgets"] else []
+            )
+            pairs = [each for each in found if each is not None]
+            others = [entry_of(each.rival).title for each in pairs if not each.interval.low > 0]
+            missed = ", ".join(others) if len(others) <= 3 else f"{len(others)} of {len(pairs)}"
+            row.append("" if not pairs else f"not {missed}" if others else "yes")
+        rows.append(row)
+    return markdown_table(["task", *map(str, budgets)], rows)
+
+
+def guard_lines(guards: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Say in words what guarded runs came to; a refused change counts as 0."""
+    guards = list(guards)
+    if not guards:
+        return ["no guarded run"]
+    changes = [each["change"] if each["accepted"] else 0.0 for each in guards]
+    accepted = sum(each["accepted"] for each in guards)
+    lines = [f"{counted(len(guards), 'guarded run')}, {accepted} accepted; mean change on test {np.mean(changes):+.4f}"]
+    known = [(each, change) for each, change in zip(guards, changes, strict=True) if each["error"] is not None]
+    if not known:
+        return [*lines, "the standard errors of the changes on test are unknown"]
+    lost = sum(change < -each["error"] for each, change in known)
+    lines.append(f"{lost} of {len(known)} ({lost / len(known):.1%}) lose more than one standard error on test")
+    clear = [each for each, _ in known if each["change"] > 2 * each["error"]]
+    kept = sum(each["accepted"] for each in clear)
+    share = f" ({kept / len(clear):.1%})" if clear else ""
+    lines.append(
+        f"{kept} of {len(clear)}{share} accepted where the best candidate gains more than two standard errors on test"
+    )
+    return lines
+
+
+def shown(interval: Interval) -> str:
+    """Format a mean difference with its interval, if there is one."""
+    mean, low, high = interval
+    return f"{mean:+.4f}" + ("" if math.isnan(low) else f" [{low:+.4f}, {high:+.4f}]")

@@ -1,0 +1,213 @@
+"""The methods of a comparison at several budgets: each asks the metric alone, from one start, and says where it stood.
+
+A contender gets a task, a start phi, budgets and a seed. Every call of the metric is one query, whoever makes it: what
+was spent on choosing the start has been taken off the budgets before.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.errors import MetricError
+from metricopt_ext.evidence.method import Guard, Meter, Reached, now
+from metricopt_ext.evidence.rivals import best_of_loss_finetune
+from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.methods.guard import judge
+from metricopt_ext.methods.tuning import finetune
+from metricopt_ext.search.direct import CMAES, GuidedES, Search
+from metricopt_ext.search.ngopt import NGOpt
+from metricopt_ext.search.optimizer import LossStep
+from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.search.turbo import TuRBO
+from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
+from metricopt_ext.tasks.task import FinetuneTask
+
+# (task, start phi ``d``, budgets in ascending order, seed) -> where it stood at each budget, in that order.
+Run = Callable[[FinetuneTask, Tensor, Sequence[int], int], Iterator[Reached]]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One method of a comparison.
+
+    Attributes:
+        run: Runs it.
+        least: The smallest budget that it can do with in d dimensions.
+        anytime: Whether its queries are the same whatever the budget, so that one run serves all budgets.
+    """
+
+    run: Run
+    least: Callable[[int], int]
+    anytime: bool = False
+
+
+def usual_contenders(config: RunConfig) -> dict[str, Contender]:
+    """Return what every task's comparison can run, by name.
+
+    Args:
+        config: The task's settings.
+    """
+    recipe = config.recipe.build()
+
+    def loss_path(task: FinetuneTask, start: Tensor, seed: int) -> Tensor:
+        return finetune(task, LossStep(recipe.lr), recipe.steps, seed, start)
+
+    return {
+        "loss_finetune_best": at_each_budget(
+            lambda task, start, queries, seed: best_of_loss_finetune(task, loss_path(task, start, seed), queries),
+            least=lambda dim: 2,
+        ),
+        "guided_es": searching(GuidedES(lr=recipe.lr)),
+        "cma_es": searching(CMAES()),
+        "random_search": searching(RandomSearch(), anytime=True),
+        "ngopt": searching(NGOpt()),
+        "turbo": searching(TuRBO(), anytime=True),
+        "ours": ours(config.guard_confidence),
+    }
+
+
+def ours(confidence: float, search: GuidedTrustRegion | None = None) -> Contender:
+    """Make a contender of the guided search, its guard included: what the guard refuses ends at the start.
+
+    Args:
+        confidence: How sure the guard must be, at least 0.5 and below 1.
+        search: The search.
+    """
+    engine = search or GuidedTrustRegion()
+
+    def run(task: FinetuneTask, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        limited, began = with_budget(task, max(budgets) + len(budgets) - 1), now()
+        for queries, end in zip(budgets, engine.ends(limited, start, budgets, seed=seed), strict=True):
+            verdict, unit = judge(end.evaluations[0], end.evaluation, end.evaluations, confidence), task.metric.scale
+            guard = Guard(
+                end.phi,
+                unit * verdict.gain,
+                unit * verdict.chance,
+                verdict.accepted,
+                unit * verdict.optimism,
+                verdict.reliability,
+                verdict.candidates,
+            )
+            yield Reached(end.phi if verdict.accepted else start, queries, queries, now() - began, guard)
+
+    return Contender(run, engine.least_queries, anytime=True)
+
+
+def searching(search: Search, anytime: bool = False) -> Contender:
+    """Make a contender of a search on the metric.
+
+    Args:
+        search: The search.
+        anytime: Whether its queries do not depend on the budget.
+    """
+    if not anytime:
+        return at_each_budget(
+            lambda task, start, queries, seed: search(task, start, queries, seed=seed).phi, search.least_queries
+        )
+
+    def run(task: FinetuneTask, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        traced, stopped = with_budget(task, max(budgets)), None
+        trace = Trace(traced.metric)
+        began = now()
+        try:
+            search(traced.judged_by(trace), start, max(budgets), seed=seed)
+        except MetricError as error:
+            stopped = error  # what was reached before counts
+        for queries in budgets:
+            if stopped is not None and queries > len(trace.points):
+                raise stopped
+            yield Reached(trace.best(queries), queries, queries, trace.points[queries - 1].when - began)
+
+    return Contender(run, search.least_queries, anytime=True)
+
+
+def at_each_budget(
+    run: Callable[[FinetuneTask, Tensor, int, int], Tensor | nn.Module | None], least: Callable[[int], int]
+) -> Contender:
+    """Make a contender of a function that is run once for each budget.
+
+    Args:
+        run: ``run(task, start, queries, seed)`` returns the end, or None if it does not apply.
+        least: See `Contender`.
+    """
+
+    def each(task: FinetuneTask, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        for queries in budgets:
+            limited = with_budget(task, queries)
+            meter, end = Meter(limited), run(limited, start, queries, seed)
+            if end is not None:
+                yield meter.reached(end)
+
+    return Contender(each, least)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A query: phi, ``d``, its cost, and `now` when it was answered."""
+
+    phi: Tensor
+    cost: float
+    when: float
+
+
+class Trace(Metric):
+    """A metric that keeps the points at which it was evaluated.
+
+    Args:
+        metric: The metric, of an adapted model; both share a ledger.
+
+    Attributes:
+        points: One for each query that was answered.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        super().__init__(
+            metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name, ledger=metric.ledger
+        )
+        self.metric = metric
+        self.points: list[Point] = []
+
+    def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
+        """Evaluate the metric (see `Metric.evaluate`) and keep the point."""
+        evaluation = self.metric.evaluate(model, purpose)
+        self.points.append(Point(Adapter(model).phi.detach().clone(), evaluation.cost, now()))
+        return evaluation
+
+    def best(self, queries: int) -> Tensor:
+        """Return the best phi, ``d``, of the first so many queries, the first of equals."""
+        return min(self.points[:queries], key=lambda point: point.cost).phi
+
+
+class Telling(Metric):
+    """A metric that tells each value, for a progress display.
+
+    Args:
+        metric: The metric; both share a ledger.
+        told: Called with each value, in the metric's units.
+    """
+
+    def __init__(self, metric: Metric, told: Callable[[float], None]) -> None:
+        super().__init__(
+            metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name, ledger=metric.ledger
+        )
+        self.told = told
+
+    def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
+        """Evaluate the metric (see `Metric.evaluate`) and tell its value."""
+        evaluation = super().evaluate(model, purpose)
+        self.told(self.to_value(evaluation.cost))
+        return evaluation
+
+    def with_new_ledger(self) -> "Telling":
+        """Return the same metric with an empty ledger and no budget."""
+        return Telling(super().with_new_ledger(), self.told)
+
+
+def with_budget(task: FinetuneTask, queries: int) -> FinetuneTask:
+    """Return the task with a ledger of its own that refuses any query beyond so many."""
+    metric = task.metric.with_new_ledger()
+    metric.ledger = Ledger(queries)
+    return task.judged_by(metric)

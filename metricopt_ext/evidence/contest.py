@@ -1,0 +1,220 @@
+"""One seed of a comparison: every contender from the same start, each with its own file of what it reached."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from metricopt_ext.errors import BudgetError, ConfigError, FileFormatError
+from metricopt_ext.evidence.compare import judge
+from metricopt_ext.evidence.contenders import Contender, Telling
+from metricopt_ext.evidence.experiment import Experiment
+from metricopt_ext.evidence.method import METHODS, Reached, now
+from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.methods.starts import Start, best_start, with_start
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.files import read_json, write_json
+from metricopt_ext.utils.machine import Machine
+from metricopt_ext.utils.progress import Watcher
+
+STARTS = "starts.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a comparison runs.
+
+    Attributes:
+        methods: Names of contenders, in any order.
+        budgets: Metric queries, ascending.
+        starts: Names of the free starts to choose from; empty for all that the experiment has.
+    """
+
+    methods: tuple[str, ...]
+    budgets: tuple[int, ...]
+    starts: tuple[str, ...] = ()
+
+    def check(self, known: Iterable[str]) -> None:
+        """Reject what can't be run.
+
+        Args:
+            known: Names of the contenders.
+
+        Raises:
+            ConfigError: A method is unknown or named twice, or the budgets do not ascend from at least 1.
+        """
+        known = sorted(known)
+        for name in self.methods:
+            if name not in known:
+                raise ConfigError(f"methods={list(self.methods)}: {name!r} is none of {', '.join(known)}")
+        if not self.methods or len(set(self.methods)) < len(self.methods):
+            raise ConfigError(f"methods={list(self.methods)}: it must name one or more, each once")
+        ascending = all(a < b for a, b in zip(self.budgets, self.budgets[1:], strict=False))
+        if not self.budgets or self.budgets[0] < 1 or not ascending:
+            raise ConfigError(f"budgets={list(self.budgets)}: they must be integers of at least 1, ascending")
+
+
+def run_seed(
+    experiment_type: type[Experiment[Any]], config: RunConfig, plan: Plan, folder: Path, seed: int, watcher: Watcher
+) -> None:
+    """Run one seed and keep its starts and each method's row in ``folder/seed-N``.
+
+    A method whose row is on file without errors is not run again.
+
+    Args:
+        experiment_type: What to run.
+        config: The task's settings.
+        plan: What to run on it.
+        folder: The comparison's folder.
+        seed: The seed.
+        watcher: Notified of progress.
+
+    Raises:
+        MetricOptError: Data, settings or metric are not usable; the message says which.
+    """
+    folder = folder / f"seed-{seed}"
+    missing = [name for name in plan.methods if not finished(folder / f"{name}.json")]
+    if missing or not (folder / STARTS).exists():
+        watcher.stage("train the model")
+        experiment = experiment_type(config, folder, seed)
+        spent = _Spent(watcher, experiment.task.metric.name)
+        watcher.stage("starts")
+        began = now()
+        free = {"pretrained": Start(experiment.task.origin()), **experiment.starts()}
+        starts = chosen_starts(free, plan.starts)
+        chosen, evaluations = best_start(_fresh(experiment.task, spent), starts)
+        seconds = now() - began
+        test = {
+            name: judge(with_start(experiment.task, start).judged_by(experiment.test_metric), start.phi)
+            for name, start in starts.items()
+        }
+        validation = {name: experiment.task.metric.to_value(each.cost) for name, each in evaluations.items()}
+        begun = {"seed": seed, "chosen": chosen, "validation": validation, "test": test, "seconds": seconds}
+        write_json(folder / STARTS, begun)
+        started = with_start(experiment.task, starts[chosen])
+        contenders = experiment.contenders(config, experiment)
+        for name in missing:
+            watcher.stage(METHODS[name].title)
+            row = _Row(experiment, started, starts[chosen].phi, len(starts), seconds, spent)
+            write_json(folder / f"{name}.json", {"method": name, **row.run(contenders[name], plan.budgets)})
+    watcher.done()
+
+
+def finished(file: Path) -> bool:
+    """Tell whether a method's row is on file and has no errors."""
+    return file.exists() and not read_row(file)["errors"]
+
+
+def read_row(file: Path) -> dict[str, Any]:
+    """Read a method's row.
+
+    Raises:
+        FileFormatError: The file holds something else.
+    """
+    row: dict[str, Any] = read_json(file)
+    if not {"seed", "method", "cells", "errors", "least"} <= row.keys():
+        raise FileFormatError(f"{file} is not a row of a comparison; delete it to regenerate it")
+    return row
+
+
+def chosen_starts(found: dict[str, Start], wanted: Sequence[str]) -> dict[str, Start]:
+    """Return the wanted starts, or all if none is named.
+
+    Raises:
+        ConfigError: There is no such start.
+    """
+    for name in wanted:
+        if name not in found:
+            raise ConfigError(f"starts={list(wanted)}: {name!r} is none of {', '.join(found)}")
+    return {name: found[name] for name in wanted} if wanted else found
+
+
+class _Spent:
+    """Passes the queries of all methods of a seed on to a watcher."""
+
+    def __init__(self, watcher: Watcher, metric: str) -> None:
+        self.watcher, self.metric, self.queries = watcher, metric, 0
+
+    def __call__(self, value: float) -> None:
+        self.queries += 1
+        self.watcher.query(self.queries, f"{self.metric} {value:.4f}")
+
+
+def _fresh(task: FinetuneTask, spent: _Spent) -> FinetuneTask:
+    return task.judged_by(Telling(task.metric.with_new_ledger(), spent))
+
+
+class _Row:
+    """One method on one seed.
+
+    Args:
+        experiment: The seed's.
+        task: Its task, on the model that the search starts from.
+        start: Where it starts, ``d``.
+        chosen_by: Queries that were spent on choosing the start.
+        seconds: What making and choosing the starts took.
+        spent: Told of each query.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment[Any],
+        task: FinetuneTask,
+        start: Tensor,
+        chosen_by: int,
+        seconds: float,
+        spent: _Spent,
+    ) -> None:
+        self.experiment, self.task, self.start = experiment, task, start
+        self.chosen_by, self.seconds, self.spent = chosen_by, seconds, spent
+        self.validation = task.judged_by(task.metric.with_new_ledger())
+        self.test = task.judged_by(experiment.test_metric)
+
+    def run(self, contender: Contender, budgets: Sequence[int]) -> dict[str, Any]:
+        """Run a contender at all budgets and return its row; an error marks its budget and those that depend on it."""
+        seed, least = self.experiment.seed, contender.least(self.task.dim) + self.chosen_by
+        possible = [budget for budget in budgets if budget >= least]
+        cells: dict[str, Any] = {}
+        errors: dict[str, str] = {}
+        for group in [possible] if contender.anytime and possible else [[budget] for budget in possible]:
+            left = list(group)
+            try:
+                own = [budget - self.chosen_by for budget in group]
+                for reached in contender.run(_fresh(self.task, self.spent), self.start, own, seed):
+                    cells[str(left[0])] = self.cell(reached, left[0])
+                    left.pop(0)
+            except Exception as error:
+                message = " ".join(f"{type(error).__name__}: {error}".split())
+                errors |= {str(budget): message for budget in left}
+        machine = str(Machine.current(self.start.device))
+        return {"seed": seed, "least": least, "cells": cells, "errors": errors, "machine": machine}
+
+    def cell(self, reached: Reached, budget: int) -> dict[str, Any]:
+        """Return what is kept of where a method stood.
+
+        Raises:
+            BudgetError: It spent more than its budget.
+        """
+        queries = reached.queries + self.chosen_by
+        if queries > budget:
+            raise BudgetError(f"{queries} queries were spent of a budget of {budget}")
+        return {
+            "queries": queries,
+            "validation": judge(self.validation, reached.end),
+            "test": judge(self.test, reached.end),
+            "seconds": reached.seconds + self.seconds,
+            "guard": None if reached.guard is None else self.guarded(reached),
+        }
+
+    def guarded(self, reached: Reached) -> dict[str, Any]:
+        """Return what the guard decided and what its candidate does on the test data, positive being better."""
+        guard = reached.guard
+        assert guard is not None
+        sign = 1 if self.test.metric.maximize else -1
+        change = sign * (judge(self.test, guard.candidate) - judge(self.test, self.start))
+        error = self.experiment.test_error(self.task, self.start, guard.candidate)
+        record = asdict(guard)
+        del record["candidate"]
+        return {**record, "change": change, "error": error}

@@ -1,0 +1,351 @@
+"""A comparison's report: the test metric by method and budget, our method against each other, and curves."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metricopt_ext.errors import DataError, FileFormatError
+from metricopt_ext.evidence.claims import OURS, all_pairs, entry_of, guard_lines, holm, rivals_of, tests
+from metricopt_ext.evidence.contest import STARTS, Plan, read_row
+from metricopt_ext.evidence.experiment import Subject
+from metricopt_ext.evidence.method import METHODS
+from metricopt_ext.evidence.report import versions
+from metricopt_ext.evidence.style import (
+    direction,
+    markdown_table,
+    new_figure,
+    print_points,
+    print_table,
+    save_figure,
+)
+from metricopt_ext.utils.files import read_json, write_atomically, write_json
+from metricopt_ext.utils.words import counted
+
+FILE = "comparison.json"
+PAIRS = ["against", "queries", "difference", "95% interval", "wins", "losses", "p", "p, Holm", "seconds"]
+
+
+def gather(folder: Path, plan: Plan, subject: Subject, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of comparison.json from all seeds in a folder, whichever run made them.
+
+    Args:
+        folder: The comparison's folder.
+        plan: What it runs.
+        subject: What it is about.
+        config: The task's settings.
+
+    Raises:
+        DataError: There is no finished seed.
+    """
+    seeds = sorted(int(path.parent.name.removeprefix("seed-")) for path in folder.glob(f"seed-*/{STARTS}"))
+    if not seeds:
+        raise DataError(f"{folder} holds no seed of a comparison")
+    begun = [read_json(folder / f"seed-{seed}" / STARTS) for seed in seeds]
+    names = list(dict.fromkeys(name for each in begun for name in each["test"]))
+    present = [name for name in METHODS if any((folder / f"seed-{seed}" / f"{name}.json").exists() for seed in seeds)]
+    rows = {name: [_row(folder / f"seed-{seed}" / f"{name}.json") for seed in seeds] for name in present}
+    guards = [
+        {"seed": row["seed"], "method": name, "budget": int(budget), **cell["guard"]}
+        for name, own in rows.items()
+        for row in own
+        if row is not None
+        for budget, cell in row["cells"].items()
+        if cell["guard"] is not None
+    ]
+    machines = dict.fromkeys(row["machine"] for own in rows.values() for row in own if row is not None)
+    content = {
+        "task": subject.task,
+        "title": subject.title,
+        "metric": {"name": subject.metric, "maximize": subject.maximize},
+        "budgets": list(plan.budgets),
+        "seeds": seeds,
+        "starts": {
+            name: {part: [each[part].get(name) for each in begun] for part in ("validation", "test")} for name in names
+        },
+        "best_start": {
+            "queries": max(len(each["test"]) for each in begun),
+            "chosen": [each["chosen"] for each in begun],
+            "seconds": [each["seconds"] for each in begun],
+            **{part: [each[part][each["chosen"]] for each in begun] for part in ("validation", "test")},
+        },
+        "methods": {name: _method(own, plan.budgets) for name, own in rows.items()},
+        "guards": guards,
+        "machines": list(machines),
+        "versions": versions(),
+        "config": config,
+    }
+    return content | {"pairs": _pairs(content)}
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Read a folder's comparison.json.
+
+    Raises:
+        FileFormatError: It is missing or holds something else.
+    """
+    file = folder / FILE
+    if not file.exists():
+        raise FileFormatError(f"{file} does not exist; run the comparison into {folder} first")
+    content: dict[str, Any] = read_json(file)
+    if not {"metric", "budgets", "starts", "best_start", "methods", "guards"} <= content.keys():
+        raise FileFormatError(f"{file} is not a comparison's")
+    return content
+
+
+def write(content: dict[str, Any], folder: Path) -> list[Path]:
+    """Write comparison.json, .md and .png; returns their paths."""
+    paths = [folder / FILE, folder / "comparison.md", folder / "comparison.png"]
+    write_json(paths[0], content)
+    write_atomically(paths[1], markdown(content).encode())
+    plot(content, paths[2])
+    return paths
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """Return the content of comparison.md."""
+    metric, seeds = content["metric"], content["seeds"]
+    header = ["method", "needs", *map(str, content["budgets"]), "seconds"]
+    rows = [[title, needs, *cells, seconds] for title, needs, cells, seconds in _rows(content, "**{}**".format)]
+    lines = [
+        f"# {content['title']}: {metric['name']} ({direction(metric['maximize'])})",
+        "",
+        f"Mean on test over {counted(len(seeds), 'seed')} ({seeds[0]} to {seeds[-1]}), by metric queries; bold: the"
+        " best of a column.",
+        "",
+        *markdown_table(header, rows),
+        "",
+        *(f"- {line}" for line in notes(content)),
+        "",
+    ]
+    if content["pairs"]:
+        lines += [
+            f"## {METHODS[OURS].title} against each",
+            "",
+            "Difference on test, paired by seed; positive is better for ours. p: Student's t, two-sided; Holm:"
+            " corrected for all rows. seconds: ours and theirs.",
+            "",
+            *markdown_table(PAIRS, _pair_rows(content)),
+            "",
+        ]
+    if content["guards"]:
+        lines += ["## The guard", "", *(f"- {line}" for line in guard_lines(content["guards"])), ""]
+    computed = f"Computed on {'; '.join(content['machines'])}; other processors give other digits."
+    return "\n".join([*lines, computed, ""])
+
+
+def print_report(content: dict[str, Any]) -> None:
+    """Print the table of means, what it leaves out, and our differences."""
+    metric = content["metric"]
+    print_table(
+        ["method", *map(str, content["budgets"])],
+        [[title, *cells] for title, _, cells, _ in _rows(content, "*{}".format)],
+        title=f"{content['title']}: test {metric['name']} ({direction(metric['maximize'])}),"
+        f" {counted(len(content['seeds']), 'seed')}, by queries; *: best of a column",
+    )
+    print()
+    print_points(notes(content))
+    if content["pairs"]:
+        print()
+        print_table(PAIRS, _pair_rows(content), title=f"{METHODS[OURS].title} against each, paired by seed")
+    if content["guards"]:
+        print()
+        print_points(guard_lines(content["guards"]))
+
+
+def notes(content: dict[str, Any]) -> list[str]:
+    """Say what the numbers count, which cells are impossible and which failed."""
+    best = content["best_start"]
+    often = {name: best["chosen"].count(name) for name in content["starts"]}
+    chosen = ", ".join(f"{entry_of(name).title} in {count}" for name, count in often.items() if count)
+    lines = [
+        "every call of the metric is a query: every method's budget includes the"
+        f" {counted(best['queries'], 'query')} that choose the best free start, from which it goes on ({chosen})",
+        "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; what a"
+        " start needs, all that may go on from it do",
+    ]
+    for name, method in content["methods"].items():
+        title, seeds = METHODS[name].title, len(content["seeds"])
+        if any(budget < method["least"] for budget in content["budgets"]):
+            lines.append(f"{title} needs at least {counted(method['least'], 'query')}, the start's choice included")
+        for budget, errors in method["errors"].items():
+            lines.append(f"{title} failed with {budget} queries on {len(errors)} of {seeds} seeds: {errors[0]}")
+        if not method["cells"] and not method["errors"] and method["least"] <= content["budgets"][-1]:
+            lines.append(f"{title} does not apply")
+    return lines
+
+
+def plot(content: dict[str, Any], path: Path) -> Path:
+    """Draw the test metric against queries and against seconds, mean and standard error over seeds."""
+    figure, ((by_queries, by_seconds),) = new_figure(10.4, 5.0, columns=2, sharey=True)
+    low, high = _axis(content)
+    for name in content["starts"]:
+        entry, height = entry_of(name), float(np.mean(_known(content["starts"][name]["test"])))
+        beyond = "" if low <= height <= high else f" ({height:.4f}, beyond the axis)"
+        by_queries.axhline(height, color=entry.colour, linestyle="--", linewidth=1.2, label=entry.title + beyond)
+    by_queries.set_ylim(low, high)
+    best = content["best_start"]
+    dot = {"fmt": "s", "color": METHODS["best_start"].colour, "capsize": 3, "zorder": 5}
+    error = standard_error(_known(best["test"]))
+    mean = np.mean(_known(best["test"]))
+    by_queries.errorbar(best["queries"], mean, error, label=METHODS["best_start"].title, **dot)
+    by_seconds.errorbar(max(float(np.mean(best["seconds"])), 1e-3), mean, error, **dot)
+    for name, method in content["methods"].items():
+        cells = [cell for cell in method["cells"].values() if _known(cell["test"])]
+        if not cells:
+            continue
+        entry = METHODS[name]
+        means = np.array([np.mean(_known(cell["test"])) for cell in cells])
+        errors = np.array([standard_error(_known(cell["test"])) for cell in cells])
+        for axes, column in ((by_queries, "queries"), (by_seconds, "seconds")):
+            x = [max(float(np.mean(_known(cell[column]))), 1e-3) for cell in cells]
+            width = 2.4 if name == OURS else 1.4
+            label = entry.title if axes is by_queries else None
+            axes.plot(x, means, "o-", color=entry.colour, linewidth=width, markersize=4, label=label)
+            axes.fill_between(x, means - errors, means + errors, color=entry.colour, alpha=0.15, linewidth=0)
+    metric = content["metric"]
+    by_queries.set_ylabel(f"test {metric['name']}\n({direction(metric['maximize'])})")
+    for axes, label in ((by_queries, "metric queries"), (by_seconds, "seconds")):
+        axes.set_xscale("log")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.25)
+    by_queries.set_xticks(content["budgets"], content["budgets"])
+    by_queries.minorticks_off()
+    figure.suptitle(
+        f"{content['title']}, {counted(len(content['seeds']), 'seed')}; bands: standard error over seeds;"
+        " dashed: free starts",
+        fontsize=9,
+    )
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    return save_figure(figure, path)
+
+
+def _axis(content: dict[str, Any]) -> tuple[float, float]:
+    """Return the ends of the metric's axis: of all searches, and of free starts unless they would double it."""
+    cells = [cell["test"] for method in content["methods"].values() for cell in method["cells"].values()]
+    columns = [_known(values) for values in (content["best_start"]["test"], *cells) if _known(values)]
+    low = min(float(np.mean(each)) - standard_error(each) for each in columns)
+    high = max(float(np.mean(each)) + standard_error(each) for each in columns)
+    span = high - low or 0.01
+    free = [float(np.mean(_known(start["test"]))) for start in content["starts"].values()]
+    near = [height for height in free if low - span <= height <= high + span]
+    return min([low, *near]) - span / 20, max([high, *near]) + span / 20
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of a mean over seeds, 0 for a single seed."""
+    return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def _row(file: Path) -> dict[str, Any] | None:
+    return read_row(file) if file.exists() else None
+
+
+def _method(rows: Sequence[dict[str, Any] | None], budgets: Sequence[int]) -> dict[str, Any]:
+    known = [row for row in rows if row is not None]
+    cells = {}
+    for budget in map(str, budgets):
+        own = [None if row is None else row["cells"].get(budget) for row in rows]
+        if any(cell is not None for cell in own):
+            columns = ("queries", "validation", "test", "seconds")
+            cells[budget] = {column: [cell and cell[column] for cell in own] for column in columns}
+    errors: dict[str, list[str]] = {}
+    for row in known:
+        for budget, message in row["errors"].items():
+            errors.setdefault(budget, []).append(f"seed {row['seed']}: {message}")
+    return {"least": max(row["least"] for row in known), "cells": cells, "errors": errors}
+
+
+def _pairs(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return our differences as plain data; what a single seed leaves open is null."""
+    pairs = all_pairs(content)
+
+    def plain(value: float) -> float | None:
+        return None if math.isnan(value) else value
+
+    return [
+        {
+            "rival": each.rival,
+            "budget": each.budget,
+            **{name: plain(value) for name, value in each.interval._asdict().items()},
+            "p": plain(each.p),
+            "p_holm": plain(corrected),
+            "wins": each.wins,
+            "losses": each.losses,
+            "seeds": each.seeds,
+        }
+        for each, corrected in zip(pairs, holm([each.p for each in pairs]), strict=True)
+    ]
+
+
+def _pair_rows(content: dict[str, Any]) -> list[list[str]]:
+    def small(p: float | None) -> str:
+        return "" if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001"
+
+    return [
+        [
+            entry_of(each["rival"]).title,
+            str(each["budget"]),
+            f"{each['mean']:+.4f}",
+            "" if each["low"] is None else f"[{each['low']:+.4f}, {each['high']:+.4f}]",
+            str(each["wins"]),
+            str(each["losses"]),
+            small(each["p"]),
+            small(each["p_holm"]),
+            f"{_seconds(content, OURS, each['budget'])} / {_seconds(content, each['rival'], each['budget']) or '0'}",
+        ]
+        for each in content["pairs"]
+    ]
+
+
+def _rows(content: dict[str, Any], best: Callable[[str], str]) -> list[tuple[str, str, list[str], str]]:
+    """Return title, needs, a cell for each budget and seconds of all rows; ``best`` marks a column's best."""
+    names = [*rivals_of(content), *([OURS] if OURS in content["methods"] else [])]
+    sign, seeds = (1 if content["metric"]["maximize"] else -1), len(content["seeds"])
+    means: dict[str, list[float | None]] = {}
+    for name in names:
+        values = [tests(content, name, budget) for budget in content["budgets"]]
+        means[name] = [None if column is None else float(np.mean(_known(column))) for column in values]
+    highest = [
+        max((sign * mean for mean in column if mean is not None), default=math.nan)
+        for column in zip(*means.values(), strict=True)
+    ]
+    rows = []
+    for name in names:
+        failed = content["methods"].get(name, {"errors": {}})["errors"]
+        cells = []
+        for budget, mean, top in zip(content["budgets"], means[name], highest, strict=True):
+            cell = "" if mean is None else f"{mean:.4f}"
+            cell = best(cell) if mean is not None and sign * mean == top else cell
+            count = len(failed.get(str(budget), []))
+            cells.append(cell + ("" if not count else " " * bool(cell) + f"({count} of {seeds} failed)"))
+        title, needs = entry_of(name).title, _needs(content, name)
+        if name == "best_start":
+            title += f" ({counted(content['best_start']['queries'], 'query')})"
+        rows.append((title, needs, cells, _seconds(content, name)))
+    return rows
+
+
+def _seconds(content: dict[str, Any], name: str, budget: int | None = None) -> str:
+    """Format the mean seconds of a method at a budget, by default its largest; empty for a free start."""
+    if name in content["starts"]:
+        return ""
+    if name == "best_start":
+        return f"{np.mean(content['best_start']['seconds']):.1f}"
+    cells = content["methods"][name]["cells"]
+    if not cells:
+        return ""
+    cell = list(cells.values())[-1] if budget is None else cells[str(budget)]
+    return f"{np.mean(_known(cell['seconds'])):.1f}"
+
+
+def _needs(content: dict[str, Any], name: str) -> str:
+    """Return what a row needs: a free start its own, any other what the starts that it may go on from do too."""
+    names = [name] if name in content["starts"] else [name, *content["starts"]]
+    return max((entry_of(each).needs for each in names), key=["scores", "inputs", "labels", "another f"].index)
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]

@@ -1,0 +1,109 @@
+"""NGOpt, nevergrad's choice among its optimizers by dimension and budget."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metricopt_ext.search.direct import SearchResult, Told, _Counted
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.checks import check_above
+from metricopt_ext.utils.seeding import generator
+
+
+@dataclass(frozen=True)
+class NGOpt:
+    """NGOpt (Meunier et al., 2022, "Black-Box Optimization Revisited"), from the package nevergrad.
+
+    It is told the budget, by which it chooses an optimizer, and evaluates one point at a time.
+
+    Attributes:
+        sigma: Standard deviation of each coordinate's first mutations, above 0.
+    """
+
+    sigma: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: A setting is out of range.
+        """
+        check_above(0, sigma=self.sigma)
+
+    def least_queries(self, dim: int) -> int:
+        """Return the smallest budget: the start and one point."""
+        return 2
+
+    def __call__(
+        self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0, on_query: Told | None = None
+    ) -> SearchResult:
+        """Search from a start (see `Search`).
+
+        Raises:
+            ImportError: The package nevergrad is missing.
+        """
+        ng = _import_nevergrad()
+        rng = generator(seed, "ngopt")
+        cost_at = _Counted(task, start, queries, self.least_queries(task.dim), on_query)
+        origin = start.double().cpu().numpy()
+        space = ng.p.Array(init=origin).set_mutation(sigma=self.sigma)
+        space.random_state = np.random.RandomState(_drawn(rng))
+        own = _OwnStream(_drawn(rng), ng.optimization.metamodel)
+        with own:
+            optimizer = ng.optimizers.NGOpt(parametrization=space, budget=queries, num_workers=1)
+            optimizer.suggest(origin)
+            optimizer.tell(optimizer.ask(), cost_at.cost)
+        while cost_at.left:
+            with own:
+                candidate = optimizer.ask()
+            cost = float(cost_at(torch.tensor(candidate.value)[None].to(start)))
+            with own:
+                optimizer.tell(candidate, cost)
+        return cost_at.finish([start])
+
+
+class _OwnStream:
+    """Lets nevergrad's own code run: without its warnings, and on a stream of random numbers of its own.
+
+    Optimizers inside NGOpt draw from NumPy's global stream, which is left as it was.
+
+    Args:
+        seed: The stream's seed.
+        metamodel: nevergrad's module of that name. It calls ``float`` on arrays of one number, an error since NumPy
+            2.4, so it gets a ``float`` of its own meanwhile.
+    """
+
+    def __init__(self, seed: int, metamodel: Any) -> None:
+        self.state, self.metamodel = np.random.RandomState(seed).get_state(), metamodel
+
+    def __enter__(self) -> None:
+        self.warnings = warnings.catch_warnings()
+        self.warnings.__enter__()
+        warnings.simplefilter("ignore")
+        self.before = np.random.get_state()
+        np.random.set_state(self.state)
+        self.metamodel.float = lambda value: np.asarray(value, dtype=float).item()
+
+    def __exit__(self, *details: Any) -> None:
+        del self.metamodel.float
+        self.state = np.random.get_state()
+        np.random.set_state(self.before)
+        self.warnings.__exit__(*details)
+
+
+def _drawn(rng: torch.Generator) -> int:
+    return int(torch.randint(2**32, (1,), generator=rng, dtype=torch.int64))
+
+
+def _import_nevergrad() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import nevergrad
+    except ImportError as error:
+        raise ImportError("NGOpt needs the package nevergrad: pip install 'metricopt-ext[compare]'") from error
+    return nevergrad

@@ -1,0 +1,115 @@
+"""Contenders on a quadratic: where each stood at each budget, and that no query goes uncounted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.evidence.contenders import (
+    Contender,
+    Telling,
+    Trace,
+    at_each_budget,
+    ours,
+    searching,
+    usual_contenders,
+    with_budget,
+)
+from metricopt_ext.evidence.method import METHODS
+from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.search.direct import CMAES
+from metricopt_ext.search.random_search import RandomSearch
+
+BUDGETS = [20, 35, 60]
+
+
+def run(contender: Contender, task: Any, seed: int = 3) -> list[Any]:
+    return list(contender.run(task, task.starts(0.3, 0, [0])[0], BUDGETS, seed))
+
+
+def test_one_run_of_an_anytime_search_serves_all_budgets(quadratic: Callable[..., Any]) -> None:
+    once = quadratic()
+    reached = run(searching(RandomSearch(), anytime=True), once)
+    assert once.queries == 60
+    each = run(searching(RandomSearch()), quadratic())
+    for a, b, budget in zip(reached, each, BUDGETS, strict=True):
+        assert torch.equal(a.end, b.end)
+        assert a.queries == b.queries == budget
+    assert [a.seconds for a in reached] == sorted(a.seconds for a in reached)
+    assert once.metric.ledger.spent == 0  # each contender counts in a ledger of its own
+
+
+def test_an_anytime_search_keeps_what_it_reached_before_the_metric_failed(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    task.problem.fail_after = 40
+    reached = searching(RandomSearch(), anytime=True).run(task, task.origin(), BUDGETS, 0)
+    assert [next(reached).queries, next(reached).queries] == [20, 35]
+    with pytest.raises(MetricError, match="query 41 of 60"):
+        next(reached)
+
+
+def test_other_searches_are_told_each_budget(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    reached = run(searching(CMAES()), task)
+    start = task.starts(0.3, 0, [0])[0]
+    for each, budget in zip(reached, BUDGETS, strict=True):
+        fresh = quadratic()
+        assert torch.equal(each.end, CMAES()(fresh, start, budget, seed=3).phi)
+    assert task.queries == sum(BUDGETS)
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_ours_starts_where_told_and_says_what_its_guard_did(quadratic: Callable[..., Any], accepted: bool) -> None:
+    task = quadratic()
+    start = task.starts(0.3, 0, [0])[0] if accepted else task.goal
+    for each, budget in zip(ours(task, start, BUDGETS, 3), BUDGETS, strict=True):
+        found = CMAES()(quadratic(), start, budget, seed=3)
+        assert each.queries == budget
+        assert each.guard.accepted == accepted
+        assert torch.equal(each.guard.candidate, found.phi)
+        assert torch.equal(each.end, found.phi if accepted else start)
+        assert each.guard.gain == pytest.approx(task.true_cost(start) - found.cost)  # lower is better: a fall is a gain
+
+
+def test_a_method_that_does_not_apply_reaches_nothing(quadratic: Callable[..., Any]) -> None:
+    assert run(at_each_budget(lambda *_: None, least=lambda dim: 1), quadratic()) == []
+
+
+def test_best_step_of_the_loss_is_tried_at_no_more_points_than_queries(quadratic: Callable[..., Any]) -> None:
+    config = RunConfig()
+    config.recipe.steps = 30
+    task = quadratic(noise=0.0)
+    reached = run(usual_contenders(config)["loss_finetune_best"], task)
+    assert [each.queries for each in reached] == [20, 31, 31]
+
+
+def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
+    contenders = usual_contenders(RunConfig())
+    assert set(contenders) <= set(METHODS)
+    assert {name for name, each in contenders.items() if each.anytime} == {"random_search", "turbo"}
+    assert {name: each.least(32) for name, each in contenders.items()} == {
+        "loss_finetune_best": 2,
+        "guided_es": 14,
+        "cma_es": 16,
+        "random_search": 2,
+        "ngopt": 2,
+        "turbo": 17,
+        "ours": 16,
+    }
+
+
+def test_traces_and_tellings_leave_the_metric_as_it_is(quadratic: Callable[..., Any]) -> None:
+    task, told = quadratic(), []
+    limited = with_budget(task.judged_by(Telling(task.metric, told.append)), 3)
+    trace = Trace(limited.metric)
+    points = [task.goal + 1, task.goal, task.goal]
+    costs = limited.judged_by(trace).costs_at(torch.stack(points), "search")
+    assert told == costs.tolist() == [point.cost for point in trace.points] == [task.true_cost(p) for p in points]
+    best: list[Tensor] = [trace.best(queries) for queries in (1, 2, 3)]
+    assert torch.equal(torch.stack(best), torch.stack([points[0], points[1], points[1]]))
+    with pytest.raises(BudgetError):
+        limited.cost(task.goal, "search")
+    assert task.metric.ledger.spent == 0

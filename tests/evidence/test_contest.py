@@ -1,0 +1,182 @@
+"""One seed of a comparison on a quadratic: the same start for all, a file for each, and errors that stop nothing."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from torch import Tensor
+
+from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.evidence.contenders import Contender, at_each_budget, searching
+from metricopt_ext.evidence.contest import Plan, read_row, run_seed
+from metricopt_ext.evidence.experiment import Experiment, Subject
+from metricopt_ext.evidence.method import Reached
+from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.methods.starts import Start
+from metricopt_ext.search.direct import CMAES
+from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.utils.progress import Watcher
+
+PLAN = Plan(("random_search", "cma_es", "ngopt", "turbo", "ours"), (4, 20, 60))
+
+
+def failing(task: Any, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+    if max(budgets) > 30:
+        raise RuntimeError("out of\nmemory")
+    yield Reached(start, 1, 1, 0.0)
+
+
+def greedy(task: Any, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+    for queries in budgets:
+        yield Reached(start, queries + 1, 1, 0.0)
+
+
+@pytest.fixture
+def experiment(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
+    """An experiment on the quadratic, whose second start is the best; contenders of all kinds."""
+
+    class Known(Experiment[RunConfig]):
+        config_type = RunConfig
+        built: ClassVar[list[int]] = []
+        contenders_now: ClassVar[dict[str, Contender]] = {
+            "random_search": searching(RandomSearch(), anytime=True),
+            "cma_es": searching(CMAES()),
+            "ngopt": Contender(failing, lambda dim: 1),
+            "turbo": Contender(greedy, lambda dim: 1, anytime=True),
+            "ours": at_each_budget(lambda *_: None, lambda dim: 1),
+        }
+
+        @classmethod
+        def describe(cls, config: Any) -> Subject:
+            return Subject("known", "quadratic", "distance", False)
+
+        def prepare(self) -> Any:
+            self.built.append(self.seed)
+            task = quadratic()
+            return task, task.metric.with_new_ledger()
+
+        def validation(self) -> Any:
+            raise AssertionError("no start of these needs it")
+
+        def starts(self) -> dict[str, Start]:
+            return {"pretrained": Start(self.task.origin()), "half": Start(self.task.goal / 2)}
+
+        @classmethod
+        def contenders(cls, config: Any, subject: Any = None) -> dict[str, Contender]:
+            return cls.contenders_now
+
+    return Known
+
+
+def rows(folder: Path, seed: int = 5) -> dict[str, Any]:
+    return {path.stem: json.loads(path.read_text()) for path in (folder / f"seed-{seed}").glob("*.json")}
+
+
+def test_every_row_counts_the_choice_of_the_start(
+    experiment: Any, quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    found, problem = rows(tmp_path), quadratic()
+    half = problem.goal / 2
+    assert found["starts"]["chosen"] == "half"
+    assert found["starts"]["test"]["half"] == problem.true_cost(half)
+    random = found["random_search"]
+    assert random["least"] == 2 + 2
+    assert {budget: cell["queries"] for budget, cell in random["cells"].items()} == {"4": 4, "20": 20, "60": 60}
+    ends = {budget: RandomSearch()(quadratic(), half, budget - 2, seed=5) for budget in (4, 20, 60)}
+    for budget, end in ends.items():
+        cell = random["cells"][str(budget)]
+        assert cell["test"] == cell["validation"] == end.cost
+        assert cell["guard"] is None
+    assert found["cma_es"]["least"] == CMAES().least_queries(4) + 2
+    assert list(found["cma_es"]["cells"]) == ["20", "60"]  # 4 are impossible
+    assert found["cma_es"]["cells"]["20"]["test"] == CMAES()(quadratic(), half, 18, seed=5).cost
+
+
+def test_errors_mark_their_cells_and_the_rest_goes_on(experiment: Any, tmp_path: Path) -> None:
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    found = rows(tmp_path)
+    assert list(found["ngopt"]["cells"]) == ["4", "20"]
+    assert found["ngopt"]["errors"] == {"60": "RuntimeError: out of memory"}
+    assert found["turbo"]["cells"] == {}
+    assert found["turbo"]["errors"] == dict.fromkeys(
+        ("4", "20", "60"), "BudgetError: 5 queries were spent of a budget of 4"
+    )
+    assert (found["ours"]["cells"], found["ours"]["errors"]) == ({}, {})  # does not apply
+    assert len(found["random_search"]["cells"]) == 3
+
+
+def test_only_what_is_missing_or_failed_is_run_again(experiment: Any, tmp_path: Path) -> None:
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    folder = tmp_path / "seed-5"
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
+    experiment.contenders_now["ngopt"] = searching(RandomSearch(), anytime=True)
+    experiment.contenders_now["turbo"] = searching(RandomSearch(), anytime=True)
+    (folder / "cma_es.json").unlink()
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
+    assert {name for name in after if after[name] == before[name]} == {"random_search.json", "ours.json"}
+    assert rows(tmp_path)["ngopt"]["errors"] == {}
+    assert experiment.built == [5, 5]
+    run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
+    assert experiment.built == [5, 5]  # nothing is missing
+
+
+def test_starts_can_be_chosen_by_name(experiment: Any, tmp_path: Path) -> None:
+    run_seed(experiment, RunConfig(), Plan(("random_search",), (4,), ("pretrained",)), tmp_path, 5, Watcher())
+    assert rows(tmp_path)["starts"]["chosen"] == "pretrained"
+    assert rows(tmp_path)["random_search"]["least"] == 2 + 1
+    with pytest.raises(ConfigError, match="'prior' is none of pretrained, half"):
+        run_seed(experiment, RunConfig(), Plan(("random_search",), (4,), ("prior",)), tmp_path, 6, Watcher())
+
+
+def test_a_guard_is_judged_on_the_test_data(
+    experiment: Any, quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from metricopt_ext.evidence.contenders import ours
+
+    experiment.contenders_now["ours"] = Contender(ours, CMAES().least_queries)
+    monkeypatch.setattr(experiment, "test_error", lambda self, task, before, after: float((after - before).norm()))
+    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
+    problem = quadratic()
+    half = problem.goal / 2
+    found = CMAES()(quadratic(), half, 58, seed=5)
+    guard = rows(tmp_path)["ours"]["cells"]["60"]["guard"]
+    assert guard["accepted"]
+    assert guard["change"] == pytest.approx(problem.true_cost(half) - found.cost)
+    assert guard["gain"] == pytest.approx(guard["change"])  # both look at the same metric here
+    assert guard["error"] == pytest.approx(float((found.phi - half).norm()))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan(("a", "z"), (20,)), "'z' is none of a, b"),
+        (Plan((), (20,)), "one or more"),
+        (Plan(("a", "a"), (20,)), "each once"),
+        (Plan(("a",), ()), "budgets="),
+        (Plan(("a",), (20, 20)), "ascending"),
+        (Plan(("a",), (0, 20)), "at least 1"),
+    ],
+)
+def test_impossible_plans_are_refused(plan: Plan, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan.check(["b", "a"])
+
+
+def test_a_foreign_file_is_no_row(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"seed": 1}')
+    with pytest.raises(FileFormatError, match="not a row of a comparison"):
+        read_row(tmp_path / "a.json")
+
+
+def test_the_start_is_not_moved_by_a_contender(experiment: Any, tmp_path: Path) -> None:
+    """Contenders run in any order reach the same: none leaves a trace in the model, or in the start."""
+    orders = ("random_search", "cma_es"), ("cma_es", "random_search")
+    for number, names in enumerate(orders):
+        run_seed(experiment, RunConfig(), Plan(names, (20,)), tmp_path / str(number), 5, Watcher())
+    first, second = (rows(tmp_path / str(number)) for number in range(2))
+    for name in orders[0]:
+        assert first[name]["cells"]["20"]["test"] == second[name]["cells"]["20"]["test"]

@@ -1,0 +1,133 @@
+"""A comparison's report on rows with known numbers: means, the best of a column, gaps, and files for all seeds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metricopt_ext.errors import DataError, FileFormatError
+from metricopt_ext.evidence.contest import Plan
+from metricopt_ext.evidence.contest_report import gather, load, markdown, print_report, standard_error, write
+from metricopt_ext.evidence.experiment import Subject
+
+SUBJECT = Subject("classification/toy", "net on toy", "accuracy", True)
+PLAN = Plan(("cma_es", "ours", "turbo"), (5, 20, 60))
+
+
+def put(folder: Path, seed: int, ours: float = 0.8, cma: float | None = 0.7) -> None:
+    """Write one seed's rows: CMA-ES can't do with 5 queries and may fail with 60, TuRBO does not apply."""
+
+    def cell(test: float, budget: int, guard: Any = None) -> dict[str, Any]:
+        return {"queries": budget, "validation": test, "test": test, "seconds": budget / 10, "guard": guard}
+
+    guard = {"gain": 0.1, "chance": 0.01, "accepted": True, "change": 0.05, "error": 0.01}
+    failed = {} if cma is not None else {"60": "MetricError: down"}
+    rows = {
+        "starts": {
+            "seed": seed,
+            "chosen": "batchnorm",
+            "validation": {"pretrained": 0.4, "batchnorm": 0.6},
+            "test": {"pretrained": 0.5, "batchnorm": 0.6},
+            "seconds": 0.5,
+        },
+        "cma_es": {
+            "least": 18,
+            "cells": {"20": cell(0.65, 20), **({} if cma is None else {"60": cell(cma, 60)})},
+            "errors": failed,
+        },
+        "ours": {"least": 4, "cells": {str(q): cell(ours, q, guard) for q in (5, 20, 60)}, "errors": {}},
+        "turbo": {"least": 19, "cells": {}, "errors": {}},
+    }
+    (folder / f"seed-{seed}").mkdir(parents=True)
+    for name, row in rows.items():
+        content = {"method": name, "seed": seed, "machine": "A processor", **row}
+        (folder / f"seed-{seed}" / f"{name}.json").write_text(json.dumps(content))
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> dict[str, Any]:
+    put(tmp_path, 701, ours=0.9)
+    put(tmp_path, 700, cma=None)
+    put(tmp_path, 702, ours=0.7)
+    return gather(tmp_path, PLAN, SUBJECT, {})
+
+
+def table(text: str) -> dict[str, list[str]]:
+    lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {line[0]: [cell.strip() for cell in line[1:]] for line in lines if len(line) == 6}
+
+
+def test_all_seeds_are_taken_in_and_paired(content: dict[str, Any]) -> None:
+    assert content["seeds"] == [700, 701, 702]
+    assert content["methods"]["ours"]["cells"]["60"]["test"] == [0.8, 0.9, 0.7]
+    assert content["methods"]["cma_es"]["cells"]["60"]["test"] == [None, 0.7, 0.7]
+    assert content["best_start"]["test"] == [0.6] * 3
+    assert content["best_start"]["queries"] == 2
+    assert len(content["guards"]) == 9
+    pairs = {(each["rival"], each["budget"]): each for each in content["pairs"]}
+    assert pairs["cma_es", 60]["mean"] == pytest.approx(0.1)
+    assert (pairs["cma_es", 60]["wins"], pairs["cma_es", 60]["losses"], pairs["cma_es", 60]["seeds"]) == (1, 0, 2)
+    assert ("cma_es", 5) not in pairs
+    assert len(pairs) == 3 * 3 + 2
+    assert all(each["p_holm"] >= each["p"] for each in pairs.values())
+
+
+def test_the_table_marks_the_best_and_says_what_is_missing(content: dict[str, Any]) -> None:
+    text = markdown(content)
+    rows = table(text)
+    assert rows["method"] == ["needs", "5", "20", "60", "seconds"]
+    assert rows["pretrained"] == ["scores", "0.5000", "0.5000", "0.5000", ""]
+    assert rows["BatchNorm on validation"][0] == "inputs"
+    assert rows["best free start (2 queries)"] == ["inputs", "0.6000", "0.6000", "0.6000", "0.5"]
+    assert rows["CMA-ES on the metric"] == ["inputs", "", "0.6500", "0.7000 (1 of 3 failed)", "6.0"]
+    assert rows["optimize_metric"] == ["inputs", "**0.8000**", "**0.8000**", "**0.8000**", "6.0"]
+    assert "- CMA-ES on the metric needs at least 18 queries" in text
+    assert "failed with 60 queries on 1 of 3 seeds: seed 700: MetricError: down" in text
+    assert "- TuRBO on the metric does not apply" in text
+    assert "9 guarded runs, 9 accepted; mean change on test +0.0500" in text
+
+
+def test_a_rival_that_is_best_is_marked_too_and_lower_can_be_better(tmp_path: Path) -> None:
+    put(tmp_path, 700)
+    text = markdown(gather(tmp_path, PLAN, SUBJECT._replace(maximize=False), {}))
+    assert table(text)["pretrained"][1:4] == ["**0.5000**"] * 3
+    assert "nan" not in text.lower()
+
+
+def test_files_are_written_and_read(
+    content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = write(content, tmp_path)
+    assert [path.name for path in paths] == ["comparison.json", "comparison.md", "comparison.png"]
+    assert load(tmp_path) == content
+    assert paths[2].stat().st_size > 10_000
+    print_report(content)
+    printed = capsys.readouterr().out
+    assert "*0.8000" in printed
+    assert "against each, paired by seed" in printed
+
+
+def test_a_folder_without_seeds_or_comparison_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no seed"):
+        gather(tmp_path, PLAN, SUBJECT, {})
+    with pytest.raises(FileFormatError, match="run the comparison into"):
+        load(tmp_path)
+    (tmp_path / "comparison.json").write_text("{}")
+    with pytest.raises(FileFormatError, match="not a comparison's"):
+        load(tmp_path)
+
+
+def test_without_ours_there_is_a_table_alone(tmp_path: Path) -> None:
+    put(tmp_path, 700)
+    (tmp_path / "seed-700" / "ours.json").unlink()
+    found = gather(tmp_path, PLAN, SUBJECT, {})
+    assert found["pairs"] == found["guards"] == []
+    text = markdown(found)
+    assert "## " not in text
+    assert table(text)["CMA-ES on the metric"][3] == "**0.7000**"
+
+
+def test_the_standard_error_of_one_seed_is_no_band() -> None:
+    assert standard_error([0.5]) == 0
+    assert standard_error([1.0, 3.0]) == pytest.approx(1.0)

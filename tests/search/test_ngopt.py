@@ -1,0 +1,49 @@
+"""NGOpt of nevergrad, where that package is installed."""
+
+import builtins
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from metricopt_ext.search.ngopt import NGOpt
+
+
+@pytest.fixture
+def nevergrad() -> None:
+    pytest.importorskip("nevergrad", reason="needs the extra compare")
+
+
+@pytest.mark.usefixtures("nevergrad")
+def test_it_keeps_to_the_protocol(keeps_to_protocol: Callable[..., None]) -> None:
+    keeps_to_protocol(NGOpt(), 80)
+
+
+@pytest.mark.usefixtures("nevergrad")
+@pytest.mark.outcome
+def test_a_quadratic_is_nearly_solved(quadratic: Callable[..., Any]) -> None:
+    """With 150 queries for 5 coordinates its model of the metric, a quadratic, is exact."""
+    for seed in range(3):
+        task = quadratic(dim=5)
+        result = NGOpt(0.3)(task, task.origin(), 150, seed=seed)
+        assert result.cost < 0.1 * task.true_cost(task.origin())  # at worst 2e-18
+
+
+@pytest.mark.parametrize("sigma", [0.0, float("nan")])
+def test_an_impossible_spread_is_refused(sigma: float) -> None:
+    with pytest.raises(ValueError, match=f"sigma is {sigma}"):
+        NGOpt(sigma)
+
+
+def test_a_missing_package_says_what_to_install(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "nevergrad":
+            raise ModuleNotFoundError("No module named 'nevergrad'")
+        return imported(name, *args, **kwargs)
+
+    imported = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", without)
+    task = quadratic()
+    with pytest.raises(ImportError, match=r"pip install 'metricopt-ext\[compare\]'"):
+        NGOpt()(task, task.origin(), 50)
+    assert task.queries == 0

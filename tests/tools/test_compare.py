@@ -1,0 +1,179 @@
+"""The comparison tool end to end on a tiny set: shards, resuming, failures, and what is refused before it runs."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.search.guided_es import es_direction
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
+DIGITS = ROOT / "configs" / "compare" / "digits_shifted.yaml"
+OVERRIDES = [
+    *("methods=[random_search,cma_es,guided_es,threshold,ours]", "budgets=[6,20,40]", "workers=1", "device=cpu"),
+    *(
+        "data.name=breast_cancer",
+        "data.standardise=true",
+        "shift.kind=none",
+        "model.name=tabular_mlp",
+        "adapter.kind=input_bias",
+    ),
+    *("adapter.layers=[]", "adapter.dim=4", "metric.name=f1", "model.epochs=2", "recipe.steps=5"),
+]
+
+
+def load_tool() -> Any:
+    spec = importlib.util.spec_from_file_location("compare", ROOT / "tools" / "compare.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["compare"] = module  # its dataclass looks up its annotations there
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+
+
+def call(*arguments: str | Path) -> None:
+    """Call the script's main as the command line does."""
+    before, sys.argv = sys.argv, ["compare.py", *map(str, arguments)]
+    try:
+        tool.main()
+    finally:
+        sys.argv = before
+
+
+def run(folder: Path, *arguments: str) -> dict[str, Any]:
+    call("--config-file", DIGITS, "--output-dir", folder, *OVERRIDES, *arguments)
+    content: dict[str, Any] = json.loads((folder / "comparison.json").read_text())
+    return content
+
+
+def refused(*arguments: str | Path) -> str:
+    with pytest.raises(SystemExit) as caught:
+        call(*arguments)
+    return str(caught.value.code).removeprefix("error: ")
+
+
+def numbers(content: dict[str, Any]) -> dict[str, Any]:
+    """Return what equal runs share."""
+    methods = {
+        name: {budget: {**cell, "seconds": None} for budget, cell in method["cells"].items()}
+        for name, method in content["methods"].items()
+    }
+    return {"methods": methods, "starts": content["starts"], "pairs": content["pairs"], "guards": content["guards"]}
+
+
+def test_shards_and_resuming_give_one_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = run(tmp_path / "whole", "--seeds", "3-5")
+    assert whole["seeds"] == [3, 4, 5]
+    assert list(whole["starts"]) == ["pretrained", "loss_finetune", "batchnorm"]
+    methods = whole["methods"]
+    assert list(methods["cma_es"]["cells"]) == list(methods["guided_es"]["cells"]) == ["20", "40"]
+    assert methods["guided_es"]["least"] == 14 + 3
+    assert methods["random_search"]["cells"]["6"]["queries"] == [6] * 3
+    assert methods["threshold"]["cells"]["40"]["queries"] == [40] * 3
+    assert len(whole["guards"]) == 3 * 2
+    assert all(guard["error"] >= 0 for guard in whole["guards"])
+    printed = capsys.readouterr().out
+    assert "optimize_metric against each" in printed
+    assert "seed 4" in printed
+    for name in ("comparison.md", "comparison.png"):
+        assert (tmp_path / "whole" / name).exists()
+
+    parts = tmp_path / "parts"
+    assert run(parts, "seed=4", "seeds=2")["seeds"] == [4, 5]
+    (parts / "seed-5" / "cma_es.json").unlink()
+    (parts / "seed-4" / "starts.json").unlink()
+    both = run(parts, "--seeds", "3-5")
+    assert numbers(both) == numbers(whole)
+
+    call("--summary", tmp_path / "whole", parts, "--output-dir", tmp_path)
+    page = (tmp_path / "summary.md").read_text()
+    assert "# optimize_metric over 2 tasks" in page
+    assert "12 guarded runs" in page
+    with pytest.raises(SystemExit, match="budgets was"):
+        run(parts, "budgets=[6,20]")
+
+
+def test_a_failing_method_marks_its_cells_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any, **more: Any) -> Any:
+        raise RuntimeError("no direction today")
+
+    monkeypatch.setattr("metricopt_ext.search.direct.es_direction", fail)
+    failed = run(tmp_path, "--seeds", "3-3")
+    message = "seed 3: RuntimeError: no direction today"
+    assert failed["methods"]["guided_es"]["errors"] == {"20": [message], "40": [message]}
+    assert failed["methods"]["guided_es"]["cells"] == {}
+    assert len(failed["methods"]["cma_es"]["cells"]) == 2
+    text = (tmp_path / "comparison.md").read_text()
+    assert "| Guided ES on the metric | inputs |  | (1 of 1 failed) | (1 of 1 failed) |" in text
+    assert "no direction" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr("metricopt_ext.search.direct.es_direction", es_direction)
+    assert run(tmp_path, "--seeds", "3-3")["methods"]["guided_es"]["errors"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["methods=[cma_es,sorcery]"], "'sorcery' is none of"),
+        (["budgets=[60,20]"], "ascending"),
+        (["budgets=[]"], "ascending"),
+        (["task=regression"], "task=regression: it must be one of"),
+        (["config=configs/classification/digits.yml"], "there is no such file in"),
+        (["metric.nam=f1"], "unknown key 'metric.nam'; did you mean 'metric.name'"),
+        (["budget=[20]"], "unknown key 'budget'"),
+        (["metric.name=sorcery"], "'sorcery'"),
+        (["seeds=0"], "seeds=0: it must be at least 1"),
+        (["--seeds", "9-3"], "must be FIRST-LAST"),
+        (["--seeds", "3"], "must be FIRST-LAST"),
+        (["overrides=[seed=3]"], "seed=3 is a key of the comparison itself"),
+    ],
+)
+def test_bad_keys_are_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(tool, "run_seeds", lambda *_, **__: pytest.fail("ran something"))
+    assert message in refused("--config-file", DIGITS, "--output-dir", tmp_path, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_overrides_go_to_the_comparison_or_to_its_task() -> None:
+    config, subject = tool.read_configs(DIGITS, ["budgets=[30]", "data.root=FOLDER", "metric.name=f1", "seed=9"])
+    assert config.budgets == [30]
+    assert config.seed == 9
+    assert subject.data.root == "FOLDER"
+    assert subject.metric.name == "f1"
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_configs_can_be_run(file: Path) -> None:
+    try:
+        config, subject = tool.read_configs(file)
+    except ConfigError as error:
+        if "digits_longtail.yaml" in str(error):
+            pytest.skip("the task's config is not there yet")
+        raise
+    if config.task == "retrieval":
+        pytest.importorskip("faiss")
+    experiment = tool.experiment_of(config.task)
+    subject.check()
+    config.plan.check(experiment.contenders(subject))
+    assert experiment.describe(subject).metric
+    assert config.seed == 700
+
+
+def test_a_summary_takes_comparisons_alone(tmp_path: Path) -> None:
+    assert "run the comparison into" in refused("--summary", tmp_path)
+    assert refused("--summary", tmp_path, "--config-file", DIGITS) == "2"  # argparse's own
+    assert refused("--config-file", DIGITS) == "2"
+    with pytest.raises(FileFormatError):
+        tool.summarise([tmp_path], None)

@@ -1,0 +1,198 @@
+"""Which method is best for one model, one metric and a number of queries: methods x budgets x seeds on the same splits.
+
+    python tools/compare.py --config-file configs/compare/digits_shifted.yaml --output-dir out/digits_shifted
+    python tools/compare.py --config-file configs/compare/a9a_f1.yaml --output-dir out/a9a_f1 data.root=FOLDER
+    python tools/compare.py --config-file configs/compare/digits_shifted.yaml --output-dir out/part --seeds 700-704
+    python tools/compare.py --summary out/digits_shifted out/a9a_f1 --output-dir out
+
+An override whose key is one of the comparison's own (task, config, overrides, methods, budgets, starts, seeds, seed,
+workers, threads, device) sets it; any other is one of the task's config. Writes comparison.json, comparison.md and
+comparison.png on all seeds that the folder holds; a row that is on file is not computed again, so that an interrupted
+comparison goes on where it stopped, and seeds can be run in several parts, at once or one after another. ``--summary``
+writes what several comparisons show together to summary.md.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.claims import summary
+from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.contest import Plan, run_seed
+from metricopt_ext.evidence.contest_report import gather, load, print_report, write
+from metricopt_ext.evidence.experiment import Experiment
+from metricopt_ext.evidence.run_config import check_at_least
+from metricopt_ext.methods.run_folder import open_run
+from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.files import write_atomically
+from metricopt_ext.utils.machine import deterministic
+from metricopt_ext.utils.parallel import run_seeds
+from metricopt_ext.utils.words import counted
+
+TASKS = ("classification", "detection", "retrieval")
+METHODS = ["random_search", "guided_es", "cma_es", "ngopt", "turbo", "loss_finetune_best", "ours"]
+
+
+@dataclass
+class CompareConfig:
+    """A whole run of `tools/compare.py`."""
+
+    task: str = "classification"  # classification, detection or retrieval: whose config the next key names
+    config: str = ""  # that task's YAML, relative to this file's folder or the nearest one above that has it
+    overrides: list[str] = field(default_factory=list)  # key=value, of the task's config
+    methods: list[str] = field(default_factory=METHODS.copy)
+    budgets: list[int] = field(default_factory=lambda: [20, 60, 150, 300, 600])  # metric queries, ascending
+    starts: list[str] = field(default_factory=list)  # free starts to choose from; empty: all that the task has
+    seeds: int = 20  # number of seeds
+    seed: int = 700  # the first of them
+    workers: int = 1  # seeds that run in parallel, each in its own process
+    threads: int = 1  # CPU threads of each
+    device: str = "auto"  # auto, cpu, cuda, cuda:0, ...
+
+    def check(self) -> None:
+        """Reject what would only fail after work has been done.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        if self.task not in TASKS:
+            raise ConfigError(f"task={self.task}: it must be one of {', '.join(TASKS)}")
+        check_at_least(1, {name: getattr(self, name) for name in ("seeds", "workers", "threads")})
+        check_at_least(0, {"seed": self.seed})
+
+    @property
+    def plan(self) -> Plan:
+        """What is run."""
+        return Plan(tuple(self.methods), tuple(self.budgets), tuple(self.starts))
+
+
+def main() -> None:
+    """Parse the command line, run all seeds or summarise, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-file", type=Path, help="YAML file; its keys are those of CompareConfig")
+    parser.add_argument("--output-dir", type=Path, help="folder for all output files")
+    parser.add_argument("--seeds", help="first and last seed, e.g. 700-709, overriding the config")
+    parser.add_argument("--summary", type=Path, nargs="+", metavar="FOLDER", help="summarise these comparisons instead")
+    parser.add_argument("overrides", nargs="*", help="key=value, e.g. budgets=[20,60] data.root=FOLDER")
+    arguments = parser.parse_intermixed_args()
+    with errors_in_one_line(ValueError):
+        if arguments.summary:
+            if arguments.config_file or arguments.overrides or arguments.seeds:
+                parser.error("--summary takes folders, and --output-dir, alone")
+            summarise(arguments.summary, arguments.output_dir)
+            return
+        if not arguments.config_file or not arguments.output_dir:
+            parser.error("--config-file and --output-dir are required")
+        config, subject = read_configs(arguments.config_file, arguments.overrides)
+        if arguments.seeds:
+            config.seed, config.seeds = seed_range(arguments.seeds)
+        compare(config, subject, arguments.output_dir)
+
+
+def read_configs(file: Path, overrides: Sequence[str] = ()) -> tuple[CompareConfig, Any]:
+    """Return the comparison's config and, as yet without its seeds and device, the task's.
+
+    Args:
+        file: The comparison's YAML.
+        overrides: ``key=value``; a key of `CompareConfig` sets it, any other is the task's.
+
+    Raises:
+        ConfigError: A file is missing, a key unknown or a value impossible.
+    """
+    own = {each.name for each in fields(CompareConfig)}
+    ours = [each for each in overrides if each.partition("=")[0] in own]
+    config = load_config(CompareConfig, file, ours)
+    config.check()
+    candidates = [folder / config.config for folder in file.resolve().parents]
+    path = next((each for each in candidates if config.config and each.is_file()), None)
+    if path is None:
+        raise ConfigError(f"config={config.config}: there is no such file in {file.resolve().parent} or above")
+    theirs = [*config.overrides, *(each for each in overrides if each not in ours)]
+    for each in config.overrides:
+        if each.partition("=")[0] in own:
+            raise ConfigError(f"overrides: {each} is a key of the comparison itself; write it there")
+    return config, load_config(experiment_of(config.task).config_type, path, theirs)
+
+
+def seed_range(text: str) -> tuple[int, int]:
+    """Return the first seed and the number of seeds of ``"first-last"``.
+
+    Raises:
+        ConfigError: It is something else, or empty.
+    """
+    found = re.fullmatch(r"(\d+)-(\d+)", text)
+    if not found or int(found[2]) < int(found[1]):
+        raise ConfigError(f"--seeds {text}: it must be FIRST-LAST, e.g. 700-709")
+    return int(found[1]), int(found[2]) - int(found[1]) + 1
+
+
+def experiment_of(task: str) -> type[Experiment[Any]]:
+    """Return a task's experiment; only its own toolkit is imported."""
+    if task == "classification":
+        from metricopt_ext.classification.experiment import ClassificationExperiment
+
+        return ClassificationExperiment
+    if task == "detection":
+        from metricopt_ext.detection.experiment import DetectionExperiment
+
+        return DetectionExperiment
+    from metricopt_ext.retrieval.experiment import RetrievalExperiment
+
+    return RetrievalExperiment
+
+
+def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]:
+    """Run every seed and write the report on all seeds of the folder; returns its content.
+
+    Args:
+        config: The comparison's settings.
+        subject: The task's.
+        folder: Receives all output files.
+    """
+    config.check()
+    for name in ("seed", "seeds", "workers", "threads", "device"):
+        setattr(subject, name, getattr(config, name))
+    subject.check()
+    experiment, plan = experiment_of(config.task), config.plan
+    about = experiment.describe(subject)
+    contenders = experiment.contenders(subject)
+    plan.check(contenders)
+    settings = {**subject.as_dict(), "task": config.task, "budgets": config.budgets, "starts": config.starts}
+    with deterministic(subject.deterministic, config.threads):
+        open_run(folder, settings, resume=True)
+        print(f"{about.title}: {about.metric}, {counted(len(plan.methods), 'method')} from seed {config.seed} on")
+        largest = max(plan.budgets)
+        total = sum(largest if contenders[name].anytime else sum(plan.budgets) for name in plan.methods)
+        run_seeds(
+            partial(run_seed, experiment, subject, plan, folder),
+            range(config.seed, config.seed + config.seeds),
+            queries=total,
+            workers=config.workers,
+            threads=config.threads,
+        )
+    content = gather(folder, plan, about, {**asdict(config), "of_task": subject.as_dict()})
+    paths = write(content, folder)
+    print_report(content)
+    print("wrote", *paths, sep="\n  ")
+    return content
+
+
+def summarise(folders: Sequence[Path], output: Path | None) -> str:
+    """Print what several comparisons show together, and write it to summary.md if there is a folder for it."""
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = list(map(str, folders))
+    page = summary({name: load(folder) for name, folder in zip(names, folders, strict=True)})
+    print(page)
+    if output is not None:
+        write_atomically(output / "summary.md", page.encode())
+    return page
+
+
+if __name__ == "__main__":
+    main()
