@@ -1,0 +1,163 @@
+"""Where a search may begin: starts of other buffers, and BatchNorm statistics against the inputs they come from."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.errors import AdapterError
+from metricopt_ext.methods.starts import (
+    Start,
+    batchnorm_start,
+    reestimate_batchnorm,
+    same_buffers,
+    set_buffers,
+    with_start,
+)
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+
+
+def task_of(model: nn.Module, metric: Callable[[nn.Module], float] | None = None) -> FinetuneTask:
+    adapter = attach_film(model, dim=4)
+    return FinetuneTask(
+        adapter,
+        loss=lambda model, batch: model(batch).square().mean(),
+        batches=lambda seed, task, step: torch.ones(2, 3),
+        metric=Metric(metric or (lambda model: float(model(torch.ones(2, 3)).sum())), maximize=True, bounds=None),
+    )
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2)).eval()
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.named_buffers()}
+
+
+# --- Starts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_start_without_buffers_has_the_same_task() -> None:
+    task = task_of(normed())
+    assert with_start(task, Start(torch.ones(4))) is task
+
+
+def test_a_start_of_other_buffers_has_a_copy_of_the_model() -> None:
+    task = task_of(normed())
+    before, mean = buffers_of(task.adapter.model), torch.arange(5.0)
+    other = with_start(task, Start(task.origin(), {"1.running_mean": mean}))
+    changed = buffers_of(other.adapter.model)
+    assert {name for name in before if not torch.equal(before[name], changed[name])} == {"1.running_mean"}
+    assert torch.equal(changed["1.running_mean"], mean)
+    assert all(torch.equal(value, before[name]) for name, value in task.adapter.model.named_buffers())
+    assert other.metric.ledger is task.metric.ledger
+    assert other.cost(task.origin(), "test") != task.cost(task.origin(), "test")
+
+
+@pytest.mark.parametrize("phi", [torch.zeros(3), torch.zeros(1, 4), torch.tensor(0.0)])
+def test_a_phi_of_another_shape_is_refused(phi: Tensor) -> None:
+    with pytest.raises(AdapterError, match=r"phi has shape \(.*\), this adapter's is \(4,\)"):
+        with_start(task_of(normed()), Start(phi))
+
+
+def test_an_unknown_buffer_is_refused_and_nothing_changed() -> None:
+    model = normed()
+    before = buffers_of(model)
+    with pytest.raises(AdapterError, match=r"no buffer '1\.mean'"):
+        set_buffers(model, {"1.running_mean": torch.ones(5), "1.mean": torch.ones(5)})
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+def test_buffers_are_the_same_by_name_and_value() -> None:
+    phi, mean = torch.zeros(2), torch.arange(3.0)
+    a, again = Start(phi, {"m": mean}), Start(phi + 1, {"m": mean.clone()})
+    assert same_buffers(a, again)
+    assert same_buffers(Start(phi), Start(phi + 1))
+    for other in (Start(phi), Start(phi, {"n": mean}), Start(phi, {"m": mean + 1}), Start(phi, {"m": mean, "n": mean})):
+        assert not same_buffers(a, other)
+        assert not same_buffers(other, a)
+
+
+def test_a_batchnorm_start_is_the_model_with_other_statistics() -> None:
+    task, x = task_of(normed()), 2 * torch.randn(40, 3, generator=torch.Generator().manual_seed(1)) + 1
+    before = buffers_of(task.adapter.model)
+    start = batchnorm_start(task, x.split(20))
+    assert start is not None
+    assert torch.equal(start.phi, task.origin())
+    assert set(start.buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert all(torch.equal(value, before[name]) for name, value in task.adapter.model.named_buffers())
+    expected = reestimate_batchnorm(task.adapter.model, x.split(20))
+    assert expected is not None
+    with torch.no_grad():
+        found = with_start(task, start).adapter.model(x)
+        torch.testing.assert_close(found, expected(x), rtol=0, atol=1e-6)
+        assert (found - task.adapter.model(x)).abs().max() > 0.01
+
+
+def test_a_model_without_batchnorm_has_no_such_start() -> None:
+    task = task_of(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)))
+    assert batchnorm_start(task, [torch.randn(4, 3)]) is None
+
+
+# --- BatchNorm statistics ----------------------------------------------------------------------------------------
+
+
+def statistics(norm: nn.Module) -> tuple[Tensor, Tensor]:
+    return norm.running_mean, norm.running_var
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_batchnorm_statistics_are_those_of_the_inputs(batches: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5, momentum=0.3), nn.ReLU(), nn.Linear(5, 2)).eval()
+    adapter = attach_film(model, dim=4)
+    adapter.set_phi(torch.full((4,), 0.7))
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(40, 3) * 2 + 1
+    other = reestimate_batchnorm(model, x.split(40 // batches))
+    with torch.no_grad():
+        inputs = torch.nn.functional.linear(x, model[0].weight, model[0].bias).view(batches, -1, 5)
+    mean, var = statistics(other[1])
+    torch.testing.assert_close(mean, inputs.mean(1).mean(0))
+    torch.testing.assert_close(var, inputs.var(1).mean(0))
+    assert (mean - before["1.running_mean"]).abs().min() > 0.01
+    assert not hasattr(other, "metricopt")  # the copy is the model without phi
+    assert other[1].momentum == 0.3
+    assert not any(module.training for module in other.modules())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(adapter.phi, torch.full((4,), 0.7))
+    with torch.no_grad():
+        expected = model[3](torch.relu((inputs.flatten(0, 1) - mean) / (var + 1e-5).sqrt()))
+    torch.testing.assert_close(other(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_batchnorm_statistics_of_images_and_of_a_model_in_training() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).train()
+    x = torch.randn(6, 2, 8, 8)
+    mean, var = statistics(reestimate_batchnorm(model, [x])[1])
+    h = model[0](x).detach().movedim(1, 0).flatten(1)
+    torch.testing.assert_close(mean, h.mean(1))
+    torch.testing.assert_close(var, h.var(1))
+    assert model.training
+    assert int(model[1].num_batches_tracked) == 0
+
+
+def test_batchnorm_statistics_are_taken_without_dropout_and_without_random_numbers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.BatchNorm1d(5))
+    x, state = torch.randn(30, 3), torch.get_rng_state()
+    mean, var = statistics(reestimate_batchnorm(model, [x])[2])
+    torch.testing.assert_close(mean, model[0](x).detach().mean(0))
+    torch.testing.assert_close(var, model[0](x).detach().var(0))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_no_batchnorm_nothing_to_reestimate() -> None:
+    assert reestimate_batchnorm(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)), [torch.randn(4, 3)]) is None
