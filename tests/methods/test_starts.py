@@ -1,6 +1,7 @@
 """Where a search may begin: starts of other buffers, and BatchNorm statistics against the inputs they come from."""
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.methods.starts import (
     Start,
+    all_starts,
     batchnorm_start,
     reestimate_batchnorm,
     same_buffers,
@@ -60,17 +62,60 @@ def test_a_start_of_other_buffers_has_a_copy_of_the_model() -> None:
     assert other.cost(task.origin(), "test") != task.cost(task.origin(), "test")
 
 
-@pytest.mark.parametrize("phi", [torch.zeros(3), torch.zeros(1, 4), torch.tensor(0.0)])
-def test_a_phi_of_another_shape_is_refused(phi: Tensor) -> None:
-    with pytest.raises(AdapterError, match=r"phi has shape \(.*\), this adapter's is \(4,\)"):
-        with_start(task_of(normed()), Start(phi))
+def test_phi_0_comes_first_and_all_are_copies() -> None:
+    task, mean = task_of(normed()), torch.ones(5)
+    task.adapter.set_phi(torch.full((4,), 0.5))
+    found = all_starts(
+        task, {"own": Start(task.adapter.phi), "bn": Start(torch.ones(4).double(), {"1.running_mean": mean})}
+    )
+    assert list(found) == ["start", "own", "bn"]
+    task.adapter.set_phi(torch.full((4,), 7.0))
+    mean.zero_()
+    assert [start.phi.tolist() for start in found.values()] == [[0.0] * 4, [0.5] * 4, [1.0] * 4]
+    assert not any(start.phi.requires_grad or start.phi.dtype != torch.float32 for start in found.values())
+    assert found["bn"].buffers["1.running_mean"].tolist() == [1.0] * 5
 
 
-def test_an_unknown_buffer_is_refused_and_nothing_changed() -> None:
+@pytest.mark.parametrize("name", ["start", "search"])
+def test_a_name_that_is_taken_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"a start is named '{name}', which is an end of every search"):
+        all_starts(task_of(normed()), {name: Start(torch.zeros(4))})
+
+
+@pytest.mark.parametrize(
+    ("start", "what"),
+    [
+        (Start(torch.zeros(3)), r"start 'mine' has a phi of shape \(3,\), this adapter's is \(4,\)"),
+        (Start(torch.zeros(1, 4)), r"start 'mine' has a phi of shape \(1, 4\)"),
+        (Start(torch.tensor(0.0)), r"start 'mine' has a phi of shape \(\)"),
+        (Start(torch.tensor([0.0, math.nan, 0.0, 0.0])), "start 'mine' has a phi that is not finite: .*nan"),
+        (Start(torch.zeros(4), {"1.mean": torch.ones(5)}), r"the model has no buffer '1\.mean'"),
+        (
+            Start(torch.zeros(4), {"1.running_mean": torch.ones(1)}),
+            r"'1\.running_mean' has shape \(1,\), the model's \(5,\)",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(start: Start, what: str) -> None:
+    with pytest.raises(AdapterError, match=what):
+        all_starts(task_of(normed()), {"mine": start})
+
+
+def test_a_metric_that_knows_its_model_can_not_judge_a_copy() -> None:
+    task = task_of(normed())
+    blind = task.judged_by(Metric(lambda: 0.5, maximize=True, name="blind"))
+    with pytest.raises(AdapterError, match="start 'bn' has buffers, .* metric 'blind' does not take the model"):
+        all_starts(blind, {"bn": Start(torch.zeros(4), {"1.running_mean": torch.ones(5)})})
+    assert len(all_starts(blind, {"other": Start(torch.ones(4))})) == 2
+    assert blind.metric.ledger.spent == 0
+
+
+@pytest.mark.parametrize("wrong", [{"1.zzz": torch.ones(5)}, {"1.running_var": torch.ones(1)}])
+def test_buffers_that_do_not_fit_change_nothing(wrong: dict[str, Tensor]) -> None:
     model = normed()
     before = buffers_of(model)
-    with pytest.raises(AdapterError, match=r"no buffer '1\.mean'"):
-        set_buffers(model, {"1.running_mean": torch.ones(5), "1.mean": torch.ones(5)})
+    with pytest.raises(AdapterError, match="buffer"):
+        set_buffers(model, {"1.running_mean": torch.ones(5), **wrong})
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
 
 
