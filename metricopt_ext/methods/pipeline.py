@@ -11,7 +11,7 @@ from metricopt_ext.methods.recipe import Recipe, Setting
 from metricopt_ext.methods.result import MetricOptResult, Result, SearchRun
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.run_folder import RunFolder, identity_of
-from metricopt_ext.methods.starts import Start, same_buffers, set_buffers, with_start
+from metricopt_ext.methods.starts import Start, all_starts, same_buffers, set_buffers, with_start
 from metricopt_ext.methods.tuning import FRESH, choose, choose_setting, evaluate, finetune, query_callback, tune_start
 from metricopt_ext.search.direct import Search
 from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
@@ -113,7 +113,8 @@ def optimize_metric(
         The result; the tuned phi is in the model, and the buffers of the start that it belongs to.
 
     Raises:
-        ValueError: A number is out of range, or ``strategy`` is a class, or has no use for ``starts``.
+        ValueError: A number is out of range, or ``strategy`` is a class, or has no use for ``starts``, or a start has a
+            name that is taken.
         AdapterError: The loss is no scalar, or has no gradient in phi; or a start does not fit the model.
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
@@ -127,6 +128,7 @@ def optimize_metric(
         check_instance("GuidedTrustRegion() or CMAES()", strategy=strategy)
     if starts and not isinstance(strategy, GuidedTrustRegion):
         raise ValueError(f"starts are {list(starts)}; only a GuidedTrustRegion begins from the best of several")
+    all_starts(task, starts or {})  # refuses what does not fit
     if queries > task.metric.ledger.left:
         asked = counted(queries, "query")
         raise BudgetError(f"{asked} requested, {task.metric.ledger.left} left in the metric's own budget")
@@ -199,10 +201,11 @@ def guided_results(
         watcher: Notified of progress.
 
     Raises:
-        ValueError, BudgetError, AdapterError, MetricError: As from `GuidedTrustRegion.ends`.
+        ValueError, BudgetError, AdapterError, MetricError: As from `GuidedTrustRegion.ends` and `all_starts`.
     """
     search, watcher = search or GuidedTrustRegion(), watcher or Watcher()
-    candidates = {"start": Start(task.origin()), **(starts or {})}
+    candidates = all_starts(task, starts or {})
+    task.loss_and_gradient(task.origin()[None], seed, [0], 0)  # refuses a loss without a gradient
     tasks = {name: with_start(task, start) for name, start in candidates.items()}
     watcher.stage("starts")
     asked = {
@@ -221,8 +224,8 @@ def guided_results(
         seed=seed,
         on_query=query_callback(task, watcher),
     )
-    for queries, end in zip(checkpoints, ends, strict=True):
-        yield _guarded(task, queries, candidates, asked, begun, end, confidence)
+    for end in ends:
+        yield _guarded(task, elsewhere + end.queries, candidates, asked, begun, end, confidence)
 
 
 def _guarded(

@@ -41,8 +41,8 @@ class Result:
         best: Metric of the best candidate; it differs from ``after`` if its gain may be due to chance.
         chosen: The candidate that was kept: ``"start"`` or another of ``ends``.
         chance: Standard deviation of the chance part of a gain; 0 if the metric does not report halves.
-        optimism: How much of the gain of following f is expected to be lost on other data; 0 if the metric does not
-            report halves, and for direct searches.
+        optimism: How much of the gain is expected to be lost on other data, as what was kept was chosen for its metric;
+            0 if the metric does not report halves.
         queries: Queries spent, by purpose.
         queries_per_start: Queries that another start would cost.
         ends: End point phi, ``d``, of each candidate.
@@ -171,5 +171,6 @@ class SearchRun(Result):
         if self.fit is None:
             lines.append("the metric never varied, so there is no value function: modulate more layers, or train first")
         else:
-            lines.append(f"value function ({self.fit.f.kind}): {self.fit.f.quality}")
+            quality = self.fit.f.quality or "of unknown quality, as it predicted none of the points"
+            lines.append(f"value function ({self.fit.f.kind}): {quality}")
         return lines

@@ -28,14 +28,43 @@ class Start:
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+def all_starts(task: FinetuneTask, starts: Mapping[str, Start]) -> dict[str, Start]:
+    """Return phi = 0, named ``"start"``, and the starts given: copies, as the model's own phi may be among them.
+
+    Raises:
+        ValueError: A name is taken by a result's other ends.
+        AdapterError: A phi has another dimension or is not finite; the model lacks a buffer, or has one of another
+            shape; or the metric does not take the model, so that it can't judge one with other buffers.
+    """
+    for name in ("start", "search"):
+        if name in starts:
+            raise ValueError(f"a start is named {name!r}, which is an end of every search; give it another name")
+    return {"start": Start(task.origin()), **{name: _checked(task, name, start) for name, start in starts.items()}}
+
+
+def _checked(task: FinetuneTask, name: str, start: Start) -> Start:
+    if start.phi.shape != (task.dim,):
+        raise AdapterError(
+            f"start {name!r} has a phi of shape {tuple(start.phi.shape)}, this adapter's is ({task.dim},)"
+        )
+    if not start.phi.isfinite().all():
+        raise AdapterError(f"start {name!r} has a phi that is not finite: {start.phi.tolist()}")
+    check_buffers(task.adapter.model, start.buffers)
+    if start.buffers and not task.metric.takes_model:
+        raise AdapterError(
+            f"start {name!r} has buffers, so it is judged on a copy of the model, but metric {task.metric.name!r} does"
+            " not take the model; let it take the one to judge as its argument"
+        )
+    buffers = {key: value.detach().clone() for key, value in start.buffers.items()}
+    return Start(start.phi.detach().to(task.origin(), copy=True), buffers)
+
+
 def with_start(task: FinetuneTask, start: Start) -> FinetuneTask:
     """Return the task of a start: the same one, or one on a copy of the model that has the start's buffers.
 
     Raises:
-        AdapterError: The phi has another dimension, or the model lacks a buffer.
+        AdapterError: The model lacks a buffer, or has one of another shape.
     """
-    if start.phi.shape != (task.dim,):
-        raise AdapterError(f"a start's phi has shape {tuple(start.phi.shape)}, this adapter's is ({task.dim},)")
     if not start.buffers:
         return task
     copied = task.copied()
@@ -54,15 +83,27 @@ def set_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     """Copy buffers into a model.
 
     Raises:
-        AdapterError: The model lacks one; nothing is changed.
+        AdapterError: The model lacks one, or has one of another shape; nothing is changed.
     """
+    check_buffers(model, buffers)
     own = dict(model.named_buffers())
-    unknown = sorted(buffers.keys() - own.keys())
-    if unknown:
-        raise AdapterError(f"the model has no buffer {unknown[0]!r}")
     with torch.no_grad():
         for name, value in buffers.items():
             own[name].copy_(value)
+
+
+def check_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Reject buffers that a model has not.
+
+    Raises:
+        AdapterError: The model lacks one, or has one of another shape.
+    """
+    own = dict(model.named_buffers())
+    for name, value in sorted(buffers.items()):
+        if name not in own:
+            raise AdapterError(f"the model has no buffer {name!r}")
+        if value.shape != own[name].shape:
+            raise AdapterError(f"buffer {name!r} has shape {tuple(value.shape)}, the model's {tuple(own[name].shape)}")
 
 
 def batchnorm_start(task: FinetuneTask, inputs: Iterable[Any]) -> Start | None:

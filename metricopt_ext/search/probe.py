@@ -39,6 +39,7 @@ def probe(task: FinetuneTask, start: Tensor, seed: int) -> Probe:
 
     Raises:
         AdapterError: The loss is no scalar, or has no gradient in phi.
+        FloatingPointError: A loss or a gradient is not finite.
     """
     directions = torch.randn(DIRECTIONS, task.dim, generator=generator(seed, "probe"), dtype=torch.float64)
     anywhere = _largest_scale(task, start, directions.to(start), seed)
@@ -61,7 +62,7 @@ def loss_spectrum(task: FinetuneTask, start: Tensor, std: float, seed: int) -> S
     unit = normalize(gradients.double(), dim=1)
     weights, basis = torch.linalg.eigh(unit.T @ unit / GRADIENTS)
     if not weights.sum() > 0:
-        return Spectrum.flat(task.dim)  # the loss is flat everywhere
+        return Spectrum.flat(task.dim, start.device)  # the loss is flat everywhere
     return Spectrum(weights.clamp(min=0), basis)
 
 
@@ -102,7 +103,7 @@ def movement(still: list[Tensor], moved: list[Tensor]) -> float:
 
 @torch.no_grad()
 def _outputs(task: FinetuneTask, phi: Tensor, batch: Any) -> list[Tensor]:
-    """Return what the model puts out on a batch while the loss is computed, as tensors ``n x ...``, and the loss."""
+    """Return what the model puts out on a batch while the loss is computed, ``n x m`` tensors; if nothing, the loss."""
     found: list[Any] = []
     with task.adapter.using(phi) as model:
         handle = model.register_forward_hook(lambda module, args, output: found.append(output))
@@ -111,4 +112,4 @@ def _outputs(task: FinetuneTask, phi: Tensor, batch: Any) -> list[Tensor]:
         finally:
             handle.remove()
     leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return [leaf.double().reshape(len(leaf), -1) if leaf.dim() else leaf.double()[None] for leaf in leaves or [loss]]
+    return [leaf.double().flatten(1) if leaf.dim() > 1 else leaf.double().view(-1, 1) for leaf in leaves or [loss]]

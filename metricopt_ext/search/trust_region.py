@@ -40,8 +40,11 @@ REACTING, WIDEST = 0.25, 64.0
 class SearchEnd(SearchResult):
     """Where a guided trust-region search stands after a number of queries.
 
+    It is no search for the best point seen: ``phi`` is the point that f, all queries considered, takes for the best.
+
     Attributes:
-        queries: That number, the end's own query included.
+        queries: That number, the end's own query included; one fewer if the metric never varied, as there is no end to
+            ask for then.
         evaluation: The metric's evaluation of the end.
         f: The value function, with its domain and quality; None if the metric never varied.
         points: The visited phi, ``n x d``, in order.
@@ -146,12 +149,15 @@ class GuidedTrustRegion:
             on_query: Called with each observed cost.
 
         Raises:
-            ValueError: A number is below `least_queries`, or they don't ascend; nothing was evaluated.
+            ValueError: A number is below `least_queries`, or they don't ascend, or ``known`` lacks the start; nothing
+                was evaluated.
             BudgetError: The metric's ledger has fewer queries left; nothing was evaluated.
             AdapterError: The loss is no scalar, or has no gradient in phi.
             MetricError: The metric failed; the message says at which query.
         """
         self._check_budget(task, checkpoints, len(known))
+        if known and not any(torch.equal(point, start) for point, _ in known):
+            raise ValueError(f"known has {counted(len(known), 'point')} without the start; add it, or leave known out")
         seen = probe(task, start, seed)
         visited = Visited(start, GPLearner(seen.scale, seen.spectrum))
 
@@ -169,7 +175,10 @@ class GuidedTrustRegion:
             while len(visited.points) < queries - 1:
                 point = next(proposals).to(start)
                 visited.add(point, query(point))
-            yield self._end(visited, query)
+            end = self._end(visited, query)
+            if end.f is not None:
+                end.f.signature = task.adapter.signature
+            yield end
 
     def _check_budget(self, task: FinetuneTask, checkpoints: Sequence[int], known: int) -> None:
         if list(checkpoints) != sorted(set(checkpoints)) or not checkpoints:
@@ -229,7 +238,7 @@ class GuidedTrustRegion:
 
     def _end(self, visited: "Visited", query: Callable[[Tensor], Evaluation]) -> SearchEnd:
         """Ask whether the mean of the best points by f is as good as the best of them."""
-        f = visited.fit() if visited.varies() else None
+        f = visited.fit(last=True) if visited.varies() else None
         if f is None:
             point, evaluation = visited.begun
         else:
@@ -250,7 +259,7 @@ class GuidedTrustRegion:
             phi=point,
             cost=evaluation.cost,
             curve=tuple(curve),
-            queries=len(visited.points) + 1,
+            queries=len(visited.points) + (f is not None),
             evaluation=evaluation,
             f=f,
             points=torch.stack(visited.points),
@@ -311,12 +320,19 @@ class Visited:
         """Whether the metric reacts to phi: enough points have another cost than most."""
         return bool((self.cost != self.cost.mode().values).double().mean() >= REACTING)
 
-    def fit(self) -> GPValueFunction:
-        """Fit f to all points, with new hyper-parameters if there are many more points than at the last choice."""
+    def fit(self, *, last: bool = False) -> GPValueFunction:
+        """Fit f to all points, with new hyper-parameters if there are many more points than at the last choice.
+
+        Args:
+            last: Forget this choice: a search that goes on must not depend on where it was looked at.
+        """
         phi, cost = self.phi, self.cost
-        if self.chosen is None or len(cost) >= REFIT * self.chosen[0]:
-            self.chosen = len(cost), self.learner.most_likely(phi, cost)
-        return self.learner(phi, cost, self.chosen[1])
+        chosen = self.chosen
+        if chosen is None or len(cost) >= REFIT * chosen[0]:
+            chosen = len(cost), self.learner.most_likely(phi, cost)
+        if not last:
+            self.chosen = chosen
+        return self.learner(phi, cost, chosen[1])
 
     def predict(self, f: GPValueFunction, batch: Tensor) -> None:
         """Note what is predicted of a batch, ``m x d``, that is about to be queried."""

@@ -82,6 +82,9 @@ class Metric(KnowsRenamed):
         name: Its name in tables.
         ledger: Counts the queries; give several metrics one ledger to share a budget.
 
+    Attributes:
+        takes_model: Whether ``function`` takes the model, and so can judge a copy of it.
+
     Example:
         >>> metric = Metric(lambda: 0.75, maximize=True, name="recall")
         >>> metric.cost(nn.Identity(), "example"), metric.ledger.spent
@@ -108,7 +111,7 @@ class Metric(KnowsRenamed):
         self.bounds = bounds
         self.name = name or getattr(function, "__name__", "metric").strip("<>")
         self.ledger = ledger or Ledger()
-        self._takes_model = _takes_model(function)
+        self.takes_model = _takes_model(function)
 
     ask = Renamed("evaluate")
 
@@ -134,7 +137,7 @@ class Metric(KnowsRenamed):
         self.ledger.spend(purpose)
         with evaluating(model), torch.no_grad():
             try:
-                returned = self.function(model) if self._takes_model else self.function()
+                returned = self.function(model) if self.takes_model else self.function()
             except Exception as error:
                 raise MetricError(f"metric {self.name!r} raised {type(error).__name__}: {error}") from error
         try:

@@ -37,9 +37,10 @@ class Spectrum(NamedTuple):
     basis: Tensor
 
     @classmethod
-    def flat(cls, dim: int) -> "Spectrum":
+    def flat(cls, dim: int, device: torch.device | None = None) -> "Spectrum":
         """Return the spectrum of knowing nothing: all directions alike."""
-        return cls(torch.ones(dim, dtype=torch.float64), torch.eye(dim, dtype=torch.float64))
+        ones = torch.ones(dim, dtype=torch.float64, device=device)
+        return cls(ones, ones.diag())
 
     def root(self, exponent: float) -> Tensor:
         """Return R, ``d x d``, with ``R R^T`` the matrix of these directions, weights to a power and of mean 1."""
@@ -104,10 +105,10 @@ class GPValueFunction(ValueFunction):
             transform: T, ``d x d``, the length scale included.
             noise: Noise variance in units of the process's variance.
         """
-        f = cls(phi.shape[1], len(phi))
+        f = cls(phi.shape[1], len(phi)).to(phi.device)
         f.points, f.transform = phi.double(), transform.double()
         f.cost_mean, f.cost_std = cost.double().mean(), _spread(cost)
-        f.noise = torch.tensor(noise, dtype=torch.float64)
+        f.noise = torch.tensor(noise, dtype=torch.float64, device=phi.device)
         target = (cost.double() - f.cost_mean) / f.cost_std
         ones = torch.ones_like(target)
         root = f.root()

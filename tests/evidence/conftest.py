@@ -12,9 +12,9 @@ from metricopt_ext.methods.recipe import Setting
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality
 
-GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40)
+GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40, near_mae=0.01, headroom=0.1)
 
-POOR = Quality(spearman=0.1, mae=0.2, constant_mae=0.1, points=100, trajectories=40)
+POOR = Quality(spearman=0.1, mae=0.2, constant_mae=0.1, points=100, trajectories=40, near_mae=0.2, headroom=0.1)
 
 MACHINE = Machine("A processor", "AVX2", 1, "cpu")
 

@@ -16,7 +16,7 @@ from metricopt_ext.value.value_function import Quality
 
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
-    quality = Quality(0.5, 0.1, 0.2, 9, 3)
+    quality = Quality(0.5, 0.1, 0.2, 9, 3, 0.1, 0.2)
     record = SeedRecord(
         seed=3,
         outcomes={"cma_es": [Outcome(0.5, 0.4, 10, 10, 0.1), Outcome(0.6, 0.5, 20, 20, 0.2)]},
@@ -53,7 +53,15 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
 )
 def test_a_damaged_record_is_refused(tmp_path: Path, damage: Any) -> None:
     outcome = Outcome(0.5, 0.5, 1, 1, 0.1)
-    quality = {"spearman": 0.5, "mae": 0.1, "constant_mae": 0.2, "points": 9, "trajectories": 3}
+    quality = {
+        "spearman": 0.5,
+        "mae": 0.1,
+        "constant_mae": 0.2,
+        "points": 9,
+        "trajectories": 3,
+        "near_mae": 0.1,
+        "headroom": 0.2,
+    }
     whole = {
         "seed": 0,
         "outcomes": {"metricopt": [asdict(outcome)]},

@@ -1,75 +1,15 @@
 """What a user could do instead of MetricOpt, against naive loops."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor, nn
 
-from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.evidence.rivals import usual_methods
 from metricopt_ext.evidence.run_config import RecipeConfig, RunConfig
-from metricopt_ext.methods.starts import reestimate_batchnorm
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.tasks.batches import TensorBatches
-
-
-def statistics(norm: nn.Module) -> tuple[Tensor, Tensor]:
-    return norm.running_mean, norm.running_var
-
-
-@pytest.mark.parametrize("batches", [1, 4])
-def test_batchnorm_statistics_are_those_of_the_inputs(batches: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5, momentum=0.3), nn.ReLU(), nn.Linear(5, 2)).eval()
-    adapter = attach_film(model, dim=4)
-    adapter.set_phi(torch.full((4,), 0.7))
-    before = copy.deepcopy(model.state_dict())
-    x = torch.randn(40, 3) * 2 + 1
-    other = reestimate_batchnorm(model, x.split(40 // batches))
-    with torch.no_grad():
-        inputs = torch.nn.functional.linear(x, model[0].weight, model[0].bias).view(batches, -1, 5)
-    mean, var = statistics(other[1])
-    torch.testing.assert_close(mean, inputs.mean(1).mean(0))
-    torch.testing.assert_close(var, inputs.var(1).mean(0))
-    assert (mean - before["1.running_mean"]).abs().min() > 0.01
-    assert not hasattr(other, "metricopt")  # the copy is the model without phi
-    assert other[1].momentum == 0.3
-    assert not any(module.training for module in other.modules())
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert torch.equal(adapter.phi, torch.full((4,), 0.7))
-    with torch.no_grad():
-        expected = model[3](torch.relu((inputs.flatten(0, 1) - mean) / (var + 1e-5).sqrt()))
-    torch.testing.assert_close(other(x), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_batchnorm_statistics_of_images_and_of_a_model_in_training() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).train()
-    x = torch.randn(6, 2, 8, 8)
-    mean, var = statistics(reestimate_batchnorm(model, [x])[1])
-    h = model[0](x).detach().movedim(1, 0).flatten(1)
-    torch.testing.assert_close(mean, h.mean(1))
-    torch.testing.assert_close(var, h.var(1))
-    assert model.training
-    assert int(model[1].num_batches_tracked) == 0
-
-
-def test_batchnorm_statistics_are_taken_without_dropout_and_without_random_numbers() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.BatchNorm1d(5))
-    x, state = torch.randn(30, 3), torch.get_rng_state()
-    mean, var = statistics(reestimate_batchnorm(model, [x])[2])
-    torch.testing.assert_close(mean, model[0](x).detach().mean(0))
-    torch.testing.assert_close(var, model[0](x).detach().var(0))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_no_batchnorm_nothing_to_reestimate() -> None:
-    assert reestimate_batchnorm(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)), [torch.randn(4, 3)]) is None
 
 
 def test_finetuning_on_labels_uses_their_batches(quadratic: Callable[..., Any]) -> None:

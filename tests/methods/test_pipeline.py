@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import NormalDist, mean
 from typing import Any
 
 import numpy as np
@@ -215,7 +215,9 @@ def test_what_is_no_integer_is_refused_before_anything_is_asked_or_written(
 def test_a_class_is_no_strategy(quadratic: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="strategy is the class CMAES; it must be an instance"):
         optimize_metric(quadratic(), queries=QUERIES, strategy=CMAES)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"strategy is 'cmaes'; it must be an instance, e.g. Recipe\(\) or CMAES\(\)"):
+    with pytest.raises(
+        ValueError, match=r"strategy is 'cmaes'; it must be an instance, e.g. GuidedTrustRegion\(\) or CMAES\(\)"
+    ):
         optimize_metric(quadratic(), queries=QUERIES, strategy="cmaes")  # type: ignore[arg-type]
 
 
@@ -663,7 +665,7 @@ def test_direct_search_is_a_strategy_on_the_same_ledger(quadratic: Callable[...,
     assert (result.chosen, result.queries_per_start) == ("search", 100)
     assert result.queries == task.metric.ledger.spent_on == {"search": 100}
     assert task.queries == 100
-    assert "kept the best point found\nqueries: 100 (search 100); 100 for each further start" in str(result)
+    assert "kept the end of the search\nqueries: 100 (search 100); 100 for each further start" in str(result)
 
 
 @each_search
@@ -745,8 +747,9 @@ def test_a_gain_that_may_be_chance_leaves_the_model_as_it_was(
     assert kept.best == kept.after == left.best < left.after == left.before == kept.before
     assert (left.chosen, unsure.adapter.phi.any()) == ("start", False)
     assert 0 < kept.chance < 0.02  # at worst 0.005 ± 0.001
-    assert left.chance + left.optimism > left.before - left.best  # 280 and more, against 3.47 at most
-    assert f"up to {left.chance + left.optimism:.4f} of a gain may be chance and optimism" in str(left)
+    assert left.needed + left.optimism > left.before - left.best  # 280 and more, against 3.47 at most
+    assert left.needed == pytest.approx(NormalDist().inv_cdf(0.84) * left.chance, rel=1e-12)
+    assert f"up to {left.needed + left.optimism:.4f} of a gain may be chance and optimism" in str(left)
     assert "may be chance" not in str(kept)
 
 

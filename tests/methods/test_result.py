@@ -9,7 +9,6 @@ import torch
 
 from metricopt_ext.methods.recipe import Setting
 from metricopt_ext.methods.result import KEPT, MetricOptResult, Result
-from metricopt_ext.tasks.split_half import CERTAINTY
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 
@@ -23,6 +22,7 @@ def searched(**change: Any) -> Result:
         "chosen": "search",
         "chance": 0.0,
         "optimism": 0.0,
+        "needed": 0.0,
         "queries": {"search": 100},
         "queries_per_start": 100,
         "ends": {"search": torch.zeros(2)},
@@ -33,7 +33,9 @@ def searched(**change: Any) -> Result:
 
 def learned(quality: Quality | None = None, **change: Any) -> MetricOptResult:
     f = RidgeValueFunction(2, 2)
-    f.quality = quality or Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40)
+    f.quality = quality or Quality(
+        spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40, near_mae=0.01, headroom=0.1
+    )
     more = {"loss_finetune": 0.625, "setting": Setting(0.3, 0.15), "split_half": math.nan}
     plain = {**vars(searched()), "chosen": "metricopt", "queries": {"collect": 36, "choose": 6, "guard": 3}}
     return MetricOptResult(**{**plain, "queries_per_start": 3, **more, "fit": Fit(f), "trajectories": (), **change})
@@ -41,7 +43,7 @@ def learned(quality: Quality | None = None, **change: Any) -> MetricOptResult:
 
 def test_a_search_tells_its_outcome_and_cost() -> None:
     assert str(searched()).splitlines() == [
-        "f1: 0.5000 -> 0.7500; kept the best point found",
+        "f1: 0.5000 -> 0.7500; kept the end of the search",
         "queries: 100 (search 100); 100 for each further start",
     ]
 
@@ -54,7 +56,7 @@ def test_metricopt_tells_what_it_stands_beside_and_whether_f_was_trusted() -> No
     assert third == f"value function (ridge): {result.fit.f.quality}"
     assert " to be trusted" in third
     assert "NOT" not in third
-    poor = Quality(spearman=0.1, mae=0.2, constant_mae=0.1, points=100, trajectories=40)
+    poor = Quality(spearman=0.1, mae=0.2, constant_mae=0.1, points=100, trajectories=40, near_mae=0.2, headroom=0.1)
     assert "NOT to be trusted" in str(learned(poor))
 
 
@@ -76,11 +78,10 @@ def test_a_metric_without_halves_is_told_what_it_misses(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [searched, learned])
 def test_a_gain_that_may_be_chance_is_told_with_what_would_not_be(make: Any) -> None:
-    lines = make(after=0.5, best=0.75, chosen="start", chance=0.125, optimism=0.0625).lines()
+    lines = make(after=0.5, best=0.75, chosen="start", chance=0.125, needed=0.25, optimism=0.0625).lines()
     assert lines[0].endswith("; kept the model as it was")
-    margin = CERTAINTY * 0.125 + 0.0625
     assert lines[1].startswith(
-        f"the best candidate has 0.7500, but with so little data up to {margin:.4f} of a gain may be chance and"
+        "the best candidate has 0.7500, but with so little data up to 0.3125 of a gain may be chance and"
     )
     assert len(lines) == len(make().lines()) + 1
 

@@ -12,6 +12,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.run_folder import FORMAT, identity_of, open_run
 from metricopt_ext.search.direct import CMAES
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.progress import Watcher
 
 
@@ -49,9 +50,9 @@ def test_a_run_of_another_format_is_not_resumed(tmp_path: Path) -> None:
         open_run(tmp_path, {"queries": 600}, resume=True)
 
 
-@pytest.mark.parametrize("strategy", [CMAES(), Recipe(steps=5, evals=3)])
+@pytest.mark.parametrize("strategy", [CMAES(), Recipe(steps=5, evals=3), GuidedTrustRegion()])
 def test_identity_does_not_depend_on_where_code_is(quadratic: Callable[..., Any], strategy: Any) -> None:
-    text = str(identity_of(strategy, quadratic(), seed=0, size={}))
+    text = str(identity_of(strategy, quadratic(), {}, seed=0, size={}))
     assert "metricopt_ext." not in text
     assert "0x" not in text
 

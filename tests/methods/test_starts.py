@@ -1,17 +1,213 @@
-"""The choice among free candidates: one query each, on copies of the model."""
+"""Where a search may begin: starts of other buffers, and BatchNorm statistics against the inputs they come from."""
 
+import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.errors import ConfigError
-from metricopt_ext.methods.starts import Start, best_start, with_start
+from metricopt_ext.errors import AdapterError
+from metricopt_ext.methods.starts import (
+    Start,
+    all_starts,
+    batchnorm_start,
+    best_start,
+    reestimate_batchnorm,
+    same_buffers,
+    set_buffers,
+    with_start,
+)
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+
+
+def task_of(model: nn.Module, metric: Callable[[nn.Module], float] | None = None) -> FinetuneTask:
+    adapter = attach_film(model, dim=4)
+    return FinetuneTask(
+        adapter,
+        loss=lambda model, batch: model(batch).square().mean(),
+        batches=lambda seed, task, step: torch.ones(2, 3),
+        metric=Metric(metric or (lambda model: float(model(torch.ones(2, 3)).sum())), maximize=True, bounds=None),
+    )
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2)).eval()
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.named_buffers()}
+
+
+# --- Starts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_start_without_buffers_has_the_same_task() -> None:
+    task = task_of(normed())
+    assert with_start(task, Start(torch.ones(4))) is task
+
+
+def test_a_start_of_other_buffers_has_a_copy_of_the_model() -> None:
+    task = task_of(normed())
+    before, mean = buffers_of(task.adapter.model), torch.arange(5.0)
+    other = with_start(task, Start(task.origin(), {"1.running_mean": mean}))
+    changed = buffers_of(other.adapter.model)
+    assert {name for name in before if not torch.equal(before[name], changed[name])} == {"1.running_mean"}
+    assert torch.equal(changed["1.running_mean"], mean)
+    assert all(torch.equal(value, before[name]) for name, value in task.adapter.model.named_buffers())
+    assert other.metric.ledger is task.metric.ledger
+    assert other.cost(task.origin(), "test") != task.cost(task.origin(), "test")
+
+
+def test_phi_0_comes_first_and_all_are_copies() -> None:
+    task, mean = task_of(normed()), torch.ones(5)
+    task.adapter.set_phi(torch.full((4,), 0.5))
+    found = all_starts(
+        task, {"own": Start(task.adapter.phi), "bn": Start(torch.ones(4).double(), {"1.running_mean": mean})}
+    )
+    assert list(found) == ["start", "own", "bn"]
+    task.adapter.set_phi(torch.full((4,), 7.0))
+    mean.zero_()
+    assert [start.phi.tolist() for start in found.values()] == [[0.0] * 4, [0.5] * 4, [1.0] * 4]
+    assert not any(start.phi.requires_grad or start.phi.dtype != torch.float32 for start in found.values())
+    assert found["bn"].buffers["1.running_mean"].tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("name", ["start", "search"])
+def test_a_name_that_is_taken_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"a start is named '{name}', which is an end of every search"):
+        all_starts(task_of(normed()), {name: Start(torch.zeros(4))})
+
+
+@pytest.mark.parametrize(
+    ("start", "what"),
+    [
+        (Start(torch.zeros(3)), r"start 'mine' has a phi of shape \(3,\), this adapter's is \(4,\)"),
+        (Start(torch.zeros(1, 4)), r"start 'mine' has a phi of shape \(1, 4\)"),
+        (Start(torch.tensor(0.0)), r"start 'mine' has a phi of shape \(\)"),
+        (Start(torch.tensor([0.0, math.nan, 0.0, 0.0])), "start 'mine' has a phi that is not finite: .*nan"),
+        (Start(torch.zeros(4), {"1.mean": torch.ones(5)}), r"the model has no buffer '1\.mean'"),
+        (
+            Start(torch.zeros(4), {"1.running_mean": torch.ones(1)}),
+            r"'1\.running_mean' has shape \(1,\), the model's \(5,\)",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(start: Start, what: str) -> None:
+    with pytest.raises(AdapterError, match=what):
+        all_starts(task_of(normed()), {"mine": start})
+
+
+def test_a_metric_that_knows_its_model_can_not_judge_a_copy() -> None:
+    task = task_of(normed())
+    blind = task.judged_by(Metric(lambda: 0.5, maximize=True, name="blind"))
+    with pytest.raises(AdapterError, match=r"start 'bn' has buffers, .* metric 'blind' does not take the model"):
+        all_starts(blind, {"bn": Start(torch.zeros(4), {"1.running_mean": torch.ones(5)})})
+    assert len(all_starts(blind, {"other": Start(torch.ones(4))})) == 2
+    assert blind.metric.ledger.spent == 0
+
+
+@pytest.mark.parametrize("wrong", [{"1.zzz": torch.ones(5)}, {"1.running_var": torch.ones(1)}])
+def test_buffers_that_do_not_fit_change_nothing(wrong: dict[str, Tensor]) -> None:
+    model = normed()
+    before = buffers_of(model)
+    with pytest.raises(AdapterError, match="buffer"):
+        set_buffers(model, {"1.running_mean": torch.ones(5), **wrong})
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+def test_buffers_are_the_same_by_name_and_value() -> None:
+    phi, mean = torch.zeros(2), torch.arange(3.0)
+    a, again = Start(phi, {"m": mean}), Start(phi + 1, {"m": mean.clone()})
+    assert same_buffers(a, again)
+    assert same_buffers(Start(phi), Start(phi + 1))
+    for other in (Start(phi), Start(phi, {"n": mean}), Start(phi, {"m": mean + 1}), Start(phi, {"m": mean, "n": mean})):
+        assert not same_buffers(a, other)
+        assert not same_buffers(other, a)
+
+
+def test_a_batchnorm_start_is_the_model_with_other_statistics() -> None:
+    task, x = task_of(normed()), 2 * torch.randn(40, 3, generator=torch.Generator().manual_seed(1)) + 1
+    before = buffers_of(task.adapter.model)
+    start = batchnorm_start(task, x.split(20))
+    assert start is not None
+    assert torch.equal(start.phi, task.origin())
+    assert set(start.buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert all(torch.equal(value, before[name]) for name, value in task.adapter.model.named_buffers())
+    expected = reestimate_batchnorm(task.adapter.model, x.split(20))
+    assert expected is not None
+    with torch.no_grad():
+        found = with_start(task, start).adapter.model(x)
+        torch.testing.assert_close(found, expected(x), rtol=0, atol=1e-6)
+        assert (found - task.adapter.model(x)).abs().max() > 0.01
+
+
+def test_a_model_without_batchnorm_has_no_such_start() -> None:
+    task = task_of(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)))
+    assert batchnorm_start(task, [torch.randn(4, 3)]) is None
+
+
+# --- BatchNorm statistics ----------------------------------------------------------------------------------------
+
+
+def statistics(norm: nn.Module) -> tuple[Tensor, Tensor]:
+    return norm.running_mean, norm.running_var
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_batchnorm_statistics_are_those_of_the_inputs(batches: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5, momentum=0.3), nn.ReLU(), nn.Linear(5, 2)).eval()
+    adapter = attach_film(model, dim=4)
+    adapter.set_phi(torch.full((4,), 0.7))
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(40, 3) * 2 + 1
+    other = reestimate_batchnorm(model, x.split(40 // batches))
+    with torch.no_grad():
+        inputs = torch.nn.functional.linear(x, model[0].weight, model[0].bias).view(batches, -1, 5)
+    mean, var = statistics(other[1])
+    torch.testing.assert_close(mean, inputs.mean(1).mean(0))
+    torch.testing.assert_close(var, inputs.var(1).mean(0))
+    assert (mean - before["1.running_mean"]).abs().min() > 0.01
+    assert not hasattr(other, "metricopt")  # the copy is the model without phi
+    assert other[1].momentum == 0.3
+    assert not any(module.training for module in other.modules())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(adapter.phi, torch.full((4,), 0.7))
+    with torch.no_grad():
+        expected = model[3](torch.relu((inputs.flatten(0, 1) - mean) / (var + 1e-5).sqrt()))
+    torch.testing.assert_close(other(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_batchnorm_statistics_of_images_and_of_a_model_in_training() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).train()
+    x = torch.randn(6, 2, 8, 8)
+    mean, var = statistics(reestimate_batchnorm(model, [x])[1])
+    h = model[0](x).detach().movedim(1, 0).flatten(1)
+    torch.testing.assert_close(mean, h.mean(1))
+    torch.testing.assert_close(var, h.var(1))
+    assert model.training
+    assert int(model[1].num_batches_tracked) == 0
+
+
+def test_batchnorm_statistics_are_taken_without_dropout_and_without_random_numbers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.BatchNorm1d(5))
+    x, state = torch.randn(30, 3), torch.get_rng_state()
+    mean, var = statistics(reestimate_batchnorm(model, [x])[2])
+    torch.testing.assert_close(mean, model[0](x).detach().mean(0))
+    torch.testing.assert_close(var, model[0](x).detach().var(0))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_no_batchnorm_nothing_to_reestimate() -> None:
+    assert reestimate_batchnorm(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)), [torch.randn(4, 3)]) is None
 
 
 def test_the_best_candidate_costs_one_query_each(quadratic: Callable[..., Any]) -> None:
@@ -23,20 +219,5 @@ def test_the_best_candidate_costs_one_query_each(quadratic: Callable[..., Any]) 
         key: task.true_cost(start.phi) for key, start in starts.items()
     }
     assert task.metric.ledger.spent_on == {"starts": 3}
-    with pytest.raises(ConfigError, match="no start"):
+    with pytest.raises(ValueError, match="no start"):
         best_start(task, {})
-
-
-def test_buffers_replace_those_of_a_copy() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double().eval()
-    metric = Metric(lambda m: float(m[1].running_mean.sum()), maximize=False, bounds=None)
-    adapter = attach_film(model, ["1"], dim=2)
-    task = FinetuneTask(adapter, loss=lambda m, b: m(b).sum(), batches=lambda *_: torch.ones(2, 3), metric=metric)
-    start = Start(torch.ones(2), {"1.running_mean": torch.full((4,), -1.0)})
-    copied = with_start(task, start)
-    assert copied.cost(start.phi, "judge") == -4
-    assert task.cost(task.origin(), "judge") == 0
-    assert copied.adapter.model is not model
-    assert best_start(task, {"pretrained": Start(task.origin()), "other": start})[0] == "other"
-    with pytest.raises(ConfigError, match=r"no buffer '1\.mean'"):
-        with_start(task, Start(torch.ones(2), {"1.mean": torch.ones(4)}))

@@ -86,7 +86,9 @@ def make_f() -> RidgeValueFunction:
     f.coefficients.copy_(rand(2 * D, 2, seed=5))
     f.radius.fill_(1.0)
     f.gradient_floor.fill_(0.1)
-    f.quality = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40)
+    f.quality = Quality(
+        spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40, near_mae=0.01, headroom=0.1
+    )
     return f.eval()
 
 

@@ -18,7 +18,7 @@ from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, U
 from metricopt_ext.tasks.rollout import rollout
 from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction
 
-GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40)
+GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40, near_mae=0.01, headroom=0.1)
 POOR = replace(GOOD, spearman=0.1)
 D = 6
 

@@ -14,7 +14,7 @@ from metricopt_ext.value.value_function import NeuralValueFunction, Quality, Rid
 
 def fitted(f: ValueFunction) -> ValueFunction:
     f.set_domain(torch.randn(30, f.dim, generator=torch.Generator().manual_seed(1)))
-    f.quality = Quality(spearman=0.8, mae=0.1, constant_mae=0.2, points=30, trajectories=10)
+    f.quality = Quality(spearman=0.8, mae=0.1, constant_mae=0.2, points=30, trajectories=10, near_mae=0.1, headroom=0.2)
     return f
 
 

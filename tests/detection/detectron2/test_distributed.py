@@ -83,7 +83,7 @@ def test_two_processes_end_with_one_phi(tiny_config: Any, tmp_path: Path) -> Non
     f = RidgeValueFunction(4)
     f.coefficients.copy_(torch.linspace(-1, 1, 8)[:, None])
     f.set_domain(torch.randn(50, 4, generator=torch.Generator().manual_seed(0)))
-    f.quality = Quality(0.9, 0.01, 0.1, 50, 10)
+    f.quality = Quality(0.9, 0.01, 0.1, 50, 10, 0.01, 0.1)
     f.save(tmp_path / "f.safetensors")
     cfg = tiny_config(
         *("fpn", "BN", "DATASETS.TRAIN", ("pair_train",), "METRICOPT.METRIC.SET", "pair_val"),

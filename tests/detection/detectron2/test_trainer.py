@@ -68,7 +68,7 @@ def save_f(path: Path, signature: Signature | None = None, dim: int = 4) -> Ridg
     f = RidgeValueFunction(dim)
     f.coefficients.copy_(torch.linspace(-1, 1, 2 * dim)[:, None])
     f.set_domain(torch.randn(50, dim, generator=torch.Generator().manual_seed(0)))
-    f.quality, f.signature = Quality(0.9, 0.01, 0.1, 50, 10), signature
+    f.quality, f.signature = Quality(0.9, 0.01, 0.1, 50, 10, 0.01, 0.1), signature
     f.save(path)
     return f
 
@@ -741,7 +741,7 @@ def test_an_f_without_skill_is_followed_only_to_correct_it(
     round: int, tiny_config: Any, tmp_path: Path, logged: list[logging.LogRecord]
 ) -> None:
     f = save_f(tmp_path / "f.safetensors")
-    f.quality = Quality(0.1, -0.5, 0.1, 50, 10)
+    f.quality = Quality(0.1, -0.5, 0.1, 50, 10, -0.5, 0.1)
     f.save(tmp_path / "f.safetensors")
     cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.FINETUNE.VALUE_FUNCTION", str(tmp_path / "f.safetensors"))
     cfg.METRICOPT.META.ROUND = round

@@ -1,0 +1,240 @@
+"""What a model says without a query: scales and directions in closed form, on models that are linear in phi."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias
+from metricopt_ext.errors import AdapterError
+from metricopt_ext.search.probe import (
+    DIRECTIONS,
+    GRADIENTS,
+    MOVEMENT,
+    SCALES,
+    loss_spectrum,
+    movement,
+    probe,
+)
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
+from metricopt_ext.utils.seeding import generator
+
+
+def rand(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Linear(nn.Module):
+    """Outputs ``base + gain * M phi`` for 5 examples, whatever phi: a model that is linear in phi."""
+
+    def __init__(self, dim: int, gain: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3).double()
+        self.base, self.matrix, self.gain = rand(5, 2, seed=2), rand(5, 2, dim, seed=3), gain
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"logits": self.base + self.gain * self.matrix @ self.metricopt.value(), "names": ["a", "b"]}
+
+
+def linear(gain: float, dim: int = 4) -> tuple[FinetuneTask, Linear]:
+    model = Linear(dim, gain)
+
+    def refuse(model: nn.Module) -> float:
+        raise AssertionError("a query was spent")
+
+    task = FinetuneTask(
+        attach_input_bias(model, dim=dim),
+        loss=lambda model, batch: ((model(batch)["logits"]) ** 2).mean(),
+        batches=lambda seed, task, step: torch.zeros(2, dtype=torch.float64),
+        metric=Metric(refuse, maximize=True),
+        population=1,
+    )
+    return task, model
+
+
+def directions(dim: int, seed: int) -> Tensor:
+    return torch.randn(DIRECTIONS, dim, generator=generator(seed, "probe"), dtype=torch.float64)
+
+
+# --- Movement ----------------------------------------------------------------------------------------------------
+
+
+def test_movement_is_the_change_in_units_of_the_spread() -> None:
+    still, change = rand(6, 3), rand(6, 3, seed=2)
+    spread = math.sqrt(float(((still - still.mean(0)) ** 2).mean()))
+    expected = math.sqrt(float((change**2).mean())) / spread
+    assert movement([still], [still + change]) == pytest.approx(expected, rel=1e-12)
+    assert movement([still], [still]) == 0
+    number = torch.tensor([[-4.0]], dtype=torch.float64)
+    assert movement([number], [number + 1]) == 0.25
+    assert movement([still, number], [still + change, number + 1]) == pytest.approx((expected + 0.25) / 2, rel=1e-12)
+
+
+def test_what_does_not_vary_or_changes_its_shape_says_nothing() -> None:
+    same, still, empty = torch.ones(4, 2), rand(6, 3), torch.zeros(0, 4)
+    assert movement([same], [same + 1]) == math.inf
+    assert movement([still, same], [still[:5], same]) == math.inf
+    assert movement([empty], [empty]) == math.inf
+    assert movement([still, same, empty], [2 * still, same + 1, empty]) == movement([still], [2 * still]) < math.inf
+
+
+# --- The scale ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gain", [0.05, 1.0, 30.0])
+@pytest.mark.parametrize("at", [0.0, 1.0])
+def test_the_scale_is_the_largest_whose_movement_is_small(gain: float, at: float) -> None:
+    """In closed form: a linear model moves by ``scale * gain * |M direction|``, the same from any start."""
+    task, model = linear(gain)
+    start = at * rand(4, seed=9)
+    found = probe(task, start, seed=5)
+    shaped = directions(4, 5) @ found.spectrum.root(1.0).T
+    still = model.base + gain * model.matrix @ start
+    spread = (still - still.mean(0)).square().mean().sqrt()
+    moves = torch.stack([(gain * model.matrix @ each).square().mean().sqrt() / spread for each in shaped])
+    median = float(moves.sort().values[(DIRECTIONS - 1) // 2])
+    assert found.scale == max(scale for scale in SCALES if scale * median <= MOVEMENT)
+    assert min(abs(scale * median / MOVEMENT - 1) for scale in SCALES) > 1e-6  # no near-tie
+
+
+@pytest.mark.parametrize(("gain", "scale"), [(1e-9, SCALES[-1]), (1e9, SCALES[0])])
+def test_scales_end_somewhere(gain: float, scale: float) -> None:
+    task, _ = linear(gain)
+    assert probe(task, task.origin(), 0).scale == scale
+
+
+def test_outputs_that_overflow_are_too_far() -> None:
+    task, model = linear(1.0)
+    plain = probe(task, task.origin(), 0).scale
+    forward = model.forward
+    limit = 0.5 * plain * directions(4, 0).norm(dim=1).min()
+
+    def overflowing(x: Tensor) -> dict[str, Any]:
+        outputs = forward(x)
+        if not torch.is_grad_enabled() and model.metricopt.value().norm() > limit:
+            outputs["logits"] = outputs["logits"] * math.inf
+        return outputs
+
+    model.forward = overflowing  # type: ignore[method-assign]
+    assert probe(task, task.origin(), 0).scale < plain
+
+
+def test_a_loss_that_calls_no_forward_is_measured_itself(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dim=6)
+    found = probe(task, task.origin(), seed=2)
+    shaped, batch = directions(6, 2) @ found.spectrum.root(1.0).T, task.batch(2, 0, 0)
+
+    def loss(phi: Tensor) -> Tensor:
+        return (task.curvature * (phi - task.centre - batch) ** 2).sum() / 2
+
+    def median(scale: float) -> float:
+        still = loss(task.origin())
+        moves = torch.stack([(loss(scale * each) - still).abs() / still for each in shaped])
+        return float(moves.sort().values[(DIRECTIONS - 1) // 2])
+
+    at = SCALES.index(found.scale)
+    assert median(SCALES[at]) <= MOVEMENT < median(SCALES[at + 1])
+    assert task.queries == 0
+
+
+# --- The spectrum ------------------------------------------------------------------------------------------------
+
+
+def test_the_spectrum_is_that_of_a_quadratic_loss_in_closed_form(quadratic: Callable[..., Any]) -> None:
+    task, std, start = quadratic(dim=5), 0.3, rand(5, seed=4)
+    found = loss_spectrum(task, start, std, seed=3)
+    total = torch.zeros(5, 5, dtype=torch.float64)
+    for index in range(GRADIENTS):
+        phi = start + task.starts(std, 3, [index])[0]
+        gradient = task.curvature * (phi - task.centre - task.batch(3, index, 0))
+        total += torch.outer(gradient, gradient) / (gradient @ gradient)
+    rebuilt = found.basis @ found.weights.diag() @ found.basis.T
+    torch.testing.assert_close(rebuilt, total / GRADIENTS, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.basis.T @ found.basis, torch.eye(5, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert float(found.weights.sum()) == pytest.approx(1, rel=1e-12)
+    assert found.weights.min() >= 0
+    assert task.queries == 0
+
+
+def test_a_direction_that_the_loss_ignores_has_no_weight(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(dim=4, noise=0.0)
+    task.problem.curvature = torch.tensor([100.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    found = loss_spectrum(task, task.origin(), 1.0, seed=0)
+    assert float(found.basis[0, -1].abs()) > 0.9  # the steepest direction comes last
+    torch.testing.assert_close(found.weights[:2], torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert float(found.basis[2:, 2:].abs().max()) < 1e-6
+
+
+def test_a_flat_loss_knows_no_direction(quadratic: Callable[..., Any]) -> None:
+    task = replace(quadratic(dim=4), loss=lambda model, batch: 0 * model.metricopt.value().sum() + 3)
+    found = probe(task, task.origin(), 0)
+    assert found.scale == SCALES[-1]
+    assert torch.equal(found.spectrum.root(1.0), torch.eye(4, dtype=torch.float64))
+
+
+def test_a_loss_without_a_gradient_is_named(quadratic: Callable[..., Any]) -> None:
+    task = replace(quadratic(), loss=lambda model, batch: (model.metricopt.value() > 0).sum())
+    with pytest.raises(AdapterError, match="has no gradient in phi"):
+        probe(task, task.origin(), 0)
+
+
+# --- What it leaves ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_model_is_left_as_it_was(training: bool, fails: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)).train(training)
+    adapter = attach_film(model, dim=3)
+    adapter.set_phi(torch.full((3,), 0.5))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        value = model(batch).square().mean()
+        if fails:
+            raise OSError("no more memory")
+        return value
+
+    task = FinetuneTask(
+        adapter,
+        loss=loss,
+        batches=lambda seed, task, step: torch.randn(6, 3, generator=generator(seed, "batch", task, step)),
+        metric=Metric(lambda model: 0.5, maximize=True),
+        population=1,
+    )
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    if fails:
+        with pytest.raises(OSError, match="no more memory"):
+            probe(task, task.origin(), 0)
+    else:
+        probe(task, task.origin(), 0)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert not model._forward_hooks
+    assert adapter.context.override is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert task.metric.ledger.spent == 0
+
+
+def test_outputs_without_a_row_and_losses_in_two_parts() -> None:
+    task, model = linear(1.0)
+    expected, forward = probe(task, task.origin(), 0), model.forward
+    model.forward = lambda x: {**forward(x), "boxes": torch.zeros(0, 4)}  # type: ignore[method-assign]
+    task = replace(
+        task,
+        loss=OutputLoss(lambda model, batch: model(batch)["logits"], lambda outputs, batch: outputs.square().mean()),
+    )
+    assert probe(task, task.origin(), 0).scale == expected.scale
+
+
+def test_the_seed_decides_everything(quadratic: Callable[..., Any]) -> None:
+    first, same, other = (probe(quadratic(), quadratic().origin(), seed) for seed in (0, 0, 1))
+    assert first.scale == same.scale
+    assert torch.equal(first.spectrum.basis, same.spectrum.basis)
+    assert not torch.equal(first.spectrum.weights, other.spectrum.weights)

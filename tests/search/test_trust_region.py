@@ -1,0 +1,344 @@
+"""The guided search on quadratics: what it asks, where it ends, and that neither depends on how long it goes on."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import mean, stdev
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.search.probe import probe
+from metricopt_ext.search.trust_region import (
+    FIRST_STEP,
+    STEPS,
+    WIDEST,
+    GuidedTrustRegion,
+    SearchEnd,
+    Visited,
+    descend,
+)
+from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.value.gp import GPLearner, Spectrum
+
+SEARCH = GuidedTrustRegion()
+
+
+def rand(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rugged(task: Any, depth: float = 2.0) -> Any:
+    """Add to the metric what no smooth f can follow, so that the hyper-parameters keep changing."""
+
+    def metric(model: Any) -> float:
+        return task.distance(model) + depth * math.sin(1e4 * float(model.metricopt.phi.sum()))
+
+    task = replace(task, metric=Metric(metric, maximize=False, bounds=None, ledger=task.metric.ledger))
+    return task
+
+
+def judged(task: Any, cost: Callable[[Tensor], float]) -> Any:
+    def metric(model: Any) -> float:
+        task.problem.queries += 1
+        return cost(model.metricopt.phi.detach())
+
+    task = replace(task, metric=Metric(metric, maximize=False, bounds=None, name="other"))
+    return task
+
+
+def assert_same(a: SearchEnd, b: SearchEnd) -> None:
+    for name in ("cost", "curve", "queries", "evaluation", "evaluations", "widened"):
+        assert getattr(a, name) == getattr(b, name), name
+    for name in ("phi", "points", "predicted"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert (a.f is None) == (b.f is None)
+    if a.f is not None and b.f is not None:
+        assert a.f.hyperparameters == b.f.hyperparameters
+        assert a.f.quality == b.f.quality
+        assert all(torch.equal(value, b.f.state_dict()[key]) for key, value in a.f.state_dict().items())
+
+
+# --- What it costs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("queries", [7, 8, 12, 13, 14, 30, 61])
+def test_exactly_the_queries_are_asked_and_booked(quadratic: Callable[..., Any], queries: int) -> None:
+    task, told = quadratic(budget=queries), []
+    end = SEARCH(task, task.origin(), queries, on_query=told.append)
+    assert task.queries == queries == end.queries
+    assert task.metric.ledger.spent_on == {"search": queries}
+    assert len(end.points) == len(end.evaluations) == queries - 1
+    assert told[:-1] == [each.cost for each in end.evaluations] == [task.true_cost(phi) for phi in end.points]
+    assert torch.equal(end.points[0], task.origin())
+    assert not task.adapter.phi.any()
+
+
+@pytest.mark.parametrize(("dim", "design"), [(1, 4), (4, 4), (8, 4), (13, 6), (32, 16), (500, 16)])
+def test_the_least_budget_has_a_design_a_proposal_and_an_end(
+    quadratic: Callable[..., Any], dim: int, design: int
+) -> None:
+    assert SEARCH.design_size(dim) == design
+    least = SEARCH.least_queries(dim)
+    assert least == design + 3
+    task = quadratic(dim)
+    with pytest.raises(
+        ValueError, match=f"queries is {least - 1}; this search in {dim} dimensions needs at least {least}"
+    ):
+        SEARCH(task, task.origin(), least - 1)
+    assert task.queries == 0
+    end = SEARCH(task, task.origin(), least)
+    assert task.queries == least
+    assert len(end.predicted) == 1
+
+
+@pytest.mark.parametrize("wrong", [[], [20, 20], [30, 20], [20.5], [True]])
+def test_checkpoints_that_make_no_sense_cost_nothing(quadratic: Callable[..., Any], wrong: Any) -> None:
+    task = quadratic()
+    with pytest.raises(ValueError, match=r"checkpoints are|queries is"):
+        list(SEARCH.ends(task, task.origin(), wrong))
+    assert task.queries == 0
+
+
+def test_a_ledger_with_less_is_refused(quadratic: Callable[..., Any]) -> None:
+    task = quadratic(budget=30)
+    for checkpoints, asked in (([31], 31), ([20, 30], 31), ([10, 20, 29], 31)):
+        with pytest.raises(BudgetError, match=f"{asked} queries requested, 30 left in the metric's budget"):
+            list(SEARCH.ends(task, task.origin(), checkpoints))
+    assert task.queries == 0
+    list(SEARCH.ends(task, task.origin(), [20, 29]))
+    assert task.queries == 30
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"design": 3},
+        {"batch": 0},
+        {"radius": 0.0},
+        {"least_radius": 0.0},
+        {"largest_radius": 0.1},
+        {"grow": 0.9},
+        {"shrink": 0.0},
+        {"boldness": -0.1},
+    ],
+)
+def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"{name} is"):
+        GuidedTrustRegion(**wrong)
+
+
+def test_a_metric_that_fails_says_at_which_query(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    task.problem.fail_after = 17
+    with pytest.raises(MetricError, match="query 18 of 40"):
+        SEARCH(task, task.origin(), 40)
+    assert task.queries == 18
+
+
+# --- One search has the ends of all ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_checkpoints_are_the_ends_of_separate_runs_bit_for_bit(quadratic: Callable[..., Any], seed: int) -> None:
+    """Ends just after the number of points has grown by a quarter would choose hyper-parameters anew."""
+    checkpoints = [13, 14, 48, 60, 90]
+    task = rugged(quadratic(8))
+    whole = list(SEARCH.ends(task, task.origin(), checkpoints, seed=seed))
+    assert task.queries == 90 + 4
+    for queries, end in zip(checkpoints, whole, strict=True):
+        alone = SEARCH(rugged(quadratic(8)), task.origin(), queries, seed=seed)
+        assert end.queries == queries
+        assert_same(end, alone)
+        assert torch.equal(end.points, whole[-1].points[: queries - 1])
+
+
+def test_known_points_count_but_are_not_asked_again(quadratic: Callable[..., Any]) -> None:
+    plain, task = quadratic(), quadratic()
+    start, other = task.origin(), rand(4, seed=3)
+    known = [(other, plain.evaluate(other, "before")), (start, plain.evaluate(start, "before"))]
+    (end,) = SEARCH.ends(task, start, [30], known=known)
+    assert task.queries == 28
+    assert (end.queries, len(end.points)) == (30, 29)
+    assert torch.equal(end.points[:2], torch.stack([other, start]))
+    assert list(end.evaluations[:2]) == [evaluation for _, evaluation in known]
+    assert_same(next(SEARCH.ends(quadratic(), start, [30], known=known[1:])), SEARCH(quadratic(), start, 30))
+    least = SEARCH.least_queries(4)
+    with pytest.raises(ValueError, match=f"queries is {least}; .* needs at least {least + 1}"):
+        list(SEARCH.ends(task, start, [least], known=known))
+    with pytest.raises(ValueError, match="known has 1 point without the start"):
+        list(SEARCH.ends(task, start, [30], known=known[:1]))
+    assert task.queries == 28
+
+
+def test_the_seed_decides_everything(quadratic: Callable[..., Any]) -> None:
+    first, same, other = (SEARCH(quadratic(), torch.zeros(4, dtype=torch.float64), 30, seed=s) for s in (0, 0, 1))
+    assert_same(first, same)
+    assert first.cost != other.cost
+
+
+# --- The design --------------------------------------------------------------------------------------------------
+
+
+def test_the_design_is_pairs_around_the_start_of_the_probed_shape(quadratic: Callable[..., Any]) -> None:
+    task, start = quadratic(32), rand(32, seed=2)
+    end, seen = SEARCH(task, start, 19, seed=4), probe(quadratic(32), start, 4)
+    offsets = end.points[1:17] - start
+    torch.testing.assert_close(offsets[:8], -offsets[8:], rtol=0, atol=1e-12)
+    normal = offsets[:8] @ torch.linalg.inv(seen.scale * seen.spectrum.root(1.0)).T
+    assert 0.8 < float(normal.square().mean()) < 1.25  # chi-squared of 256: three standard errors are 0.27
+    assert end.widened == 1
+
+
+def test_a_flat_metric_widens_the_design_and_ends_at_the_start(quadratic: Callable[..., Any]) -> None:
+    task = judged(quadratic(), lambda phi: 0.25)
+    start = rand(4, seed=2)
+    end = SEARCH(task, start, 80, seed=1)
+    assert end.f is None
+    assert (end.widened, end.cost, end.evaluation, end.curve) == (WIDEST, 0.25, Evaluation(0.25), ((1, 0.25),))
+    assert torch.equal(end.phi, start)
+    assert task.queries == end.queries == task.metric.ledger.spent == 79  # there is no end to ask for
+    assert end.predicted.shape == (0, 2)
+    lengths = (end.points[1:] - start).norm(dim=1)
+    parts = [lengths[:4], *lengths[4:].split(8)]
+    scale = probe(quadratic(), start, 1).scale
+    for part, wider in zip(parts[:6], (1, 2, 4, 8, 16, 32), strict=False):
+        assert 0.3 < float(part.square().mean().sqrt()) / (wider * scale * 2) < 3
+
+
+def test_a_metric_that_reacts_far_away_is_found(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    scale = probe(task, task.origin(), 0).scale
+    end = SEARCH(judged(task, lambda phi: max(0.0, float(phi.norm()) - 16 * scale)), task.origin(), 60)
+    assert 4 <= end.widened <= 32
+    assert end.f is not None
+    assert end.cost == 0
+
+
+def test_a_metric_of_few_values_reacts_by_its_share() -> None:
+    visited = Visited(torch.zeros(1), GPLearner(1.0, Spectrum.flat(1)))
+    for at in range(6):
+        visited.add(torch.full((1,), float(at)), Evaluation(0.5))
+    assert not visited.varies()
+    assert not visited.reacts()
+    visited.add(torch.ones(1), Evaluation(0.4))
+    assert visited.varies()
+    assert not visited.reacts()  # 1 of 7
+    visited.add(torch.ones(1), Evaluation(0.6))
+    assert visited.reacts()  # 2 of 8
+
+
+# --- The region --------------------------------------------------------------------------------------------------
+
+
+def test_descent_stays_in_the_ball_and_never_gets_worse() -> None:
+    centre, goal = rand(3, seed=2), rand(3, seed=3) + 4
+    starts = centre + 0.3 * torch.nn.functional.normalize(rand(6, 3, seed=4), dim=1)
+
+    def value(phi: Tensor) -> Tensor:
+        return (phi - goal).square().sum(1) + torch.sin(9 * phi).sum(1)
+
+    ends, values = descend(value, starts, centre, 0.5)
+    assert float((ends - centre).norm(dim=1).max()) <= 0.5 * (1 + 1e-12)
+    torch.testing.assert_close(values, value(ends), rtol=1e-12, atol=1e-12)
+    assert (values < value(starts)).all()
+    top = starts[:1]
+    end, least = descend(lambda phi: -torch.ones_like(phi[:, 0]) + 0 * phi.sum(1), top, centre, 0.5)
+    assert torch.equal(end, top)  # nowhere to go
+    assert float(least) == -1
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_descent_ends_at_the_minimum_of_a_bowl(inside: bool) -> None:
+    """In the ball, or where the ball is closest to it; steps decay to 0 from a length of FIRST_STEP."""
+    centre = torch.zeros(3, dtype=torch.float64)
+    goal = torch.tensor([0.3, -0.2, 0.1] if inside else [3.0, -2.0, 1.0], dtype=torch.float64)
+    ends, _ = descend(lambda phi: (phi - goal).square().sum(1), 0.1 * rand(5, 3), centre, 1.0)
+    expected = goal if inside else goal / goal.norm()
+    assert float((ends - expected).norm(dim=1).max()) < 2 * FIRST_STEP / STEPS
+
+
+def test_proposals_stay_in_the_largest_region(quadratic: Callable[..., Any]) -> None:
+    """Of radius 0.5 at most around a visited point."""
+    task = quadratic(8)
+    small = GuidedTrustRegion(radius=0.5, least_radius=0.25, largest_radius=0.5)
+    end, scale = small(task, task.origin(), 60), probe(quadratic(8), task.origin(), 0).scale
+    for at in range(5, 59):
+        nearest = (end.points[:at] - end.points[at]).norm(dim=1).min()
+        assert float(nearest) <= 0.5 * scale * math.sqrt(8) * (1 + 1e-9)
+
+
+def test_the_first_of_a_batch_minimises_f_itself(quadratic: Callable[..., Any]) -> None:
+    """Without boldness all points of a batch do: they agree, but for where their descent began."""
+    task = quadratic()
+    timid = GuidedTrustRegion(boldness=0.0)
+    end = timid(task, task.origin(), 5 + 8 + 1)
+    batch, scale = end.points[5:13], probe(quadratic(), task.origin(), 0).scale
+    bold = SEARCH(quadratic(), task.origin(), 5 + 8 + 1).points[5:13]
+    assert torch.equal(bold[0], batch[0])  # tau is 0 there
+    assert float((bold - bold[0]).norm(dim=1).max()) > 3 * float((batch - batch[0]).norm(dim=1).max())
+    assert float((batch - batch[0]).norm(dim=1).max()) < 0.2 * scale
+
+
+# --- The end -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0.0, 2.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_end_is_no_worse_than_the_best_by_f(quadratic: Callable[..., Any], seed: int, depth: float) -> None:
+    task = rugged(quadratic(), depth)
+    end = SEARCH(task, task.origin(), 50, seed=seed)
+    assert end.f is not None
+    best = int(end.f.mean(end.points).argmin())
+    assert end.cost <= end.evaluations[best].cost + end.f.noise_std
+    assert end.cost == end.evaluation.cost == task.cost(end.phi, "check")
+    order = end.f.mean(end.points).argsort()
+    mean_of_best = end.points[order[:6]].mean(0)  # an eighth of 49
+    assert any(torch.equal(end.phi, each) for each in (mean_of_best, end.points[best]))
+    costs = [each.cost for each in end.evaluations]
+    assert end.curve == tuple(
+        (n, cost) for n, cost in enumerate(costs, start=1) if cost < min(costs[: n - 1], default=math.inf)
+    )
+
+
+def test_f_comes_with_its_domain_quality_and_adapter(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    end = SEARCH(task, task.origin(), 50)
+    assert end.f is not None
+    assert end.f.quality is not None
+    torch.testing.assert_close(end.f.centre.double(), end.phi, rtol=1e-6, atol=1e-6)
+    assert float(end.f.radius) >= float(end.phi.norm()) * (1 - 1e-6)
+    assert end.f.signature == task.adapter.signature
+    assert end.f.quality.points == len(end.predicted) == 49 - 5
+    assert end.predicted[:, 1].tolist() == [each.cost for each in end.evaluations[5:]]
+    error = (end.predicted[:, 0] - end.predicted[:, 1]).abs()
+    assert end.f.quality.mae == pytest.approx(float(error.mean()), rel=1e-12)
+    costs = torch.tensor([each.cost for each in end.evaluations], dtype=torch.float64)
+    so_far = [float(costs[: 5 + 8 * (at // 8)].min()) for at in range(44)]
+    incumbent = (costs[5:] - torch.tensor(so_far, dtype=torch.float64)).abs().mean()
+    assert end.f.quality.incumbent_mae == pytest.approx(float(incumbent), rel=1e-12)
+
+
+@pytest.mark.outcome
+@pytest.mark.parametrize("dim", [4, 12])
+def test_it_gets_closer_to_the_goal_than_random_search(quadratic: Callable[..., Any], dim: int) -> None:
+    """60 queries each, over 6 seeds; random search draws around the start at the goal's own distance."""
+    shares = []
+    for seed in range(6):
+        task = quadratic(dim)
+        end = SEARCH(task, task.origin(), 60, seed=seed)
+        drawn = torch.cat([task.origin()[None], rand(59, dim, seed=seed)])
+        shares.append(math.log(end.cost / min(map(task.true_cost, drawn))))
+    assert mean(shares) + 3 * stdev(shares) / math.sqrt(6) < 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ends_have_the_precision_of_phi(quadratic: Callable[..., Any], dtype: torch.dtype) -> None:
+    task = quadratic(dtype=dtype)
+    end = SEARCH(task, task.origin(), 30)
+    assert {end.phi.dtype, end.points.dtype} == {dtype}
+    assert end.predicted.dtype == torch.float64

@@ -1,0 +1,121 @@
+"""Files of value functions of every kind: what is read is what was written, and what is no such file is named."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.adapters.signature import Signature
+from metricopt_ext.errors import FileFormatError, ValueFunctionError
+from metricopt_ext.utils.files import write_tensors
+from metricopt_ext.value.gp import GPValueFunction
+from metricopt_ext.value.loading import KINDS, load_value_function
+from metricopt_ext.value.value_function import FILE_FORMAT, NeuralValueFunction, Quality, RidgeValueFunction
+
+SIGNATURE = Signature("film", ("a",), (8,), 3, 5, "normal/1")
+GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40, near_mae=0.01, headroom=0.1)
+AHEAD = replace(GOOD, incumbent_mae=0.07)
+
+
+def rand(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def neural() -> NeuralValueFunction:
+    torch.manual_seed(0)
+    f = NeuralValueFunction(5, 3)
+    f.cost_mean.fill_(0.4)
+    f.cost_std.fill_(0.3)
+    return f.eval()
+
+
+def ridge() -> RidgeValueFunction:
+    f = RidgeValueFunction(5, 3)
+    f.coefficients.copy_(rand(10, 3, seed=3))
+    f.intercept.copy_(rand(3, seed=4))
+    return f
+
+
+def gp() -> GPValueFunction:
+    phi = rand(12, 5, seed=5)
+    return GPValueFunction.conditioned(phi, phi.sin().sum(1), torch.eye(5) / 2, 0.1)
+
+
+each_kind = pytest.mark.parametrize("make", [neural, ridge, gp])
+
+
+def test_every_kind_is_tried_here() -> None:
+    assert {make().kind for make in (neural, ridge, gp)} == set(KINDS)
+
+
+@each_kind
+@pytest.mark.parametrize(("quality", "signature"), [(None, None), (GOOD, SIGNATURE), (AHEAD, None)])
+def test_file_roundtrip(make: Any, quality: Quality | None, signature: Signature | None, tmp_path: Path) -> None:
+    path, f, phi = tmp_path / "f.safetensors", make(), rand(9, 5)
+    f.set_domain(rand(50, 5), centre=rand(5, seed=6))
+    f.quality, f.signature = quality, signature
+    f.save(path)
+    loaded = load_value_function(path, dim=5, signature=SIGNATURE)
+    assert type(loaded) is type(f)
+    assert loaded.state_dict().keys() == f.state_dict().keys()
+    assert all(torch.equal(value, f.state_dict()[key]) for key, value in loaded.state_dict().items())
+    assert torch.equal(loaded.members(phi), f.members(phi))
+    assert (loaded.radius, loaded.gradient_floor) == (f.radius, f.gradient_floor)
+    assert (loaded.quality, loaded.signature) == (quality, signature)
+    assert loaded.trusted == (quality is not None)
+    assert not loaded.training
+    assert not any(p.requires_grad for p in loaded.parameters())
+
+
+def test_file_of_another_dimension(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    ridge().save(path)
+    with pytest.raises(ValueFunctionError, match=re.escape(str(path)) + r".* dimension 5, the adapter's is 6"):
+        load_value_function(path, dim=6)
+    assert load_value_function(path).dim == 5
+
+
+def test_file_of_another_adapter(tmp_path: Path) -> None:
+    """The dimension alone does not tell: phi may act on other layers, or through other matrices."""
+    path, f = tmp_path / "f.safetensors", ridge()
+    f.signature = SIGNATURE
+    f.save(path)
+    with pytest.raises(
+        ValueFunctionError, match=re.escape(str(path)) + " was fitted for another adapter, of seed 3, not 4:"
+    ):
+        load_value_function(path, signature=replace(SIGNATURE, seed=4))
+    other = replace(SIGNATURE, layers=tuple("bcdefgh"), channels=(9,) * 7)
+    with pytest.raises(ValueFunctionError, match=r"of layers \['a'\], not \['b', .* 7 in all\]; channels \[8\], not"):
+        load_value_function(path, signature=other)
+    loaded = load_value_function(path)
+    with pytest.raises(ValueFunctionError, match="f was fitted for another adapter, of kind 'film', not 'input_bias'"):
+        loaded.check_fits(replace(SIGNATURE, kind="input_bias"))
+    loaded.signature = None
+    loaded.check_fits(other)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_truncated_file(kept: float, tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    neural().save(path)
+    path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
+    with pytest.raises(FileFormatError, match=re.escape(str(path))):
+        load_value_function(path)
+
+
+def test_file_of_unknown_contents(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    with pytest.raises(FileFormatError, match="does not exist"):
+        load_value_function(path)
+    write_tensors(path, {}, FILE_FORMAT, {"kind": "forest", "settings": {}})
+    with pytest.raises(
+        FileFormatError, match=r"unknown value function 'forest', expected one of \['gp', 'neural', 'ridge'\]"
+    ):
+        load_value_function(path)
+    write_tensors(path, {}, "another/1", {})
+    with pytest.raises(FileFormatError, match="format 'another/1', expected"):
+        load_value_function(path)
