@@ -5,11 +5,11 @@
     python tools/compare.py --config-file configs/compare/digits_shifted.yaml --output-dir out/part --seeds 700-704
     python tools/compare.py --summary out/digits_shifted out/a9a_f1 --output-dir out
 
-An override whose key is one of the comparison's own (task, config, overrides, methods, budgets, starts, seeds, seed,
-workers, threads, device) sets it; any other is one of the task's config. Writes comparison.json, comparison.md and
-comparison.png on all seeds that the folder holds; a row that is on file is not computed again, so that an interrupted
-comparison goes on where it stopped, and seeds can be run in several parts, at once or one after another. ``--summary``
-writes what several comparisons show together to summary.md.
+An override whose key is one of the comparison's own (task, config, overrides, methods, budgets, most, starts, seeds,
+seed, workers, threads, device) sets it; any other is one of the task's config. Writes comparison.json, comparison.md
+and comparison.png on all seeds that the folder holds; a row that is on file is not computed again, so that an
+interrupted comparison goes on where it stopped, and seeds can be run in several parts, at once or one after another.
+``--summary`` writes what several comparisons show together to summary.md.
 """
 
 import argparse
@@ -47,6 +47,7 @@ class CompareConfig:
     overrides: list[str] = field(default_factory=list)  # key=value, of the task's config
     methods: list[str] = field(default_factory=METHODS.copy)
     budgets: list[int] = field(default_factory=lambda: [20, 60, 150, 300, 600])  # metric queries, ascending
+    most: dict[str, int] = field(default_factory=dict)  # largest budget of a method that takes too long for larger ones
     starts: list[str] = field(default_factory=list)  # free starts to choose from; empty: all that the task has
     seeds: int = 20  # number of seeds
     seed: int = 700  # the first of them
@@ -68,7 +69,7 @@ class CompareConfig:
     @property
     def plan(self) -> Plan:
         """What is run."""
-        return Plan(tuple(self.methods), tuple(self.budgets), tuple(self.starts))
+        return Plan(tuple(self.methods), tuple(self.budgets), tuple(self.starts), dict(self.most))
 
 
 def main() -> None:

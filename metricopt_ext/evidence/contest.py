@@ -1,7 +1,7 @@
 """One seed of a comparison: every contender from the same start, each with its own file of what it reached."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,13 @@ class Plan:
         methods: Names of contenders, in any order.
         budgets: Metric queries, ascending.
         starts: Names of the free starts to choose from; empty for all that the experiment has.
+        most: Largest budget of methods that take too long for larger ones, by name.
     """
 
     methods: tuple[str, ...]
     budgets: tuple[int, ...]
     starts: tuple[str, ...] = ()
+    most: Mapping[str, int] = field(default_factory=dict)
 
     def check(self, known: Iterable[str]) -> None:
         """Reject what can't be run.
@@ -46,7 +48,7 @@ class Plan:
             ConfigError: A method is unknown or named twice, or the budgets do not ascend from at least 1.
         """
         known = sorted(known)
-        for name in self.methods:
+        for name in (*self.methods, *self.most):
             if name not in known:
                 raise ConfigError(f"methods={list(self.methods)}: {name!r} is none of {', '.join(known)}")
         if not self.methods or len(set(self.methods)) < len(self.methods):
@@ -54,6 +56,10 @@ class Plan:
         ascending = all(a < b for a, b in zip(self.budgets, self.budgets[1:], strict=False))
         if not self.budgets or self.budgets[0] < 1 or not ascending:
             raise ConfigError(f"budgets={list(self.budgets)}: they must be integers of at least 1, ascending")
+
+    def budgets_of(self, method: str) -> list[int]:
+        """Return the budgets that a method is run at."""
+        return [budget for budget in self.budgets if budget <= self.most.get(method, budget)]
 
 
 def run_seed(
@@ -98,7 +104,7 @@ def run_seed(
         for name in missing:
             watcher.stage(METHODS[name].title)
             row = _Row(experiment, started, starts[chosen].phi, len(starts), seconds, spent)
-            write_json(folder / f"{name}.json", {"method": name, **row.run(contenders[name], plan.budgets)})
+            write_json(folder / f"{name}.json", {"method": name, **row.run(contenders[name], plan.budgets_of(name))})
     watcher.done()
 
 

@@ -54,7 +54,7 @@ METHODS: dict[str, Entry] = {
     "ngopt": Entry("NGOpt on the metric", "#3b8f6b", "queries"),
     "turbo": Entry("TuRBO on the metric", "#8fbf8f", "queries"),
     "best_start": Entry("best free start", "#555555", "queries"),
-    "ours": Entry("optimize_metric", "#d7191c", "queries"),
+    "ours": Entry("MetricOpt, guided search", "#d7191c", "queries"),
     "transferred": Entry("f of another run", "#7f9c3c", "free", "another f"),
     "placebo": Entry("the same f, turned", "#b9c58f", "free", "another f"),
     "metricopt": Entry("MetricOpt", "#c02942", "queries"),
