@@ -183,10 +183,10 @@ class RunConfig:
             value, least = getattr(self, name), max(search.least_queries(dim) for search in used)
             if value and value < least:
                 raise ConfigError(f"{name}={value}: it must be at least {least} for {phi}, or 0")
-        strategy = self.build_strategy()
-        if isinstance(strategy, Recipe):
+        strategy: Any = self.build_strategy()
+        if self.strategy == "recipe":
             strategy.tasks_per_round(self.queries, dim)
-        elif isinstance(strategy, Algorithm1):
+        elif self.strategy == "paper":
             strategy.tasks(self.queries)
         elif self.queries < (least := strategy.least_queries(dim) + len(self.starts)):
             raise BudgetError(f"queries={self.queries}: the search needs at least {least} for these settings")
