@@ -19,6 +19,7 @@ from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import measure_ahead
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters
@@ -219,6 +220,7 @@ class GuidedTrustRegion:
             visited.predict(f, batch)
             yield from batch
 
+    @num_threads(1)  # the tensors are small
     def _batch(self, f: GPValueFunction, centre: Tensor, radius: float, rng: torch.Generator) -> Tensor:
         """Return the next points, ``batch x d``: minima, in the region, of f plus tau times a sample's deviation."""
         own = torch.arange(self.batch).repeat_interleave(STARTS)
@@ -320,6 +322,7 @@ class Visited:
         """Whether the metric reacts to phi: enough points have another cost than most."""
         return bool((self.cost != self.cost.mode().values).double().mean() >= REACTING)
 
+    @num_threads(1)
     def fit(self, *, last: bool = False) -> GPValueFunction:
         """Fit f to all points, with new hyper-parameters if there are many more points than at the last choice.
 

@@ -1,0 +1,151 @@
+"""The guard: its terms by hand, its threshold exactly, and how often it errs on noise alone."""
+
+import math
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.methods.guard import CONFIDENCE, LEAST, SHARE, Verdict, deviates, judge, reliability_of
+from metricopt_ext.tasks.metric import Evaluation
+
+
+def evaluations(halves: Any) -> list[Evaluation]:
+    """A metric whose value on all of its data is the mean of its halves."""
+    return [Evaluation((float(a) + float(b)) / 2, (float(a), float(b))) for a, b in halves]
+
+
+def rand(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# --- Its terms ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("confidence", "expected"), [(0.5, 0.0), (0.8413447460685429, 1.0), (0.9772498680518208, 2.0)])
+def test_deviates_are_quantiles_of_the_normal(confidence: float, expected: float) -> None:
+    assert deviates(confidence) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("wrong", [0.4, 1.0, 0.0, -1.0, 84.0, math.nan])
+def test_a_confidence_out_of_range_is_refused(wrong: float) -> None:
+    with pytest.raises(ValueError, match=f"guard_confidence is {wrong}; it must be at least 0.5 and below 1"):
+        deviates(wrong)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([1, 2, 3, 4], [1, 2, 3, 4], 1.0),
+        ([1, 2, 3, 4], [7, 9, 11, 13], 1.0),
+        ([-1, -1, 1, 1], [-1, 1, -1, 1], 0.0),
+        ([1, -1, 0, 0], [1, -1, math.sqrt(3), -math.sqrt(3)], 2 / 3),  # r = 1 / 2
+        ([1, 2, 3, 4], [4, 3, 2, 1], 0.0),
+        ([1, 2, 3, 4], [4, 3, 2, 1.5], 0.0),
+        ([1, 2, 3, 4], [5, 5, 5, 5], 0.0),
+    ],
+)
+def test_reliability_is_spearman_browns(a: list[float], b: list[float], expected: float) -> None:
+    found = reliability_of(torch.tensor([a, b], dtype=torch.float64).T)
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("n", [3, 8, 12, 40, 41])
+@pytest.mark.parametrize("signal", [0.0, 1.0, 10.0])
+def test_the_verdict_by_hand(n: int, signal: float) -> None:
+    halves = signal * rand(n, 1, seed=n) + rand(n, 2, seed=n + 1)
+    visited, start = evaluations(halves), Evaluation(1.2, (1.0, 1.5))
+    end = min(visited, key=lambda each: each.cost)
+    found = judge(start, end, visited, 0.95)
+
+    costs = halves.mean(1).numpy()
+    best = np.argsort(costs)[: max(LEAST, math.ceil(SHARE * n))]
+    of_best = halves.numpy()[best]
+    r = np.corrcoef(of_best.T)[0, 1]
+    reliability = max(0.0, 2 * r / (1 + r))
+    apart = (1.0 - of_best[:, 0]) - (1.5 - of_best[:, 1])
+    chance = math.sqrt((apart**2).mean()) / 2
+    optimism = min((1 - reliability) * (costs[best].mean() - costs.min()), chance * math.sqrt(2 * math.log(n)))
+    assert found.gain == pytest.approx(1.2 - costs.min(), rel=1e-12)
+    assert found.reliability == pytest.approx(reliability, abs=1e-12)
+    assert found.chance == pytest.approx(chance, rel=1e-12)
+    assert found.optimism == pytest.approx(optimism, rel=1e-9)
+    assert found.needed == pytest.approx(NormalDist().inv_cdf(0.95) * chance, rel=1e-12)
+    assert found.candidates == n
+
+
+def test_an_end_that_does_not_stand_out_is_not_optimistic() -> None:
+    visited = evaluations(rand(20, 2, seed=0))
+    worse = Evaluation(5.0, (5.0, 5.0))
+    assert judge(worse, worse, visited).optimism == 0
+
+
+def test_optimism_is_at_most_the_largest_of_so_many_draws() -> None:
+    """The halves agree on no order, but differ little: what sets the end apart can't all be chance."""
+    visited = evaluations([(0.0, 0.0), *((10 + 0.01 * (-1) ** i, 10 - 0.01 * (-1) ** i) for i in range(7))])
+    found = judge(Evaluation(10.0, (10.0, 10.0)), visited[0], [*visited[1:], Evaluation(9.0, (8.0, 10.0))])
+    assert found.reliability == 0
+    assert found.optimism == pytest.approx(found.chance * math.sqrt(2 * math.log(8)), rel=1e-12)
+    assert 0 < found.optimism < 8
+
+
+@pytest.mark.parametrize("few", [0, 1, 2])
+def test_without_halves_every_gain_is_believed(few: int) -> None:
+    told, plain = evaluations(rand(9, 2, seed=3)), [Evaluation(float(i)) for i in range(9)]
+    for start, visited in ((Evaluation(1.0), told), (told[0], plain), (told[0], told[:few])):
+        for cost, accepted in ((start.cost - 1e-9, True), (start.cost, False), (start.cost + 1, False)):
+            found = judge(start, Evaluation(cost), visited)
+            assert (found.optimism, found.chance, found.needed, found.reliability) == (0, 0, 0, 1)
+            assert found.accepted == accepted
+
+
+def test_the_threshold_is_exact() -> None:
+    at = Verdict(gain=0.75, optimism=0.25, chance=0.25, reliability=0.5, candidates=9, needed=0.5)
+    assert not at.accepted
+    assert Verdict(math.nextafter(0.75, 1), 0.25, 0.25, 0.5, 9, 0.5).accepted
+
+
+def test_more_confidence_needs_a_larger_gain() -> None:
+    visited = evaluations(rand(30, 2, seed=4) + rand(30, 1, seed=5))
+    start, end = Evaluation(1.5, (1.4, 1.6)), min(visited, key=lambda each: each.cost)
+    timid, usual, bold = (judge(start, end, visited, confidence) for confidence in (0.99, CONFIDENCE, 0.5))
+    assert timid.needed > usual.needed > bold.needed == 0
+    assert timid.optimism == usual.optimism == bold.optimism
+    assert judge(start, end, visited) == usual
+
+
+# --- How often it errs -------------------------------------------------------------------------------------------
+
+
+def share_accepted(n: int, gain: float, confidence: float, runs: int) -> float:
+    """How often the best of n points is accepted; costs are noise of deviation 1, below the start's by a gain."""
+    accepted = 0
+    for seed in range(runs):
+        halves = math.sqrt(2) * rand(n, 2, seed=seed)
+        halves[1:] -= gain
+        visited = evaluations(halves)
+        accepted += judge(visited[0], min(visited, key=lambda each: each.cost), visited, confidence).accepted
+    return accepted / runs
+
+
+@pytest.mark.outcome
+@pytest.mark.parametrize(("confidence", "share"), [(0.84, 0.48), (0.95, 0.24), (0.99, 0.1)])
+@pytest.mark.parametrize("n", [10, 40, 200])
+def test_noise_alone_is_accepted_in_at_most_a_stated_share(n: int, confidence: float, share: float) -> None:
+    """More often than 1 - confidence: the best quarter is itself chosen, which the optimism leaves out.
+
+    Noise that is independent from point to point is the worst case; of one data set it mostly is common to all.
+    """
+    runs = 600
+    assert share_accepted(n, 0.0, confidence, runs) < share + 3 * math.sqrt(share * (1 - share) / runs)
+
+
+@pytest.mark.outcome
+@pytest.mark.parametrize("n", [10, 40, 200])
+def test_a_gain_of_six_times_chance_is_accepted(n: int) -> None:
+    """In 300 of 300 at both confidences."""
+    assert share_accepted(n, 6.0, 0.84, 100) > 0.95
+    assert share_accepted(n, 6.0, 0.95, 100) > 0.95
