@@ -89,7 +89,7 @@ class GuidedTrustRegion:
         boldness: Largest tau.
     """
 
-    design: int = 16
+    design: int = 12
     batch: int = 8
     radius: float = 1.0
     least_radius: float = 0.2

@@ -106,7 +106,7 @@ class GPValueFunction(ValueFunction):
             noise: Noise variance in units of the process's variance.
         """
         f = cls(phi.shape[1], len(phi)).to(phi.device)
-        f.points, f.transform = phi.double(), transform.double()
+        f.points, f.transform = phi.double(), transform.double().contiguous()  # as a loaded one is
         f.cost_mean, f.cost_std = cost.double().mean(), _spread(cost)
         f.noise = torch.tensor(noise, dtype=torch.float64, device=phi.device)
         target = (cost.double() - f.cost_mean) / f.cost_std

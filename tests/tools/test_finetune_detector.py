@@ -575,4 +575,4 @@ def test_a_detector_under_each_strategy(tmp_path: Path, strategy: str, kind: str
     before, after = (content["methods"][name]["validation"][0] for name in ("pretrained", "metricopt"))
     assert after > before if kept != "start" else after == before
     assert (tmp_path / "run" / ("search.png" if strategy == "search" else "finetuning.png")).stat().st_size > 1000
-    assert (seed / "tuned.safetensors").exists()
+    assert (seed / "tuned.pth").exists()
