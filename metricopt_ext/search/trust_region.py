@@ -169,7 +169,10 @@ class GuidedTrustRegion:
             while len(visited.points) < queries - 1:
                 point = next(proposals).to(start)
                 visited.add(point, query(point))
-            yield self._end(visited, query)
+            end = self._end(visited, query)
+            if end.f is not None:
+                end.f.signature = task.adapter.signature
+            yield end
 
     def _check_budget(self, task: FinetuneTask, checkpoints: Sequence[int], known: int) -> None:
         if list(checkpoints) != sorted(set(checkpoints)) or not checkpoints:

@@ -76,6 +76,7 @@ class GPValueFunction(ValueFunction):
     """
 
     kind = "gp"
+    all_directions = True
     transform: Tensor
     points: Tensor
     weights: Tensor
@@ -104,7 +105,7 @@ class GPValueFunction(ValueFunction):
             transform: T, ``d x d``, the length scale included.
             noise: Noise variance in units of the process's variance.
         """
-        f = cls(phi.shape[1], len(phi))
+        f = cls(phi.shape[1], len(phi)).to(phi.device)
         f.points, f.transform = phi.double(), transform.double()
         f.cost_mean, f.cost_std = cost.double().mean(), _spread(cost)
         f.noise = torch.tensor(noise, dtype=torch.float64)
