@@ -20,8 +20,11 @@ import metricopt_ext as mo
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError
 from metricopt_ext.retrieval.accuracy import RecallCalculator
 from metricopt_ext.retrieval.build import class_halves
+from metricopt_ext.retrieval.hooks import TrajectoryRecorder
 from metricopt_ext.retrieval.recall import recall_at_k
 from metricopt_ext.retrieval.search import TrainerBatches, search_with_trainer, trainer_task
+from metricopt_ext.search.optimizer import MetricOptStep
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.progress import Watcher
 
 CPU = torch.device("cpu")
@@ -346,3 +349,30 @@ def test_the_page_s_one_call() -> None:
     assert not hasattr(trunk, "metricopt")
     with torch.no_grad():
         assert not torch.allclose(trunk.eval()(x), before, atol=1e-3)
+
+
+def test_its_f_is_followed_by_the_trainer(tmp_path: Path) -> None:
+    """From phi = 0, outside the ball, into it; the hook records each step, which is f's alone without a loss weight."""
+    trunk = make_trunk()
+    adapter = mo.attach_film(trunk, dim=D)
+    run = search(make_trainer(trunk), make_tester(), adapter, 40, output_dir=tmp_path)
+    f = mo.load_value_function(tmp_path / "value_function.safetensors")
+    assert torch.equal(f.centre, run.ends["search"].float())
+    adapter.set_phi(torch.zeros(D))
+    options = {"metric_step": 0.3, "loss_weight": 0.0, "trust": 0.5, "steps": 6, "even_untrusted": True}
+    recorder = TrajectoryRecorder(
+        adapter, Metric(lambda: 0.0, maximize=True), mo.TrajectoryStore(), steps=6, evals=2, index=0
+    )
+    trainer = make_trainer(trunk, end_of_iteration_hook=recorder, freeze_these=("embedder",))
+    trainer.optimizers["trunk_optimizer"] = mo.MetricOpt(adapter.parameters(), f, lr=0.1, **options)
+    trainer.dataloader_num_workers = 0
+    trainer.train(num_epochs=3)  # of two iterations each
+    assert recorder.trajectory is not None
+    path, rule = recorder.trajectory.phi, MetricOptStep(f, 0.1, **options)
+    assert not path[0].any()
+    assert path[0].sub(f.centre).norm() > 0.5 * f.radius
+    for step in range(6):
+        expected = rule(path[step], torch.zeros(1, D), step)
+        torch.testing.assert_close(path[step + 1], expected, rtol=1e-5, atol=1e-6)
+        assert path[step + 1].sub(f.centre).norm() <= 0.5 * f.radius * (1 + 1e-5)
+    assert f(path[-1]) < f(path[0])
