@@ -40,11 +40,7 @@ def embedding_loss(
         >>> float(loss(nn.Identity(), batch))
         0.0
     """
-    if any(isinstance(module, CrossBatchMemory) for module in loss_fn.modules()):
-        raise ValueError(
-            "CrossBatchMemory remembers embeddings of earlier batches, which another phi computed for another task;"
-            " use the loss that it wraps"
-        )
+    refuse_memory(loss_fn)
 
     def forward(model: nn.Module, batch: Any) -> Tensor:
         output: Tensor = model(batch[0])
@@ -61,3 +57,16 @@ def embedding_loss(
         return value
 
     return OutputLoss(forward, loss)
+
+
+def refuse_memory(loss_fn: nn.Module) -> None:
+    """Refuse a loss that depends on more than a batch.
+
+    Raises:
+        ValueError: The loss remembers embeddings of earlier batches.
+    """
+    if any(isinstance(module, CrossBatchMemory) for module in loss_fn.modules()):
+        raise ValueError(
+            "CrossBatchMemory remembers embeddings of earlier batches, which another phi computed for another task;"
+            " use the loss that it wraps"
+        )

@@ -5,17 +5,22 @@
         MODEL.WEIGHTS out/model_final.pth OUTPUT_DIR out/meta                                # 2: learn f
     python tools/train_detector.py --config-file FILE MODEL.WEIGHTS out/model_final.pth METRICOPT.ENABLED True
         METRICOPT.FINETUNE.VALUE_FUNCTION f.safetensors OUTPUT_DIR out/tuned                 # 3: follow f
+    python tools/train_detector.py --config-file FILE --search
+        MODEL.WEIGHTS out/model_final.pth OUTPUT_DIR out/tuned                               # 2 and 3 for one detector
     python tools/train_detector.py --config-file FILE --eval-only MODEL.WEIGHTS out/tuned/model_merged.pth
         DATASETS.TEST "('voc07_test',)" OUTPUT_DIR out/test                                  # 4: judge on test
 
 FILE is one of configs/detection/detectron2. The options are those of train_net.py; --num-gpus 0 computes on the CPU;
-overrides are KEY VALUE pairs at the end; docs/detection.md lists those under METRICOPT. Each item above is one command.
-With METRICOPT.ENABLED False, training is Detectron2's own. Learning f takes METRICOPT.META.ROUNDS * TASKS runs, each of
-which evaluates AP50 on METRICOPT.METRIC.SET METRIC.EVALS times, and keeps them in OUTPUT_DIR/trajectories; --resume
-continues what a killed run left there. Finetuning saves a checkpoint after each tenth of its steps, from which --resume
-continues. It logs AP50 at each evaluated step, also to OUTPUT_DIR/metrics.json and TensorBoard, and writes its best
-model, with phi merged, to OUTPUT_DIR/model_merged.pth, which any program that uses Detectron2 can load and which is
-evaluated on DATASETS.TEST. Evaluation is by AP50; --eval-only writes it to OUTPUT_DIR/results.json.
+overrides are KEY VALUE pairs at the end; docs/detection.md lists those under METRICOPT. Each item above is one
+command. With METRICOPT.ENABLED False, training is Detectron2's own. Learning f takes METRICOPT.META.ROUNDS * TASKS
+runs, each of which evaluates AP50 on METRICOPT.METRIC.SET METRIC.EVALS times, and keeps them in
+OUTPUT_DIR/trajectories; --resume continues what a killed run left there. A search evaluates AP50
+METRICOPT.SEARCH.QUERIES times, in one process, and leaves what the guard kept, merged, in
+OUTPUT_DIR/model_merged.pth, f and phi in OUTPUT_DIR/search. Finetuning saves a checkpoint after each tenth of its
+steps, from which --resume continues. It logs AP50 at each evaluated step, also to OUTPUT_DIR/metrics.json and
+TensorBoard, and writes its best model, with phi merged, to OUTPUT_DIR/model_merged.pth, which any program that uses
+Detectron2 can load and which is evaluated on DATASETS.TEST. Evaluation is by AP50; --eval-only writes it to
+OUTPUT_DIR/results.json.
 """
 
 import argparse
@@ -41,6 +46,7 @@ try:
     from metricopt_ext.detection.detectron2.config import metricopt_settings, read_config
     from metricopt_ext.detection.detectron2.datasets import check_sets, register_entries, write_example
     from metricopt_ext.detection.detectron2.meta_train import meta_train
+    from metricopt_ext.detection.detectron2.search import search
     from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
     from metricopt_ext.detection.detectron2.weights import load_weights
 except ModuleNotFoundError as error:
@@ -66,12 +72,14 @@ def main(arguments: argparse.Namespace) -> Any:
     check(cfg, arguments)
     write_example(settings.datasets)
     register_entries(settings.datasets.register, settings.datasets.root, settings.datasets.classes)
-    tuning = not arguments.eval_only and (settings.enabled or arguments.meta_train is not None)
+    tuning = not arguments.eval_only and (settings.enabled or arguments.search or arguments.meta_train is not None)
     evaluated = [settings.metric.set] if tuning and settings.metric.set else []
     check_sets(cfg, [] if arguments.eval_only else cfg.DATASETS.TRAIN, [*evaluated, *cfg.DATASETS.TEST])
     default_setup(cfg, arguments)
     if arguments.meta_train is not None:
         return meta_train(cfg, arguments.meta_train, arguments.resume)
+    if arguments.search:
+        return search(cfg, arguments.resume)
     if arguments.eval_only:
         return evaluate(cfg, arguments.resume)
     if settings.enabled:
@@ -112,14 +120,15 @@ def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
     """
     weights, folder = cfg.MODEL.WEIGHTS, Path(cfg.OUTPUT_DIR)
     finetuning = cfg.METRICOPT.ENABLED and not arguments.eval_only and arguments.meta_train is None
+    merging = finetuning or arguments.search
     resumed = arguments.resume and (folder / "last_checkpoint").exists()  # MODEL.WEIGHTS is then not read
     if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, but no GPU was found; --num-gpus 0 computes on the CPU")
     if weights and not resumed and "://" not in weights and not Path(weights.partition("?")[0]).is_file():
         raise ConfigError(f"MODEL.WEIGHTS={weights}: there is no such file")
-    if not weights and finetuning:
+    if not weights and finetuning and not arguments.search:
         raise ConfigError("METRICOPT.ENABLED needs MODEL.WEIGHTS, the trained detector")
-    if finetuning and Path(weights).resolve().parent == folder.resolve() and WRITTEN.fullmatch(Path(weights).name):
+    if merging and Path(weights).resolve().parent == folder.resolve() and WRITTEN.fullmatch(Path(weights).name):
         raise ConfigError(
             f"OUTPUT_DIR={folder} holds MODEL.WEIGHTS={weights}, which would be overwritten; give another"
         )
@@ -135,14 +144,15 @@ def run() -> None:
     parser.add_argument(
         "--meta-train", type=Path, metavar="FILE", help="learn a value function into this .safetensors file"
     )
+    parser.add_argument("--search", action="store_true", help="search for phi from the trained detector on")
     parser.add_argument(
         "--deterministic", action="store_true", help="compute on one thread, on the kernels that every processor has"
     )
     arguments = parser.parse_args()
     if not arguments.config_file:
         parser.error("--config-file is needed, e.g. configs/detection/detectron2/scenes.yaml")
-    if arguments.eval_only and arguments.meta_train:
-        parser.error("--eval-only and --meta-train are separate commands")
+    if arguments.eval_only + arguments.search + (arguments.meta_train is not None) > 1:
+        parser.error("--eval-only, --meta-train and --search are separate commands")
     try:
         if arguments.deterministic:
             restart_deterministically(threads=1)

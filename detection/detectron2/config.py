@@ -186,6 +186,20 @@ class MetaNode:
 
 
 @dataclass(frozen=True)
+class SearchNode:
+    """METRICOPT.SEARCH: a guided search, which learns f from one start on.
+
+    Attributes:
+        queries: How often AP50 is evaluated, at least 1; the search says how many more it needs.
+    """
+
+    queries: int = 100
+
+    def __post_init__(self) -> None:
+        _check_least(1, "SEARCH.", queries=self.queries)
+
+
+@dataclass(frozen=True)
 class Settings:
     """METRICOPT.
 
@@ -199,6 +213,7 @@ class Settings:
         metric: The node METRIC.
         finetune: The node FINETUNE.
         meta: The node META.
+        search: The node SEARCH.
 
     Raises:
         ConfigError: A value is out of range, or a key lacks another one; those of the nodes raise it too.
@@ -212,6 +227,7 @@ class Settings:
     metric: MetricNode = MetricNode()
     finetune: FinetuneNode = FinetuneNode()
     meta: MetaNode = MetaNode()
+    search: SearchNode = SearchNode()
 
     def __post_init__(self) -> None:
         """Check the keys against each other."""

@@ -16,7 +16,7 @@ OF_ONE_RUN = {
     *(f"METRICOPT.META.{name}" for name in ("ROUND", "INDEX")),
 }
 # Where and how long, not what: no influence on a trajectory.
-WITHOUT_INFLUENCE = ("MODEL.DEVICE", "METRICOPT.META.TRAJECTORIES", "METRICOPT.META.ROUNDS")
+WITHOUT_INFLUENCE = ("MODEL.DEVICE", "METRICOPT.META.TRAJECTORIES", "METRICOPT.META.ROUNDS", "METRICOPT.SEARCH.QUERIES")
 
 
 def identity_of_run(cfg: CfgNode) -> dict[str, Any]:
@@ -36,6 +36,18 @@ def identity_of_run(cfg: CfgNode) -> dict[str, Any]:
 def identity_of_trajectories(cfg: CfgNode) -> dict[str, Any]:
     """Return the settings shared by all trajectories that a value function is fitted to."""
     return {key: value for key, value in identity_of_run(cfg).items() if key not in OF_ONE_RUN}
+
+
+def identity_of_search(cfg: CfgNode, trainer_class: type) -> dict[str, Any]:
+    """Return the settings that a search depends on; its number of queries, seed and weights are known without them."""
+    unused = ("METRICOPT.ENABLED", "METRICOPT.FINETUNE.", "METRICOPT.META.", "METRICOPT.METRIC.EVALS")
+    settings = {key: value for key, value in identity_of_run(cfg).items() if not key.startswith(unused)}
+    return {**settings, **identity_of_trainer(trainer_class)}
+
+
+def identity_of_trainer(trainer_class: type) -> dict[str, Any]:
+    """Return a trainer class by its name."""
+    return {"trainer_class": f"{trainer_class.__module__}.{trainer_class.__qualname__}"}
 
 
 def _leaves(node: CfgNode, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -25,6 +25,7 @@ from metricopt_ext.detection.detectron2.hooks import (
     value_of,
     values_of,
 )
+from metricopt_ext.detection.detectron2.identity import identity_of_trainer
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
 from metricopt_ext.errors import ConfigError, FileFormatError, MetricOptError
 from metricopt_ext.methods.recipe import Recipe
@@ -65,10 +66,9 @@ def meta_train(
         TypeError: ``trainer_class`` is not a `MetricOptTrainer`, or lacks its metric or its recorder among the hooks.
     """
     settings, path = metricopt_settings(cfg), Path(path)
-    _check(cfg, settings)
+    check_detector(cfg, settings, "meta-training")
     _on_main_process(lambda: _check_file(path, resume))
-    if not issubclass(trainer_class, MetricOptTrainer):
-        raise TypeError(f"trainer_class is {trainer_class.__name__}; it must be a subclass of MetricOptTrainer")
+    check_trainer(trainer_class)
     tuning, meta = settings.finetune, settings.meta
     recipe = Recipe(
         rounds=meta.rounds,
@@ -85,14 +85,14 @@ def meta_train(
             f"{runs.METRICOPT.META.TRAJECTORIES} already holds trajectories: add --resume to continue with them, or use"
             " another folder"
         )
-    of_trainer = {"trainer_class": f"{trainer_class.__module__}.{trainer_class.__qualname__}"}
+    of_trainer = identity_of_trainer(trainer_class)
     _on_main_process(lambda: claim(Path(runs.METRICOPT.META.TRAJECTORIES) / "trainer.json", of_trainer))
     metric = trainer_class.build_metric(runs)
     if metric is None:
         raise TypeError(f"{trainer_class.__name__}.build_metric returned None; it must return a metric to learn")
 
     queries = meta.rounds * meta.tasks * settings.metric.evals
-    with _progress(cfg, metric.name, queries) as watcher:
+    with progress(cfg, metric.name, queries) as watcher:
 
         def collect(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
             followed = "" if fit is None else os.path.join(scratch, "f.safetensors")
@@ -122,17 +122,37 @@ def meta_train(
     return fit
 
 
-def _check(cfg: CfgNode, settings: Settings) -> None:
+def check_detector(cfg: CfgNode, settings: Settings, work: str) -> None:
+    """Check that a config names what f is learned for.
+
+    Args:
+        cfg: The config.
+        settings: Its node METRICOPT.
+        work: What needs it, for the message.
+
+    Raises:
+        ConfigError: It names no trained detector, or no set to evaluate AP50 on.
+    """
     if not cfg.MODEL.WEIGHTS or "ImageNetPretrained" in cfg.MODEL.WEIGHTS:
         raise ConfigError(
-            f"meta-training needs the trained detector: MODEL.WEIGHTS is {cfg.MODEL.WEIGHTS!r}; give e.g. the"
+            f"{work} needs the trained detector: MODEL.WEIGHTS is {cfg.MODEL.WEIGHTS!r}; give e.g. the"
             " OUTPUT_DIR/model_final.pth of its training"
         )
     if not settings.metric.set:
         raise ConfigError(
-            "meta-training needs METRICOPT.METRIC.SET, the set that AP50 is evaluated on; hold it out from"
-            " both training and test"
+            f"{work} needs METRICOPT.METRIC.SET, the set that AP50 is evaluated on; hold it out from both training and"
+            " test"
         )
+
+
+def check_trainer(trainer_class: type) -> None:
+    """Check that a trainer class is one of ours.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not issubclass(trainer_class, MetricOptTrainer):
+        raise TypeError(f"trainer_class is {trainer_class.__name__}; it must be a subclass of MetricOptTrainer")
 
 
 def _check_file(path: Path, resume: bool) -> None:
@@ -204,7 +224,7 @@ def _run(cfg: CfgNode, trainer_class: type[MetricOptTrainer], watcher: Watcher) 
 
 
 @contextmanager
-def _progress(cfg: CfgNode, name: str, queries: int) -> Iterator[Watcher]:
+def progress(cfg: CfgNode, name: str, queries: int) -> Iterator[Watcher]:
     """Show the queries on the main process, instead of Detectron2's log on the terminal."""
     if not logging.getLogger("detectron2").isEnabledFor(logging.INFO):
         setup_logger()  # which the first trainer would do otherwise

@@ -33,9 +33,13 @@ class LossStep:
 class MetricOptStep:
     """Eq. 1's step: ``phi - w * lr * loss gradient - metric step``, kept within a trust radius.
 
-    The metric step goes along u = 2 Sigma grad f, the expectation of Eq. 4. |u| differs by orders of magnitude between
-    tasks, so the length is set separately: ``metric_step`` times f's data radius, linearly decayed to 0 over ``steps``,
-    less where f is flat. An f without held-out skill is not followed at all: this is then the plain loss step.
+    The metric step goes along u = 2 Sigma grad f, the expectation of Eq. 4. Sigma (Eq. 3) leans towards the last loss
+    gradients, as f is best known along the trajectories that it was learned from. An f from a search, which queried
+    points in all directions, needs no such guide: u is then grad f, as without any loss gradient.
+
+    |u| differs by orders of magnitude between tasks, so the length is set separately: ``metric_step`` times f's data
+    radius, linearly decayed to 0 over ``steps``, less where f is flat. An f without held-out skill is not followed at
+    all: this is then the plain loss step.
 
     Attributes:
         f: The value function.
@@ -71,7 +75,7 @@ class MetricOptStep:
     def metric_direction(self, phi: Tensor, history: Tensor) -> Tensor:
         """Return u at the length of f's radius, shorter where f is flat, ``... x d``."""
         gradient = self.f.gradient(phi)
-        u = analytic_direction(gradient, history)
+        u = gradient if self.f.all_directions else analytic_direction(gradient, history)
         tiny = torch.finfo(u.dtype).tiny
         slope = _length(gradient) / self.f.gradient_floor.clamp(min=tiny)
         return self.f.radius * slope.clamp(max=1) * u / _length(u).clamp(min=tiny)

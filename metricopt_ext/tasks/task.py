@@ -152,25 +152,18 @@ class FinetuneTask(KnowsRenamed):
             AdapterError: The loss is no scalar, or has no gradient in phi.
             FloatingPointError: A loss or a gradient is not finite, as with an empty batch.
         """
-        phi = phi.detach().requires_grad_(True)
-        batches = [self.batches(seed, index, step) for index in indices]
-        losses = [
-            self._losses(phi[at : at + self.population], batches[at : at + self.population])
-            for at in range(0, len(indices), self.population)
-        ]
-        loss = torch.cat(losses)
-        (gradient,) = torch.autograd.grad(loss.sum(), phi, allow_unused=True) if loss.requires_grad else (None,)
-        if gradient is None:
-            raise AdapterError(
-                "loss(model, batch) has no gradient in phi; compute it from the model's output by differentiable"
-                " operations, with gradients enabled"
-            )
+        parts = []
+        for at in range(0, len(indices), self.population):  # one population's batches and activations are held at once
+            some = slice(at, at + self.population)
+            batches = [self.batches(seed, index, step) for index in indices[some]]
+            parts.append(self._losses_and_gradients(phi[some].detach().requires_grad_(True), batches))
+        loss, gradient = (torch.cat(each) for each in zip(*parts, strict=True))
         finite = loss.isfinite() & gradient.isfinite().all(dim=1)
         if not finite.all():
             worst = indices[int((~finite).nonzero()[0])]
             advice = "lower the lr" if step else "look at the loss and its batch"
             raise FloatingPointError(f"the loss or its gradient of task {worst} is not finite at step {step}; {advice}")
-        return loss.detach(), gradient
+        return loss, gradient
 
     def evaluate(self, phi: Tensor, purpose: str) -> Evaluation:
         """Evaluate the metric at one phi, ``d``; one query.
@@ -207,6 +200,16 @@ class FinetuneTask(KnowsRenamed):
         """Evaluate the metric at ``n x d`` points and return the costs alone, ``n``, float64; see `evaluate_at`."""
         costs = [each.cost for each in self.evaluate_at(phi, purpose, where)]
         return torch.tensor(costs, dtype=torch.float64)
+
+    def _losses_and_gradients(self, phi: Tensor, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        losses = self._losses(phi, batches)
+        (gradient,) = torch.autograd.grad(losses.sum(), phi, allow_unused=True) if losses.requires_grad else (None,)
+        if gradient is None:
+            raise AdapterError(
+                "loss(model, batch) has no gradient in phi; compute it from the model's output by differentiable"
+                " operations, with gradients enabled"
+            )
+        return losses.detach(), gradient
 
     def _losses(self, phi: Tensor, batches: Sequence[Any]) -> Tensor:
         if len(phi) == 1 or self.population == 1:

@@ -1,5 +1,6 @@
 """Random numbers from (seed, purpose, indices), never from a global stream: any draw can be replayed alone."""
 
+import random
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,16 +33,23 @@ def generator(seed: int, purpose: str, *indices: int) -> torch.Generator:
 
 @contextmanager
 def seeded_streams(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global streams for code that draws from them, and restore them.
+    """Seed the global streams of torch, NumPy and Python for code that draws from them, and restore them.
 
     Args:
         seed: The streams' seed, at least 0.
         device: Where the code runs: a GPU has its own stream besides the CPU's.
     """
     gpus = [device] if device.type == "cuda" else []
+    others = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=gpus):
         torch.default_generator.manual_seed(seed)
         for gpu in gpus:
             with torch.cuda.device(gpu):
                 torch.cuda.manual_seed(seed)
-        yield
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(others[0])
+            random.setstate(others[1])

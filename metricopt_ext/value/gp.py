@@ -77,6 +77,7 @@ class GPValueFunction(ValueFunction):
     """
 
     kind = "gp"
+    all_directions = True
     transform: Tensor
     points: Tensor
     weights: Tensor

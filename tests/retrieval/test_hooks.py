@@ -356,14 +356,13 @@ def test_learns_and_follows_a_value_function() -> None:
 def test_the_page_s_way_to_a_value_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of docs/retrieval.md as it stands, but for the numbers of its recipe, followed by a trainer."""
     page = (Path(__file__).parents[2] / "docs" / "retrieval.md").read_text()
-    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)
-    assert code is not None
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "mo.meta_train" in code]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mo, "Recipe", lambda **_: Recipe(steps=5, evals=3, rounds=2, learners=(RidgeLearner(),)))
     (x, y), trunk, embedder = images(), make_trunk(), make_embedder()
     loss, miner = losses.TripletMarginLoss(), miners.MultiSimilarityMiner()
     known = {"trunk": trunk, "embedder": embedder, "loss": loss, "miner": miner, "x_train": x, "y_train": y}
-    text = code.group(1).replace("classes=8, samples=4", "classes=3, samples=2").replace("tasks=17", "tasks=4")
+    text = code.replace("classes=8, samples=4", "classes=3, samples=2").replace("tasks=17", "tasks=4")
     exec(text, known | {"validation_loader": [images(seed=1)]})
     adapter = mo.Adapter(trunk)
     f = mo.load_value_function("f.safetensors")

@@ -106,6 +106,24 @@ def test_population_equals_one_by_one(make: Callable[[], tuple[Adapter, Tensor]]
     assert all(parameter.grad is None for parameter in task.adapter.model.parameters())
 
 
+def test_one_population_s_batches_are_held_at_once(quadratic: Callable[..., Any]) -> None:
+    task, events = quadratic(3, population=2), []
+
+    def batches(*place: int) -> Tensor:
+        events.append("batch")
+        return task.problem.batch(*place)
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        events.append("loss")  # vmap calls it once for a population
+        return task.problem.loss(model, batch)
+
+    watched = replace(task, batches=batches, loss=loss)
+    phi = rand(5, 3)
+    found = watched.loss_and_gradient(phi, 0, range(5), 0)
+    assert events == ["batch", "batch", "loss"] * 2 + ["batch", "loss"]
+    torch.testing.assert_close(found, task.loss_and_gradient(phi, 0, range(5), 0))
+
+
 @each_model
 @pytest.mark.parametrize("population", [1, 2, 3, 7, 100])
 def test_chunks_equal_the_whole(make: Callable[[], tuple[Adapter, Tensor]], population: int) -> None:

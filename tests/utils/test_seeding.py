@@ -1,5 +1,6 @@
 """Draws depend on seed, purpose and indices, and stay what they are."""
 
+import random
 import zlib
 from typing import Any
 
@@ -41,10 +42,20 @@ def test_integers_of_numpy_are_integers(seed: int) -> None:
 
 def test_global_streams_are_seeded_and_put_back() -> None:
     before = torch.random.get_rng_state()
-    drawn = []
+    random.seed(8)
+    np.random.seed(8)
+    untouched = random.random(), np.random.rand()
+    random.seed(8)
+    np.random.seed(8)
+    drawn, others = [], []
     for _ in range(2):
         with seeded_streams(3, torch.device("cpu")):
             drawn.append(torch.rand(4))
+            others.append((random.random(), np.random.rand()))
+    with seeded_streams(2**40, torch.device("cpu")):
+        others.append((random.random(), np.random.rand()))
+    assert (random.random(), np.random.rand()) == untouched
+    assert others[0] == others[1] != others[2]
     assert torch.equal(drawn[0], drawn[1])
     assert torch.equal(drawn[0], torch.rand(4, generator=torch.Generator().manual_seed(3)))
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -191,6 +191,30 @@ def test_tool_trains_and_finetunes(
         score(*judged, out / "model_final.pth", "TEST.EXPECTED_RESULTS", "[['bbox', 'AP50', 101.0, 0.1]]")
 
 
+def test_tool_searches(tool: Callable[..., Any], tiny_config: Any, folder: Path, tmp_path: Path) -> None:
+    cfg = tiny_config("fpn", "BN", "METRICOPT.SEARCH.QUERIES", 7, "METRICOPT.METRIC.SET", "val")
+    cfg.METRICOPT.DATASETS.update(REGISTER=["train=squares:train", "val=squares:val"], ROOT=str(tmp_path))
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("train",), ("val",)
+    file, weights, out = tmp_path / "all.yaml", tmp_path / "detector.pth", Path(cfg.OUTPUT_DIR)
+    file.write_text(cfg.dump())
+    torch.save({"model": build_model(cfg).state_dict()}, weights)
+    options = ("--config-file", file, "--num-gpus", 0, "--search", "MODEL.WEIGHTS", weights)
+    tool(*options)
+    spent = len(json.loads((out / "search" / "evaluations.json").read_text())["evaluations"])
+    assert spent in (6, 7)  # without an end if it finds nothing anywhere
+    merged = torch.load(out / "model_merged.pth", weights_only=True)["model"]
+    assert merged.keys() == torch.load(weights, weights_only=True)["model"].keys()
+    written = [json.loads(line) for line in (out / "metrics.json").read_text().splitlines()]
+    assert [line["iteration"] for line in written if "val/bbox/AP50" in line][:spent] == list(range(1, spent + 1))
+    with pytest.raises(SystemExit, match="already holds a search: add --resume to continue it"):
+        tool(*options)
+    tool("--resume", *options)
+    with pytest.raises(SystemExit, match=r"model_merged\.pth, which would be overwritten; give another"):
+        tool("--config-file", file, "--num-gpus", 0, "--search", "MODEL.WEIGHTS", out / "model_merged.pth")
+    with pytest.raises(SystemExit, match="2"):
+        tool("--eval-only", *options)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -215,6 +239,8 @@ def test_tool_trains_and_finetunes(
         ),
         (["METRICOPT.SIZE", 3], "Non-existent key: METRICOPT.SIZE"),
         (["--meta-train", "f.safetensors"], "meta-training needs the trained detector: MODEL.WEIGHTS is ''"),
+        (["--search"], "a search needs the trained detector: MODEL.WEIGHTS is ''"),
+        (["--search", "MODEL.WEIGHTS", __file__], "a search needs METRICOPT.METRIC.SET"),
         (["MODEL.MASK_ON", True], "error: MODEL.MASK_ON is True, but 6 of 6 objects of train have no mask"),
         (["MODEL.WEIGHTS", "m.pth"], "error: MODEL.WEIGHTS=m.pth: there is no such file"),
         (["--meta-train", "f.safetensors", "MODEL.WEIGHTS", __file__], "meta-training needs METRICOPT.METRIC.SET"),

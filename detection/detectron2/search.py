@@ -1,0 +1,186 @@
+"""Searches for phi with what a trainer class of Detectron2's has: its data loader, its loss and its evaluator."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.engine.defaults import default_writers
+from detectron2.utils import comm
+from detectron2.utils.events import CommonMetricPrinter, EventStorage
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.detection.detectron2.config import metricopt_settings
+from metricopt_ext.detection.detectron2.export import export
+from metricopt_ext.detection.detectron2.hooks import LOGGER, value_of
+from metricopt_ext.detection.detectron2.identity import identity_of_search
+from metricopt_ext.detection.detectron2.meta_train import check_detector, check_trainer, progress
+from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
+from metricopt_ext.detection.detectron2.weights import load_weights
+from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.files import claim
+from metricopt_ext.utils.modes import in_mode
+from metricopt_ext.utils.seeding import generator, seeded_streams
+
+FOLDER, MERGED = "search", "model_merged.pth"  # in OUTPUT_DIR
+
+
+def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrainer] = MetricOptTrainer) -> SearchRun:
+    """Find a phi of a higher AP50 for a trained detector, by a guided search (see `optimize_metric`).
+
+    AP50 on ``METRIC.SET`` is evaluated ``SEARCH.QUERIES`` times, logged, and written in percent at the number of the
+    query as ``SET/bbox/AP50``. ``OUTPUT_DIR/search`` receives ``value_function.safetensors``, which
+    ``FINETUNE.VALUE_FUNCTION`` can name, ``adapter.safetensors``, and what ``resume`` needs; ``OUTPUT_DIR`` receives
+    ``model_merged.pth``, the detector that the guard kept, with phi in its weights. ``DATASETS.TEST`` is evaluated
+    once, there.
+
+    Args:
+        cfg: The config; ``MODEL.WEIGHTS`` is the trained detector. The nodes FINETUNE and META have no influence.
+        resume: Continue with the evaluations that are there.
+        trainer_class: Has the model, the loss (the sum of what the model returns in training), the training data and
+            the evaluator. Its hooks and its steps have no part in a search.
+
+    Raises:
+        ConfigError: No trained detector is named, or no set to evaluate AP50 on; there are too few queries; or there
+            are several processes.
+        FileFormatError: There is a search and ``resume`` is False, or it has other settings or another trainer class.
+        TypeError: ``trainer_class`` is not a `MetricOptTrainer`, or lacks its metric.
+    """
+    settings, folder = metricopt_settings(cfg), Path(cfg.OUTPUT_DIR)
+    check_detector(cfg, settings, "a search")
+    check_trainer(trainer_class)
+    if comm.get_world_size() > 1:
+        raise ConfigError(f"a search runs in one process, not in {comm.get_world_size()}: use --num-gpus 1")
+    queries, least = settings.search.queries, GuidedTrustRegion().least_queries(settings.film.dim)
+    if queries < least:
+        raise ConfigError(
+            f"METRICOPT.SEARCH.QUERIES is {queries}; with METRICOPT.FILM.DIM {settings.film.dim} it must be at least"
+            f" {least}"
+        )
+    if (folder / FOLDER).exists() and not resume:
+        raise FileFormatError(
+            f"{folder / FOLDER} already holds a search: add --resume to continue it, or use another OUTPUT_DIR"
+        )
+    claim(folder / FOLDER / "trainer.json", identity_of_search(cfg, trainer_class))
+
+    cfg = _config_of(cfg)
+    metric = trainer_class.build_metric(cfg)
+    if metric is None:
+        raise TypeError(f"{trainer_class.__name__}.build_metric returned None; it must return a metric to tune phi for")
+    model = trainer_class.build_model(cfg)
+    load_weights(model, cfg.MODEL.WEIGHTS)
+    written = WrittenMetric(metric, cfg.OUTPUT_DIR, queries)
+    task = FinetuneTask(
+        Adapter(model),
+        loss=training_loss,
+        batches=LoaderBatches(cfg, trainer_class),
+        metric=written,
+        population=1,
+    )
+    with closing(written), progress(cfg, metric.name, queries) as watcher:
+        run = optimize_metric(
+            task, queries=queries, seed=settings.seed, output_dir=folder / FOLDER, resume=resume, watcher=watcher
+        )
+        outcome = {"before": run.before, "after": run.after, "best": run.best}
+        scalars = {f"{metric.name}_{name}": value_of(metric, metric.to_cost(each)) for name, each in outcome.items()}
+        written.write(queries + 1, scalars)  # a writer takes each iteration once
+    export(model, folder / MERGED)
+    LOGGER.info("%s\nmerged into %s", run, folder / MERGED)
+    if cfg.DATASETS.TEST:
+        trainer_class.test(cfg, model)
+    return run
+
+
+def _config_of(cfg: CfgNode) -> CfgNode:
+    """Return the config of the model and of its data: FiLM at phi = 0, batches in an order drawn by the seed."""
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.METRICOPT.ENABLED, cfg.METRICOPT.FINETUNE.START_STD = True, 0.0
+    cfg.SEED = generator(cfg.METRICOPT.SEED, "batches", 0).initial_seed() % 2**31
+    return cfg
+
+
+def training_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the sum of a detector's losses on a batch, as Detectron2's trainers take it, a scalar.
+
+    What it samples is drawn from the same seed each time, so a step can be replayed.
+    """
+    device = next(model.parameters()).device
+    with in_mode(model, training=True), EventStorage(), seeded_streams(0, device):
+        losses = model(batch)
+    return losses if isinstance(losses, Tensor) else torch.stack(list(losses.values())).sum()
+
+
+class LoaderBatches:
+    """Batches of a trainer class's own training loader: batch ``task + step`` in the order that a seed draws.
+
+    The loader goes forwards only: for an earlier batch it starts anew. The latest batch alone is kept.
+
+    Args:
+        cfg: Its config.
+        trainer_class: Builds the loader.
+    """
+
+    def __init__(self, cfg: CfgNode, trainer_class: type[MetricOptTrainer]) -> None:
+        self.cfg, self.trainer_class = cfg, trainer_class
+        self._seed, self._number = -1, -1
+        self._latest: Any = None
+        self._iterator: Iterator[Any] = iter(())
+
+    def __call__(self, seed: int, task: int, step: int) -> Any:
+        """Return a batch of the loader, a list of Detectron2's dictionaries."""
+        number = task + step
+        if seed != self._seed or number < self._number:
+            self._seed, self._number = seed, -1
+            with seeded_streams(generator(seed, "loader").initial_seed(), torch.device("cpu")):
+                self._iterator = iter(self.trainer_class.build_train_loader(self.cfg))
+        while self._number < number:
+            self._number += 1
+            with seeded_streams(generator(seed, "loader", self._number).initial_seed(), torch.device("cpu")):
+                self._latest = next(self._iterator)
+        return self._latest
+
+
+class WrittenMetric(Metric):
+    """A metric each evaluation of which is told by Detectron2's log and writers, at the number of the query.
+
+    Args:
+        metric: The metric; its own ledger stays as it is.
+        output_dir: Receives ``metrics.json`` and TensorBoard's events.
+        queries: How often it will be evaluated.
+    """
+
+    def __init__(self, metric: Metric, output_dir: str, queries: int) -> None:
+        super().__init__(metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
+        self.queries, self.storage = queries, EventStorage()
+        writers = default_writers(output_dir, queries)
+        self.writers = [writer for writer in writers if not isinstance(writer, CommonMetricPrinter)]  # the log has it
+
+    def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
+        """Evaluate the metric (see `Metric.evaluate`), log and write it."""
+        evaluation = super().evaluate(model, purpose)
+        value, number = value_of(self, evaluation.cost), self.ledger.spent
+        LOGGER.info("%s: %.4f at query %d of %d", self.name, value, number, self.queries)
+        self.write(number, {self.name: value})
+        return evaluation
+
+    def write(self, iteration: int, scalars: dict[str, float]) -> None:
+        """Have the writers write some scalars."""
+        self.storage.iter = iteration
+        with self.storage:
+            self.storage.put_scalars(**scalars, smoothing_hint=False)
+            for writer in self.writers:
+                writer.write()
+
+    def close(self) -> None:
+        """Close the writers' files."""
+        for writer in self.writers:
+            writer.close()

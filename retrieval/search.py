@@ -1,0 +1,248 @@
+"""A search for phi from what a user of pytorch-metric-learning has at hand: a trainer and a tester."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.errors import AdapterError, ConfigError, DataError
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.retrieval.build import class_halves
+from metricopt_ext.retrieval.task import refuse_memory
+from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.seeding import generator, seeded_streams
+from metricopt_ext.utils.words import counted
+
+CPU = torch.device("cpu")
+
+# A tester's queried split and the splits that its items are searched in.
+Evaluated = Sequence[tuple[str, Sequence[str]]]
+
+
+def search_with_trainer(
+    trainer: Any,
+    tester: Any,
+    adapter: Adapter,
+    dataset_dict: Mapping[str, Any],
+    *,
+    queries: int,
+    split: str = "val",
+    metric: str = "precision_at_1",
+    maximize: bool = True,
+    bounds: tuple[float, float] | None = (0.0, 1.0),
+    splits_to_eval: Evaluated | None = None,
+    test_collate_fn: Any = None,
+    seed: int = 0,
+    **options: Any,
+) -> SearchRun:
+    """Find a better phi by a guided search, from a trainer and a tester as they are (see `optimize_metric`).
+
+    The loss's gradients come from the trainer's own loss, miners and batches, the metric from the tester. The model
+    that holds the adapter ends at what the guard kept; nothing else of trainer or tester is changed.
+
+    Args:
+        trainer: One of pytorch-metric-learning's, or a subclass. Its models compute as in evaluation throughout.
+        tester: One of its testers. Its hook at the end of testing and its visualizer are not called.
+        adapter: Of one of the trainer's models, e.g. the trunk.
+        dataset_dict: Datasets by split, as for ``tester.test``.
+        queries: Evaluations of ``split`` that may be spent.
+        split: The split that phi is tuned for; hold its classes out of training and test.
+        metric: What to tune, one of those that the tester's ``AccuracyCalculator`` calculates. Of several label levels
+            the mean counts.
+        maximize: Whether higher is better.
+        bounds: Lowest and highest possible value; None for a metric without known bounds.
+        splits_to_eval: As for ``tester.test``, e.g. ``[("query", ["gallery"])]``; by default ``split`` is searched in
+            itself.
+        test_collate_fn: As ``collate_fn`` of ``tester.test``.
+        seed: Seed of all draws.
+        options: Further arguments of `optimize_metric`, e.g. ``starts``, ``output_dir`` and ``resume``.
+
+    Raises:
+        AdapterError: The adapter is on none of the trainer's models.
+        ConfigError: The tester does not calculate the metric, or there is no such split.
+        DataError: The trainer's data can't be drawn in batches.
+        ValueError: The trainer's loss remembers embeddings of earlier batches; and as from `optimize_metric`, like all
+            other errors.
+
+    Example:
+        >>> run = search_with_trainer(trainer, tester, adapter, {"val": val_dataset}, queries=150)  # doctest: +SKIP
+        >>> print(run)  # doctest: +SKIP
+    """
+    task = trainer_task(
+        trainer,
+        tester,
+        adapter,
+        dataset_dict,
+        split=split,
+        metric=metric,
+        maximize=maximize,
+        bounds=bounds,
+        splits_to_eval=splits_to_eval,
+        test_collate_fn=test_collate_fn,
+        seed=seed,
+    )
+    run: SearchRun = optimize_metric(task, queries=queries, seed=seed, **options)
+    return run
+
+
+def trainer_task(
+    trainer: Any,
+    tester: Any,
+    adapter: Adapter,
+    dataset_dict: Mapping[str, Any],
+    *,
+    split: str = "val",
+    metric: str = "precision_at_1",
+    maximize: bool = True,
+    bounds: tuple[float, float] | None = (0.0, 1.0),
+    splits_to_eval: Evaluated | None = None,
+    test_collate_fn: Any = None,
+    seed: int = 0,
+) -> FinetuneTask:
+    """Return the task that `search_with_trainer` searches on, for `optimize_metric` and `tune_start`.
+
+    Args and errors are those of `search_with_trainer`; the metric reports halves, of the classes, if there are enough.
+    """
+    part = next((name for name, model in trainer.models.items() if model is adapter.model), None)
+    if part is None:
+        raise AdapterError(
+            f"the adapter is on none of the trainer's models ({', '.join(trainer.models)}); attach it to one of them,"
+            " not to a copy or to a part"
+        )
+    evaluated = splits_to_eval or [(split, [split])]
+    asked = {name for query, references in evaluated for name in (query, *references)}
+    if split not in dict(evaluated) or not asked <= dataset_dict.keys():
+        raise ConfigError(
+            f"split={split!r} with splits_to_eval={splits_to_eval}: each must be a split of dataset_dict"
+            f" ({', '.join(dataset_dict)}), and {split!r} must be queried"
+        )
+    known = tester.accuracy_calculator.get_curr_metrics()
+    if metric not in known:
+        raise ConfigError(f"metric={metric!r} is not calculated by the tester; its metrics are {', '.join(known)}")
+
+    def judge(model: nn.Module) -> Any:
+        models, splits = {**trainer.models, part: model}, [(query, list(refs)) for query, refs in evaluated]
+        verdict: list[Any] = []
+        own = copy.copy(tester)
+        own.accuracy_calculator, own.reference_split_names = copy.copy(tester.accuracy_calculator), {}
+        own.visualizer = None
+        own.end_of_testing_hook = lambda tested: verdict.append(_verdict(tested, split, metric, seed))
+        with evaluating(nn.ModuleList(models.values())), seeded_streams(0, CPU):
+            own.test(dict(dataset_dict), 0, models["trunk"], models["embedder"], splits, test_collate_fn)
+        return verdict[0]
+
+    return FinetuneTask(
+        adapter,
+        loss=TrainerLoss(trainer, part),
+        batches=TrainerBatches(trainer),
+        metric=Metric(judge, maximize=maximize, bounds=bounds, name=f"{split}/{metric}"),
+        population=1,  # a trainer's loss can be any code
+    )
+
+
+def _verdict(tested: Any, split: str, metric: str, seed: int) -> Any:
+    """Return a metric and, if there are enough classes, its halves, while a tester still has the embeddings."""
+    embeddings, labels = tested.embeddings_and_labels[split]
+    levels = tested.label_levels
+    name = tested.accuracies_keyname(metric, label_hierarchy_level=levels[0], average=len(levels) > 1)
+
+    def value_on(rows: Tensor | None) -> float:
+        if rows is None:
+            return tested.all_accuracies[split][name]  # type: ignore[no-any-return]
+        half = {**tested.embeddings_and_labels, split: (embeddings[rows], labels[rows])}
+        accuracies: dict[str, float] = {}
+        tested.do_knn_and_accuracies(accuracies, half, split, tested.reference_split_names[split])
+        return accuracies[name]
+
+    return with_halves(value_on, class_halves(labels[:, levels[0]], seed))
+
+
+class TrainerLoss:
+    """A trainer's loss of a model on one of its batches: all that it calculates and weights in one iteration.
+
+    Every model computes as in evaluation. Losses and miners are copies, and what they draw at random comes from the
+    same seed each time, so a step can be replayed.
+
+    Args:
+        trainer: The trainer; it is not changed.
+        part: Which of its models is given.
+
+    Raises:
+        ValueError: A loss remembers embeddings of earlier batches; see `task.embedding_loss`.
+    """
+
+    def __init__(self, trainer: Any, part: str) -> None:
+        for loss in trainer.loss_funcs.values():
+            refuse_memory(loss)
+        self.trainer, self.part = trainer, part
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the trainer's total loss, a scalar, on a batch of its data loader."""
+        own = copy.copy(self.trainer)
+        own.models = {**self.trainer.models, self.part: model}
+        own.loss_funcs, own.mining_funcs, own.loss_weights = copy.deepcopy(
+            (self.trainer.loss_funcs, self.trainer.mining_funcs, self.trainer.loss_weights)
+        )
+        own.loss_names = list(self.trainer.loss_names)
+        own.initialize_loss_tracker()
+        own.set_to_train = own.set_to_eval = lambda: None  # which mining a batch's subset would call
+        own.dataloader, own.dataloader_iter = [batch], iter([batch])
+        with evaluating(nn.ModuleList(own.models.values())), seeded_streams(0, torch.device(own.data_device)):
+            own.update_loss_weights()
+            own.calculate_loss(own.get_batch())
+            own.loss_tracker.update(own.loss_weights)
+        return own.losses["total_loss"]  # type: ignore[no-any-return]
+
+
+class TrainerBatches:
+    """Batches of a trainer's own data loader, each of which can be drawn again.
+
+    Batch ``task + step`` in an order that the trainer's sampler draws from the seed, pass after pass.
+
+    Args:
+        trainer: The trainer; it is not changed.
+
+    Raises:
+        DataError: Its dataset has no batches to choose from, or too few examples for one.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        own = copy.copy(trainer)
+        own.dataloader_num_workers = 0
+        own.sampler = self._copied(trainer.sampler, trainer.dataset)
+        with seeded_streams(0, CPU):
+            own.initialize_dataloader()
+        self.loader = own.dataloader
+        if self.loader.batch_sampler is None or isinstance(self.loader.dataset, torch.utils.data.IterableDataset):
+            raise DataError("trainer.dataset is iterable only, so its batches can't be drawn again; it needs an index")
+        self._latest: tuple[tuple[int, int], list[list[int]]] = ((-1, -1), [])
+        self.length = len(self._order(0, 0))  # of a pass
+        if not self.length:
+            count = counted(len(trainer.dataset), "example")
+            raise DataError(f"trainer.dataset has {count}, fewer than batch_size={trainer.batch_size}")
+
+    def __call__(self, seed: int, task: int, step: int) -> Any:
+        """Return what the data loader's collate function makes of a batch's examples."""
+        number, place = divmod(task + step, self.length)
+        order = self._order(seed, number)
+        with seeded_streams(generator(seed, "augmentation", task, step).initial_seed(), CPU):
+            return self.loader.collate_fn([self.loader.dataset[i] for i in order[place % len(order)]])
+
+    def _order(self, seed: int, number: int) -> list[list[int]]:
+        """Return the batches' indices in a pass through the data; the latest is kept."""
+        if self._latest[0] != (seed, number):
+            sampler = self._copied(self.loader.batch_sampler, self.loader.dataset)
+            with seeded_streams(generator(seed, "batch", number).initial_seed(), CPU):
+                self._latest = (seed, number), [list(indices) for indices in sampler]
+        return self._latest[1]
+
+    @staticmethod
+    def _copied(sampler: Any, dataset: Any) -> Any:
+        """Return a copy, as drawing may shuffle what a sampler holds; the dataset in it stays the same."""
+        return copy.deepcopy(sampler, {id(dataset): dataset})
