@@ -58,10 +58,15 @@ class Verdict:
 def judge(start: Evaluation, end: Evaluation, visited: Sequence[Evaluation], confidence: float = CONFIDENCE) -> Verdict:
     """Judge the gain of an end over a start, from what the two halves of the metric's data say.
 
-    Among the best visited points, part of the variance is chance: the correlation r of the halves there, stepped up to
-    all data as 2r / (1 + r) (Spearman-Brown), is the share that is not. The end was chosen for its cost, so what sets
-    it apart from the mean of these points counts only by that share (Kelley's regression to the mean); the rest is
-    optimism, though no more than the largest of so many draws of chance is expected to be.
+    Chance is the larger of two estimates. One is `chance_of_gain` over the best visited points, where the end lies; but
+    these resemble each other, and a metric that is nearly perfect may have no difference between halves there. So the
+    other takes all points: the variance of a gain is assumed proportional to its size, as of a share of examples.
+
+    Among some points, part of the variance is chance: the correlation r of the halves there, stepped up to all data as
+    2r / (1 + r) (Spearman-Brown), is the share that is not. The end was chosen for its cost, so what sets it apart from
+    their mean counts only by that share (Kelley's regression to the mean); the rest is optimism, though no more than
+    the largest of so many draws of chance is expected to be. The best visited points and all of them are such points;
+    the larger optimism counts.
 
     Args:
         start: The evaluation of the start.
@@ -70,15 +75,28 @@ def judge(start: Evaluation, end: Evaluation, visited: Sequence[Evaluation], con
         confidence: How sure to be, at least 0.5 and below 1.
     """
     gain, certainty = start.cost - end.cost, deviates(confidence)
-    best = sorted(visited, key=lambda each: each.cost)[: max(LEAST, math.ceil(SHARE * len(visited)))]
-    halves = stacked_halves(best)
-    if start.halves is None or halves is None or len(best) < 3:
+    ranked = sorted(visited, key=lambda each: each.cost)
+    halves = stacked_halves(ranked)
+    if start.halves is None or halves is None or len(ranked) < 3:
         return Verdict(gain, 0.0, 0.0, 1.0, len(visited), 0.0)
-    chance, reliability = chance_of_gain(start, halves), reliability_of(halves)
-    apart = max(0.0, sum(each.cost for each in best) / len(best) - end.cost)
+    costs = torch.tensor([each.cost for each in ranked], dtype=torch.float64)
+    best = max(LEAST, math.ceil(SHARE * len(ranked)))
+    chance = max(chance_of_gain(start, halves[:best]), _chance_by_size(start, costs, halves, gain))
     largest = chance * math.sqrt(2 * math.log(len(visited)))
-    optimism = min((1 - reliability) * apart, largest)
-    return Verdict(gain, optimism, chance, reliability, len(visited), certainty * chance)
+    optimism = max(
+        min((1 - reliability_of(halves[:count])) * max(0.0, float(costs[:count].mean()) - end.cost), largest)
+        for count in (best, len(ranked))
+    )
+    return Verdict(gain, optimism, chance, reliability_of(halves[:best]), len(visited), certainty * chance)
+
+
+def _chance_by_size(start: Evaluation, costs: Tensor, halves: Tensor, gain: float) -> float:
+    """Return the standard deviation of the chance part of a gain whose variance is proportional to its size."""
+    assert start.halves is not None
+    gains = torch.tensor(start.halves, dtype=torch.float64) - halves
+    variance = (gains[:, 0] - gains[:, 1]).square().sum() / 4  # summed over the points, as is their size
+    size = (start.cost - costs).abs().sum()
+    return math.sqrt(float(variance / size) * abs(gain)) if size > 0 else 0.0
 
 
 def reliability_of(halves: Tensor) -> float:
