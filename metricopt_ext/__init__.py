@@ -1,8 +1,10 @@
 """metricopt-ext: finetune a trained model for the metric that it is judged by.
 
 Attach an adapter (`attach_film`, `attach_input_bias`, `attach_outputs`), describe the task (`FinetuneTask`, `Metric`),
-and call `optimize_metric` with a number of metric queries. `meta_train` and the optimizer `MetricOpt` are the pieces
-for your own loop. What can go wrong is in `metricopt_ext.errors`.
+and call `optimize_metric` with a number of metric queries: a guided search (`GuidedTrustRegion`) then finds phi, from
+the best of the starts (`Start`, `batchnorm_start`). For many starts under one value function there are `Recipe`,
+`meta_train` and `tune_start`; the optimizer `MetricOpt` follows a value function in your own loop. What can go wrong is
+in `metricopt_ext.errors`.
 """
 
 from importlib import import_module

@@ -5,9 +5,10 @@
         --task configs/classification/digits.yaml \
         --task configs/classification/a9a.yaml data.root=FOLDER metric.name=mcr
 
-Each seed is a fresh split and model. Changes of the fit are made on the default's trajectories and changes of the step
-on its value function; all others are separate whole runs. There is no guard: end points are judged as they are.
-Writes ablations.json, ablations.md and ablations.png; an interrupted run continues where it stopped.
+All of it is strategy=recipe, whatever the config says. Each seed is a fresh split and model. Changes of the fit are
+made on the default's trajectories and changes of the step on its value function; all others are separate whole runs.
+There is no guard: end points are judged as they are. Writes ablations.json, ablations.md and ablations.png; an
+interrupted run continues where it stopped.
 """
 
 import argparse

@@ -6,10 +6,10 @@
     python tools/compare_starts.py --task detection --config-file configs/detection/scenes_torchvision.yaml \
         --output-dir out/starts-scenes --budgets 50 100
 
-Each seed learns one value function and tunes several new starts, random phi of the same model on fresh batches, by
-MetricOpt, by MetricOpt followed by CMA-ES, and by CMA-ES and Guided ES on the metric, at several numbers of queries per
-start, guards included; and by the loss, at its end and at its best step. Writes starts.json, starts.md and starts.png;
-an interrupted run continues where it stopped.
+Each seed learns one value function (strategy=recipe, whatever the config says) and tunes several new starts, random phi
+of the same model on fresh batches, by MetricOpt, by MetricOpt followed by CMA-ES, and by CMA-ES and Guided ES on the
+metric, at several numbers of queries per start, guards included; and by the loss, at its end and at its best step.
+Writes starts.json, starts.md and starts.png; an interrupted run continues where it stopped.
 """
 
 import argparse
