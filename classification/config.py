@@ -150,6 +150,10 @@ class ClassificationConfig(RunConfig):
             checked_setting((self.transfer.loss_weight, self.transfer.metric_step))
         with config_section("second_round"):
             check_integer(0, epochs=self.second_round.epochs)
+            if self.second_round.epochs and self.strategy != "recipe":
+                raise ValueError(
+                    f"epochs is {self.second_round.epochs}; a second round follows a recipe's f: set strategy=recipe"
+                )
             check_integer(1, batch_size=self.second_round.batch_size)
             check_above(0, lr=self.second_round.lr)
         super().check()

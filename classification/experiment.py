@@ -142,6 +142,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             return super().start(name) if name != "prior" else None
         phi = self.task.origin()
         counts = self.splits.train.y.bincount(minlength=self.splits.num_classes)
+        if not counts.min() > 0:
+            return None  # a class without examples has no prior
         size = len(phi[adapter.offsets])
         phi[adapter.offsets] = prior_offsets(counts, one_logit=size == 1).to(phi) / adapter.outputs.scale
         return Start(phi)

@@ -21,7 +21,7 @@ from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import SearchRun
-from metricopt_ext.methods.starts import Start, reestimate_batchnorm
+from metricopt_ext.methods.starts import Start, reestimate_batchnorm, set_buffers
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import LossStep
@@ -57,10 +57,10 @@ def usual_methods(
     shown = watcher or Watcher()
 
     def metricopt(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
-        meter, own = Meter(task), task.copied()  # the buffers of another start stay in the copy
-        strategy = config.build_strategy()
+        meter, strategy = Meter(task), config.build_strategy()
+        original = {name: buffer.clone() for name, buffer in task.adapter.model.named_buffers()}
         result = optimize_metric(
-            own,
+            task,
             queries=config.queries,
             strategy=strategy,  # type: ignore[arg-type]
             starts=starts if config.strategy == "search" else None,
@@ -72,7 +72,9 @@ def usual_methods(
         )
         shown.stage("other methods")
         if isinstance(result, SearchRun):
-            end = own.adapter.model if result.buffers else result.ends[result.chosen]
+            phi = result.ends[result.chosen]
+            end = task.copied().adapter.model if result.buffers else phi  # it has this phi and these buffers
+            set_buffers(task.adapter.model, original)
             return MethodResult((meter.reached(end),), details=result)
         spent = replace(meter.reached(result.ends[result.chosen]), queries_per_start=result.queries_per_start)
         if isinstance(strategy, Algorithm1):

@@ -28,7 +28,7 @@ class RotatedValueFunction(ValueFunction):
     def __init__(self, f: ValueFunction, seed: int) -> None:
         super().__init__(f.dim, f.members_count)
         self.f = copy.deepcopy(f)
-        self.quality = f.quality
+        self.quality, self.all_directions = f.quality, f.all_directions
         self.register_buffer("rotation", random_rotation(f.dim, seed).to(f.radius))
         self.centre.copy_(f.centre @ self.rotation)
         self.radius.copy_(f.radius)

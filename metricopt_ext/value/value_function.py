@@ -96,7 +96,7 @@ class ValueFunction(nn.Module):
 
     kind: ClassVar[str]
     has_file: ClassVar[bool] = True
-    all_directions: ClassVar[bool] = False  # fitted to points in all directions, not along loss gradients
+    all_directions: bool = False  # fitted to points in all directions, not along loss gradients
     centre: Tensor
     radius: Tensor
     gradient_floor: Tensor

@@ -66,9 +66,14 @@ def test_the_verdict_by_hand(n: int, signal: float) -> None:
     of_best = halves.numpy()[best]
     r = np.corrcoef(of_best.T)[0, 1]
     reliability = max(0.0, 2 * r / (1 + r))
-    apart = (1.0 - of_best[:, 0]) - (1.5 - of_best[:, 1])
-    chance = math.sqrt((apart**2).mean()) / 2
-    optimism = min((1 - reliability) * (costs[best].mean() - costs.min()), chance * math.sqrt(2 * math.log(n)))
+    apart = (1.0 - halves[:, 0].numpy()) - (1.5 - halves[:, 1].numpy())
+    near = math.sqrt((apart[best] ** 2).mean()) / 2
+    per_size = (apart**2).sum() / 4 / np.abs(1.2 - costs).sum()
+    chance = max(near, math.sqrt(per_size * abs(1.2 - costs.min())))
+    r_all = np.corrcoef(halves.numpy().T)[0, 1]
+    shares = [(1 - reliability, costs[best]), (1 - max(0.0, 2 * r_all / (1 + r_all)), costs)]
+    largest = chance * math.sqrt(2 * math.log(n))
+    optimism = max(min(share * (among.mean() - costs.min()), largest) for share, among in shares)
     assert found.gain == pytest.approx(1.2 - costs.min(), rel=1e-12)
     assert found.reliability == pytest.approx(reliability, abs=1e-12)
     assert found.chance == pytest.approx(chance, rel=1e-12)
@@ -132,13 +137,10 @@ def share_accepted(n: int, gain: float, confidence: float, runs: int) -> float:
 
 
 @pytest.mark.outcome
-@pytest.mark.parametrize(("confidence", "share"), [(0.84, 0.48), (0.95, 0.24), (0.99, 0.1)])
+@pytest.mark.parametrize(("confidence", "share"), [(0.84, 0.16), (0.95, 0.05), (0.99, 0.03)])
 @pytest.mark.parametrize("n", [10, 40, 200])
 def test_noise_alone_is_accepted_in_at_most_a_stated_share(n: int, confidence: float, share: float) -> None:
-    """More often than 1 - confidence: the best quarter is itself chosen, which the optimism leaves out.
-
-    Noise that is independent from point to point is the worst case; of one data set it mostly is common to all.
-    """
+    """Of 300 runs at n = 10, 40 and 200: 13%, 9%, 4% at 0.84; 4%, 1%, 1% at 0.95; 2%, 0.3%, 0.3% at 0.99."""
     runs = 600
     assert share_accepted(n, 0.0, confidence, runs) < share + 3 * math.sqrt(share * (1 - share) / runs)
 
@@ -146,6 +148,6 @@ def test_noise_alone_is_accepted_in_at_most_a_stated_share(n: int, confidence: f
 @pytest.mark.outcome
 @pytest.mark.parametrize("n", [10, 40, 200])
 def test_a_gain_of_six_times_chance_is_accepted(n: int) -> None:
-    """In 300 of 300 at both confidences."""
+    """In 300 of 300."""
     assert share_accepted(n, 6.0, 0.84, 100) > 0.95
     assert share_accepted(n, 6.0, 0.95, 100) > 0.95
