@@ -18,7 +18,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe, Setting
 from metricopt_ext.methods.result import MetricOptResult, Result, SearchRun
 from metricopt_ext.methods.rounds import meta_train
-from metricopt_ext.methods.starts import Start, batchnorm_start
+from metricopt_ext.methods.starts import Start, batchnorm_start, load_buffers
 from metricopt_ext.methods.tuning import Tuned, tune_start
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import MetricOpt
@@ -83,6 +83,7 @@ __all__ = [
     "errors",
     "fit_value_function",
     "load_adapter",
+    "load_buffers",
     "load_trajectories",
     "load_value_function",
     "meta_train",

@@ -34,7 +34,7 @@ def main() -> None:
     detections.add_argument("--detections", type=Path, help="JSON file in COCO's results format")
     detections.add_argument("--config-file", type=Path, help="describes the detector that finds them")
     parser.add_argument("--weights", type=Path, help="the detector's state dict, or a checkpoint of Detectron2")
-    parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it")
+    parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it; BatchNorm statistics beside it count")
     parser.add_argument("--annotations", required=True, type=Path, help="COCO's JSON file, or VOC's folder or zip file")
     parser.add_argument("--images-dir", type=Path, help="folder of the images that COCO's JSON file names")
     parser.add_argument("--split", help="VOC only: the list of images to evaluate; default: all")
@@ -105,12 +105,12 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
         DataError: The images or the weights can't be used.
         FileFormatError: The adapter can't be used.
     """
-    from metricopt_ext.adapters.attach import load_adapter
     from metricopt_ext.detection.build import build_toolkit
     from metricopt_ext.detection.config import DetectionConfig
     from metricopt_ext.detection.metric import EVALUATION_BATCH
     from metricopt_ext.detection.records import DetectionSet
     from metricopt_ext.detection.task import load_examples
+    from metricopt_ext.methods.run_folder import load_kept
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.device import choose_device
     from metricopt_ext.utils.files import load_checkpoint
@@ -125,7 +125,7 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
     load_checkpoint(model, arguments.weights)
     model.to(choose_device(config.device)).eval()
     if arguments.adapter is not None:
-        load_adapter(model, arguments.adapter)
+        load_kept(model, arguments.adapter)
     found: list[Any] = []
     images: list[Any] = []
     for at in range(0, len(truth), EVALUATION_BATCH):  # to keep few images in memory

@@ -89,7 +89,7 @@ def main() -> None:
     )
     parser.add_argument("--config-file", type=Path, help="describes the model that embeds images")
     parser.add_argument("--weights", type=Path, help="its state dict")
-    parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it")
+    parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it; BatchNorm statistics beside it count")
     parser.add_argument("--grey", action="store_true", help="read images in greyscale")
     parser.add_argument("--ks", nargs="+", type=int, default=[1, 10, 100, 1000], help="numbers of neighbours")
     parser.add_argument(
@@ -187,8 +187,8 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
         DataError: A folder or the weights can't be used.
         FileFormatError: The adapter can't be used.
     """
-    from metricopt_ext.adapters.attach import load_adapter
     from metricopt_ext.data.images import load_image_folder
+    from metricopt_ext.methods.run_folder import load_kept
     from metricopt_ext.retrieval.build import embed
     from metricopt_ext.retrieval.config import RetrievalConfig
     from metricopt_ext.retrieval.models import build_model
@@ -209,7 +209,7 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
             model = build_model(settings.name, images.x.shape[1:], settings.embedding, settings.width)
             load_checkpoint(model, arguments.weights)
             if arguments.adapter is not None:
-                load_adapter(model, arguments.adapter)
+                load_kept(model, arguments.adapter)
         known = torch.tensor([labels.setdefault(name, len(labels)) for name in images.class_names])
         with evaluating(model), torch.no_grad():
             return embed(model, images.x), known[images.y]

@@ -104,9 +104,10 @@ def optimize_metric(
         starts: Of a guided search, what it may begin from besides phi = 0, by name; each costs a query.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
         seed: Seed of all draws.
-        output_dir: Keeps what was collected, ``value_function.safetensors`` and ``adapter.safetensors``; None keeps
-            nothing.
-        resume: Continue what an interrupted run left in ``output_dir``; the result is the same bit for bit.
+        output_dir: Keeps what was collected, ``value_function.safetensors``, ``adapter.safetensors`` and, only if what
+            was kept is of a start with other buffers, ``buffers.safetensors`` (see `load_buffers`); None keeps nothing.
+        resume: Continue what an interrupted run left in ``output_dir``; the result is the same bit for bit. A model in
+            which a run left other buffers has to be as it was before that run.
         watcher: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
 
     Returns:
@@ -118,8 +119,8 @@ def optimize_metric(
         AdapterError: The loss is no scalar, or has no gradient in phi; or a start does not fit the model.
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
-        FileFormatError: ``output_dir`` holds another run, with other settings or model weights, or it holds a run and
-            ``resume`` is False.
+        FileFormatError: ``output_dir`` holds another run, with other settings or model weights (the buffers that a
+            finished run left in the model among them), or it holds a run and ``resume`` is False.
     """
     strategy = strategy or GuidedTrustRegion()
     check_integer(0, queries=queries, seed=seed)
@@ -140,7 +141,8 @@ def optimize_metric(
         size = {"queries": queries}
     else:
         raise BudgetError(f"{queries} queries are too few: {strategy} in {task.dim} dimensions needs at least {least}")
-    folder = RunFolder(output_dir, identity_of(strategy, task, starts or {}, seed=seed, size=size), resume)
+    identity = identity_of(strategy, task, starts or {}, seed=seed, size=size)
+    folder = RunFolder(output_dir, identity, resume, task.adapter.model)
     with watched(watcher, task.metric.name, queries) as shown:
         if isinstance(strategy, GuidedTrustRegion):
             result: Result = _guided(task, queries, strategy, starts or {}, guard_confidence, seed, folder, shown)
@@ -151,9 +153,10 @@ def optimize_metric(
         else:
             result = _search_directly(task, queries, strategy, guard_confidence, seed, folder, shown)
         task.adapter.set_phi(result.ends[result.chosen])
-        if isinstance(result, SearchRun):
-            set_buffers(task.adapter.model, result.buffers)
-        folder.keep(task, result.fit.f if isinstance(result, (MetricOptResult, SearchRun)) and result.fit else None)
+        buffers = result.buffers if isinstance(result, SearchRun) else {}
+        set_buffers(task.adapter.model, buffers)
+        f = result.fit.f if isinstance(result, (MetricOptResult, SearchRun)) and result.fit else None
+        folder.keep(task, f, buffers)
         shown.outcome(f"{result.metric} {result.before:.4f} -> {result.after:.4f}")
         shown.done()
     return result

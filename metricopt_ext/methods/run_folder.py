@@ -8,10 +8,14 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.starts import Start
+from metricopt_ext.methods.starts import Start, holds_buffers, load_buffers, read_buffers, save_buffers
 from metricopt_ext.search.direct import Search
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Ledger, Metric
@@ -21,6 +25,7 @@ from metricopt_ext.utils.files import claim, fingerprint
 from metricopt_ext.value.value_function import ValueFunction
 
 IDENTITY, EVALUATIONS = "identity.json", "evaluations.json"
+BUFFERS = "buffers.safetensors"
 
 FORMAT = 4  # of what is kept: a folder of another format is not resumed
 
@@ -35,20 +40,30 @@ class RunFolder:
         path: The folder; None for memory only.
         identity: What the run depends on; see `identity_of`. A folder that holds another run is rejected.
         resume: Continue what an interrupted run left there.
+        model: The model that the identity is of.
 
     Raises:
         FileFormatError: The folder holds a run and ``resume`` is False, or it holds another run; the message names the
-            first difference.
+            first difference, or says that the model has the buffers that the run left in it.
     """
 
-    def __init__(self, path: str | Path | None, identity: dict[str, Any], resume: bool) -> None:
+    def __init__(self, path: str | Path | None, identity: dict[str, Any], resume: bool, model: nn.Module) -> None:
         self.path = None if path is None else Path(path)
         self.identity = identity
         if self.path is None:
             return
         if not resume and any((self.path / name).exists() for name in (IDENTITY, TRAJECTORIES, EVALUATIONS)):
             raise FileFormatError(f"{self.path} holds an earlier run; resume it, or use another output folder")
-        claim(self.path / IDENTITY, identity)  # guards the evaluations too: another strategy must not reuse them
+        try:
+            claim(self.path / IDENTITY, identity)  # guards the evaluations too: another strategy must not reuse them
+        except FileFormatError as error:
+            left = self.path / BUFFERS
+            if left.exists() and holds_buffers(model, read_buffers(left)):
+                raise FileFormatError(
+                    f"{self.path} holds a run that left the buffers of {BUFFERS} in this model; resume it with the"
+                    " model as it was before"
+                ) from error
+            raise
 
     @cached_property
     def trajectories(self) -> TrajectoryStore:
@@ -81,13 +96,33 @@ class RunFolder:
                 for purpose, spent in run.spent_on.items():
                     own.spend(purpose, spent)
 
-    def keep(self, task: FinetuneTask, f: ValueFunction | None) -> None:
-        """Write the adapter, with its current phi, and the value function, if there is one."""
+    def keep(self, task: FinetuneTask, f: ValueFunction | None, buffers: Mapping[str, Tensor]) -> None:
+        """Write the adapter, with its current phi, and the value function and replaced buffers, if there are any."""
         if self.path is None:
             return
         task.adapter.save(self.path / "adapter.safetensors")
+        if buffers:
+            save_buffers(self.path / BUFFERS, buffers)
+        else:
+            (self.path / BUFFERS).unlink(missing_ok=True)  # a resumed run's guard may be of another confidence
         if f is not None:
             f.save(self.path / "value_function.safetensors")
+
+
+def load_kept(model: nn.Module, path: str | Path) -> Adapter:
+    """Attach the adapter that a run kept, and set the buffers that it kept in the same folder, if there are any.
+
+    Args:
+        model: The model without an adapter.
+        path: The adapter's file.
+
+    Raises:
+        FileFormatError, AdapterError: As from `load_adapter` and `load_buffers`.
+    """
+    adapter, buffers = load_adapter(model, path), Path(path).with_name(BUFFERS)
+    if buffers.exists():
+        load_buffers(model, buffers)
+    return adapter
 
 
 def identity_of(

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.files import read_tensors, write_tensors
+
+FILE_FORMAT = "metricopt_ext/buffers/1"
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +83,12 @@ def same_buffers(a: Start, b: Start) -> bool:
     )
 
 
+def holds_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> bool:
+    """Whether a model's own buffers of these names are the same, in its precision."""
+    own = dict(model.named_buffers())
+    return all(name in own and torch.equal(own[name], value.to(own[name])) for name, value in buffers.items())
+
+
 def set_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     """Copy buffers into a model.
 
@@ -90,6 +100,34 @@ def set_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, value in buffers.items():
             own[name].copy_(value)
+
+
+def save_buffers(path: str | Path, buffers: Mapping[str, Tensor]) -> None:
+    """Write buffers, by their names in the model's state dict, to a safetensors file."""
+    write_tensors(path, dict(buffers), FILE_FORMAT, {})
+
+
+def load_buffers(model: nn.Module, path: str | Path) -> None:
+    """Set the buffers that `optimize_metric` kept beside a phi, ``buffers.safetensors``; see `set_buffers`.
+
+    Args:
+        model: With or without an adapter.
+        path: The file.
+
+    Raises:
+        FileFormatError: The file is missing, corrupt or holds something else.
+        AdapterError: The model lacks one of the buffers, or has one of another shape; nothing is changed.
+    """
+    set_buffers(model, read_buffers(path))
+
+
+def read_buffers(path: str | Path) -> dict[str, Tensor]:
+    """Read what `save_buffers` wrote.
+
+    Raises:
+        FileFormatError: The file is missing, corrupt or holds something else.
+    """
+    return read_tensors(path, FILE_FORMAT)[0]
 
 
 def check_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:

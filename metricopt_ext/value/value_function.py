@@ -20,13 +20,13 @@ FILE_FORMAT = "metricopt_ext/value_function/3"
 
 @dataclass(frozen=True)
 class Quality:
-    """How well f predicts the metric on trajectories that it was not fitted to.
+    """How well f predicts the metric at points that it was not fitted to.
 
     Attributes:
         spearman: Rank correlation of predicted and true cost, in [-1, 1].
         mae: Mean absolute error, in units of the cost.
         constant_mae: The same for the best constant, the median of these points.
-        points: Number of held-out points.
+        points: Number of these points: held-out ones or, in a search, those that were predicted before their query.
         trajectories: Number of independent trajectories that they lie on; the points themselves in a search.
         near_mae: Mean absolute error where it matters: at the quarter of the points that f predicts to be best; None if
             unknown.
@@ -70,8 +70,9 @@ class Quality:
         if self.near_mae is not None and self.headroom is not None:
             near = f", near the best points {self.near_mae:.4f} (they are better by {self.headroom:.4f})"
         verdict = "to be trusted" if self.trusted else "NOT to be trusted and not followed"
+        where = "on held-out trajectories" if self.incumbent_mae is None else "before each query"
         return (
-            f"{verdict}; on held-out trajectories Spearman {self.spearman:.2f} (95% bound {self.spearman_lower:.2f}),"
+            f"{verdict}; {where} Spearman {self.spearman:.2f} (95% bound {self.spearman_lower:.2f}),"
             f" MAE {self.mae:.4f} (a constant's {self.constant_mae:.4f}){near}"
         )
 

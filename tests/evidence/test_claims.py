@@ -84,7 +84,7 @@ def test_pairs_are_by_seed_and_in_the_metrics_direction() -> None:
 def test_a_summary_states_gains_and_losses() -> None:
     better = {"60": [0.951, 0.952, 0.953], "150": [0.991, 0.992, 0.9935]}
     page = summary({"first": content(ours=OURS, turbo=better), "second": content(ours=OURS)})
-    assert "# optimize_metric over 2 tasks" in page
+    assert "# MetricOpt, guided search over 2 tasks" in page
     difference = np.array([0.8, 0.9, 0.7]) - better["150"]
     row = next(line for line in page.splitlines() if line.startswith("| first | +0.3000"))
     assert f"| {difference.mean():+.4f} [" in row

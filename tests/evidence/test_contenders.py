@@ -20,8 +20,10 @@ from metricopt_ext.evidence.contenders import (
 )
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 
 BUDGETS = [20, 35, 60]
 
@@ -65,8 +67,8 @@ def test_other_searches_are_told_each_budget(quadratic: Callable[..., Any]) -> N
 def test_ours_starts_where_told_and_says_what_its_guard_did(quadratic: Callable[..., Any], accepted: bool) -> None:
     task = quadratic()
     start = task.starts(0.3, 0, [0])[0] if accepted else task.goal
-    for each, budget in zip(ours(task, start, BUDGETS, 3), BUDGETS, strict=True):
-        found = CMAES()(quadratic(), start, budget, seed=3)
+    for each, budget in zip(ours(CONFIDENCE).run(task, start, BUDGETS, 3), BUDGETS, strict=True):
+        found = GuidedTrustRegion()(quadratic(), start, budget, seed=3)
         assert each.queries == budget
         assert each.guard.accepted == accepted
         assert torch.equal(each.guard.candidate, found.phi)
@@ -89,7 +91,7 @@ def test_best_step_of_the_loss_is_tried_at_no_more_points_than_queries(quadratic
 def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
     contenders = usual_contenders(RunConfig())
     assert set(contenders) <= set(METHODS)
-    assert {name for name, each in contenders.items() if each.anytime} == {"random_search", "turbo"}
+    assert {name for name, each in contenders.items() if each.anytime} == {"random_search", "turbo", "ours"}
     assert {name: each.least(32) for name, each in contenders.items()} == {
         "loss_finetune_best": 2,
         "guided_es": 14,
@@ -97,7 +99,7 @@ def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
         "random_search": 2,
         "ngopt": 2,
         "turbo": 17,
-        "ours": 16,
+        "ours": 15,
     }
 
 

@@ -9,14 +9,16 @@ import pytest
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.evidence.contenders import Contender, at_each_budget, searching
+from metricopt_ext.evidence.contenders import Contender, at_each_budget, ours, searching
 from metricopt_ext.evidence.contest import Plan, read_row, run_seed
 from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.method import Reached
 from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.starts import Start
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.progress import Watcher
 
 PLAN = Plan(("random_search", "cma_es", "ngopt", "turbo", "ours"), (4, 20, 60))
@@ -135,14 +137,12 @@ def test_starts_can_be_chosen_by_name(experiment: Any, tmp_path: Path) -> None:
 def test_a_guard_is_judged_on_the_test_data(
     experiment: Any, quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from metricopt_ext.evidence.contenders import ours
-
-    experiment.contenders_now["ours"] = Contender(ours, CMAES().least_queries)
+    experiment.contenders_now["ours"] = ours(CONFIDENCE)
     monkeypatch.setattr(experiment, "test_error", lambda self, task, before, after: float((after - before).norm()))
     run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
     problem = quadratic()
     half = problem.goal / 2
-    found = CMAES()(quadratic(), half, 58, seed=5)
+    found = GuidedTrustRegion()(quadratic(), half, 58, seed=5)
     guard = rows(tmp_path)["ours"]["cells"]["60"]["guard"]
     assert guard["accepted"]
     assert guard["change"] == pytest.approx(problem.true_cost(half) - found.cost)

@@ -81,7 +81,7 @@ def test_the_table_marks_the_best_and_says_what_is_missing(content: dict[str, An
     assert rows["BatchNorm on validation"][0] == "inputs"
     assert rows["best free start (2 queries)"] == ["inputs", "0.6000", "0.6000", "0.6000", "0.5"]
     assert rows["CMA-ES on the metric"] == ["inputs", "", "0.6500", "0.7000 (1 of 3 failed)", "6.0"]
-    assert rows["optimize_metric"] == ["inputs", "**0.8000**", "**0.8000**", "**0.8000**", "6.0"]
+    assert rows["MetricOpt, guided search"] == ["inputs", "**0.8000**", "**0.8000**", "**0.8000**", "6.0"]
     assert "- CMA-ES on the metric needs at least 18 queries" in text
     assert "failed with 60 queries on 1 of 3 seeds: seed 700: MetricError: down" in text
     assert "- TuRBO on the metric does not apply" in text

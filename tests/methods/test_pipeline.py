@@ -1,5 +1,6 @@
 """The whole job under one budget, on tasks whose loss and metric are known in closed form."""
 
+import copy
 import math
 import re
 import shutil
@@ -21,7 +22,8 @@ from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, Met
 from metricopt_ext.methods.pipeline import guided_results, optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import MetricOptResult, SearchRun
-from metricopt_ext.methods.starts import Start, batchnorm_start
+from metricopt_ext.methods.run_folder import load_kept
+from metricopt_ext.methods.starts import Start, batchnorm_start, load_buffers
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
 from metricopt_ext.search.direct import CMAES, GuidedES, Search
 from metricopt_ext.search.optimizer import LossStep
@@ -861,7 +863,58 @@ def test_batchnorm_statistics_stay_only_if_they_gain(gain: bool, tmp_path: Path)
     assert result.after == task.metric.to_value(task.cost(task.adapter.phi.detach(), "check"))
     assert result.queries == {"starts": 2, "search": 28}
     assert len(result.points) == 28  # without the start of the other buffers, and the end
+    assert (tmp_path / "buffers.safetensors").exists() == gain
     assert ("BatchNorm re-estimated, the best of the starts" in str(result)) == gain
+
+
+def test_a_fresh_model_computes_what_a_search_of_other_buffers_left(tmp_path: Path) -> None:
+    host, fresh = Normed(), Normed()
+    result = guided(host.task(), starts={"batchnorm": host.start}, output_dir=tmp_path)
+    assert result.chosen == "search"
+    left, trained = host.model(host.x), fresh.model(host.x)
+    again = copy.deepcopy(fresh.model)
+    load_buffers(fresh.model, tmp_path / "buffers.safetensors")
+    adapter = load_adapter(fresh.model, tmp_path / "adapter.safetensors")
+    load_kept(again, tmp_path / "adapter.safetensors")
+    assert torch.equal(fresh.model(host.x), left)
+    assert torch.equal(again(host.x), left)
+    adapter.set_phi(torch.zeros(3))
+    assert (fresh.model(host.x) - left).abs().max() > 0.01
+    assert (fresh.model(host.x) - trained).abs().max() > 0.01
+
+
+def test_a_search_is_resumed_with_the_buffers_that_it_began_with(tmp_path: Path) -> None:
+    host, fresh = Normed(), Normed()
+    task = host.task()
+    first = guided(task, starts={"batchnorm": host.start}, output_dir=tmp_path)
+    with pytest.raises(FileFormatError, match=r"left the buffers of buffers\.safetensors in this model; resume"):
+        guided(task, starts={"batchnorm": host.start}, output_dir=tmp_path, resume=True)
+    assert task.metric.ledger.spent == 30
+    again = fresh.task()
+    assert_same_search(guided(again, starts={"batchnorm": host.start}, output_dir=tmp_path, resume=True), first)
+    refused = Normed().task()
+    with pytest.raises(FileFormatError, match="starts was"):
+        guided(refused, output_dir=tmp_path, resume=True)  # another model's buffers are none of this run's
+
+
+def test_buffers_that_are_no_longer_kept_leave_the_folder(tmp_path: Path) -> None:
+    """The guard is no part of a run's identity: a resumed run may be surer, and then keep the model as it was."""
+    kept, host = Normed(), Normed()
+
+    def halves(model: nn.Module) -> tuple[float, tuple[float, float]]:
+        """The buffers gain on one half alone, so the chance of that gain is about as large as it."""
+        cost, moved = kept.metric(model), 0.1 * float((model.metricopt.phi - 1).square().mean())
+        return cost, (2 * (cost - moved), 2 * moved)
+
+    def search(host: Normed, confidence: float, resume: bool) -> SearchRun:
+        task = host.task().judged_by(Metric(halves, maximize=False, bounds=None, name="gap"))
+        starts = {"batchnorm": host.start}
+        return guided(task, starts=starts, guard_confidence=confidence, output_dir=tmp_path, resume=resume)
+
+    assert search(kept, 0.5, resume=False).buffers
+    assert (tmp_path / "buffers.safetensors").exists()
+    assert not search(host, 0.99, resume=True).buffers
+    assert not (tmp_path / "buffers.safetensors").exists()
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 4, 17, 29])

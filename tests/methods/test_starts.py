@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.errors import AdapterError
+from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.methods.starts import (
     Start,
     all_starts,
     batchnorm_start,
     best_start,
+    holds_buffers,
+    load_buffers,
+    read_buffers,
     reestimate_batchnorm,
     same_buffers,
+    save_buffers,
     set_buffers,
     with_start,
 )
@@ -129,6 +134,35 @@ def test_buffers_are_the_same_by_name_and_value() -> None:
     for other in (Start(phi), Start(phi, {"n": mean}), Start(phi, {"m": mean + 1}), Start(phi, {"m": mean, "n": mean})):
         assert not same_buffers(a, other)
         assert not same_buffers(other, a)
+
+
+def test_buffers_of_a_file_are_set_in_a_bare_and_in_an_adapted_model(tmp_path: Path) -> None:
+    path, buffers = tmp_path / "own.safetensors", {"1.running_mean": torch.arange(5.0), "1.running_var": torch.ones(5)}
+    save_buffers(path, {**buffers, "1.num_batches_tracked": torch.tensor(7)})
+    bare, adapted, half = normed(), normed(), normed().bfloat16()
+    attach_film(adapted, dim=4)
+    for model in (bare, adapted, half):
+        assert not holds_buffers(model, buffers)
+        load_buffers(model, path)
+        assert holds_buffers(model, buffers)
+        assert model[1].running_mean.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert int(model[1].num_batches_tracked) == 7
+        assert not holds_buffers(model, {**buffers, "1.zzz": torch.ones(5)})
+
+
+def test_a_file_of_buffers_that_do_not_fit_changes_nothing(tmp_path: Path) -> None:
+    model, path = normed(), tmp_path / "own.safetensors"
+    before = buffers_of(model)
+    with pytest.raises(FileFormatError, match="does not exist"):
+        load_buffers(model, path)
+    for wrong, what in (({"1.zzz": torch.ones(5)}, r"no buffer '1\.zzz'"), ({"1.running_var": torch.ones(1)}, "shape")):
+        save_buffers(path, {"1.running_mean": torch.ones(5), **wrong})
+        with pytest.raises(AdapterError, match=what):
+            load_buffers(model, path)
+    attach_film(normed(), dim=4).save(path)
+    with pytest.raises(FileFormatError, match="has format"):
+        read_buffers(path)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
 
 
 def test_a_batchnorm_start_is_the_model_with_other_statistics() -> None:
