@@ -72,6 +72,11 @@ class Report:
         seeds, missing = len(self.records), sum(method not in record.outcomes for record in self.records)
         return METHODS[method].title + (f" ({seeds - missing} of {seeds} seeds)" if missing else "")
 
+    def needs(self, method: str) -> str:
+        """Return what a method needs of the data that the metric sees, its free starts included."""
+        begins_from_inputs = self.config.get("strategy") == "search" and "batchnorm" in self.config.get("starts", [])
+        return "inputs" if method == "metricopt" and begins_from_inputs else METHODS[method].needs
+
     def values(self, method: str, column: str) -> list[float]:
         """Return one number of a method's last `Outcome`, e.g. ``"test"``, for each seed that has the method."""
         return [value for value in self._by_seed(method, column) if value is not None]
@@ -146,7 +151,7 @@ class Report:
             "",
             *markdown_table(
                 [*HEADER, "needs"],
-                [[*row, METHODS[name].needs] for name, row in zip(self.methods, self._rows(), strict=True)],
+                [[*row, self.needs(name)] for name, row in zip(self.methods, self._rows(), strict=True)],
             ),
             "",
             *(f"- {line}" for line in (*self._notes(), *MORE_NOTES)),

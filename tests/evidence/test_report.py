@@ -128,6 +128,16 @@ def test_findings_tell_whether_f_was_trusted(report: Callable[..., Report]) -> N
     assert last == "Kept by the guard: MetricOpt in 2, the model as it was in 1"
 
 
+def test_a_search_that_may_begin_from_batchnorm_needs_the_inputs(report: Callable[..., Report]) -> None:
+    made = report()
+    assert made.needs("metricopt") == "scores"
+    made.config.update(strategy="search", starts=["loss_finetune"])
+    assert made.needs("metricopt") == "scores"
+    made.config.update(starts=["loss_finetune", "batchnorm"])
+    assert made.needs("metricopt") == "inputs"
+    assert made.needs("cma_es") == "scores"
+
+
 def test_findings_on_a_search_tell_what_f_said_before_each_query(report: Callable[..., Report]) -> None:
     made = report()
     for record, mae in zip(made.records, (0.02, 0.03, 0.04), strict=True):
