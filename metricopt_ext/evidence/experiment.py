@@ -98,7 +98,7 @@ class Experiment(ABC, Generic[Config]):
         return usual_methods(
             self.config,
             self.seed,
-            starts=self.starts(),
+            starts=self.starts() if self.config.strategy == "search" else None,  # the others have no use for them
             inputs=inputs,
             batches=batches,
             folder=self.folder,

@@ -58,6 +58,17 @@ def test_free_starts_are_what_the_free_methods_reach(tmp_path: Path) -> None:
     assert "threshold" in experiment.contenders(experiment.config)
 
 
+@pytest.mark.parametrize(("strategy", "made"), [("search", 1), ("recipe", 0), ("paper", 0)])
+def test_starts_are_made_for_a_search_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, made: int
+) -> None:
+    """To make them takes a finetune on the loss, which may fail, and a pass over the validation data."""
+    experiment, calls = ClassificationExperiment(replace(tiny(), strategy=strategy), tmp_path, 3), []
+    monkeypatch.setattr(experiment, "starts", lambda: calls.append("starts") or {})
+    assert "metricopt" in experiment.methods()
+    assert len(calls) == made
+
+
 def test_the_error_of_a_classifiers_difference_is_that_of_paired_examples(tmp_path: Path) -> None:
     """For an error rate it is the root of sum_c n_c var_c, over n, with the variance of each class's differences."""
     config = tiny()

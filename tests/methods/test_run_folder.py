@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.run_folder import FORMAT, identity_of, open_run
+from metricopt_ext.methods.run_folder import FORMAT, identity_of, load_kept, open_run
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.progress import Watcher
@@ -55,6 +56,17 @@ def test_identity_does_not_depend_on_where_code_is(quadratic: Callable[..., Any]
     text = str(identity_of(strategy, quadratic(), {}, seed=0, size={}))
     assert "metricopt_ext." not in text
     assert "0x" not in text
+
+
+def test_an_adapter_without_buffers_beside_it_leaves_the_model_s_own(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    kept, fresh = quadratic(), quadratic()
+    optimize_metric(kept, queries=30, output_dir=tmp_path, watcher=Watcher())
+    adapter = load_kept(fresh.adapter.remove(), tmp_path / "adapter.safetensors")
+    assert adapter.phi.abs().max() > 0
+    assert torch.equal(adapter.phi, kept.adapter.phi)
+    assert not (tmp_path / "buffers.safetensors").exists()
 
 
 def test_only_a_recipe_s_run_has_trajectories(quadratic: Callable[..., Any], tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_shards_and_resuming_give_one_comparison(tmp_path: Path, capsys: pytest.
     assert len(whole["guards"]) == 3 * 2
     assert all(guard["error"] >= 0 for guard in whole["guards"])
     printed = capsys.readouterr().out
-    assert "optimize_metric against each" in printed
+    assert "MetricOpt, guided search against each" in printed
     assert "seed 4" in printed
     for name in ("comparison.md", "comparison.png"):
         assert (tmp_path / "whole" / name).exists()
@@ -96,7 +96,7 @@ def test_shards_and_resuming_give_one_comparison(tmp_path: Path, capsys: pytest.
 
     call("--summary", tmp_path / "whole", parts, "--output-dir", tmp_path)
     page = (tmp_path / "summary.md").read_text()
-    assert "# optimize_metric over 2 tasks" in page
+    assert "# MetricOpt, guided search over 2 tasks" in page
     assert "12 guarded runs" in page
     with pytest.raises(SystemExit, match="budgets was"):
         run(parts, "budgets=[6,20]")
