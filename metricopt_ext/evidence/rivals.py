@@ -21,9 +21,9 @@ from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import SearchRun
-from metricopt_ext.methods.starts import Start, reestimate_batchnorm, set_buffers
+from metricopt_ext.methods.starts import Start, reestimate_batchnorm, set_buffers, with_start
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
-from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.direct import CMAES, GuidedES, Search
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
@@ -53,7 +53,7 @@ def usual_methods(
         resume: Let MetricOpt continue what an interrupted run left there.
         watcher: Notified of its progress.
     """
-    recipe, queries = config.recipe.build(), config.search_queries
+    recipe = config.recipe.build()
     shown = watcher or Watcher()
 
     def metricopt(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
@@ -100,14 +100,41 @@ def usual_methods(
         "batchnorm_validation": ending_at(lambda task: reestimate_batchnorm(task.adapter.model, inputs)),
         "loss_finetune_validation": ending_path(lambda task: loss_finetune(replace(task, batches=batches))),
     }
-    if queries:
+    if config.search_queries:
         for name, search in (("guided_es", GuidedES(lr=recipe.lr)), ("cma_es", CMAES())):
-            methods[name] = ending_at(lambda task, search=search: search(task, task.origin(), queries, seed=seed).phi)  # type: ignore[misc]
+            methods[name] = searching(search, config.search_queries, seed)
     if config.refine_queries:
         methods["refined"] = following_metricopt(
             lambda task, result: CMAES()(task, result.ends[result.chosen], config.refine_queries, seed=seed).phi
         )
     return methods
+
+
+def searching(search: Search, queries: int | str, seed: int) -> Method:
+    """Make a method of a direct search from where MetricOpt's own search began, if it was one, and from phi = 0 else.
+
+    What was spent on choosing the start counts as the method's own too.
+
+    Args:
+        search: The search.
+        queries: Its budget, the choice of the start included; ``"same"`` for what MetricOpt spent.
+        seed: Its seed.
+    """
+
+    def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
+        meter, before = Meter(task), earlier["metricopt"]
+        start, asked = Start(task.origin()), 0
+        if isinstance(before.details, SearchRun):
+            start, asked = before.details.candidates[before.details.begun_at], len(before.details.candidates)
+        budget = before.reached[-1].queries if isinstance(queries, str) else queries
+        own = with_start(task, start)
+        phi = search(own, start.phi, budget - asked, seed=seed).phi
+        own.adapter.set_phi(phi)
+        reached = meter.reached(own.adapter.model if start.buffers else phi)
+        total = reached.queries + asked
+        return MethodResult((replace(reached, queries=total, queries_per_start=total),))
+
+    return method
 
 
 def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Tensor:

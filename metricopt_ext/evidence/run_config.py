@@ -132,7 +132,8 @@ class RunConfig:
     queries: int = 600  # MetricOpt's metric queries in total
     population: int = 32  # tasks computed together
     best_evals: int = 51  # queries of the rival "loss finetune + best"
-    search_queries: int = 0  # of each direct search on the true metric, Guided ES and CMA-ES; 0: none
+    # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
+    search_queries: int | str = 0
     refine_queries: int = 0  # of CMA-ES continuing from MetricOpt's end point; 0: none
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
     seed: int = 0  # the first of them
@@ -181,6 +182,8 @@ class RunConfig:
         phi = f"adapter.dim={dim}" if dim == self.adapter.dim else f"phi of dimension {dim}"
         for name, used in searches.items():
             value, least = getattr(self, name), max(search.least_queries(dim) for search in used)
+            if name == "search_queries":
+                value, least = self._searched(), least + (len(self.starts) + 1 if self.strategy == "search" else 0)
             if value and value < least:
                 raise ConfigError(f"{name}={value}: it must be at least {least} for {phi}, or 0")
         strategy: Any = self.build_strategy()
@@ -190,6 +193,11 @@ class RunConfig:
             strategy.tasks(self.queries)
         elif self.queries < (least := strategy.least_queries(dim) + len(self.starts)):
             raise BudgetError(f"queries={self.queries}: the search needs at least {least} for these settings")
+
+    def _searched(self) -> int:
+        if isinstance(self.search_queries, str) and self.search_queries != "same":
+            raise ConfigError(f"search_queries={self.search_queries!r}: it must be a number, or same")
+        return self.queries if isinstance(self.search_queries, str) else self.search_queries
 
     def build_strategy(self) -> GuidedTrustRegion | Recipe | Algorithm1:
         """Return how MetricOpt works.

@@ -3,10 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
+from metricopt_ext.evidence.method import MethodResult, Reached
 from metricopt_ext.evidence.rivals import usual_methods
 from metricopt_ext.evidence.run_config import RecipeConfig, RunConfig
+from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.starts import Start
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.tasks.batches import TensorBatches
@@ -38,9 +42,28 @@ def test_searches_run_where_they_are_given_queries(quadratic: Callable[..., Any]
     usual = usual_methods(config, 5, inputs=[], batches=task.batches)
     for name, search in (("guided_es", GuidedES(lr=0.2)), ("cma_es", CMAES())):
         fresh = task.judged_by(task.metric.with_new_ledger())
-        result = usual[name](fresh, {})
+        result = usual[name](fresh, {"metricopt": MethodResult((Reached(task.origin(), 9, 9, 0.0),))})
         assert result is not None
         (reached,) = result.reached
         assert reached.queries == reached.queries_per_start == fresh.metric.ledger.spent == 30
         assert torch.equal(reached.end, search(task, task.origin(), 30, seed=5).phi)
     assert "refined" in usual
+
+
+@pytest.mark.parametrize("queries", [40, "same"])
+def test_searches_begin_where_metricopt_s_own_did_and_pay_for_the_choice(
+    quadratic: Callable[..., Any], queries: int | str
+) -> None:
+    task = quadratic()
+    starts = {"near": Start(task.goal / 2), "far": Start(-task.goal)}
+    config = RunConfig(recipe=RecipeConfig(steps=6, lr=0.2), queries=40, search_queries=queries)
+    usual = usual_methods(config, 5, starts=starts, inputs=[], batches=task.batches)
+    ours = usual["metricopt"](task.judged_by(task.metric.with_new_ledger()), {})
+    assert ours is not None
+    assert isinstance(ours.details, SearchRun)
+    assert ours.details.begun_at == "near"
+    fresh = task.judged_by(task.metric.with_new_ledger())
+    theirs = usual["cma_es"](fresh, {"metricopt": ours})
+    assert theirs is not None
+    assert (theirs.reached[-1].queries, fresh.metric.ledger.spent) == (40, 37)  # three starts were judged before
+    assert torch.equal(theirs.reached[-1].end, CMAES()(task, task.goal / 2, 37, seed=5).phi)

@@ -69,6 +69,7 @@ def test_a_search_needs_its_starts_a_design_and_an_end(starts: list[str], least:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("search_queries=some", "search_queries='some': it must be a number, or same"),
         ("strategy=best", "strategy='best' must be search, recipe or paper"),
         ("starts=[labels]", "'labels' is none of loss_finetune, batchnorm, prior"),
         ("guard_confidence=0.4", "guard_confidence is 0.4; it must be at least 0.5 and below 1"),
@@ -78,6 +79,12 @@ def test_a_search_needs_its_starts_a_design_and_an_end(starts: list[str], least:
 def test_a_search_is_set_up_before_any_work(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(RunConfig, None, [override]).check()
+
+
+def test_searches_can_be_given_what_metricopt_spends() -> None:
+    load_config(RunConfig, None, ["search_queries=same", "queries=60"]).check()
+    with pytest.raises(ConfigError, match="search_queries=15: it must be at least 18"):
+        load_config(RunConfig, None, ["search_queries=same", "queries=15"]).check()
 
 
 def test_each_strategy_is_built_from_the_settings() -> None:
