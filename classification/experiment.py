@@ -169,8 +169,9 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         super().finish()
         test, adapter = self.splits.test, self.task.adapter
         if test.x.dim() == 4:
-            ends = self.task.origin(), adapter.phi.detach()
-            before, after = (predict_classes(adapter, phi, test.x) for phi in ends)
+            with self.as_trained():
+                before = predict_classes(adapter, self.task.origin(), test.x)
+            after = predict_classes(adapter, adapter.phi.detach(), test.x)
             plot_examples(test, before, after, self.splits.class_names, self.folder / "examples.png", self.seed)
 
     def _batches(self, part: Split) -> TensorBatches:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from metricopt_ext.detection.build import attach, build_toolkit, check_definition, detector, remembering
 from metricopt_ext.detection.config import DetectionConfig
@@ -72,13 +73,20 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         order = torch.randperm(len(splits.test), generator=generator(self.seed, "pictures"))
         shown = [splits.test[i] for i in order[:SHOWN].tolist()]
         truth = truth_of(splits.test, splits.classes)
-        found, proposed, recalls = [], [], {}
-        for name, phi in (("pretrained", self.task.origin()), ("metricopt", adapter.phi.detach())):
+        found: list[Any] = []
+        proposed: list[Any] = []
+        recalls: dict[str, dict[str, float]] = {}
+
+        def look(name: str, phi: Tensor) -> None:
             with adapter.using(phi) as model:
                 found.append(toolkit.detect(model, shown))
                 proposed.append(toolkit.propose(model, shown))
                 proposals = [each for batch in in_batches(splits.test) for each in toolkit.propose(model, batch)]
             recalls[name] = {str(k): value for k, value in proposal_recall(proposals, truth, PROPOSALS).items()}
+
+        with self.as_trained():
+            look("pretrained", self.task.origin())
+        look("metricopt", adapter.phi.detach())
         plot_detections(shown, found[0], found[1], splits.classes, self.folder / "detections.png")
         for name, boxes in zip(recalls, proposed, strict=True):
             plot_proposals(shown, boxes, self.folder / f"proposals_{name}.png")

@@ -75,6 +75,8 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         super().finish()
         write_json(self.folder / "classes.json", {part: self.splits.classes_of(part) for part in PARTS})
         test, adapter = self.splits.test, self.task.adapter
-        before, after = (embed_with(adapter, phi, test.x) for phi in (self.task.origin(), adapter.phi.detach()))
+        with self.as_trained():
+            before = embed_with(adapter, self.task.origin(), test.x)
+        after = embed_with(adapter, adapter.phi.detach(), test.x)
         plot_neighbours(test, before, after, self.folder / "neighbours.png", self.seed)
         save_recalls(test.y, {"pretrained": before, "metricopt": after}, self.folder / "recalls.json")

@@ -2,7 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -69,6 +70,7 @@ class Experiment(ABC, Generic[Config]):
     def __init__(self, config: Config, folder: Path, seed: int) -> None:
         self.config, self.folder, self.seed = config, folder, seed
         self.task, self.test_metric = self.prepare()
+        self._trained = {name: buffer.clone() for name, buffer in self.task.adapter.model.named_buffers()}
 
     @classmethod
     @abstractmethod
@@ -139,6 +141,17 @@ class Experiment(ABC, Generic[Config]):
             after: The other.
         """
         return None
+
+    @contextmanager
+    def as_trained(self) -> Iterator[None]:
+        """Put back the buffers that the model was trained with for a while: a search may have kept a start's."""
+        model = self.task.adapter.model
+        kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        set_buffers(model, self._trained)
+        try:
+            yield
+        finally:
+            set_buffers(model, kept)
 
     def finish(self) -> None:
         """Write the tuned model, phi merged, once the model has MetricOpt's phi; a task may add more."""

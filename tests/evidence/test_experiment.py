@@ -21,7 +21,7 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.experiment import run_seed
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.run_config import RecipeConfig
-from metricopt_ext.methods.starts import with_start
+from metricopt_ext.methods.starts import set_buffers, with_start
 from metricopt_ext.utils.parallel import run_seeds
 
 
@@ -114,3 +114,17 @@ def test_workers_change_nothing_and_pass_their_errors_on(tmp_path: Path, capsys:
     shown = capsys.readouterr().out
     assert "seed 4  value function" in shown
     assert "seed 2  value function" in shown
+
+
+def test_what_is_shown_as_pretrained_has_the_buffers_it_was_trained_with(tmp_path: Path) -> None:
+    config = ClassificationConfig(
+        data=DataConfig(name="digits"), model=ModelConfig(name="small_cnn", epochs=1), metric=MetricConfig(name="mcr")
+    )
+    experiment = ClassificationExperiment(config, tmp_path, 0)
+    start, model = experiment.start("batchnorm"), experiment.task.adapter.model
+    assert start is not None
+    trained = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    set_buffers(model, start.buffers)
+    with experiment.as_trained():
+        assert all(torch.equal(buffer, trained[name]) for name, buffer in model.named_buffers())
+    assert all(torch.equal(dict(model.named_buffers())[name], value) for name, value in start.buffers.items())
