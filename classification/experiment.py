@@ -50,6 +50,7 @@ from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.rotated import RotatedValueFunction
 from metricopt_ext.value.value_function import ValueFunction
 
+PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
 MOST_STRENGTHS = 101  # candidates for the strength of logit adjustment
 
 RESAMPLES = 200  # of the test data, for a standard error
@@ -137,15 +138,17 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
     def start(self, name: str) -> Start | None:
         """Return one of `run_config.STARTS`, or None if it does not apply; see `Experiment.start`."""
-        adapter = self.task.adapter
-        if name != "prior" or adapter.outputs is None:
-            return super().start(name) if name != "prior" else None
+        adapter, strength = self.task.adapter, PRIORS.get(name)
+        if strength is None:
+            return super().start(name)
+        if adapter.outputs is None:
+            return None
         phi = self.task.origin()
         counts = self.splits.train.y.bincount(minlength=self.splits.num_classes)
         if not counts.min() > 0:
             return None  # a class without examples has no prior
         size = len(phi[adapter.offsets])
-        phi[adapter.offsets] = prior_offsets(counts, one_logit=size == 1).to(phi) / adapter.outputs.scale
+        phi[adapter.offsets] = strength * prior_offsets(counts, one_logit=size == 1).to(phi) / adapter.outputs.scale
         return Start(phi)
 
     def test_error(self, task: FinetuneTask, before: Tensor, after: Tensor) -> float:

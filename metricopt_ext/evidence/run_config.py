@@ -17,7 +17,7 @@ from metricopt_ext.value.observations import Labeller
 from metricopt_ext.value.reptile import ReptileLearner
 
 DEFAULT = Recipe()
-STARTS = ("loss_finetune", "batchnorm", "prior")
+STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice")
 LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
 DEFAULT_LEARNERS = [name for name, learner in LEARNERS.items() if learner in DEFAULT.learners]
 
@@ -126,8 +126,9 @@ class RunConfig:
     # many starts) or paper (Algorithm 1 as printed).
     strategy: str = "search"
     # What the search may begin from besides the model as it is, where it applies; each costs a query. loss_finetune,
-    # batchnorm (re-estimated on the validation inputs), prior (classifiers: logits adjusted by the class shares).
-    starts: list[str] = field(default_factory=lambda: ["loss_finetune", "batchnorm", "prior"])
+    # batchnorm (re-estimated on the validation inputs), prior and prior_twice (classifiers with outputs in phi: logits
+    # adjusted by the class shares, with strength 1 and 2).
+    starts: list[str] = field(default_factory=lambda: list(STARTS))
     guard_confidence: float = CONFIDENCE  # how sure the guard must be that a gain is not chance, in [0.5, 1)
     queries: int = 600  # MetricOpt's metric queries in total
     population: int = 32  # tasks computed together

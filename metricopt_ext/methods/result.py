@@ -22,6 +22,7 @@ KEPT = {
     "search": "the end of the search",
     "batchnorm": "BatchNorm re-estimated",
     "prior": "logits adjusted by the priors",
+    "prior_twice": "logits adjusted by the priors, twice as strongly",
 }
 
 

@@ -83,7 +83,7 @@ def test_a_search_is_set_up_before_any_work(override: str, message: str) -> None
 
 def test_searches_can_be_given_what_metricopt_spends() -> None:
     load_config(RunConfig, None, ["search_queries=same", "queries=60"]).check()
-    with pytest.raises(ConfigError, match="search_queries=15: it must be at least 18"):
+    with pytest.raises(ConfigError, match="search_queries=15: it must be at least 19"):
         load_config(RunConfig, None, ["search_queries=same", "queries=15"]).check()
 
 
