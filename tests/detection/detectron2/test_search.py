@@ -146,7 +146,7 @@ def test_a_search_uses_the_user_s_trainer(to_search: Callable[..., Any], logged:
     folder, name = Path(cfg.OUTPUT_DIR), "squares_val/bbox/AP50"
     told = written(folder, name)
     assert list(told) == list(range(1, QUERIES + 1))
-    expected = [100 * value for value in run.values]
+    expected = [ap50_at(point) for point in run.points]
     assert list(told.values())[: len(expected)] == pytest.approx(expected)
     assert written(folder, f"{name}_after") == {QUERIES + 1: pytest.approx(100 * run.after)}
     assert written(folder, f"{name}_before") == {QUERIES + 1: pytest.approx(100 * run.before)}
