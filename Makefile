@@ -24,9 +24,9 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[classification,retrieval,detection,dev]'
 	touch $@
 
-demo: $(STAMP)  ## search phi for a long tail's worst recall, for shifted digits, and for unseen digits
+demo: $(STAMP)  ## search phi for a long tail's macro-F1, for shifted digits, and for unseen digits
 	rm -rf out/demo
-	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits_longtail.yaml --output-dir out/demo/longtail seed=100 queries=150 search_queries=150
+	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits_longtail.yaml --output-dir out/demo/longtail seed=100 metric.name=f1 queries=150 search_queries=same
 	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/shifted seed=100 seeds=3 queries=60
 	.venv/bin/python tools/finetune_retrieval.py --config-file configs/retrieval/digits.yaml --output-dir out/demo/retrieval seed=300 seeds=3 queries=60
 
