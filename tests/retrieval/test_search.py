@@ -347,7 +347,7 @@ def test_the_page_s_one_call() -> None:
     assert Counting.calls == QUERIES
     assert not hasattr(trunk, "metricopt")
     run, expected = known["run"], make_trunk()
-    adapter = attach_film(expected, dim=D)
+    adapter = mo.attach_film(expected, dim=D)
     adapter.set_phi(run.ends[run.chosen])  # whatever the guard kept
     with torch.no_grad():
         torch.testing.assert_close(trunk.eval()(x), adapter.merge().eval()(x))
