@@ -216,7 +216,8 @@ def test_chosen_hyperparameters_may_be_kept() -> None:
     f = learner(phi, cost, kept)
     assert f.hyperparameters == kept != learner.most_likely(phi, cost)
     expected = GPValueFunction.conditioned(phi, cost, learner.transform(kept), 0.4)
-    assert all(torch.equal(value, expected.state_dict()[key]) for key, value in f.state_dict().items())
+    for key, value in f.state_dict().items():
+        torch.testing.assert_close(value, expected.state_dict()[key], rtol=1e-9, atol=1e-12)  # on another thread count
 
 
 @pytest.mark.parametrize("exponent", EXPONENTS)
