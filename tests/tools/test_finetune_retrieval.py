@@ -508,16 +508,8 @@ def test_every_config_is_complete(file: Path) -> None:
             load_splits(config, 0)
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("search", "gp"), ("paper", "neural")])
-def test_an_embedding_under_each_strategy(tmp_path: Path, strategy: str, kind: str) -> None:
+@pytest.mark.parametrize("strategy", ["search", "paper"])
+def test_an_embedding_under_each_strategy(tmp_path: Path, strategy: str, check_strategy: Any) -> None:
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, f"strategy={strategy}", "queries=20")
-    content = json.loads((tmp_path / "run" / "report.json").read_text())
-    spent = content["methods"]["metricopt"]["queries_total"]
-    assert spent == {"search": 20, "paper": 3 + 2 * 8}[strategy]  # paper: the ends, and tasks of two observations
-    (seed,) = (tmp_path / "run").glob("seed-*")
-    assert load_value_function(seed / "value_function.safetensors").kind == kind
-    (kept,) = content["kept"]
-    before, after = (content["methods"][name]["validation"][0] for name in ("pretrained", "metricopt"))
-    assert after > before if kept != "start" else after == before
-    assert (tmp_path / "run" / ("search.png" if strategy == "search" else "finetuning.png")).stat().st_size > 1000
-    assert (seed / "tuned.safetensors").exists()
+    check_strategy(tmp_path / "run", strategy)
+    assert len(list((tmp_path / "run").glob("seed-*/tuned.safetensors"))) == 1
