@@ -112,7 +112,7 @@ def plot_search(report: Report, path: str | Path) -> Path:
         axes.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.2, linewidth=0)
     start = np.mean(report.values("pretrained", "validation"))
     axes.axhline(start, color=METHODS["pretrained"].colour, linewidth=1, label=METHODS["pretrained"].title)
-    axes.set_xlabel("metric queries")
+    axes.set_xlabel("metric queries of the search, its start the first")
     axes.set_ylabel(f"validation {report.metric}\n({direction(report.maximize)})")
     title = counted(len(best), "seed")
     axes.set_title(f"{title}; band: standard error" if len(best) > 1 else title, fontsize=9)
