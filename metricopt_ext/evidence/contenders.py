@@ -81,7 +81,8 @@ def ours(confidence: float, search: GuidedTrustRegion | None = None) -> Contende
     def run(task: FinetuneTask, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         limited, began = with_budget(task, max(budgets) + len(budgets) - 1), now()
         for queries, end in zip(budgets, engine.ends(limited, start, budgets, seed=seed), strict=True):
-            verdict, unit = judge(end.evaluations[0], end.evaluation, end.evaluations, confidence), task.metric.scale
+            verdict = judge(end.evaluations[0], end.evaluation, end.evaluations, confidence, end.gain_over(start))
+            unit = task.metric.scale
             guard = Guard(
                 end.phi,
                 unit * verdict.gain,

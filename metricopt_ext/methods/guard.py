@@ -40,6 +40,7 @@ class Verdict:
         reliability: Share of the variance among the best candidates that is not chance, in [0, 1]; 1 if unknown.
         candidates: How many there were to choose from.
         needed: What a gain must exceed besides the optimism.
+        predicted: The gain as f sees it, all points considered; infinite if there is no f to ask.
     """
 
     gain: float
@@ -48,15 +49,25 @@ class Verdict:
     reliability: float
     candidates: int
     needed: float
+    predicted: float = math.inf
 
     @property
     def accepted(self) -> bool:
         """Whether the gain is to be believed."""
-        return self.gain - self.optimism > self.needed
+        return min(self.gain, self.predicted) - self.optimism > self.needed
 
 
-def judge(start: Evaluation, end: Evaluation, visited: Sequence[Evaluation], confidence: float = CONFIDENCE) -> Verdict:
+def judge(
+    start: Evaluation,
+    end: Evaluation,
+    visited: Sequence[Evaluation],
+    confidence: float = CONFIDENCE,
+    predicted: float = math.inf,
+) -> Verdict:
     """Judge the gain of an end over a start, from what the two halves of the metric's data say.
+
+    The start may have been unlucky, or chosen as the luckiest of several, and so may the end. Where there is an f, it
+    has smoothed both over their neighbours: the smaller of the observed and of f's gain counts.
 
     Chance is the larger of two estimates. One is `chance_of_gain` over the best visited points, where the end lies; but
     these resemble each other, and a metric that is nearly perfect may have no difference between halves there. So the
@@ -73,12 +84,13 @@ def judge(start: Evaluation, end: Evaluation, visited: Sequence[Evaluation], con
         end: The evaluation of the end.
         visited: Those of the points that it was chosen from.
         confidence: How sure to be, at least 0.5 and below 1.
+        predicted: f's cost at the start less f's cost at the end, if there is an f.
     """
     gain, certainty = start.cost - end.cost, deviates(confidence)
     ranked = sorted(visited, key=lambda each: each.cost)
     halves = stacked_halves(ranked)
     if start.halves is None or halves is None or len(ranked) < 3:
-        return Verdict(gain, 0.0, 0.0, 1.0, len(visited), 0.0)
+        return Verdict(gain, 0.0, 0.0, 1.0, len(visited), 0.0, predicted)
     costs = torch.tensor([each.cost for each in ranked], dtype=torch.float64)
     best = max(LEAST, math.ceil(SHARE * len(ranked)))
     chance = max(chance_of_gain(start, halves[:best]), _chance_by_size(start, costs, halves, gain))
@@ -87,7 +99,7 @@ def judge(start: Evaluation, end: Evaluation, visited: Sequence[Evaluation], con
         min((1 - reliability_of(halves[:count])) * max(0.0, float(costs[:count].mean()) - end.cost), largest)
         for count in (best, len(ranked))
     )
-    return Verdict(gain, optimism, chance, reliability_of(halves[:best]), len(visited), certainty * chance)
+    return Verdict(gain, optimism, chance, reliability_of(halves[:best]), len(visited), certainty * chance, predicted)
 
 
 def _chance_by_size(start: Evaluation, costs: Tensor, halves: Tensor, gain: float) -> float:

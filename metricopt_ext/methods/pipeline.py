@@ -1,5 +1,6 @@
 """The whole job under one query budget: find a better phi, and keep the change only if the metric agrees."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import overload
@@ -243,7 +244,9 @@ def _guarded(
     """Keep the start that the search began from if it gains on phi = 0, and the end if it gains on what was kept."""
     chosen, current = "start", asked["start"]
     for name, evaluation in ((begun, asked[begun]), ("search", end.evaluation)):
-        verdict = judge(current, evaluation, end.evaluations, confidence)
+        known = name == "search" and same_buffers(starts[chosen], starts[begun])  # f is of the model with these
+        predicted = end.gain_over(starts[chosen].phi) if known else math.inf
+        verdict = judge(current, evaluation, end.evaluations, confidence, predicted)
         if verdict.accepted:
             chosen, current = name, evaluation
     value, scale = task.metric.to_value, task.metric.scale

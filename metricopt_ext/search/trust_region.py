@@ -62,6 +62,13 @@ class SearchEnd(SearchResult):
     predicted: Tensor
     widened: float
 
+    def gain_over(self, point: Tensor) -> float:
+        """Return by how much f takes the end to be better than a point, ``d``, in units of the cost; 0 without f."""
+        if self.f is None:
+            return 0.0
+        there, here = self.f.mean(torch.stack([point, self.phi])).tolist()
+        return (there - here) * float(self.f.cost_std)
+
 
 @dataclass(frozen=True)
 class GuidedTrustRegion:

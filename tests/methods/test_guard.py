@@ -113,6 +113,17 @@ def test_the_threshold_is_exact() -> None:
     assert Verdict(math.nextafter(0.75, 1), 0.25, 0.25, 0.5, 9, 0.5).accepted
 
 
+@pytest.mark.parametrize(("predicted", "accepted"), [(math.inf, True), (0.7501, True), (0.75, False), (-1.0, False)])
+def test_the_smaller_of_the_observed_and_the_predicted_gain_counts(predicted: float, accepted: bool) -> None:
+    assert Verdict(9.0, 0.25, 0.25, 0.5, 9, 0.5, predicted).accepted == accepted
+    assert not Verdict(0.75, 0.25, 0.25, 0.5, 9, 0.5, predicted).accepted
+    for halves in (None, (1.0, 1.0)):  # with and without halves
+        visited = [Evaluation(1.0, halves)] * 9
+        found = judge(Evaluation(1.0, halves), Evaluation(0.5, halves), visited, predicted=predicted)
+        assert found.predicted == predicted
+        assert found.accepted == (predicted > 0)
+
+
 def test_more_confidence_needs_a_larger_gain() -> None:
     visited = evaluations(rand(30, 2, seed=4) + rand(30, 1, seed=5))
     start, end = Evaluation(1.5, (1.4, 1.6)), min(visited, key=lambda each: each.cost)

@@ -203,11 +203,24 @@ def test_a_flat_metric_widens_the_design_and_ends_at_the_start(quadratic: Callab
     assert torch.equal(end.phi, start)
     assert task.queries == end.queries == task.metric.ledger.spent == 79  # there is no end to ask for
     assert end.predicted.shape == (0, 2)
+    assert end.gain_over(start) == 0
     lengths = (end.points[1:] - start).norm(dim=1)
     parts = [lengths[:4], *lengths[4:].split(8)]
     scale = probe(quadratic(), start, 1).scale
     for part, wider in zip(parts[:6], (1, 2, 4, 8, 16, 32), strict=False):
         assert 0.3 < float(part.square().mean().sqrt()) / (wider * scale * 2) < 3
+
+
+def test_the_gain_by_f_is_the_difference_of_its_costs(quadratic: Callable[..., Any]) -> None:
+    task, start = quadratic(), rand(4, seed=3)
+    end = SEARCH(task, start, 40, seed=2)
+    assert end.f is not None
+    for point in (start, end.points[5], end.phi):
+        assert end.gain_over(point) == pytest.approx(
+            float(end.f(point) - end.f(end.phi)), abs=1e-5 * float(end.f.cost_std)
+        )
+    assert end.gain_over(start) > 0
+    assert end.gain_over(end.phi) == pytest.approx(0, abs=1e-12)
 
 
 def test_a_metric_that_reacts_far_away_is_found(quadratic: Callable[..., Any]) -> None:
