@@ -35,6 +35,7 @@ from metricopt_ext.data.splits import PARTS, Splits, in_parts
 from metricopt_ext.evidence.contenders import Contender, at_each_budget
 from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.method import Method, ending_at, ending_path, following_metricopt
+from metricopt_ext.evidence.rivals import at_budget
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.methods.second_round import run_second_round
 from metricopt_ext.methods.starts import Start
@@ -43,6 +44,7 @@ from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.batches import Batches, TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.config import default_of
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
@@ -99,13 +101,13 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
         """Return the usual methods, what adds constants to the logits, and any others that the settings select."""
         config, x = self.config, self.splits.validation.x
-        methods = super().methods(resume, watcher)
-        methods["threshold"] = ending_at(lambda task: tune_threshold(task, x))
-        methods["class_offsets"] = ending_at(lambda task: tune_offsets(task, x, budget=config.queries))
+        methods, contenders = super().methods(resume, watcher), self.contenders(config, self)
+        budgets = {"threshold": default_of(tune_threshold, "evals"), "class_offsets": config.queries}
         counts = torch.bincount(self.splits.train.y, minlength=self.splits.num_classes)
         if counts.min() > 0:  # a class that training lacks has no prior
             methods["logit_adjustment"] = ending_at(lambda task: adjust_logits(task, x, counts))
-            methods["logit_adjustment_tuned"] = ending_at(lambda task: tune_adjustment(task, x, counts))
+            budgets["logit_adjustment_tuned"] = default_of(tune_adjustment, "evals")
+        methods |= {name: at_budget(contenders[name], queries, self.seed) for name, queries in budgets.items()}
         if config.transfer.value_function:
             f = load_value_function(config.transfer.value_function, self.task.dim).to(self.task.adapter.phi.device)
             methods["transferred"] = ending_path(lambda task: self._follow(task, f))

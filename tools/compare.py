@@ -22,10 +22,9 @@ from typing import Any
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.claims import summary
-from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.cli import TASKS, errors_in_one_line, experiment_of
 from metricopt_ext.evidence.contest import Plan, run_seed
 from metricopt_ext.evidence.contest_report import gather, load, print_report, write
-from metricopt_ext.evidence.experiment import Experiment
 from metricopt_ext.evidence.run_config import check_at_least
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils.config import load_config
@@ -34,7 +33,6 @@ from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.words import counted
 
-TASKS = ("classification", "detection", "retrieval")
 METHODS = ["random_search", "guided_es", "cma_es", "ngopt", "turbo", "loss_finetune_best", "ours"]
 
 
@@ -130,21 +128,6 @@ def seed_range(text: str) -> tuple[int, int]:
     if not found or int(found[2]) < int(found[1]):
         raise ConfigError(f"--seeds {text}: it must be FIRST-LAST, e.g. 700-709")
     return int(found[1]), int(found[2]) - int(found[1]) + 1
-
-
-def experiment_of(task: str) -> type[Experiment[Any]]:
-    """Return a task's experiment; only its own toolkit is imported."""
-    if task == "classification":
-        from metricopt_ext.classification.experiment import ClassificationExperiment
-
-        return ClassificationExperiment
-    if task == "detection":
-        from metricopt_ext.detection.experiment import DetectionExperiment
-
-        return DetectionExperiment
-    from metricopt_ext.retrieval.experiment import RetrievalExperiment
-
-    return RetrievalExperiment
 
 
 def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]:

@@ -4,11 +4,12 @@
     python tools/compare_starts.py --config-file configs/classification/a9a.yaml --output-dir out/starts-a9a \
         data.root=FOLDER metric.name=mcr
     python tools/compare_starts.py --task detection --config-file configs/detection/scenes_torchvision.yaml \
-        --output-dir out/starts-scenes --budgets 50 100
+        --output-dir out/starts-scenes --budgets 50 100 --methods cma_es ours
 
 Each seed learns one value function (strategy=recipe, whatever the config says) and tunes several new starts, random phi
-of the same model on fresh batches, by MetricOpt, by MetricOpt followed by CMA-ES, and by CMA-ES and Guided ES on the
-metric, at several numbers of queries per start, guards included; and by the loss, at its end and at its best step.
+of the same model on fresh batches, by MetricOpt, by MetricOpt followed by CMA-ES at several numbers of queries per
+start, guards included, and by contenders of tools/compare.py that learn nothing beforehand: by default Guided ES,
+CMA-ES and a guided search of its own from each start, at the same numbers, and the loss at its best step.
 Writes starts.json, starts.md and starts.png; an interrupted run continues where it stopped.
 """
 
@@ -23,18 +24,20 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.cli import TASKS, errors_in_one_line, experiment_of
+from metricopt_ext.evidence.compare import judge
+from metricopt_ext.evidence.contenders import Contender, at_each_budget, loss_path
+from metricopt_ext.evidence.contest import Plan
+from metricopt_ext.evidence.contest_report import standard_error
 from metricopt_ext.evidence.experiment import Experiment
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.report import spread
-from metricopt_ext.evidence.rivals import best_of_loss_finetune
-from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.evidence.style import direction, new_figure, save_figure
+from metricopt_ext.evidence.style import direction, markdown_table, new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.methods.run_folder import open_run
-from metricopt_ext.methods.tuning import FRESH, finetune, tune_start
-from metricopt_ext.search.direct import CMAES, GuidedES
-from metricopt_ext.search.optimizer import LossStep
+from metricopt_ext.methods.tuning import FRESH, tune_start
+from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.config import load_config
@@ -45,11 +48,10 @@ from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.words import counted
 
+NEW = FRESH + 1000  # the task index of the first new start
 BUDGETS = (25, 50, 100, 200, 400, 800)
-TASKS = ("classification", "detection", "retrieval")
-
-Points = dict[str, list[tuple[int, float]]]
-"""(queries per start, test metric) of each method, averaged over the starts of a seed."""
+CONTENDERS = ("loss_finetune_best", "guided_es", "cma_es", "ours")
+ALWAYS = ("pretrained", "loss_finetune", "metricopt", "refined")
 
 
 def main() -> None:
@@ -60,56 +62,46 @@ def main() -> None:
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
     parser.add_argument("--starts", type=int, default=4, help="new starts per seed")
     parser.add_argument("--budgets", type=int, nargs="*", default=BUDGETS, help="queries per start for the searches")
+    parser.add_argument("--methods", nargs="*", default=CONTENDERS, help="contenders, by their names in METHODS")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. metric.name=f1 data.root=FOLDER")
     arguments = parser.parse_intermixed_args()
     with errors_in_one_line(ValueError):
         check_at_least(1, **{"--starts": arguments.starts})
         config = load_config(experiment_of(arguments.task).config_type, arguments.config_file, arguments.overrides)
-        compare_starts(arguments.task, config, arguments.output_dir, arguments.starts, tuple(arguments.budgets))
+        plan = Plan(tuple(arguments.methods), tuple(arguments.budgets))
+        compare_starts(arguments.task, config, arguments.output_dir, arguments.starts, plan)
 
 
-def experiment_of(task: str) -> type[Experiment[Any]]:
-    """Return a task's experiment; only its own toolkit is imported."""
-    if task == "classification":
-        from metricopt_ext.classification.experiment import ClassificationExperiment
-
-        return ClassificationExperiment
-    if task == "detection":
-        from metricopt_ext.detection.experiment import DetectionExperiment
-
-        return DetectionExperiment
-    from metricopt_ext.retrieval.experiment import RetrievalExperiment
-
-    return RetrievalExperiment
-
-
-def compare_starts(
-    task: str, config: Any, folder: Path, starts: int, budgets: tuple[int, ...] = BUDGETS
-) -> dict[str, Any]:
-    """Run every seed and write the report; returns it."""
+def compare_starts(task: str, config: Any, folder: Path, starts: int, plan: Plan) -> dict[str, Any]:
+    """Run every seed and write the report; returns its content."""
     config.strategy = "recipe"  # what a value function saves on further starts
     config.check()
+    experiment = experiment_of(task)
+    about = experiment.describe(config)
+    plan.check(experiment.contenders(config))
+    plan = replace(plan, methods=tuple(name for name in METHODS if name in (*ALWAYS, *plan.methods)))
     seeds = range(config.seed, config.seed + config.seeds)
     with deterministic(config.deterministic, config.threads):
         computed_on = str(Machine.current(choose_device(config.device), config.threads))
-        settings = {**config.as_dict(), "starts": starts, "budgets": list(budgets), "computed_on": computed_on}
+        settings = {**config.as_dict(), "starts": starts, "budgets": list(plan.budgets), "computed_on": computed_on}
         open_run(folder, settings, resume=True)
         rows = run_seeds(
-            partial(run_seed, task, config, folder, starts, budgets),
+            partial(run_seed, experiment, config, folder, starts, plan),
             seeds,
             queries=config.queries,
             workers=config.workers,
             threads=config.threads,
         )
+    points = {name: _over_seeds([row["points"][name] for row in rows]) for name in plan.methods}
     content = {
-        "task": f"{task}/{config.data.name}",
-        "metric": rows[0]["metric"],
+        "task": about.task,
+        "metric": {"name": about.metric, "maximize": about.maximize},
         "seeds": list(seeds),
         "computed_on": computed_on,
         "starts": starts,
         "queries_once": max(row["queries_once"] for row in rows),
         "spearman": [row["spearman"] for row in rows],
-        "methods": {name: _over_seeds([row["points"][name] for row in rows]) for name in rows[0]["points"]},
+        "methods": {name: reached for name, reached in points.items() if reached},  # no budget may have been enough
     }
     write_json(folder / "starts.json", content)
     write_atomically(folder / "starts.md", markdown(content).encode())
@@ -120,73 +112,72 @@ def compare_starts(
 
 
 def run_seed(
-    kind: str, config: RunConfig, folder: Path, starts: int, budgets: tuple[int, ...], seed: int, watcher: Watcher
+    experiment: type[Experiment[Any]], config: Any, folder: Path, starts: int, plan: Plan, seed: int, watcher: Watcher
 ) -> dict[str, Any]:
-    """Learn one value function and tune all new starts; returns what they reached."""
+    """Learn one value function and tune all new starts; returns what is on file of it.
+
+    A method's points, (queries per start, test metric), are means over the starts; one that has them is not run again.
+    """
     folder = folder / f"seed-{seed}"
     record = folder / "points.json"
-    if record.exists():
-        watcher.done()
-        found: dict[str, Any] = read_json(record)
-        return found
-    watcher.stage("train the model")
-    ready = experiment_of(kind)(config, folder, seed)
-    recipe = config.recipe.build()
-    result = optimize_metric(
-        ready.task, queries=config.queries, strategy=recipe, seed=seed, output_dir=folder, resume=True, watcher=watcher
-    )
-    test = ready.task.judged_by(ready.test_metric)
+    row: dict[str, Any] = read_json(record) if record.exists() else {"points": {}}
+    missing = [name for name in plan.methods if name not in row["points"]]
+    if missing:
+        watcher.stage("train the model")
+        ready, recipe = experiment(config, folder, seed), config.recipe.build()
+        task, test = ready.task, ready.task.judged_by(ready.test_metric)
+        result = optimize_metric(
+            task, queries=config.queries, strategy=recipe, seed=seed, output_dir=folder, resume=True, watcher=watcher
+        )
+        assert result.fit.f.quality is not None
+        row["queries_once"] = sum(result.queries.values()) - result.queries_per_start
+        row["spearman"] = result.fit.f.quality.spearman
+        runs = runs_of(ready, result, plan.budgets)
 
-    def judged(phi: Tensor) -> float:
-        return float(test.metric.to_value(test.cost(phi, "judge")))
+        def points(name: str, number: int) -> list[tuple[int, float]]:
+            start = task.starts(recipe.start_std, seed, [NEW + number])[0]
+            contender, budgets = runs[name]
+            possible = [queries for queries in budgets if queries >= contender.least(task.dim)]
+            found = contender.run(task, start, possible, seed + number) if possible else []
+            return [(reached.queries, judge(test, reached.end)) for reached in found]
 
-    def fresh() -> FinetuneTask:
-        task: FinetuneTask = ready.task.judged_by(ready.task.metric.with_new_ledger())
-        return task
-
-    reached: dict[str, dict[int, list[tuple[int, float]]]] = {}
-    for number in range(starts):
-        watcher.stage(f"new start {number + 1}/{starts}")
-        index = FRESH + 1000 + number
-        start = ready.task.starts(recipe.start_std, seed, [index])[0]
-        tuned = partial(tune_start, fit=result.fit, setting=result.setting, start=start, index=index, seed=seed)
-
-        def note(name: str, budget: int, task: FinetuneTask, phi: Tensor) -> None:
-            spent = task.metric.ledger.spent
-            reached.setdefault(name, {}).setdefault(budget, []).append((spent, judged(phi)))
-
-        note("pretrained", 0, fresh(), start)
-        task = fresh()
-        path = finetune(task, LossStep(recipe.lr), recipe.steps, seed, start, index)
-        note("loss_finetune", 0, task, path[-1])
-        note("loss_finetune_best", config.best_evals, task, best_of_loss_finetune(task, path, config.best_evals))
-        task = fresh()
-        outcome = tuned(task, recipe=recipe)
-        note("metricopt", 0, task, outcome.ends[outcome.chosen])
-        for budget in budgets:
-            for name, search in (("guided_es", GuidedES(lr=recipe.lr)), ("cma_es", CMAES())):
-                if budget >= search.least_queries(task.dim):
-                    task = fresh()
-                    note(name, budget, task, search(task, start, budget, seed=seed + number).phi)
-            if budget >= CMAES().least_queries(task.dim):
-                task = fresh()
-                refining = replace(recipe, refine=CMAES(), refine_queries=budget)
-                outcome = tuned(task, recipe=refining)
-                note("refined", budget, task, outcome.ends[outcome.chosen])
-    points = {
-        name: [tuple(np.mean(values, axis=0).tolist()) for values in of_budget.values()]
-        for name, of_budget in reached.items()
-    }
-    assert result.fit.f.quality is not None
-    row = {
-        "metric": {"name": result.metric, "maximize": ready.task.metric.maximize},
-        "queries_once": sum(result.queries.values()) - result.queries_per_start,
-        "spearman": result.fit.f.quality.spearman,
-        "points": points,
-    }
-    write_json(record, row)
+        for name in missing:
+            watcher.stage(METHODS[name].title)
+            row["points"][name] = np.mean([points(name, number) for number in range(starts)], axis=0).tolist()
+            write_json(record, row)
     watcher.done()
     return row
+
+
+def runs_of(
+    ready: Experiment[Any], result: MetricOptResult, budgets: Sequence[int]
+) -> dict[str, tuple[Contender, Sequence[int]]]:
+    """Return every method with its numbers of queries per start; the n-th start is run with the seed + n."""
+    config, recipe, refine = ready.config, ready.config.recipe.build(), CMAES()
+    guard = recipe.start_queries
+
+    def tuned(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
+        outcome = tune_start(
+            task,
+            result.fit,
+            recipe=replace(recipe, refine=refine, refine_queries=queries - guard) if queries > guard else recipe,
+            setting=result.setting,
+            start=start,
+            index=NEW + seed - ready.seed,
+            guard_confidence=config.guard_confidence,
+            seed=ready.seed,
+        )
+        return outcome.ends[outcome.chosen]
+
+    contenders = ready.contenders(config, ready)
+    return {
+        **{name: (contender, budgets) for name, contender in contenders.items()},
+        "pretrained": (at_each_budget(lambda task, start, *_: start), [0]),
+        "loss_finetune": (at_each_budget(lambda task, start, _, seed: loss_path(task, recipe, seed, start)[-1]), [0]),
+        "loss_finetune_best": (contenders["loss_finetune_best"], [config.best_evals]),
+        "metricopt": (at_each_budget(tuned), [guard]),
+        "refined": (at_each_budget(tuned, lambda dim: guard + refine.least_queries(dim)), [guard + n for n in budgets]),
+    }
 
 
 def _over_seeds(points: list[list[tuple[float, float]]]) -> list[dict[str, Any]]:
@@ -218,6 +209,11 @@ def markdown(content: dict[str, Any]) -> str:
     """Return the content of starts.md."""
     metric, seeds = content["metric"], content["seeds"]
     (ours,) = content["methods"]["metricopt"]
+    rows = [
+        [title_of(name), f"{point['queries']:.0f}", spread(point["test"])]
+        for name, points in content["methods"].items()
+        for point in points
+    ]
     lines = [
         f"# What a new start costs: {content['task']}, {metric['name']} ({direction(metric['maximize'])})",
         "",
@@ -227,37 +223,27 @@ def markdown(content: dict[str, Any]) -> str:
         f" metric, mean and standard deviation over seeds. Computed on {content['computed_on']}; other processors give"
         " other digits.",
         "",
-        "| method | queries per start | test |",
-        "|---|---|---|",
+        *markdown_table(["method", "queries per start", "test"], rows),
+        "",
     ]
-    for name, points in content["methods"].items():
-        title = "the start itself" if name == "pretrained" else METHODS[name].title
-        lines += [f"| {title} | {point['queries']:.0f} | {spread(point['test'])} |" for point in points]
-    lines.append("")
-    for rival in ("cma_es", "guided_es"):
-        if rival not in content["methods"]:
-            continue  # no budget was enough for this method
+    for rival in (name for name in content["methods"] if name not in (*ALWAYS, "loss_finetune_best")):
         most = max(point["queries"] for point in content["methods"][rival])
         (queries, starts), title = pays_from(content, rival), METHODS[rival].title
         if math.isinf(queries):
             least = math.ceil(content["queries_once"] / max(1, most - ours["queries"]))
-            lines.append(
-                f"- {title} did not reach MetricOpt's mean with up to {most:.0f} queries per start: learning f"
-                f" pays from at most {counted(least, 'start')} on."
-            )
-        elif math.isinf(starts):
-            lines.append(f"- {title} reaches MetricOpt's mean with no more queries: learning f does not pay.")
+            reached = f"did not reach MetricOpt's mean with up to {most:.0f} queries per start"
+            pays = f"pays from at most {counted(least, 'start')} on"
         else:
-            lines.append(
-                f"- {title} reaches MetricOpt's mean with {queries:.0f} queries per start: learning f pays from"
-                f" {counted(int(starts), 'start')} on."
-            )
+            never = math.isinf(starts)
+            reached = f"reaches MetricOpt's mean with {'no more' if never else f'{queries:.0f}'} queries per start"
+            pays = "does not pay" if never else f"pays from {counted(int(starts), 'start')} on"
+        lines.append(f"- {title} {reached}: learning f {pays}.")
     return "\n".join([*lines, ""])
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of a mean over seeds, NaN for a single seed."""
-    return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+def title_of(name: str) -> str:
+    """Return a method's title at a new start."""
+    return "the start itself" if name == "pretrained" else METHODS[name].title
 
 
 def plot(content: dict[str, Any], path: Path) -> None:
@@ -267,8 +253,8 @@ def plot(content: dict[str, Any], path: Path) -> None:
         x = [max(1.0, point["queries"]) for point in points]
         mean = np.array([np.mean(point["test"]) for point in points])
         error = np.array([standard_error(point["test"]) for point in points])
-        label = "the start itself" if name == "pretrained" else METHODS[name].title
-        axes.errorbar(x, mean, error, color=METHODS[name].colour, marker="o", markersize=4, capsize=2, label=label)
+        style = {"color": METHODS[name].colour, "marker": "o", "markersize": 4, "capsize": 2}
+        axes.errorbar(x, mean, error, label=title_of(name), **style)
     axes.set_xscale("log")
     axes.set_xlabel("metric queries for each new start, guard included (1: none)")
     axes.set_ylabel(f"test {content['metric']['name']}\n({direction(content['metric']['maximize'])})")

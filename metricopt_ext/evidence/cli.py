@@ -1,6 +1,7 @@
 """What the command-line tools of all tasks share: read the command line, run the seeds, report."""
 
 import argparse
+import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,14 @@ from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.words import counted
+
+TASKS = ("classification", "detection", "retrieval")
+
+
+def experiment_of(task: str) -> type[Experiment[Any]]:
+    """Return the experiment of one of `TASKS`; only its own toolkit is imported."""
+    found: type[Experiment[Any]] = pkgutil.resolve_name(f"metricopt_ext.{task}.experiment:{task.title()}Experiment")
+    return found
 
 
 @contextmanager

@@ -7,14 +7,15 @@ was spent on choosing the start has been taken off the budgets before.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import MetricError
 from metricopt_ext.evidence.method import Guard, Meter, Reached, now
-from metricopt_ext.evidence.rivals import best_of_loss_finetune
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.guard import judge
+from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.direct import CMAES, GuidedES, Search
 from metricopt_ext.search.ngopt import NGOpt
@@ -52,14 +53,11 @@ def usual_contenders(config: RunConfig) -> dict[str, Contender]:
     """
     recipe = config.recipe.build()
 
-    def loss_path(task: FinetuneTask, start: Tensor, seed: int) -> Tensor:
-        return finetune(task, LossStep(recipe.lr), recipe.steps, seed, start)
+    def best_step(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
+        return best_of_loss_finetune(task, loss_path(task, recipe, seed, start), queries)
 
     return {
-        "loss_finetune_best": at_each_budget(
-            lambda task, start, queries, seed: best_of_loss_finetune(task, loss_path(task, start, seed), queries),
-            least=lambda dim: 2,
-        ),
+        "loss_finetune_best": at_each_budget(best_step, least=lambda dim: 2),
         "guided_es": searching(GuidedES(lr=recipe.lr)),
         "cma_es": searching(CMAES()),
         "random_search": searching(RandomSearch(), anytime=True),
@@ -67,6 +65,24 @@ def usual_contenders(config: RunConfig) -> dict[str, Contender]:
         "turbo": searching(TuRBO(), anytime=True),
         "ours": ours(config.guard_confidence),
     }
+
+
+def loss_path(task: FinetuneTask, recipe: Recipe, seed: int, start: Tensor | None = None) -> Tensor:
+    """Finetune for the loss alone from a start, by default phi = 0; returns the visited phi, ``(T + 1) x d``."""
+    return finetune(task, LossStep(recipe.lr), recipe.steps, seed, start)
+
+
+def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Tensor:
+    """Evaluate the metric at evenly spaced points of a loss-only finetune and return the best, ``d`` (paper, Table 1).
+
+    Args:
+        task: The task.
+        points: The visited phi, ``(T + 1) x d``.
+        evals: Number of queries, both ends included; all points if that is T + 1 or more.
+    """
+    chosen = torch.linspace(0, len(points) - 1, min(evals, len(points))).round().long()
+    costs = task.costs_at(points[chosen], "loss_finetune_best")
+    return points[chosen[costs.argmin()]]
 
 
 def ours(confidence: float, search: GuidedTrustRegion | None = None) -> Contender:
@@ -126,7 +142,8 @@ def searching(search: Search, anytime: bool = False) -> Contender:
 
 
 def at_each_budget(
-    run: Callable[[FinetuneTask, Tensor, int, int], Tensor | nn.Module | None], least: Callable[[int], int]
+    run: Callable[[FinetuneTask, Tensor, int, int], Tensor | nn.Module | None],
+    least: Callable[[int], int] = lambda dim: 0,
 ) -> Contender:
     """Make a contender of a function that is run once for each budget.
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from metricopt_ext.evidence.compare import compare
-from metricopt_ext.evidence.contenders import Contender, usual_contenders
+from metricopt_ext.evidence.contenders import Contender, loss_path, usual_contenders
 from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import usual_methods
@@ -18,8 +18,6 @@ from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.trivial import trivial_predictors
 from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.starts import Start, batchnorm_start, set_buffers
-from metricopt_ext.methods.tuning import finetune
-from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -116,8 +114,7 @@ class Experiment(ABC, Generic[Config]):
     def start(self, name: str) -> Start | None:
         """Return one of `run_config.STARTS`, or None if it does not apply."""
         if name == "loss_finetune":
-            recipe = self.config.recipe
-            return Start(finetune(self.task, LossStep(recipe.lr), recipe.steps, self.seed)[-1])
+            return Start(loss_path(self.task, self.config.recipe.build(), self.seed)[-1])
         if name == "batchnorm":
             return batchnorm_start(self.task, self.validation()[0])
         return None

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from metricopt_ext.evidence.contenders import Contender, best_of_loss_finetune, loss_path, usual_contenders
 from metricopt_ext.evidence.method import (
     Meter,
     Method,
@@ -23,8 +23,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.starts import Start, reestimate_batchnorm, set_buffers, with_start
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
-from metricopt_ext.search.direct import CMAES, GuidedES, Search
-from metricopt_ext.search.optimizer import LossStep
+from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher
@@ -84,7 +83,7 @@ def usual_methods(
         return MethodResult((spent,), path, result)
 
     def loss_finetune(task: FinetuneTask) -> Tensor:
-        return finetune(task, LossStep(recipe.lr), recipe.steps, seed)
+        return loss_path(task, recipe, seed)
 
     def loss_finetune_best(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
         before = earlier["loss_finetune"]
@@ -101,8 +100,9 @@ def usual_methods(
         "loss_finetune_validation": ending_path(lambda task: loss_finetune(replace(task, batches=batches))),
     }
     if config.search_queries:
-        for name, search in (("guided_es", GuidedES(lr=recipe.lr)), ("cma_es", CMAES())):
-            methods[name] = searching(search, config.search_queries, seed)
+        contenders = usual_contenders(config)
+        for name in ("guided_es", "cma_es"):
+            methods[name] = following_start(contenders[name], config.search_queries, seed)
     if config.refine_queries:
         methods["refined"] = following_metricopt(
             lambda task, result: CMAES()(task, result.ends[result.chosen], config.refine_queries, seed=seed).phi
@@ -110,41 +110,43 @@ def usual_methods(
     return methods
 
 
-def searching(search: Search, queries: int | str, seed: int) -> Method:
-    """Make a method of a direct search from where MetricOpt's own search began, if it was one, and from phi = 0 else.
+def at_budget(contender: Contender, queries: int, seed: int) -> Method:
+    """Make a method of a contender, from phi = 0.
+
+    Args:
+        contender: The contender.
+        queries: Its budget.
+        seed: Its seed.
+    """
+
+    def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult | None:
+        reached = tuple(contender.run(task, task.origin(), [queries], seed))
+        return MethodResult(reached) if reached else None
+
+    return method
+
+
+def following_start(contender: Contender, queries: int | str, seed: int) -> Method:
+    """Make a method of a search from where MetricOpt's own search began, if it was one, and from phi = 0 else.
 
     What was spent on choosing the start counts as the method's own too.
 
     Args:
-        search: The search.
+        contender: The search.
         queries: Its budget, the choice of the start included; ``"same"`` for what MetricOpt spent.
         seed: Its seed.
     """
 
     def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
-        meter, before = Meter(task), earlier["metricopt"]
-        start, asked = Start(task.origin()), 0
+        before, start, asked = earlier["metricopt"], Start(task.origin()), 0
         if isinstance(before.details, SearchRun):
             start, asked = before.details.candidates[before.details.begun_at], len(before.details.candidates)
         budget = before.reached[-1].queries if isinstance(queries, str) else queries
         own = with_start(task, start)
-        phi = search(own, start.phi, budget - asked, seed=seed).phi
-        own.adapter.set_phi(phi)
-        reached = meter.reached(own.adapter.model if start.buffers else phi)
-        total = reached.queries + asked
-        return MethodResult((replace(reached, queries=total, queries_per_start=total),))
+        (reached,) = contender.run(own, start.phi, [budget - asked], seed)
+        assert isinstance(reached.end, Tensor)
+        own.adapter.set_phi(reached.end)
+        end, total = own.adapter.model if start.buffers else reached.end, reached.queries + asked
+        return MethodResult((replace(reached, end=end, queries=total, queries_per_start=total),))
 
     return method
-
-
-def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Tensor:
-    """Evaluate the metric at evenly spaced points of a loss-only finetune and return the best, ``d`` (paper, Table 1).
-
-    Args:
-        task: The task.
-        points: The visited phi, ``(T + 1) x d``.
-        evals: Number of queries, both ends included; all points if that is T + 1 or more.
-    """
-    chosen = torch.linspace(0, len(points) - 1, min(evals, len(points))).round().long()
-    costs = task.costs_at(points[chosen], "loss_finetune_best")
-    return points[chosen[costs.argmin()]]

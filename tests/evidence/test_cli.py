@@ -33,6 +33,15 @@ class Toy(Experiment[ToyConfig]):
         return Subject("toy/square", "squares", "distance", maximize=False)
 
 
+@pytest.mark.parametrize("task", cli.TASKS)
+def test_each_task_has_an_experiment(task: str) -> None:
+    if task == "retrieval":
+        pytest.importorskip("faiss")
+    experiment = cli.experiment_of(task)
+    assert experiment.__module__ == f"metricopt_ext.{task}.experiment"
+    assert issubclass(experiment, Experiment)
+
+
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[ToyConfig, Path, bool]]:
     """Call `main_of` with a command line and a config file; return what it ran."""

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.compare import Comparison, compare
+from metricopt_ext.evidence.contenders import best_of_loss_finetune
 from metricopt_ext.evidence.method import MethodResult, Reached, ending_at, following_metricopt
-from metricopt_ext.evidence.rivals import best_of_loss_finetune, usual_methods
+from metricopt_ext.evidence.rivals import usual_methods
 from metricopt_ext.evidence.run_config import RecipeConfig, RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.tuning import finetune, metric_policy

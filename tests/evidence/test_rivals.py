@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from metricopt_ext.evidence.contenders import at_each_budget, searching
 from metricopt_ext.evidence.method import MethodResult, Reached
-from metricopt_ext.evidence.rivals import usual_methods
+from metricopt_ext.evidence.rivals import at_budget, usual_methods
 from metricopt_ext.evidence.run_config import RecipeConfig, RunConfig
 from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.starts import Start
@@ -41,11 +42,11 @@ def test_searches_run_where_they_are_given_queries(quadratic: Callable[..., Any]
     config = RunConfig(recipe=RecipeConfig(steps=6, lr=0.2), search_queries=30, refine_queries=20)
     usual = usual_methods(config, 5, inputs=[], batches=task.batches)
     for name, search in (("guided_es", GuidedES(lr=0.2)), ("cma_es", CMAES())):
-        fresh = task.judged_by(task.metric.with_new_ledger())
-        result = usual[name](fresh, {"metricopt": MethodResult((Reached(task.origin(), 9, 9, 0.0),))})
+        before = task.queries
+        result = usual[name](task, {"metricopt": MethodResult((Reached(task.origin(), 9, 9, 0.0),))})
         assert result is not None
         (reached,) = result.reached
-        assert reached.queries == reached.queries_per_start == fresh.metric.ledger.spent == 30
+        assert reached.queries == reached.queries_per_start == task.queries - before == 30
         assert torch.equal(reached.end, search(task, task.origin(), 30, seed=5).phi)
     assert "refined" in usual
 
@@ -62,8 +63,18 @@ def test_searches_begin_where_metricopt_s_own_did_and_pay_for_the_choice(
     assert ours is not None
     assert isinstance(ours.details, SearchRun)
     assert ours.details.begun_at == "near"
-    fresh = task.judged_by(task.metric.with_new_ledger())
-    theirs = usual["cma_es"](fresh, {"metricopt": ours})
+    before = task.queries
+    theirs = usual["cma_es"](task, {"metricopt": ours})
     assert theirs is not None
-    assert (theirs.reached[-1].queries, fresh.metric.ledger.spent) == (40, 37)  # three starts were judged before
+    assert (theirs.reached[-1].queries, task.queries - before) == (40, 37)  # three starts were judged before
     assert torch.equal(theirs.reached[-1].end, CMAES()(task, task.goal / 2, 37, seed=5).phi)
+
+
+def test_a_contender_is_a_method_at_one_budget_where_it_applies(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    result = at_budget(searching(CMAES()), 30, 5)(task, {})
+    assert result is not None
+    (reached,) = result.reached
+    assert reached.queries == reached.queries_per_start == task.queries == 30
+    assert torch.equal(reached.end, CMAES()(task, task.origin(), 30, seed=5).phi)
+    assert at_budget(at_each_budget(lambda *_: None), 30, 5)(task, {}) is None

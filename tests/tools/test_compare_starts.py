@@ -3,23 +3,31 @@
 import importlib.util
 import json
 import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import scipy.stats
 import torch
 
-from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.errors import FileFormatError
-from metricopt_ext.utils.config import load_config
+from metricopt_ext.evidence.contest import Plan
+from metricopt_ext.evidence.experiment import Experiment
+from metricopt_ext.evidence.run_config import RecipeConfig, RunConfig
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.tuning import FRESH, finetune, tune_start
+from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.optimizer import LossStep
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.machine import Machine
+from metricopt_ext.utils.progress import Watcher
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "configs" / "classification" / "digits.yaml"
 TINY = [
     *("recipe.steps=6", "recipe.evals=3", "recipe.rounds=2", "recipe.folds=2", "recipe.trials=0", "queries=60"),
-    *("model.epochs=1", "adapter.dim=4", "population=8", "device=cpu", "recipe.learners=[ridge]", "workers=1"),
+    *("model.epochs=1", "adapter.dim=4", "population=8", "recipe.learners=[ridge]", "workers=1"),
 ]
 
 
@@ -35,32 +43,110 @@ def load(name: str) -> Any:
 tool = load("compare_starts")
 
 
+def run(folder: Path, *arguments: str, device: str = "cpu") -> dict[str, Any]:
+    """Call the script's main as the command line does, and return what it wrote."""
+    before, sys.argv = sys.argv, ["compare_starts.py", "--config-file", str(DIGITS), "--output-dir", str(folder)]
+    sys.argv += [*TINY, "seeds=2", "seed=7", f"device={device}", "--budgets", "8", "20", *arguments]
+    try:
+        tool.main()
+    finally:
+        sys.argv = before
+    content: dict[str, Any] = json.loads((folder / "starts.json").read_text())
+    return content
+
+
 def test_all_methods_are_asked_for_their_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(ClassificationConfig, DIGITS, [*TINY, "seeds=2", "seed=7"])
-    content = tool.compare_starts("classification", config, tmp_path, 2, (8, 20))
+    content = run(tmp_path, "--starts", "2", "--methods", "loss_finetune_best", "cma_es", "ours", "threshold")
     methods = {name: [point["queries"] for point in points] for name, points in content["methods"].items()}
-    assert methods["pretrained"] == [0]
-    assert methods["loss_finetune"] == [0]
-    assert methods["loss_finetune_best"] == [min(config.best_evals, config.recipe.steps + 1)]
+    assert methods["pretrained"] == methods["loss_finetune"] == [0]
+    assert methods["loss_finetune_best"] == [7]  # 51 by default, but there are no more steps
     assert methods["cma_es"] == [20]  # 8 are too few for a population
-    assert methods["guided_es"] == [20]
+    assert methods["ours"] == [8, 20]
     (ours,) = methods["metricopt"]
     assert 2 <= ours <= 5
     assert methods["refined"] == [ours + 20]
+    assert "guided_es" not in methods  # it was not named
+    assert "threshold" not in methods  # it does not apply to ten classes
     assert all(len(point["test"]) == 2 for points in content["methods"].values() for point in points)
     assert content["queries_once"] <= 60 - 2
     text = (tmp_path / "starts.md").read_text()
     assert "| CMA-ES on the metric | 20 |" in text
+    assert "| MetricOpt, guided search | 20 |" in text
     assert "2 seeds from 7 on, 2 new starts each" in text
-    assert f"Computed on {Machine.current(torch.device('cpu'), config.threads)}; other processors" in text
-    assert json.loads((tmp_path / "starts.json").read_text()) == content
+    assert f"Computed on {Machine.current(torch.device('cpu'), 1)}; other processors" in text
     assert (tmp_path / "starts.png").stat().st_size > 10_000
 
-    monkeypatch.setattr(tool, "experiment_of", lambda *_: pytest.fail("ran a seed again that is on file"))
-    config.device = "auto"  # may change: how it is run, not what
-    assert tool.compare_starts("classification", config, tmp_path, 2, (8, 20)) == content
-    with pytest.raises(FileFormatError, match="starts was 2, now 3"):
-        tool.compare_starts("classification", config, tmp_path, 3, (8, 20))
+    named = ["--methods", "cma_es", "guided_es"]
+    more = run(tmp_path, "--starts", "2", *named)
+    assert [point["queries"] for point in more["methods"]["guided_es"]] == [20]
+    assert more["methods"]["cma_es"] == content["methods"]["cma_es"]
+    assert "ours" not in more["methods"]
+    monkeypatch.setattr(tool, "optimize_metric", lambda *_, **__: pytest.fail("ran a seed again that is on file"))
+    assert run(tmp_path, "--starts", "2", *named, device="auto") == more  # may change: how it is run, not what
+    with pytest.raises(SystemExit, match="starts was 2, now 3"):
+        run(tmp_path, "--starts", "3", *named)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--starts", "0"], "--starts"),
+        (["--methods", "sorcery"], "'sorcery' is none of"),
+        (["--budgets", "60", "20"], "ascending"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(tool, "run_seeds", lambda *_, **__: pytest.fail("ran something"))
+    with pytest.raises(SystemExit, match=message):
+        run(tmp_path, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_points_are_means_over_the_starts_of_what_each_method_finds(
+    quadratic: Callable[..., Any], tmp_path: Path
+) -> None:
+    class Known(Experiment[RunConfig]):
+        def prepare(self) -> Any:
+            task = quadratic()
+            return task, task.metric.with_new_ledger()
+
+        describe = validation = None
+
+    recipe = RecipeConfig(steps=6, lr=0.1, evals=3, rounds=2, folds=2, trials=0, learners=["ridge"])
+    config = RunConfig(recipe=recipe, strategy="recipe", queries=60, best_evals=3)
+    names = ("pretrained", "loss_finetune", "loss_finetune_best", "guided_es", "cma_es", "ours", "metricopt", "refined")
+    row = tool.run_seed(Known, config, tmp_path, 2, Plan(names, (12, 30)), 5, Watcher())
+    assert json.loads((tmp_path / "seed-5" / "points.json").read_text()) == row
+
+    task = quadratic()
+    result = optimize_metric(task, queries=60, strategy=recipe.build(), seed=5, watcher=Watcher())
+    expected: dict[str, list[list[tuple[int, float]]]] = {name: [] for name in names}
+    for number in range(2):
+        index, seed = FRESH + 1000 + number, 5 + number
+        start = task.starts(recipe.start_std, 5, [index])[0]
+        path = finetune(task, LossStep(0.1), 6, seed, start)
+        guided = GuidedTrustRegion().ends(task, start, [12, 30], seed=seed)
+        tuned = [
+            tune_start(task, result.fit, recipe=own, setting=result.setting, start=start, index=index, seed=5)
+            for own in (recipe.build(), *(replace(recipe.build(), refine=CMAES(), refine_queries=n) for n in (12, 30)))
+        ]
+        found = {
+            "pretrained": [(0, start)],
+            "loss_finetune": [(0, path[-1])],
+            "loss_finetune_best": [(3, min((path[0], path[3], path[-1]), key=task.true_cost))],
+            "guided_es": [(30, GuidedES(lr=0.1)(task, start, 30, seed=seed).phi)],  # 12 are too few
+            "cma_es": [(n, CMAES()(task, start, n, seed=seed).phi) for n in (12, 30)],
+            "ours": [(n, end.phi) for n, end in zip((12, 30), guided, strict=True)],
+            "metricopt": [(3, tuned[0].ends[tuned[0].chosen])],
+            "refined": [(3 + n, each.ends[each.chosen]) for n, each in zip((12, 30), tuned[1:], strict=True)],
+        }
+        for name, points in found.items():
+            expected[name].append([(queries, task.true_cost(phi)) for queries, phi in points])
+    for name, of_starts in expected.items():
+        for got, points in zip(row["points"][name], zip(*of_starts, strict=True), strict=True):
+            assert got == pytest.approx([sum(column) / 2 for column in zip(*points, strict=True)], abs=1e-12), name
 
 
 def content(rivals: list[tuple[float, float]], maximize: bool = True) -> dict[str, Any]:
@@ -108,8 +194,3 @@ def test_the_words_follow_the_numbers() -> None:
     assert "Guided ES on the metric did not reach MetricOpt's mean with up to 15 queries per start" in text
     del both["methods"]["cma_es"]
     assert "CMA-ES" not in tool.markdown(both)  # it was not run
-
-
-def test_standard_error_is_that_of_a_sample() -> None:
-    assert tool.standard_error([1.0, 2.0, 4.0]) == pytest.approx(scipy.stats.sem([1.0, 2.0, 4.0]))
-    assert math.isnan(tool.standard_error([1.0]))
