@@ -33,7 +33,16 @@ from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.words import counted
 
-METHODS = ["random_search", "guided_es", "cma_es", "ngopt", "turbo", "loss_finetune_best", "ours"]
+METHODS = [
+    "random_search",
+    "guided_es",
+    "cma_es",
+    "ngopt",
+    "turbo",
+    "loss_finetune_best",
+    "loss_finetune_validation",
+    "ours",
+]
 
 
 @dataclass

@@ -4,13 +4,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from metricopt_ext.evidence.compare import compare
-from metricopt_ext.evidence.contenders import Contender, loss_path, usual_contenders
+from metricopt_ext.evidence.contenders import Contender, at_each_budget, loss_path, usual_contenders
 from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import usual_methods
@@ -121,13 +122,21 @@ class Experiment(ABC, Generic[Config]):
 
     @classmethod
     def contenders(cls, config: Any, subject: "Experiment[Any] | None" = None) -> dict[str, Contender]:
-        """Return what a comparison can run, by name; a task may add its own.
+        """Return what a comparison can run, by name: what needs scores alone, and a finetune on validation labels.
+
+        A task may add its own.
 
         Args:
             config: The settings.
             subject: The experiment whose data they may look at; None where only names and least budgets are asked for.
         """
-        return usual_contenders(config)
+
+        def on_labels(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
+            assert subject is not None
+            _, batches = subject.validation()
+            return loss_path(replace(task, batches=batches), config.recipe.build(), seed, start)[-1]
+
+        return {**usual_contenders(config), "loss_finetune_validation": at_each_budget(on_labels)}
 
     def test_error(self, task: FinetuneTask, before: Tensor, after: Tensor) -> float | None:
         """Return the standard error of the difference of the test metric between two phi, ``d``, None if unknown.

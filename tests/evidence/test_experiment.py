@@ -58,6 +58,20 @@ def test_free_starts_are_what_the_free_methods_reach(tmp_path: Path) -> None:
     assert "threshold" in experiment.contenders(experiment.config)
 
 
+def test_a_comparison_finetunes_on_validation_labels_as_the_tool_does(tmp_path: Path) -> None:
+    experiment = ClassificationExperiment(tiny(), tmp_path, 3)
+    tools = experiment.methods()["loss_finetune_validation"](experiment.task, {})
+    contender = experiment.contenders(experiment.config, experiment)["loss_finetune_validation"]
+    (one, other) = contender.run(experiment.task, experiment.task.origin(), [1, 9], 3)
+    assert tools is not None
+    assert torch.equal(one.end, tools.reached[0].end)
+    assert torch.equal(other.end, one.end)
+    assert (one.queries, other.queries) == (0, 0)
+    assert contender.least(experiment.task.dim) == 0
+    (elsewhere,) = contender.run(experiment.task, torch.ones_like(one.end), [1], 3)
+    assert not torch.equal(elsewhere.end, one.end)
+
+
 @pytest.mark.parametrize(("strategy", "made"), [("search", 1), ("recipe", 0), ("paper", 0)])
 def test_starts_are_made_for_a_search_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, made: int
