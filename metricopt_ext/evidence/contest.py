@@ -10,7 +10,7 @@ from torch import Tensor
 from metricopt_ext.errors import BudgetError, ConfigError, FileFormatError
 from metricopt_ext.evidence.compare import judge
 from metricopt_ext.evidence.contenders import Contender, Telling
-from metricopt_ext.evidence.experiment import Experiment
+from metricopt_ext.evidence.experiment import Experiment, State
 from metricopt_ext.evidence.method import METHODS, Reached, now
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.starts import Start, best_start, with_start
@@ -220,7 +220,7 @@ class _Row:
         assert guard is not None
         sign = 1 if self.test.metric.maximize else -1
         change = sign * (judge(self.test, guard.candidate) - judge(self.test, self.start))
-        error = self.experiment.test_error(self.task, self.start, guard.candidate)
+        error = self.experiment.test_error(State(self.task, self.start), State(self.task, guard.candidate))
         record = asdict(guard)
         del record["candidate"]
         return {**record, "change": change, "error": error}

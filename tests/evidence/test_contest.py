@@ -138,7 +138,7 @@ def test_a_guard_is_judged_on_the_test_data(
     experiment: Any, quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experiment.contenders_now["ours"] = ours(CONFIDENCE)
-    monkeypatch.setattr(experiment, "test_error", lambda self, task, before, after: float((after - before).norm()))
+    monkeypatch.setattr(experiment, "test_error", lambda self, before, after: float((after.phi - before.phi).norm()))
     run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
     problem = quadratic()
     half = problem.goal / 2
