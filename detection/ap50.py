@@ -89,7 +89,7 @@ class Matches:
             DataError: None of the images has an object that counts.
         """
         times = np.zeros(len(self.objects), dtype=np.int64)
-        np.add.at(times, slice(None) if images is None else list(images), 1)
+        np.add.at(times, np.arange(len(times)) if images is None else np.array(images, dtype=np.int64), 1)
         repeated = times[self.images]
         hits, objects = np.repeat(self.hits, repeated), times @ self.objects
         ends = np.searchsorted(np.repeat(self.labels, repeated), np.arange(len(self.classes) + 1))

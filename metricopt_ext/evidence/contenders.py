@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import MetricError
-from metricopt_ext.evidence.method import Guard, Meter, Reached, now
+from metricopt_ext.evidence.method import Meter, Reached, now
 from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.methods.guard import judge
+from metricopt_ext.methods.guard import CONFIDENCE, decide
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.direct import CMAES, GuidedES, Search
 from metricopt_ext.search.ngopt import NGOpt
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.random_search import RandomSearch
-from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
 from metricopt_ext.search.turbo import TuRBO
 from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -85,11 +85,15 @@ def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Ten
     return points[chosen[costs.argmin()]]
 
 
-def ours(confidence: float, search: GuidedTrustRegion | None = None) -> Contender:
+def ours(confidence: float = CONFIDENCE, search: GuidedTrustRegion | None = None) -> Contender:
     """Make a contender of the guided search, its guard included: what the guard refuses ends at the start.
+
+    A comparison that knows the start's rivals too, the model as it was trained among them, decides anew (`guarded`).
 
     Args:
         confidence: How sure the guard must be, at least 0.5 and below 1.
+
+    Args:
         search: The search.
     """
     engine = search or GuidedTrustRegion()
@@ -97,20 +101,16 @@ def ours(confidence: float, search: GuidedTrustRegion | None = None) -> Contende
     def run(task: FinetuneTask, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         limited, began = with_budget(task, max(budgets) + len(budgets) - 1), now()
         for queries, end in zip(budgets, engine.ends(limited, start, budgets, seed=seed), strict=True):
-            verdict = judge(end.evaluations[0], end.evaluation, end.evaluations, confidence, end.gain_over(start))
-            unit = task.metric.scale
-            guard = Guard(
-                end.phi,
-                unit * verdict.gain,
-                unit * verdict.chance,
-                verdict.accepted,
-                unit * verdict.optimism,
-                verdict.reliability,
-                verdict.candidates,
-            )
-            yield Reached(end.phi if verdict.accepted else start, queries, queries, now() - began, guard)
+            yield Reached(_kept(start, end, confidence), queries, queries, now() - began, end)
 
     return Contender(run, engine.least_queries, anytime=True)
+
+
+def _kept(start: Tensor, end: SearchEnd, confidence: float) -> Tensor:
+    """Return the end of a search, ``d``, or the start, its first query, if that is what the guard keeps."""
+    asked = {"start": end.evaluations[0], "search": end.evaluation}
+    decision = decide(asked, end.evaluations, confidence, lambda kept: end.gain_over(start))
+    return end.phi if decision.kept == "search" else start
 
 
 def searching(search: Search, anytime: bool = False) -> Contender:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from metricopt_ext.errors import DataError, FileFormatError
-from metricopt_ext.evidence.claims import OURS, all_pairs, entry_of, guard_lines, holm, rivals_of, tests
+from metricopt_ext.evidence.claims import OURS, all_pairs, entry_of, guard_blocks, holm, rivals_of, tests
 from metricopt_ext.evidence.contest import STARTS, Plan, read_row
 from metricopt_ext.evidence.experiment import Subject
 from metricopt_ext.evidence.method import METHODS
@@ -131,7 +131,9 @@ def markdown(content: dict[str, Any]) -> str:
             "",
         ]
     if content["guards"]:
-        lines += ["## The guard", "", *(f"- {line}" for line in guard_lines(content["guards"])), ""]
+        lines += ["## The guard", ""]
+        for heading, points in guard_blocks(content["guards"]):
+            lines += [f"{heading}:", "", *(f"- {point}" for point in points), ""]
     computed = f"Computed on {'; '.join(content['machines'])}; other processors give other digits."
     return "\n".join([*lines, computed, ""])
 
@@ -150,9 +152,9 @@ def print_report(content: dict[str, Any]) -> None:
     if content["pairs"]:
         print()
         print_table(PAIRS, _pair_rows(content), title=f"{METHODS[OURS].title} against each, paired by seed")
-    if content["guards"]:
-        print()
-        print_points(guard_lines(content["guards"]))
+    for heading, points in guard_blocks(content["guards"]) if content["guards"] else ():
+        print(f"\n{heading}:")
+        print_points(points)
 
 
 def notes(content: dict[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.methods.result import MetricOptResult, SearchRun
+from metricopt_ext.search.trust_region import SearchEnd
 from metricopt_ext.tasks.task import FinetuneTask
 
 Kind = Literal["free", "queries"]
@@ -64,29 +65,6 @@ METHODS: dict[str, Entry] = {
 
 
 @dataclass(frozen=True)
-class Guard:
-    """What a method that keeps a change only if the metric agrees decided.
-
-    Attributes:
-        candidate: phi, ``d``, of the best candidate other than the start.
-        gain: Its gain over the start on the data that the metric sees, in the metric's units; positive is better.
-        chance: Standard deviation of the chance part of such a gain; 0 if it is unknown.
-        accepted: Whether it was kept.
-        optimism: How much of the gain is expected to be lost on other data, in the metric's units.
-        reliability: Share of the variance among the best candidates that is not chance, in [0, 1].
-        candidates: How many there were to choose from.
-    """
-
-    candidate: Tensor
-    gain: float
-    chance: float
-    accepted: bool
-    optimism: float = 0.0
-    reliability: float = 1.0
-    candidates: int = 1
-
-
-@dataclass(frozen=True)
 class Reached:
     """Where a method stood after a number of metric queries.
 
@@ -95,14 +73,14 @@ class Reached:
         queries: Metric queries spent by then.
         queries_per_start: How many of these each further start costs again.
         seconds: Wall-clock seconds spent by then.
-        guard: What its guard decided, if it has one that says so.
+        search: Where its search ended, kept or not, if it has a guard.
     """
 
     end: End
     queries: int
     queries_per_start: int
     seconds: float
-    guard: Guard | None = None
+    search: SearchEnd | None = None
 
     def after(self, before: "Reached") -> "Reached":
         """Return the same with what was spent before counted too."""

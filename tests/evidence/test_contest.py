@@ -14,13 +14,14 @@ from metricopt_ext.evidence.contest import Plan, read_row, run_seed
 from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.method import Reached
 from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.methods.guard import CONFIDENCE
+from metricopt_ext.methods.guard import Decision, Verdict
 from metricopt_ext.methods.starts import Start
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.progress import Watcher
 
+VERDICT = Verdict(gain=0.0, optimism=0.0, chance=1.0, reliability=0.5, candidates=3, needed=1.0)
 PLAN = Plan(("random_search", "cma_es", "ngopt", "turbo", "ours"), (4, 20, 60))
 
 
@@ -137,17 +138,50 @@ def test_starts_can_be_chosen_by_name(experiment: Any, tmp_path: Path) -> None:
 def test_a_guard_is_judged_on_the_test_data(
     experiment: Any, quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experiment.contenders_now["ours"] = ours(CONFIDENCE)
+    experiment.contenders_now["ours"] = ours()
     monkeypatch.setattr(experiment, "test_error", lambda self, before, after: float((after.phi - before.phi).norm()))
     run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
     problem = quadratic()
     half = problem.goal / 2
     found = GuidedTrustRegion()(quadratic(), half, 58, seed=5)
-    guard = rows(tmp_path)["ours"]["cells"]["60"]["guard"]
+    cell = rows(tmp_path)["ours"]["cells"]["60"]
+    guard = cell["guard"]
     assert guard["accepted"]
+    assert guard["kept"] == "search"
     assert guard["change"] == pytest.approx(problem.true_cost(half) - found.cost)
     assert guard["gain"] == pytest.approx(guard["change"])  # both look at the same metric here
     assert guard["error"] == pytest.approx(float((found.phi - half).norm()))
+    assert guard["whole"]["change"] == pytest.approx(problem.true_cost(0 * half) - found.cost)
+    assert guard["whole"]["error"] == pytest.approx(float(found.phi.norm()))
+    assert cell["test"] == found.cost
+
+
+@pytest.mark.parametrize(("kept", "share"), [("pretrained", 0.0), ("half", 0.5)])
+def test_what_the_guard_refuses_ends_where_it_says(
+    experiment: Any,
+    quadratic: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: str,
+    share: float,
+) -> None:
+    monkeypatch.setattr("metricopt_ext.evidence.guarded.decide", lambda *_: Decision(kept, VERDICT))
+    experiment.contenders_now["ours"] = ours()
+    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
+    cell, problem = rows(tmp_path)["ours"]["cells"]["60"], quadratic()
+    assert cell["test"] == cell["validation"] == problem.true_cost(share * problem.goal)
+    assert not cell["guard"]["accepted"]
+    assert cell["guard"]["whole"]["accepted"] == (share > 0)
+    gain = problem.true_cost(0 * problem.goal) - problem.true_cost(share * problem.goal)
+    assert cell["guard"]["whole"]["change"] == pytest.approx(gain)
+
+
+def test_a_run_that_may_not_keep_the_trained_model_has_no_whole_run(experiment: Any, tmp_path: Path) -> None:
+    experiment.contenders_now["ours"] = ours()
+    run_seed(experiment, RunConfig(), Plan(("ours",), (60,), ("half",)), tmp_path, 5, Watcher())
+    guard = rows(tmp_path)["ours"]["cells"]["60"]["guard"]
+    assert guard["accepted"]
+    assert guard["whole"] is None
 
 
 @pytest.mark.parametrize(
