@@ -1,11 +1,12 @@
 """The methods of a comparison at several budgets: each asks the metric alone, from one start, and says where it stood.
 
 A contender gets a task, a start phi, budgets and a seed. Every call of the metric is one query, whoever makes it: what
-was spent on choosing the start has been taken off the budgets before.
+was spent on choosing the start has been taken off the budgets before. What a query costs the model is another matter,
+and is counted besides (`passes`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -99,9 +100,14 @@ def ours(confidence: float = CONFIDENCE, search: GuidedTrustRegion | None = None
     engine = search or GuidedTrustRegion()
 
     def run(task: FinetuneTask, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        limited, began = with_budget(task, max(budgets) + len(budgets) - 1), now()
-        for queries, end in zip(budgets, engine.ends(limited, start, budgets, seed=seed), strict=True):
-            yield Reached(_kept(start, end, confidence), queries, queries, now() - began, end)
+        limited = with_budget(task, max(budgets) + len(budgets) - 1)
+        meter = Meter(limited)
+        for end in engine.ends(limited, start, budgets, seed=seed):
+            reached = now()
+            yield replace(meter.reached(_kept(start, end, confidence)), search=end)
+            meter.forget_since(reached)  # what was reached is judged meanwhile
+            if end.f is not None:
+                meter.forget_last_query()  # that of its end, which a run of a larger budget has elsewhere
 
     return Contender(run, engine.least_queries, anytime=True)
 
@@ -126,17 +132,16 @@ def searching(search: Search, anytime: bool = False) -> Contender:
         )
 
     def run(task: FinetuneTask, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        traced, stopped = with_budget(task, max(budgets)), None
-        trace = Trace(traced.metric)
-        began = now()
+        limited, stopped = with_budget(task, max(budgets)), None
+        trace = Trace(limited)
         try:
-            search(traced.judged_by(trace), start, max(budgets), seed=seed)
+            search(limited.judged_by(trace), start, max(budgets), seed=seed)
         except MetricError as error:
             stopped = error  # what was reached before counts
         for queries in budgets:
             if stopped is not None and queries > len(trace.points):
                 raise stopped
-            yield Reached(trace.best(queries), queries, queries, trace.points[queries - 1].when - began)
+            yield trace.best(queries)
 
     return Contender(run, search.least_queries, anytime=True)
 
@@ -164,39 +169,40 @@ def at_each_budget(
 
 @dataclass(frozen=True)
 class Point:
-    """A query: phi, ``d``, its cost, and `now` when it was answered."""
+    """A query: the cost of phi, and what was spent when it was answered, with phi, ``d``, as its end."""
 
-    phi: Tensor
     cost: float
-    when: float
+    reached: Reached
 
 
 class Trace(Metric):
     """A metric that keeps the points at which it was evaluated.
 
     Args:
-        metric: The metric, of an adapted model; both share a ledger.
+        task: Its metric, whose ledger is shared, is to judge its model; what is spent is counted from now on.
 
     Attributes:
         points: One for each query that was answered.
     """
 
-    def __init__(self, metric: Metric) -> None:
+    def __init__(self, task: FinetuneTask) -> None:
+        metric = task.metric
         super().__init__(
             metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name, ledger=metric.ledger
         )
-        self.metric = metric
+        self.metric, self.meter = metric, Meter(task)
         self.points: list[Point] = []
 
     def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
         """Evaluate the metric (see `Metric.evaluate`) and keep the point."""
         evaluation = self.metric.evaluate(model, purpose)
-        self.points.append(Point(Adapter(model).phi.detach().clone(), evaluation.cost, now()))
+        self.points.append(Point(evaluation.cost, self.meter.reached(Adapter(model).phi.detach().clone())))
         return evaluation
 
-    def best(self, queries: int) -> Tensor:
-        """Return the best phi, ``d``, of the first so many queries, the first of equals."""
-        return min(self.points[:queries], key=lambda point: point.cost).phi
+    def best(self, queries: int) -> Reached:
+        """Return what was reached by the first so many queries: the best phi, ``d``, the first of equals."""
+        best = min(self.points[:queries], key=lambda point: point.cost)
+        return replace(self.points[queries - 1].reached, end=best.reached.end)
 
 
 class Telling(Metric):

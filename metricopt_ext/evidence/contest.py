@@ -1,7 +1,10 @@
-"""One seed of a comparison: every contender from the same start, each with its own file of what it reached."""
+"""One seed of a comparison: every contender from the same start, each with its own file of what it reached.
+
+What choosing the start took is on the account of each: queries, seconds, and passes of the model (`passes`).
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from metricopt_ext.evidence.contenders import Contender, Telling
 from metricopt_ext.evidence.experiment import Experiment, State
 from metricopt_ext.evidence.guarded import TRAINED, Candidate, Change, guarded
 from metricopt_ext.evidence.method import METHODS, End, Reached, now
+from metricopt_ext.evidence.passes import Passes, noticing, passes_of
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.starts import Start, best_start, with_start
 from metricopt_ext.search.trust_region import SearchEnd
@@ -71,11 +75,13 @@ class Begun:
         starts: The free starts, by name, each with its evaluation: one query.
         chosen: The best of them.
         seconds: What making and choosing them took.
+        passes: What that cost the model.
     """
 
     starts: Mapping[str, Candidate]
     chosen: str
     seconds: float
+    passes: Passes
 
     @property
     def state(self) -> State:
@@ -93,6 +99,7 @@ class Begun:
                 name: judge(state.task.judged_by(test_metric), state.phi) for name, (state, _) in self.starts.items()
             },
             "seconds": self.seconds,
+            "passes": asdict(self.passes),
         }
 
 
@@ -123,8 +130,8 @@ def run_seed(
         watcher.stage("starts")
         began = now()
         free = {TRAINED: Start(experiment.task.origin()), **experiment.starts()}
-        starts = chosen_starts(free, plan.starts)
-        chosen, evaluations = best_start(_fresh(experiment.task, spent), starts)
+        starts, asked = chosen_starts(free, plan.starts), _fresh(experiment.task, spent)
+        chosen, evaluations = best_start(asked, starts)
         begun = Begun(
             {
                 name: Candidate(State(with_start(experiment.task, start), start.phi), evaluations[name])
@@ -132,6 +139,7 @@ def run_seed(
             },
             chosen,
             now() - began,
+            _passes(experiment.task, asked, starts),
         )
         write_json(folder / STARTS, {"seed": seed, **begun.record(experiment.test_metric)})
         contenders = experiment.contenders(config, experiment)
@@ -183,7 +191,21 @@ class _Spent:
 
 
 def _fresh(task: FinetuneTask, spent: _Spent) -> FinetuneTask:
-    return task.judged_by(Telling(task.metric.with_new_ledger(), spent))
+    fresh = noticing(task)
+    return fresh.judged_by(Telling(fresh.metric, spent))
+
+
+def _passes(made: FinetuneTask, asked: FinetuneTask, starts: Mapping[str, Start]) -> Passes:
+    """Return what making and choosing the starts cost the model.
+
+    Args:
+        made: The task that they were made of, with the batches of a loss-only finetune in its tally.
+        asked: The task that judged them.
+        starts: The starts; buffers are estimated anew in a pass over the metric's inputs.
+    """
+    judged, looked = passes_of(asked), sum(bool(start.buffers) for start in starts.values())
+    assert judged is not None
+    return judged + Passes(looked, made.tally.count)
 
 
 class _Row:
@@ -237,6 +259,7 @@ class _Row:
             "validation": judge(task.judged_by(self.validation_metric), end),
             "test": self.tested(task, end),
             "seconds": reached.seconds + self.begun.seconds,
+            "passes": None if reached.passes is None else asdict(reached.passes + self.begun.passes),
             "guard": guard,
         }
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.passes import Passes, last_query, passes_of
 from metricopt_ext.methods.result import MetricOptResult, SearchRun
 from metricopt_ext.search.trust_region import SearchEnd
 from metricopt_ext.tasks.task import FinetuneTask
@@ -73,6 +74,7 @@ class Reached:
         queries: Metric queries spent by then.
         queries_per_start: How many of these each further start costs again.
         seconds: Wall-clock seconds spent by then.
+        passes: What that cost the model, if it was counted.
         search: Where its search ended, kept or not, if it has a guard.
     """
 
@@ -80,6 +82,7 @@ class Reached:
     queries: int
     queries_per_start: int
     seconds: float
+    passes: Passes | None = None
     search: SearchEnd | None = None
 
     def after(self, before: "Reached") -> "Reached":
@@ -114,19 +117,31 @@ Method = Callable[[FinetuneTask, Mapping[str, MethodResult]], MethodResult | Non
 
 
 class Meter:
-    """Counts what a method spends from now on: queries of its task's ledger, and seconds.
+    """Counts what a method spends from now on: queries of its task's ledger, seconds, and passes if they are counted.
 
     Args:
         task: The method's task.
     """
 
     def __init__(self, task: FinetuneTask) -> None:
-        self.ledger, self.spent, self.began = task.metric.ledger, task.metric.ledger.spent, now()
+        self.task, self.spent, self.passes, self.began = task, task.metric.ledger.spent, passes_of(task), now()
 
     def reached(self, end: End) -> Reached:
         """Return where the method stands."""
-        spent = self.ledger.spent - self.spent
-        return Reached(end, spent, spent, now() - self.began)
+        spent, seconds, passes = self.task.metric.ledger.spent - self.spent, now() - self.began, passes_of(self.task)
+        if passes is not None and self.passes is not None:
+            passes -= self.passes
+        return Reached(end, spent, spent, seconds, passes)
+
+    def forget_last_query(self) -> None:
+        """Do not count the last query, which a run that was to end elsewhere would not have made."""
+        self.spent += 1
+        if self.passes is not None:
+            self.passes += last_query(self.task)
+
+    def forget_since(self, moment: float) -> None:
+        """Do not count the seconds since then; see `now`."""
+        self.began += now() - moment
 
 
 def now() -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, FileFormatError
@@ -19,6 +20,7 @@ from metricopt_ext.methods.starts import Start
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.progress import Watcher
 
 VERDICT = Verdict(gain=0.0, optimism=0.0, chance=1.0, reliability=0.5, candidates=3, needed=1.0)
@@ -96,6 +98,40 @@ def test_every_row_counts_the_choice_of_the_start(
     assert found["cma_es"]["least"] == CMAES().least_queries(4) + 2
     assert list(found["cma_es"]["cells"]) == ["20", "60"]  # 4 are impossible
     assert found["cma_es"]["cells"]["20"]["test"] == CMAES()(quadratic(), half, 18, seed=5).cost
+
+
+def test_every_row_counts_what_the_starts_cost_the_model(
+    experiment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two starts are asked; one is found by seven batches of the loss, and one has buffers, for a pass of its own."""
+
+    def starts(self: Any) -> dict[str, Start]:
+        self.task.loss_and_gradient(self.task.starts(1.0, 0, range(7)), 0, range(7), 0)
+        buffers = {name: value.clone() for name, value in self.task.adapter.model.named_buffers()}
+        return {"half": Start(self.task.goal / 2, buffers)}
+
+    prepare = experiment.prepare
+
+    def running(self: Any) -> Any:
+        task, test = prepare(self)
+        x = torch.zeros(1, 2, dtype=torch.float64)
+        metric = Metric(lambda model: (model(x), task.distance(model))[1], maximize=False, bounds=None)
+        return task.judged_by(metric), test
+
+    monkeypatch.setattr(experiment, "starts", starts)
+    monkeypatch.setattr(experiment, "prepare", running)
+    experiment.contenders_now["ours"] = ours()
+    run_seed(experiment, RunConfig(), Plan(("random_search", "ours", "turbo"), (20, 60)), tmp_path, 5, Watcher())
+    found = rows(tmp_path)
+    assert found["starts"]["chosen"] == "half"
+    assert found["starts"]["passes"] == {"metric": 2 + 1, "loss": 7}
+    passes = {
+        name: {b: cell["passes"] for b, cell in found[name]["cells"].items()} for name in ("random_search", "ours")
+    }
+    assert passes == {
+        "random_search": {"20": {"metric": 21, "loss": 7}, "60": {"metric": 61, "loss": 7}},
+        "ours": {"20": {"metric": 21, "loss": 71}, "60": {"metric": 61, "loss": 71}},
+    }
 
 
 def test_errors_mark_their_cells_and_the_rest_goes_on(experiment: Any, tmp_path: Path) -> None:
