@@ -1,5 +1,6 @@
 """One seed of a retrieval run: train an embedder, finetune it for Recall@k, and run the rivals."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,11 +76,11 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         part = self.splits.validation
         return in_parts(part.x, EVALUATION_BATCH), class_batches(part, self.config.loss)
 
-    def test_error(self, before: State, after: State) -> float:
-        """Return the standard error of the test metric's difference between two states.
+    def test_error(self, before: State, after: State) -> float | None:
+        """Return the standard error of the test metric's difference between two states, None if it is of one class.
 
         Both search all test images; the queries are resampled by whole classes, as those of a class depend on each
-        other.
+        other. Of few classes, n, the bootstrap's variance is too low by the factor (n - 1) / n, which is made up for.
         """
         part, ks = self.splits.test, check_ks(self.config.metric)
         found = []
@@ -90,8 +91,11 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             found.append(torch.from_numpy(hits).double().mean(1))
         change, labels = found[1] - found[0], part.y.cpu()[torch.from_numpy(rows)]
         classes = [(labels == label).nonzero().flatten() for label in labels.unique()]
+        n = len(classes)
+        if n == 1:
+            return None
         resamples = of_groups(classes, generator(self.seed, "test_error"))
-        return error_of(lambda rows: float(change[rows].mean()), resamples)
+        return math.sqrt(n / (n - 1)) * error_of(lambda rows: float(change[rows].mean()), resamples)
 
     def finish(self) -> None:
         """Write the tuned embedder, the classes of each part and the recalls of the curves, and draw neighbours."""
