@@ -32,8 +32,9 @@ from metricopt_ext.classification.offsets import (
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import PARTS, Splits, in_parts
+from metricopt_ext.evidence.bootstrap import error_of, within_groups
 from metricopt_ext.evidence.contenders import Contender, at_each_budget
-from metricopt_ext.evidence.experiment import Experiment, Subject
+from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Method, ending_at, ending_path, following_metricopt
 from metricopt_ext.evidence.rivals import at_budget
 from metricopt_ext.methods.result import MetricOptResult
@@ -54,8 +55,6 @@ from metricopt_ext.value.value_function import ValueFunction
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
 MOST_STRENGTHS = 101  # candidates for the strength of logit adjustment
-
-RESAMPLES = 200  # of the test data, for a standard error
 
 
 class ClassificationExperiment(Experiment[ClassificationConfig]):
@@ -153,21 +152,19 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         phi[adapter.offsets] = strength * prior_offsets(counts, one_logit=size == 1).to(phi) / adapter.outputs.scale
         return Start(phi)
 
-    def test_error(self, task: FinetuneTask, before: Tensor, after: Tensor) -> float:
-        """Return the standard error of the test metric's difference between two phi, by the bootstrap within classes.
+    def test_error(self, before: State, after: State) -> float:
+        """Return the standard error of the test metric's difference between two states.
 
-        Both are judged on the same resampled examples (Efron and Tibshirani, 1993, chapter 6).
+        Both are judged on the same examples, resampled within classes.
         """
         part, spec = self.splits.test, build_metric(self.config.metric)
-        scores = [scores_at(task.adapter, phi, part.x) for phi in (before, after)]
-        rng = generator(self.seed, "test_error")
+        first, second = (scores_at(each.task.adapter, each.phi, part.x) for each in (before, after))
         classes = [(part.y == label).nonzero().flatten() for label in part.y.unique()]
-        differences = []
-        for _ in range(RESAMPLES):
-            rows = torch.cat([own[torch.randint(len(own), (len(own),), generator=rng).to(own)] for own in classes])
-            first, second = (spec.function(each[rows], part.y[rows]) for each in scores)
-            differences.append(second - first)
-        return float(torch.tensor(differences, dtype=torch.float64).std())
+
+        def difference(rows: Tensor) -> float:
+            return spec.function(second[rows], part.y[rows]) - spec.function(first[rows], part.y[rows])
+
+        return error_of(difference, within_groups(classes, generator(self.seed, "test_error")))
 
     def finish(self) -> None:
         """Write the tuned classifier, and draw some test images, with their classes before and after."""

@@ -3,11 +3,13 @@
 import copy
 import math
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.classification.build import predict
 from metricopt_ext.errors import DataError
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
@@ -37,11 +39,41 @@ class WithOffsets(nn.Module):
         return logits + self.offsets.to(logits)
 
 
+class Remembered(nn.Module):
+    """A model that keeps its outputs, so that it runs once on each tensor in memory; its weights must not change.
+
+    Args:
+        model: Maps a tensor to a tensor.
+
+    Attributes:
+        keeps: Whether the outputs for further tensors are kept too. One pass over the data sees all that are worth it:
+            a loader makes new ones each time.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.keeps = model, True
+        # The inputs are kept too: while they are, no other tensor has their address.
+        self.kept: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the model's output for ``x``, computed or kept."""
+        key = x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x._version
+        if key in self.kept:
+            return self.kept[key][1]
+        output: Tensor = self.model(x)
+        if self.keeps:
+            self.kept[key] = x, output
+        return output
+
+
 @torch.no_grad()
 def tune_threshold(
     task: FinetuneTask, x: Tensor, evals: int = 101, *, start: Tensor | None = None
 ) -> WithOffsets | None:
     """Return the original model with the threshold that is best for the metric, or None if it has several logits.
+
+    The metric sees scores that are kept: the model runs once on data in memory.
 
     Args:
         task: Its model, at phi = 0, is judged by its metric.
@@ -49,14 +81,19 @@ def tune_threshold(
         evals: Number of thresholds tried, one query each; the model's own, 0, is the first.
         start: Another phi, ``d``, that is merged into the model.
     """
-    model = _original(task, start)
-    logits = model(x)
-    if logits.dim() != 1:
+    model = Remembered(_original(task, start))
+    if model.model(x[:1]).dim() != 1:
         return None
-    quantiles = torch.linspace(0, 1, evals + 1, device=logits.device)[1:-1]
-    thresholds = [0.0, *logits.quantile(quantiles).tolist()]
-    candidates = [WithOffsets(model, torch.tensor([-t])) for t in thresholds]
-    return min(candidates, key=lambda candidate: task.metric.cost(candidate, "threshold"))
+
+    def cost(threshold: float) -> float:
+        return task.metric.cost(WithOffsets(model, torch.tensor([-threshold])), "threshold")
+
+    costs = {0.0: cost(0.0)}
+    model.keeps = False
+    quantiles = torch.linspace(0, 1, evals + 1, device=x.device)[1:-1]
+    for threshold in predict(model, x).quantile(quantiles).tolist():
+        costs.setdefault(threshold, cost(threshold))
+    return WithOffsets(model.model, torch.tensor([-min(costs, key=lambda each: costs[each])]))
 
 
 @torch.no_grad()
@@ -73,7 +110,8 @@ def tune_offsets(
 
     In each round each class's offset in turn takes the best of evenly spaced values around its own, up to 4 logits away
     in the first round and half as far in each further one. Each value tried is one query, the model as it is the first;
-    an offset's own value, the middle one if ``points`` is odd, is not tried again.
+    an offset's own value, the middle one if ``points`` is odd, is not tried again. The metric sees scores that are
+    kept: the model runs once on data in memory.
 
     Args:
         task: Its model, at phi = 0, is judged by its metric.
@@ -88,8 +126,8 @@ def tune_offsets(
     """
     check_integer(1, rounds=rounds, budget=1 if budget is None else budget)
     check_integer(2, points=points)
-    model = _original(task, start)
-    logits = model(x[:1])
+    original = _original(task, start)
+    logits, model = original(x[:1]), Remembered(original)
     if logits.dim() == 1:
         return None
     steps = [REACH * (2 * i / (points - 1) - 1) for i in range(points) if 2 * i != points - 1]
@@ -99,17 +137,18 @@ def tune_offsets(
 
     kept = torch.zeros_like(logits[0])
     lowest, left = cost(kept), math.inf if budget is None else budget - 1
+    model.keeps = False
     for round, label in product(range(rounds), range(len(kept))):
         before = kept
         for step in steps:
             if left == 0:
-                return WithOffsets(model, kept)
+                return WithOffsets(original, kept)
             left -= 1
             candidate = before.clone()
             candidate[label] += step / 2**round
             if (value := cost(candidate)) < lowest:
                 kept, lowest = candidate, value
-    return WithOffsets(model, kept)
+    return WithOffsets(original, kept)
 
 
 def prior_offsets(counts: Tensor, *, one_logit: bool = False) -> Tensor:
@@ -151,6 +190,8 @@ def adjust_logits(task: FinetuneTask, x: Tensor, counts: Tensor, strength: float
 def tune_adjustment(task: FinetuneTask, x: Tensor, counts: Tensor, evals: int = 21) -> nn.Module:
     """Return the logit adjustment whose strength, in [0, 2], is best for the metric.
 
+    The metric sees scores that are kept: the model runs once on data in memory.
+
     Args:
         task: Its model, at phi = 0, is judged by its metric.
         x: Inputs, ``n x ...``; one shows how many logits there are.
@@ -164,8 +205,11 @@ def tune_adjustment(task: FinetuneTask, x: Tensor, counts: Tensor, evals: int = 
     full = adjust_logits(task, x, counts)
     assert isinstance(full, WithOffsets)
     strengths = torch.linspace(0, STRONGEST, evals, dtype=torch.float64).tolist()
-    candidates = [WithOffsets(full.model, strength * full.offsets) for strength in strengths]
-    return min(candidates, key=lambda candidate: task.metric.cost(candidate, "logit adjustment"))
+    model, costs = Remembered(full.model), []
+    for strength in strengths:
+        costs.append(task.metric.cost(WithOffsets(model, strength * full.offsets), "logit adjustment"))
+        model.keeps = False
+    return WithOffsets(full.model, strengths[costs.index(min(costs))] * full.offsets)
 
 
 def _original(task: FinetuneTask, start: Tensor | None = None) -> nn.Module:

@@ -83,22 +83,23 @@ class Matches:
         """Return the AP50 of some images, given by their positions in the set; by default of all.
 
         It is the same as if only these images had been matched (except with ``rounded``: its ties have no fixed order).
+        An image counts as often as it is given.
 
         Raises:
             DataError: None of the images has an object that counts.
         """
-        chosen = np.zeros(len(self.objects), dtype=bool)
-        chosen[slice(None) if images is None else list(images)] = True
-        kept = chosen[self.images]
-        hits, objects = self.hits[kept], self.objects[chosen].sum(0)
-        ends = np.searchsorted(self.labels[kept], np.arange(len(self.classes) + 1))
+        times = np.zeros(len(self.objects), dtype=np.int64)
+        np.add.at(times, np.arange(len(times)) if images is None else np.array(images, dtype=np.int64), 1)
+        repeated = times[self.images]
+        hits, objects = np.repeat(self.hits, repeated), times @ self.objects
+        ends = np.searchsorted(np.repeat(self.labels, repeated), np.arange(len(self.classes) + 1))
         per_class = {
             name: _area(hits[ends[label] : ends[label + 1]], int(objects[label]), self.definition)
             for label, name in enumerate(self.classes)
             if objects[label]
         }
         if not per_class:
-            raise DataError(f"none of {int(chosen.sum())} images has an object that counts; AP50 needs one")
+            raise DataError(f"none of {int(times.sum())} images has an object that counts; AP50 needs one")
         return AveragePrecision(float(np.mean(list(per_class.values()))), per_class)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metricopt_ext.detection.ap50 import Matches, match
 from metricopt_ext.detection.build import attach, build_toolkit, check_definition, detector, remembering
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, image_halves, load_splits
@@ -15,7 +16,8 @@ from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import proposal_recall
 from metricopt_ext.detection.task import ExampleBatches, detection_loss
 from metricopt_ext.detection.toolkit import Toolkit
-from metricopt_ext.evidence.experiment import Experiment, Subject
+from metricopt_ext.evidence.bootstrap import error_of, within_groups
+from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -32,6 +34,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
     config_type = DetectionConfig
     splits: DetectionSplits
     toolkit: Toolkit
+    used: Toolkit  # the same, or one that remembers what phi can't change
 
     @classmethod
     def describe(cls, config: DetectionConfig) -> Subject:
@@ -48,23 +51,46 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         self.toolkit, definition = build_toolkit(config), check_definition(config)
         self.splits = splits = load_splits(config, seed, folder)
         adapter = attach(self.toolkit, detector(config, self.toolkit, splits, seed, folder), config.adapter, seed)
-        used, classes = remembering(self.toolkit, adapter, config.adapter), splits.classes
+        self.used, classes = remembering(self.toolkit, adapter, config.adapter), splits.classes
         task = FinetuneTask(
             adapter,
-            loss=detection_loss(used),
+            loss=detection_loss(self.used),
             batches=ExampleBatches(splits.train, config.batch_size),
             metric=ap50_metric(
-                used, splits.validation, classes, definition, image_halves(len(splits.validation), seed)
+                self.used, splits.validation, classes, definition, image_halves(len(splits.validation), seed)
             ),
             population=1,
         )
-        return task, ap50_metric(used, splits.test, classes, definition)
+        return task, ap50_metric(self.used, splits.test, classes, definition)
 
     def validation(self) -> tuple[Sequence[Any], Batches]:
         """Return the validation images as the detector takes them, and labelled batches of them."""
         part = self.splits.validation
         inputs = [self.toolkit.inputs(self.task.adapter.model, batch) for batch in in_batches(part)]
         return inputs, ExampleBatches(part, self.config.batch_size)
+
+    def test_error(self, before: State, after: State) -> float:
+        """Return the standard error of the test metric's difference between two states.
+
+        Both are judged on the same images, resampled within those that have an object and those that have none.
+        """
+        splits, definition = self.splits, check_definition(self.config)
+        truth = truth_of(splits.test, splits.classes)
+
+        def matches(state: State) -> Matches:
+            with state.task.adapter.using(state.phi) as model:
+                found = [each for batch in in_batches(splits.test) for each in self.used.detect(model, batch)]
+            return match(found, truth, definition)
+
+        first, second = map(matches, (before, after))
+
+        def difference(images: Tensor) -> float:
+            rows = images.tolist()
+            return second.average_precision(rows).mean - first.average_precision(rows).mean
+
+        full = torch.from_numpy(first.objects.any(axis=1))
+        groups = [rows.nonzero().flatten() for rows in (full, ~full) if rows.any()]
+        return error_of(difference, within_groups(groups, generator(self.seed, "test_error")))
 
     def finish(self) -> None:
         """Export the tuned detector, draw detections and proposals before and after, and write proposals' recall."""

@@ -1,12 +1,15 @@
 """One seed of a retrieval run: train an embedder, finetune it for Recall@k, and run the rivals."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from metricopt_ext.data.splits import PARTS, Splits, in_parts
-from metricopt_ext.evidence.experiment import Experiment, Subject
+from metricopt_ext.evidence.bootstrap import error_of, of_groups
+from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.retrieval.build import (
     EVALUATION_BATCH,
     attach,
@@ -22,11 +25,14 @@ from metricopt_ext.retrieval.build import (
 )
 from metricopt_ext.retrieval.config import MetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
+from metricopt_ext.retrieval.recall import hits_at_k
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.seeding import generator
 
 
 class RetrievalExperiment(Experiment[RetrievalConfig]):
@@ -69,6 +75,27 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         """Return the validation images in parts, and labelled batches of them."""
         part = self.splits.validation
         return in_parts(part.x, EVALUATION_BATCH), class_batches(part, self.config.loss)
+
+    def test_error(self, before: State, after: State) -> float | None:
+        """Return the standard error of the test metric's difference between two states, None if it is of one class.
+
+        Both search all test images; the queries are resampled by whole classes, as those of a class depend on each
+        other. Of few classes, n, the bootstrap's variance is too low by the factor (n - 1) / n, which is made up for.
+        """
+        part, ks = self.splits.test, check_ks(self.config.metric)
+        found = []
+        for task, phi in (before, after):
+            with evaluating(task.adapter.model):
+                embeddings = embed_with(task.adapter, phi, part.x)
+            rows, hits = hits_at_k(embeddings, part.y.cpu(), ks)
+            found.append(torch.from_numpy(hits).double().mean(1))
+        change, labels = found[1] - found[0], part.y.cpu()[torch.from_numpy(rows)]
+        classes = [(labels == label).nonzero().flatten() for label in labels.unique()]
+        n = len(classes)
+        if n == 1:
+            return None
+        resamples = of_groups(classes, generator(self.seed, "test_error"))
+        return math.sqrt(n / (n - 1)) * error_of(lambda rows: float(change[rows].mean()), resamples)
 
     def finish(self) -> None:
         """Write the tuned embedder, the classes of each part and the recalls of the curves, and draw neighbours."""

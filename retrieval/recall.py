@@ -130,8 +130,48 @@ def recall_at_k(
         order = torch.randperm(len(matched), generator=generator(seed, "recall queries")).numpy()
         chosen = np.sort(matched[order[:query_subset]])
 
-    others = len(items) - includes_queries
-    k = min(max(ks), others)
+    ranks = _ranks(queries, labels, chosen, items, item_labels, includes_queries, max(ks), distance, progress)
+    recalls = {wanted: float(np.mean(ranks < wanted)) for wanted in ks}
+    return Recall(recalls, queries=len(chosen), without_match=len(labels) - len(matched), gallery=len(items))
+
+
+def hits_at_k(
+    embeddings: Array, labels: Array, ks: Sequence[int], *, distance: Distance = "l2"
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Return which queries are hits when each searches all others; the mean of a column is `recall_at_k`.
+
+    Args:
+        embeddings: ``n x d``, as in `recall_at_k`.
+        labels: ``n`` integers.
+        ks: Numbers of neighbours, each at least 1.
+        distance: As in `recall_at_k`.
+
+    Returns:
+        The rows of the m queries whose label another item has, ascending, and whether each is a hit, ``m x len(ks)``.
+
+    Raises:
+        DataError: As in `recall_at_k`.
+    """
+    ks = check_options(ks, distance, None, 0)
+    queries, own = _check_items(embeddings, labels, "", distance)
+    rows = _with_match(own, own, includes_queries=True)
+    ranks = _ranks(queries, own, rows, queries, own, True, max(ks), distance)
+    return rows, ranks[:, None] < np.array(ks)
+
+
+def _ranks(
+    queries: npt.NDArray[np.float32],
+    labels: npt.NDArray[np.int64],
+    chosen: npt.NDArray[np.int64],
+    items: npt.NDArray[np.float32],
+    item_labels: npt.NDArray[np.int64],
+    includes_queries: bool,
+    largest: int,
+    distance: Distance,
+    progress: str | None = None,
+) -> npt.NDArray[np.int64]:
+    """Places, from 0, of the nearest item with the label of each chosen query; beyond ``largest`` if it is further."""
+    k = min(largest, len(items) - includes_queries)
     search = _searcher(items, k + includes_queries, distance)
     ranks = np.empty(len(chosen), dtype=np.int64)
     chunks = _chunks(len(chosen), *_chunk_sizes(k, queries.shape[1]))
@@ -141,8 +181,7 @@ def recall_at_k(
         if includes_queries:
             neighbours = _without_own(neighbours, rows)
         ranks[part] = _rank_of_first(item_labels[neighbours] == labels[rows, None])
-    recalls = {wanted: float(np.mean(ranks < wanted)) for wanted in ks}
-    return Recall(recalls, queries=len(chosen), without_match=len(labels) - len(matched), gallery=len(items))
+    return ranks
 
 
 def nearest(embeddings: Array, k: int, *, distance: Distance = "l2") -> npt.NDArray[np.int64]:

@@ -6,9 +6,11 @@
     python tools/compare.py --summary out/digits_shifted out/a9a_f1 --output-dir out
 
 An override whose key is one of the comparison's own (task, config, overrides, methods, budgets, most, starts, seeds,
-seed, workers, threads, device) sets it; any other is one of the task's config. Writes comparison.json, comparison.md
-and comparison.png on all seeds that the folder holds; a row that is on file is not computed again, so that an
-interrupted comparison goes on where it stopped, and seeds can be run in several parts, at once or one after another.
+seed, workers, threads, device) sets it; any other is one of the task's config. Queries are calls of the metric; what a
+method costs the model is shown beside them, as passes over the metric's data + batches of the loss. Writes
+comparison.json, comparison.md and comparison.png on all seeds that the folder holds; a row that is on file is not
+computed again, so that an interrupted comparison goes on where it stopped, and seeds can be run in several parts, at
+once or one after another.
 ``--summary`` writes what several comparisons show together to summary.md.
 """
 

@@ -1,7 +1,7 @@
 """What a comparison's numbers show: paired differences, Holm's correction, and claims over several tasks."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,7 +128,8 @@ def summary(contents: Mapping[str, Mapping[str, Any]]) -> str:
     lines += [*_fewer_queries(contents), "", "## At equal queries", ""]
     lines += [*_equal_queries(contents), "", "## Above all that apply, the 95% interval above 0", ""]
     lines += [*_above_all(contents), "", "## The guard", ""]
-    lines += [*(f"- {line}" for line in guard_lines([g for each in contents.values() for g in each["guards"]])), ""]
+    for heading, points in guard_blocks([guard for each in contents.values() for guard in each["guards"]]):
+        lines += [f"{heading}:", "", *(f"- {point}" for point in points), ""]
     return "\n".join(lines)
 
 
@@ -176,21 +177,60 @@ def _above_all(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return markdown_table(["task", *map(str, budgets)], rows)
 
 
-def guard_lines(guards: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Say in words what guarded runs came to; a refused change counts as 0."""
-    guards = list(guards)
+class Judged(NamedTuple):
+    """What a guard did, and what that does on test, positive being better; standard errors are None if unknown.
+
+    Attributes:
+        accepted: Whether it accepted a change.
+        change: What that changed; 0 if it was refused.
+        error: Its standard error.
+        best: What the best candidate changes, accepted or not.
+        best_error: Its standard error.
+    """
+
+    accepted: bool
+    change: float
+    error: float | None
+    best: float
+    best_error: float | None
+
+
+def guard_blocks(guards: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Say in words what guarded runs came to: of the search's step and, where it is on file, of the whole run.
+
+    Args:
+        guards: Records of `guarded`.
+
+    Returns:
+        A heading and statements of each.
+    """
+    steps = [
+        Judged(each["accepted"], each["accepted"] * each["change"], each["error"], each["change"], each["error"])
+        for each in guards
+    ]
+    blocks = [("The search's step, from the start that it began from to its end", guard_lines(steps))]
+    if whole := [Judged(**each["whole"]) for each in guards if each.get("whole")]:
+        heading = (
+            "The whole run, from the model as it was trained to what is kept; candidates are the start and the end"
+        )
+        blocks.append((heading, guard_lines(whole)))
+    return blocks
+
+
+def guard_lines(guards: Sequence[Judged]) -> list[str]:
+    """Say in words what guards came to; a refused change counts as 0."""
     if not guards:
         return ["no guarded run"]
-    changes = [each["change"] if each["accepted"] else 0.0 for each in guards]
-    accepted = sum(each["accepted"] for each in guards)
-    lines = [f"{counted(len(guards), 'guarded run')}, {accepted} accepted; mean change on test {np.mean(changes):+.4f}"]
-    known = [(each, change) for each, change in zip(guards, changes, strict=True) if each["error"] is not None]
+    accepted, change = sum(each.accepted for each in guards), np.mean([each.change for each in guards])
+    lines = [f"{counted(len(guards), 'guarded run')}, {accepted} accepted; mean change on test {change:+.4f}"]
+    errors = [(each, each.error, each.best_error) for each in guards]
+    known = [(each, a, b) for each, a, b in errors if a is not None and b is not None]
     if not known:
         return [*lines, "the standard errors of the changes on test are unknown"]
-    lost = sum(change < -each["error"] for each, change in known)
+    lost = sum(each.change < -error for each, error, _ in known)
     lines.append(f"{lost} of {len(known)} ({lost / len(known):.1%}) lose more than one standard error on test")
-    clear = [each for each, _ in known if each["change"] > 2 * each["error"]]
-    kept = sum(each["accepted"] for each in clear)
+    clear = [each for each, _, error in known if each.best > 2 * error]
+    kept = sum(each.accepted for each in clear)
     share = f" ({kept / len(clear):.1%})" if clear else ""
     lines.append(
         f"{kept} of {len(clear)}{share} accepted where the best candidate gains more than two standard errors on test"

@@ -1,27 +1,28 @@
 """The methods of a comparison at several budgets: each asks the metric alone, from one start, and says where it stood.
 
 A contender gets a task, a start phi, budgets and a seed. Every call of the metric is one query, whoever makes it: what
-was spent on choosing the start has been taken off the budgets before.
+was spent on choosing the start has been taken off the budgets before. What a query costs the model is another matter,
+and is counted besides (`passes`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import MetricError
-from metricopt_ext.evidence.method import Guard, Meter, Reached, now
+from metricopt_ext.evidence.method import Meter, Reached, now
 from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.methods.guard import judge
+from metricopt_ext.methods.guard import CONFIDENCE, decide
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.direct import CMAES, GuidedES, Search
 from metricopt_ext.search.ngopt import NGOpt
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.random_search import RandomSearch
-from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
 from metricopt_ext.search.turbo import TuRBO
 from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -85,32 +86,37 @@ def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Ten
     return points[chosen[costs.argmin()]]
 
 
-def ours(confidence: float, search: GuidedTrustRegion | None = None) -> Contender:
+def ours(confidence: float = CONFIDENCE, search: GuidedTrustRegion | None = None) -> Contender:
     """Make a contender of the guided search, its guard included: what the guard refuses ends at the start.
+
+    A comparison that knows the start's rivals too, the model as it was trained among them, decides anew (`guarded`).
 
     Args:
         confidence: How sure the guard must be, at least 0.5 and below 1.
+
+    Args:
         search: The search.
     """
     engine = search or GuidedTrustRegion()
 
     def run(task: FinetuneTask, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        limited, began = with_budget(task, max(budgets) + len(budgets) - 1), now()
-        for queries, end in zip(budgets, engine.ends(limited, start, budgets, seed=seed), strict=True):
-            verdict = judge(end.evaluations[0], end.evaluation, end.evaluations, confidence, end.gain_over(start))
-            unit = task.metric.scale
-            guard = Guard(
-                end.phi,
-                unit * verdict.gain,
-                unit * verdict.chance,
-                verdict.accepted,
-                unit * verdict.optimism,
-                verdict.reliability,
-                verdict.candidates,
-            )
-            yield Reached(end.phi if verdict.accepted else start, queries, queries, now() - began, guard)
+        limited = with_budget(task, max(budgets) + len(budgets) - 1)
+        meter = Meter(limited)
+        for end in engine.ends(limited, start, budgets, seed=seed):
+            reached = now()
+            yield replace(meter.reached(_kept(start, end, confidence)), search=end)
+            meter.forget_since(reached)  # what was reached is judged meanwhile
+            if end.f is not None:
+                meter.forget_last_query()  # that of its end, which a run of a larger budget has elsewhere
 
     return Contender(run, engine.least_queries, anytime=True)
+
+
+def _kept(start: Tensor, end: SearchEnd, confidence: float) -> Tensor:
+    """Return the end of a search, ``d``, or the start, its first query, if that is what the guard keeps."""
+    asked = {"start": end.evaluations[0], "search": end.evaluation}
+    decision = decide(asked, end.evaluations, confidence, lambda kept: end.gain_over(start))
+    return end.phi if decision.kept == "search" else start
 
 
 def searching(search: Search, anytime: bool = False) -> Contender:
@@ -126,17 +132,16 @@ def searching(search: Search, anytime: bool = False) -> Contender:
         )
 
     def run(task: FinetuneTask, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        traced, stopped = with_budget(task, max(budgets)), None
-        trace = Trace(traced.metric)
-        began = now()
+        limited, stopped = with_budget(task, max(budgets)), None
+        trace = Trace(limited)
         try:
-            search(traced.judged_by(trace), start, max(budgets), seed=seed)
+            search(limited.judged_by(trace), start, max(budgets), seed=seed)
         except MetricError as error:
             stopped = error  # what was reached before counts
         for queries in budgets:
             if stopped is not None and queries > len(trace.points):
                 raise stopped
-            yield Reached(trace.best(queries), queries, queries, trace.points[queries - 1].when - began)
+            yield trace.best(queries)
 
     return Contender(run, search.least_queries, anytime=True)
 
@@ -164,39 +169,40 @@ def at_each_budget(
 
 @dataclass(frozen=True)
 class Point:
-    """A query: phi, ``d``, its cost, and `now` when it was answered."""
+    """A query: the cost of phi, and what was spent when it was answered, with phi, ``d``, as its end."""
 
-    phi: Tensor
     cost: float
-    when: float
+    reached: Reached
 
 
 class Trace(Metric):
     """A metric that keeps the points at which it was evaluated.
 
     Args:
-        metric: The metric, of an adapted model; both share a ledger.
+        task: Its metric, whose ledger is shared, is to judge its model; what is spent is counted from now on.
 
     Attributes:
         points: One for each query that was answered.
     """
 
-    def __init__(self, metric: Metric) -> None:
+    def __init__(self, task: FinetuneTask) -> None:
+        metric = task.metric
         super().__init__(
             metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name, ledger=metric.ledger
         )
-        self.metric = metric
+        self.metric, self.meter = metric, Meter(task)
         self.points: list[Point] = []
 
     def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
         """Evaluate the metric (see `Metric.evaluate`) and keep the point."""
         evaluation = self.metric.evaluate(model, purpose)
-        self.points.append(Point(Adapter(model).phi.detach().clone(), evaluation.cost, now()))
+        self.points.append(Point(evaluation.cost, self.meter.reached(Adapter(model).phi.detach().clone())))
         return evaluation
 
-    def best(self, queries: int) -> Tensor:
-        """Return the best phi, ``d``, of the first so many queries, the first of equals."""
-        return min(self.points[:queries], key=lambda point: point.cost).phi
+    def best(self, queries: int) -> Reached:
+        """Return what was reached by the first so many queries: the best phi, ``d``, the first of equals."""
+        best = min(self.points[:queries], key=lambda point: point.cost)
+        return replace(self.points[queries - 1].reached, end=best.reached.end)
 
 
 class Telling(Metric):

@@ -1,19 +1,24 @@
-"""One seed of a comparison: every contender from the same start, each with its own file of what it reached."""
+"""One seed of a comparison: every contender from the same start, each with its own file of what it reached.
+
+What choosing the start took is on the account of each: queries, seconds, and passes of the model (`passes`).
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from metricopt_ext.errors import BudgetError, ConfigError, FileFormatError
 from metricopt_ext.evidence.compare import judge
 from metricopt_ext.evidence.contenders import Contender, Telling
-from metricopt_ext.evidence.experiment import Experiment
-from metricopt_ext.evidence.method import METHODS, Reached, now
+from metricopt_ext.evidence.experiment import Experiment, State
+from metricopt_ext.evidence.guarded import TRAINED, Candidate, Change, guarded
+from metricopt_ext.evidence.method import METHODS, End, Reached, now
+from metricopt_ext.evidence.passes import Passes, noticing, passes_of
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.starts import Start, best_start, with_start
+from metricopt_ext.search.trust_region import SearchEnd
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import read_json, write_json
 from metricopt_ext.utils.machine import Machine
@@ -62,6 +67,42 @@ class Plan:
         return [budget for budget in self.budgets if budget <= self.most.get(method, budget)]
 
 
+@dataclass(frozen=True)
+class Begun:
+    """Where all methods of a seed begin.
+
+    Attributes:
+        starts: The free starts, by name, each with its evaluation: one query.
+        chosen: The best of them.
+        seconds: What making and choosing them took.
+        passes: What that cost the model.
+    """
+
+    starts: Mapping[str, Candidate]
+    chosen: str
+    seconds: float
+    passes: Passes
+
+    @property
+    def state(self) -> State:
+        """The start that was chosen."""
+        return self.starts[self.chosen].state
+
+    def record(self, test_metric: Metric) -> dict[str, Any]:
+        """Return what is kept of it: every start's metric on the data that the metric sees and on the test data."""
+        return {
+            "chosen": self.chosen,
+            "validation": {
+                name: state.task.metric.to_value(evaluation.cost) for name, (state, evaluation) in self.starts.items()
+            },
+            "test": {
+                name: judge(state.task.judged_by(test_metric), state.phi) for name, (state, _) in self.starts.items()
+            },
+            "seconds": self.seconds,
+            "passes": asdict(self.passes),
+        }
+
+
 def run_seed(
     experiment_type: type[Experiment[Any]], config: RunConfig, plan: Plan, folder: Path, seed: int, watcher: Watcher
 ) -> None:
@@ -88,22 +129,23 @@ def run_seed(
         spent = _Spent(watcher, experiment.task.metric.name)
         watcher.stage("starts")
         began = now()
-        free = {"pretrained": Start(experiment.task.origin()), **experiment.starts()}
-        starts = chosen_starts(free, plan.starts)
-        chosen, evaluations = best_start(_fresh(experiment.task, spent), starts)
-        seconds = now() - began
-        test = {
-            name: judge(with_start(experiment.task, start).judged_by(experiment.test_metric), start.phi)
-            for name, start in starts.items()
-        }
-        validation = {name: experiment.task.metric.to_value(each.cost) for name, each in evaluations.items()}
-        begun = {"seed": seed, "chosen": chosen, "validation": validation, "test": test, "seconds": seconds}
-        write_json(folder / STARTS, begun)
-        started = with_start(experiment.task, starts[chosen])
+        free = {TRAINED: Start(experiment.task.origin()), **experiment.starts()}
+        starts, asked = chosen_starts(free, plan.starts), _fresh(experiment.task, spent)
+        chosen, evaluations = best_start(asked, starts)
+        begun = Begun(
+            {
+                name: Candidate(State(with_start(experiment.task, start), start.phi), evaluations[name])
+                for name, start in starts.items()
+            },
+            chosen,
+            now() - began,
+            _passes(experiment.task, asked, starts),
+        )
+        write_json(folder / STARTS, {"seed": seed, **begun.record(experiment.test_metric)})
         contenders = experiment.contenders(config, experiment)
         for name in missing:
             watcher.stage(METHODS[name].title)
-            row = _Row(experiment, started, starts[chosen].phi, len(starts), seconds, spent)
+            row = _Row(experiment, begun, spent)
             write_json(folder / f"{name}.json", {"method": name, **row.run(contenders[name], plan.budgets_of(name))})
     watcher.done()
 
@@ -149,7 +191,21 @@ class _Spent:
 
 
 def _fresh(task: FinetuneTask, spent: _Spent) -> FinetuneTask:
-    return task.judged_by(Telling(task.metric.with_new_ledger(), spent))
+    fresh = noticing(task)
+    return fresh.judged_by(Telling(fresh.metric, spent))
+
+
+def _passes(made: FinetuneTask, asked: FinetuneTask, starts: Mapping[str, Start]) -> Passes:
+    """Return what making and choosing the starts cost the model.
+
+    Args:
+        made: The task that they were made of, with the batches of a loss-only finetune in its tally.
+        asked: The task that judged them.
+        starts: The starts; buffers are estimated anew in a pass over the metric's inputs.
+    """
+    judged, looked = passes_of(asked), sum(bool(start.buffers) for start in starts.values())
+    assert judged is not None
+    return judged + Passes(looked, made.tally.count)
 
 
 class _Row:
@@ -157,26 +213,15 @@ class _Row:
 
     Args:
         experiment: The seed's.
-        task: Its task, on the model that the search starts from.
-        start: Where it starts, ``d``.
-        chosen_by: Queries that were spent on choosing the start.
-        seconds: What making and choosing the starts took.
+        begun: Where it begins; what choosing that took counts as its own.
         spent: Told of each query.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment[Any],
-        task: FinetuneTask,
-        start: Tensor,
-        chosen_by: int,
-        seconds: float,
-        spent: _Spent,
-    ) -> None:
-        self.experiment, self.task, self.start = experiment, task, start
-        self.chosen_by, self.seconds, self.spent = chosen_by, seconds, spent
-        self.validation = task.judged_by(task.metric.with_new_ledger())
-        self.test = task.judged_by(experiment.test_metric)
+    def __init__(self, experiment: Experiment[Any], begun: Begun, spent: _Spent) -> None:
+        self.experiment, self.begun, self.spent = experiment, begun, spent
+        self.task, self.start = begun.state
+        self.chosen_by = len(begun.starts)
+        self.validation_metric = self.task.metric.with_new_ledger()
 
     def run(self, contender: Contender, budgets: Sequence[int]) -> dict[str, Any]:
         """Run a contender at all budgets and return its row; an error marks its budget and those that depend on it."""
@@ -206,21 +251,35 @@ class _Row:
         queries = reached.queries + self.chosen_by
         if queries > budget:
             raise BudgetError(f"{queries} queries were spent of a budget of {budget}")
+        task, end, guard = self.task, reached.end, None
+        if reached.search is not None:
+            (task, end), guard = self.guarded(reached.search)
         return {
             "queries": queries,
-            "validation": judge(self.validation, reached.end),
-            "test": judge(self.test, reached.end),
-            "seconds": reached.seconds + self.seconds,
-            "guard": None if reached.guard is None else self.guarded(reached),
+            "validation": judge(task.judged_by(self.validation_metric), end),
+            "test": self.tested(task, end),
+            "seconds": reached.seconds + self.begun.seconds,
+            "passes": None if reached.passes is None else asdict(reached.passes + self.begun.passes),
+            "guard": guard,
         }
 
-    def guarded(self, reached: Reached) -> dict[str, Any]:
-        """Return what the guard decided and what its candidate does on the test data, positive being better."""
-        guard = reached.guard
-        assert guard is not None
-        sign = 1 if self.test.metric.maximize else -1
-        change = sign * (judge(self.test, guard.candidate) - judge(self.test, self.start))
-        error = self.experiment.test_error(self.task, self.start, guard.candidate)
-        record = asdict(guard)
-        del record["candidate"]
-        return {**record, "change": change, "error": error}
+    def guarded(self, end: SearchEnd) -> tuple[State, dict[str, Any]]:
+        """Return what the guard keeps of a search, and a record of its decision."""
+        starts = self.begun.starts
+        return guarded(
+            {name: starts[name] for name in (TRAINED, self.begun.chosen) if name in starts},
+            end,
+            confidence=self.experiment.config.guard_confidence,
+            scale=self.task.metric.scale,
+            change=self.change,
+        )
+
+    def change(self, before: State, after: State) -> Change:
+        """Return what going from one state to another changes on test, positive being better."""
+        sign = 1 if self.experiment.test_metric.maximize else -1
+        gain = sign * (self.tested(*after) - self.tested(*before))
+        return Change(gain, self.experiment.test_error(before, after))
+
+    def tested(self, task: FinetuneTask, end: End) -> float:
+        """Return the test metric of a phi of a task's model, or of another model."""
+        return judge(task.judged_by(self.experiment.test_metric), end)

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from metricopt_ext.errors import DataError, FileFormatError
-from metricopt_ext.evidence.claims import OURS, all_pairs, entry_of, guard_lines, holm, rivals_of, tests
+from metricopt_ext.evidence.claims import OURS, all_pairs, entry_of, guard_blocks, holm, rivals_of, tests
 from metricopt_ext.evidence.contest import STARTS, Plan, read_row
 from metricopt_ext.evidence.experiment import Subject
 from metricopt_ext.evidence.method import METHODS
@@ -25,6 +25,7 @@ from metricopt_ext.utils.files import read_json, write_atomically, write_json
 from metricopt_ext.utils.words import counted
 
 FILE = "comparison.json"
+UNGUARDED = "the same, unguarded"
 PAIRS = ["against", "queries", "difference", "95% interval", "wins", "losses", "p", "p, Holm", "seconds"]
 
 
@@ -69,6 +70,7 @@ def gather(folder: Path, plan: Plan, subject: Subject, config: dict[str, Any]) -
             "queries": max(len(each["test"]) for each in begun),
             "chosen": [each["chosen"] for each in begun],
             "seconds": [each["seconds"] for each in begun],
+            "passes": [each.get("passes") for each in begun],
             **{part: [each[part][each["chosen"]] for each in begun] for part in ("validation", "test")},
         },
         "methods": {name: _method(own, plan.budgets) for name, own in rows.items()},
@@ -107,8 +109,8 @@ def write(content: dict[str, Any], folder: Path) -> list[Path]:
 def markdown(content: dict[str, Any]) -> str:
     """Return the content of comparison.md."""
     metric, seeds = content["metric"], content["seeds"]
-    header = ["method", "needs", *map(str, content["budgets"]), "seconds"]
-    rows = [[title, needs, *cells, seconds] for title, needs, cells, seconds in _rows(content, "**{}**".format)]
+    header = ["method", "needs", *map(str, content["budgets"]), "seconds", "passes"]
+    rows = [[row.title, row.needs, *row.cells, row.seconds, row.passes] for row in _rows(content, "**{}**".format)]
     lines = [
         f"# {content['title']}: {metric['name']} ({direction(metric['maximize'])})",
         "",
@@ -131,7 +133,9 @@ def markdown(content: dict[str, Any]) -> str:
             "",
         ]
     if content["guards"]:
-        lines += ["## The guard", "", *(f"- {line}" for line in guard_lines(content["guards"])), ""]
+        lines += ["## The guard", ""]
+        for heading, points in guard_blocks(content["guards"]):
+            lines += [f"{heading}:", "", *(f"- {point}" for point in points), ""]
     computed = f"Computed on {'; '.join(content['machines'])}; other processors give other digits."
     return "\n".join([*lines, computed, ""])
 
@@ -141,7 +145,7 @@ def print_report(content: dict[str, Any]) -> None:
     metric = content["metric"]
     print_table(
         ["method", *map(str, content["budgets"])],
-        [[title, *cells] for title, _, cells, _ in _rows(content, "*{}".format)],
+        [[row.title, *row.cells] for row in _rows(content, "*{}".format)],
         title=f"{content['title']}: test {metric['name']} ({direction(metric['maximize'])}),"
         f" {counted(len(content['seeds']), 'seed')}, by queries; *: best of a column",
     )
@@ -150,9 +154,9 @@ def print_report(content: dict[str, Any]) -> None:
     if content["pairs"]:
         print()
         print_table(PAIRS, _pair_rows(content), title=f"{METHODS[OURS].title} against each, paired by seed")
-    if content["guards"]:
-        print()
-        print_points(guard_lines(content["guards"]))
+    for heading, points in guard_blocks(content["guards"]) if content["guards"] else ():
+        print(f"\n{heading}:")
+        print_points(points)
 
 
 def notes(content: dict[str, Any]) -> list[str]:
@@ -165,7 +169,12 @@ def notes(content: dict[str, Any]) -> list[str]:
         f" {counted(best['queries'], 'query')} that choose the best free start, from which it goes on ({chosen})",
         "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; what a"
         " start needs, all that may go on from it do",
+        "seconds and passes are those of a method's largest budget; passes: evaluations of the metric that ran the"
+        " model, each a pass over its data, + batches whose loss was computed with its gradient, what the starts took"
+        " included",
     ]
+    if any(each["method"] == OURS for each in content["guards"]):
+        lines.append(f"{UNGUARDED}: where the same search ended, kept or not; it is no rival, nor marked as the best")
     for name, method in content["methods"].items():
         title, seeds = METHODS[name].title, len(content["seeds"])
         if any(budget < method["least"] for budget in content["budgets"]):
@@ -249,8 +258,8 @@ def _method(rows: Sequence[dict[str, Any] | None], budgets: Sequence[int]) -> di
     for budget in map(str, budgets):
         own = [None if row is None else row["cells"].get(budget) for row in rows]
         if any(cell is not None for cell in own):
-            columns = ("queries", "validation", "test", "seconds")
-            cells[budget] = {column: [cell and cell[column] for cell in own] for column in columns}
+            columns = ("queries", "validation", "test", "seconds", "passes")  # earlier rows have no passes
+            cells[budget] = {column: [cell and cell.get(column) for cell in own] for column in columns}
     errors: dict[str, list[str]] = {}
     for row in known:
         for budget, message in row["errors"].items():
@@ -300,8 +309,18 @@ def _pair_rows(content: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def _rows(content: dict[str, Any], best: Callable[[str], str]) -> list[tuple[str, str, list[str], str]]:
-    """Return title, needs, a cell for each budget and seconds of all rows; ``best`` marks a column's best."""
+class _Row(NamedTuple):
+    """What a row of the table shows; of several budgets, seconds and passes are of the largest."""
+
+    title: str
+    needs: str
+    cells: list[str]
+    seconds: str = ""
+    passes: str = ""
+
+
+def _rows(content: dict[str, Any], best: Callable[[str], str]) -> list[_Row]:
+    """Return all rows, that of our search without its guard last; ``best`` marks a column's best."""
     names = [*rivals_of(content), *([OURS] if OURS in content["methods"] else [])]
     sign, seeds = (1 if content["metric"]["maximize"] else -1), len(content["seeds"])
     means: dict[str, list[float | None]] = {}
@@ -324,8 +343,24 @@ def _rows(content: dict[str, Any], best: Callable[[str], str]) -> list[tuple[str
         title, needs = entry_of(name).title, _needs(content, name)
         if name == "best_start":
             title += f" ({counted(content['best_start']['queries'], 'query')})"
-        rows.append((title, needs, cells, _seconds(content, name)))
+        rows.append(_Row(title, needs, cells, _seconds(content, name), _passes(content, name)))
+    ends = [_unguarded(content, budget) for budget in content["budgets"]]
+    if any(values is not None for values in ends):
+        cells = ["" if values is None else f"{np.mean(_known(values)):.4f}" for values in ends]
+        rows.append(_Row(UNGUARDED, _needs(content, OURS), cells))
     return rows
+
+
+def _unguarded(content: dict[str, Any], budget: int) -> list[float | None] | None:
+    """Return the test metric of our search's end by seed, kept or not, or None if no guard judged one."""
+    sign = 1 if content["metric"]["maximize"] else -1
+    changes = {
+        each["seed"]: sign * each["change"]
+        for each in content["guards"]
+        if each["method"] == OURS and each["budget"] == budget
+    }
+    begun = zip(content["seeds"], content["best_start"]["test"], strict=True)
+    return [start + changes[seed] if seed in changes else None for seed, start in begun] if changes else None
 
 
 def _seconds(content: dict[str, Any], name: str, budget: int | None = None) -> str:
@@ -339,6 +374,16 @@ def _seconds(content: dict[str, Any], name: str, budget: int | None = None) -> s
         return ""
     cell = list(cells.values())[-1] if budget is None else cells[str(budget)]
     return f"{np.mean(_known(cell['seconds'])):.1f}"
+
+
+def _passes(content: dict[str, Any], name: str) -> str:
+    """Format the mean passes of a method at its largest budget; empty where none were counted."""
+    if name in content["starts"]:
+        return ""
+    columns = [cell.get("passes", []) for cell in content["methods"].get(name, {"cells": {}})["cells"].values()]
+    last = content["best_start"].get("passes", []) if name == "best_start" else columns[-1] if columns else []
+    known = [each for each in last if each is not None]
+    return " + ".join(f"{np.mean([each[part] for each in known]):.0f}" for part in ("metric", "loss")) if known else ""
 
 
 def _needs(content: dict[str, Any], name: str) -> str:

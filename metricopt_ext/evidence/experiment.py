@@ -47,6 +47,18 @@ class Subject(NamedTuple):
     explained: str = ""
 
 
+class State(NamedTuple):
+    """A model as a method leaves it.
+
+    Attributes:
+        task: The task, on a model with the buffers that belong to phi.
+        phi: ``d``.
+    """
+
+    task: FinetuneTask
+    phi: Tensor
+
+
 class Experiment(ABC, Generic[Config]):
     """A trained model with an adapter, ready to be finetuned: one seed of one task's tool.
 
@@ -138,14 +150,8 @@ class Experiment(ABC, Generic[Config]):
 
         return {**usual_contenders(config), "loss_finetune_validation": at_each_budget(on_labels)}
 
-    def test_error(self, task: FinetuneTask, before: Tensor, after: Tensor) -> float | None:
-        """Return the standard error of the difference of the test metric between two phi, ``d``, None if unknown.
-
-        Args:
-            task: The task, on the model that both belong to.
-            before: The one.
-            after: The other.
-        """
+    def test_error(self, before: State, after: State) -> float | None:
+        """Return the standard error of the test metric's difference between two states, None if it is unknown."""
         return None
 
     @contextmanager

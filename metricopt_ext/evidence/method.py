@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.passes import Passes, last_query, passes_of
 from metricopt_ext.methods.result import MetricOptResult, SearchRun
+from metricopt_ext.search.trust_region import SearchEnd
 from metricopt_ext.tasks.task import FinetuneTask
 
 Kind = Literal["free", "queries"]
@@ -64,29 +66,6 @@ METHODS: dict[str, Entry] = {
 
 
 @dataclass(frozen=True)
-class Guard:
-    """What a method that keeps a change only if the metric agrees decided.
-
-    Attributes:
-        candidate: phi, ``d``, of the best candidate other than the start.
-        gain: Its gain over the start on the data that the metric sees, in the metric's units; positive is better.
-        chance: Standard deviation of the chance part of such a gain; 0 if it is unknown.
-        accepted: Whether it was kept.
-        optimism: How much of the gain is expected to be lost on other data, in the metric's units.
-        reliability: Share of the variance among the best candidates that is not chance, in [0, 1].
-        candidates: How many there were to choose from.
-    """
-
-    candidate: Tensor
-    gain: float
-    chance: float
-    accepted: bool
-    optimism: float = 0.0
-    reliability: float = 1.0
-    candidates: int = 1
-
-
-@dataclass(frozen=True)
 class Reached:
     """Where a method stood after a number of metric queries.
 
@@ -95,14 +74,16 @@ class Reached:
         queries: Metric queries spent by then.
         queries_per_start: How many of these each further start costs again.
         seconds: Wall-clock seconds spent by then.
-        guard: What its guard decided, if it has one that says so.
+        passes: What that cost the model, if it was counted.
+        search: Where its search ended, kept or not, if it has a guard.
     """
 
     end: End
     queries: int
     queries_per_start: int
     seconds: float
-    guard: Guard | None = None
+    passes: Passes | None = None
+    search: SearchEnd | None = None
 
     def after(self, before: "Reached") -> "Reached":
         """Return the same with what was spent before counted too."""
@@ -136,19 +117,31 @@ Method = Callable[[FinetuneTask, Mapping[str, MethodResult]], MethodResult | Non
 
 
 class Meter:
-    """Counts what a method spends from now on: queries of its task's ledger, and seconds.
+    """Counts what a method spends from now on: queries of its task's ledger, seconds, and passes if they are counted.
 
     Args:
         task: The method's task.
     """
 
     def __init__(self, task: FinetuneTask) -> None:
-        self.ledger, self.spent, self.began = task.metric.ledger, task.metric.ledger.spent, now()
+        self.task, self.spent, self.passes, self.began = task, task.metric.ledger.spent, passes_of(task), now()
 
     def reached(self, end: End) -> Reached:
         """Return where the method stands."""
-        spent = self.ledger.spent - self.spent
-        return Reached(end, spent, spent, now() - self.began)
+        spent, seconds, passes = self.task.metric.ledger.spent - self.spent, now() - self.began, passes_of(self.task)
+        if passes is not None and self.passes is not None:
+            passes -= self.passes
+        return Reached(end, spent, spent, seconds, passes)
+
+    def forget_last_query(self) -> None:
+        """Do not count the last query, which a run that was to end elsewhere would not have made."""
+        self.spent += 1
+        if self.passes is not None:
+            self.passes += last_query(self.task)
+
+    def forget_since(self, moment: float) -> None:
+        """Do not count the seconds since then; see `now`."""
+        self.began += now() - moment
 
 
 def now() -> float:

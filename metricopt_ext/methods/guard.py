@@ -1,7 +1,7 @@
 """The guard: keep a change only if its gain exceeds chance and the optimism of having chosen the best of many."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -55,6 +55,43 @@ class Verdict:
     def accepted(self) -> bool:
         """Whether the gain is to be believed."""
         return min(self.gain, self.predicted) - self.optimism > self.needed
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the guard kept of a run.
+
+    Attributes:
+        kept: Its name among the candidates.
+        verdict: What the guard thinks of the last candidate, the search's end, over what was kept before it.
+    """
+
+    kept: str
+    verdict: Verdict
+
+
+def decide(
+    candidates: Mapping[str, Evaluation],
+    visited: Sequence[Evaluation],
+    confidence: float = CONFIDENCE,
+    predicted: Callable[[str], float] = lambda kept: math.inf,
+) -> Decision:
+    """Keep the first candidate, and each further one in turn if it gains on what was kept before it.
+
+    Args:
+        candidates: Evaluations by name: of the model as it was trained, of the start that the search began from unless
+            it is the same, and of its end. At least two.
+        visited: Those of the points that the end was chosen from.
+        confidence: How sure to be, at least 0.5 and below 1.
+        predicted: The gain of the search's end over another candidate as f sees it, by that one's name, in units of the
+            cost; infinite if there is no f to ask. No f is asked about the other candidates.
+    """
+    kept, *others = candidates
+    for name in others:
+        asked = predicted(kept) if name == others[-1] else math.inf
+        verdict = judge(candidates[kept], candidates[name], visited, confidence, asked)
+        kept = name if verdict.accepted else kept
+    return Decision(kept, verdict)
 
 
 def judge(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import overload
 
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.methods.guard import CONFIDENCE, deviates, judge
+from metricopt_ext.methods.guard import CONFIDENCE, decide, deviates, judge
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe, Setting
 from metricopt_ext.methods.result import MetricOptResult, Result, SearchRun
@@ -242,20 +242,21 @@ def _guarded(
     confidence: float,
 ) -> SearchRun:
     """Keep the start that the search began from if it gains on phi = 0, and the end if it gains on what was kept."""
-    chosen, current = "start", asked["start"]
-    for name, evaluation in ((begun, asked[begun]), ("search", end.evaluation)):
-        known = name == "search" and same_buffers(starts[chosen], starts[begun])  # f is of the model with these
-        predicted = end.gain_over(starts[chosen].phi) if known else math.inf
-        verdict = judge(current, evaluation, end.evaluations, confidence, predicted)
-        if verdict.accepted:
-            chosen, current = name, evaluation
+
+    def gain_by_f(kept: str) -> float:
+        known = same_buffers(starts[kept], starts[begun])  # f is of the model with these
+        return end.gain_over(starts[kept].phi) if known else math.inf
+
+    candidates = {"start": asked["start"], begun: asked[begun], "search": end.evaluation}
+    decision = decide(candidates, end.evaluations, confidence, gain_by_f)
+    chosen, verdict = decision.kept, decision.verdict
     value, scale = task.metric.to_value, task.metric.scale
     predicted = end.predicted
     fit = None if end.f is None else Fit(end.f, {}, predicted[:, 0], predicted[:, 1])
     return SearchRun(
         metric=task.metric.name,
         before=value(asked["start"].cost),
-        after=value(current.cost),
+        after=value(candidates[chosen].cost),
         best=value(min(end.cost, asked[begun].cost)),
         chosen=chosen,
         chance=verdict.chance * scale,

@@ -11,6 +11,7 @@ from metricopt_ext.classification.build import classification_loss, model_metric
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost
 from metricopt_ext.classification.models import TabularMLP
 from metricopt_ext.classification.offsets import (
+    Remembered,
     WithOffsets,
     adjust_logits,
     prior_offsets,
@@ -22,6 +23,7 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import DataError
 from metricopt_ext.evidence.compare import compare
 from metricopt_ext.evidence.method import Method, ending_at
+from metricopt_ext.evidence.passes import Passes, noticing, passes_of
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -168,6 +170,51 @@ def test_bad_numbers_of_offsets(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
         tune_offsets(task, X, **wrong)  # type: ignore[arg-type]
     assert asked == []
+
+
+# --- Scores that are kept ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tuned", ["threshold", "offsets", "adjustment"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_model_runs_once_on_data_in_memory(monkeypatch: pytest.MonkeyPatch, tuned: str, parts: int) -> None:
+    """However many queries there are, the ends are the same as if it ran for each."""
+    monkeypatch.setattr("metricopt_ext.classification.build.EVALUATION_BATCH", 40 // parts)
+    torch.manual_seed(0)
+    x = X.float()
+    model = TabularMLP(4) if tuned == "threshold" else nn.Linear(4, 3)
+    part = Split(x, (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long() * (tuned != "threshold"))
+    task = noticing(task_of(model.eval(), part, METRICS["accuracy"]))
+    tune = {
+        "threshold": lambda: tune_threshold(task, x, 20),
+        "offsets": lambda: tune_offsets(task, x, budget=20),
+        "adjustment": lambda: tune_adjustment(task, x, COUNTS, 20),
+    }[tuned]
+    end = tune()
+    assert task.metric.ledger.spent == 20
+    assert passes_of(task) == Passes(metric=1)
+    monkeypatch.setattr(Remembered, "forward", lambda self, x: self.model(x))
+    again = tune()
+    assert passes_of(task) == Passes(metric=21)
+    assert isinstance(end, WithOffsets)
+    assert isinstance(again, WithOffsets)
+    assert torch.equal(end.offsets, again.offsets)
+    assert not isinstance(end.model, Remembered)
+
+
+def test_what_is_remembered_is_of_that_tensor_and_as_it_was() -> None:
+    x = torch.arange(6.0).view(3, 2)
+    model = Remembered(nn.Linear(2, 2))
+    with torch.no_grad():
+        assert model(x) is model(x) is model(x.view(3, 2))
+        for other in (x[:2], x.T[:, :2], x.clone()):
+            assert torch.equal(model(other), model.model(other))
+        before = model(x).clone()
+        x += 1
+        assert not torch.equal(model(x), before)
+        model.keeps = False
+        late = torch.ones(1, 2)
+        assert model(late) is not model(late)
 
 
 # --- Priors -------------------------------------------------------------------------------------------------------

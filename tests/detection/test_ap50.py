@@ -3,6 +3,7 @@
 import contextlib
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,16 @@ def test_a_subset_is_as_if_matched_alone(definition: Any) -> None:
         alone = average_precision([found[i] for i in chosen], truth.subset(chosen), definition)
         assert matches.average_precision(chosen) == alone
     assert matches.average_precision() == matches.average_precision(range(30))
+
+
+@pytest.mark.parametrize("definition", DEFINITIONS)
+def test_an_image_counts_as_often_as_it_is_given(definition: Any) -> None:
+    """Scores differ between images: of equal ones, those of an image that is given again follow at once."""
+    found, truth = random_set(6, crowds=0.1, difficult=0.1)
+    found = [replace(each, scores=torch.arange(len(each)) + i / 64) for i, each in enumerate(found)]
+    chosen = [7, 7, 0, 12, 3, 7, 12, 29]
+    again = average_precision([found[i] for i in chosen], truth.subset(chosen), definition)
+    assert match(found, truth, definition).average_precision(chosen) == again
 
 
 @pytest.mark.parametrize("definition", DEFINITIONS)

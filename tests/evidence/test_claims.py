@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from metricopt_ext.evidence.claims import all_pairs, guard_lines, holm, pair, rivals_of, summary, t_test
+from metricopt_ext.evidence.claims import all_pairs, guard_blocks, holm, pair, rivals_of, summary, t_test
 
 
 def test_holm_by_hand() -> None:
@@ -109,12 +109,40 @@ def test_the_guards_statistics() -> None:
         guarded(-0.2, False),
         guarded(0.01, True),
     ]
-    assert guard_lines(guards) == [
+    ((heading, step),) = guard_blocks(guards)
+    assert heading.startswith("The search's step")
+    assert step == [
         "5 guarded runs, 3 accepted; mean change on test +0.0080",
         "1 of 5 (20.0%) lose more than one standard error on test",
         "1 of 2 (50.0%) accepted where the best candidate gains more than two standard errors on test",
     ]
-    assert guard_lines([guarded(0.05, True, None)]) == [
+    assert guard_blocks([guarded(0.05, True, None)])[0][1] == [
         "1 guarded run, 1 accepted; mean change on test +0.0500",
         "the standard errors of the changes on test are unknown",
+    ]
+
+
+def test_the_guards_statistics_over_whole_runs() -> None:
+    """Losses are of what was kept, and clear gains those of the best candidate; one run is of an earlier version."""
+    step = {"change": 0.5, "accepted": True, "error": 0.01}
+
+    def run(change: float, error: float, best: float, best_error: float) -> dict[str, Any]:
+        whole = {"accepted": change != 0, "change": change, "error": error, "best": best, "best_error": best_error}
+        return {**step, "whole": whole}
+
+    guards = [
+        run(0.05, 0.01, 0.05, 0.01),
+        run(0.0, 0.0, 0.05, 0.01),
+        run(-0.02, 0.01, 0.05, 0.03),
+        run(-0.02, 0.03, 0.05, 0.01),
+        step,
+    ]
+    blocks = guard_blocks(guards)
+    assert [points[0] for _, points in blocks] == [
+        "5 guarded runs, 5 accepted; mean change on test +0.5000",
+        "4 guarded runs, 3 accepted; mean change on test +0.0025",
+    ]
+    assert blocks[1][1][1:] == [
+        "1 of 4 (25.0%) lose more than one standard error on test",
+        "2 of 3 (66.7%) accepted where the best candidate gains more than two standard errors on test",
     ]

@@ -19,11 +19,12 @@ from metricopt_ext.evidence.contenders import (
     with_budget,
 )
 from metricopt_ext.evidence.method import METHODS
+from metricopt_ext.evidence.passes import Passes, noticing
 from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.metric import Metric
 
 BUDGETS = [20, 35, 60]
 
@@ -64,16 +65,42 @@ def test_other_searches_are_told_each_budget(quadratic: Callable[..., Any]) -> N
 
 
 @pytest.mark.parametrize("accepted", [True, False])
-def test_ours_starts_where_told_and_says_what_its_guard_did(quadratic: Callable[..., Any], accepted: bool) -> None:
+def test_ours_starts_where_told_and_keeps_what_its_guard_accepts(quadratic: Callable[..., Any], accepted: bool) -> None:
     task = quadratic()
     start = task.starts(0.3, 0, [0])[0] if accepted else task.goal
-    for each, budget in zip(ours(CONFIDENCE).run(task, start, BUDGETS, 3), BUDGETS, strict=True):
+    for each, budget in zip(ours().run(task, start, BUDGETS, 3), BUDGETS, strict=True):
         found = GuidedTrustRegion()(quadratic(), start, budget, seed=3)
         assert each.queries == budget
-        assert each.guard.accepted == accepted
-        assert torch.equal(each.guard.candidate, found.phi)
+        assert each.search.evaluations == found.evaluations
         assert torch.equal(each.end, found.phi if accepted else start)
-        assert each.guard.gain == pytest.approx(task.true_cost(start) - found.cost)  # lower is better: a fall is a gain
+        assert torch.equal(each.search.phi, found.phi)
+
+
+def test_passes_are_those_of_the_queries_and_of_the_losses(quadratic: Callable[..., Any]) -> None:
+    """The metric runs the model; the probe takes 64 batches, Guided ES one for a check and one for each step."""
+    config = RunConfig()
+    config.recipe.steps = 30
+    contenders = usual_contenders(config)
+    expected = {
+        "ours": [(20, 64), (35, 64), (60, 64)],
+        "random_search": [(20, 0), (35, 0), (60, 0)],
+        "cma_es": [(20, 0), (35, 0), (60, 0)],
+        "guided_es": [(20, 1 + 1), (35, 1 + 2), (60, 1 + 4)],
+        "loss_finetune_best": [(20, 30), (31, 30), (31, 30)],
+    }
+    for name, passes in expected.items():
+        task = quadratic()
+        x = torch.zeros(1, 2, dtype=torch.float64)
+        metric = Metric(lambda model, task=task, x=x: (model(x), task.distance(model))[1], maximize=False, bounds=None)
+        reached = run(contenders[name], noticing(task.judged_by(metric)))
+        assert [(each.passes.metric, each.passes.loss) for each in reached] == passes, name
+        assert [each.queries for each in reached] == [metric for metric, _ in passes]
+
+
+def test_a_metric_that_runs_no_model_takes_no_passes(quadratic: Callable[..., Any]) -> None:
+    (*_, last) = run(ours(), noticing(quadratic()))
+    assert (last.queries, last.passes) == (60, Passes(0, 64))
+    assert run(ours(), quadratic())[-1].passes is None  # not counted
 
 
 def test_a_method_that_does_not_apply_reaches_nothing(quadratic: Callable[..., Any]) -> None:
@@ -106,12 +133,14 @@ def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
 def test_traces_and_tellings_leave_the_metric_as_it_is(quadratic: Callable[..., Any]) -> None:
     task, told = quadratic(), []
     limited = with_budget(task.judged_by(Telling(task.metric, told.append)), 3)
-    trace = Trace(limited.metric)
+    trace = Trace(limited)
     points = [task.goal + 1, task.goal, task.goal]
     costs = limited.judged_by(trace).costs_at(torch.stack(points), "search")
     assert told == costs.tolist() == [point.cost for point in trace.points] == [task.true_cost(p) for p in points]
-    best: list[Tensor] = [trace.best(queries) for queries in (1, 2, 3)]
-    assert torch.equal(torch.stack(best), torch.stack([points[0], points[1], points[1]]))
+    best = [trace.best(queries) for queries in (1, 2, 3)]
+    ends: list[Tensor] = [each.end for each in best]
+    assert torch.equal(torch.stack(ends), torch.stack([points[0], points[1], points[1]]))
+    assert [each.queries for each in best] == [1, 2, 3]
     with pytest.raises(BudgetError):
         limited.cost(task.goal, "search")
     assert task.metric.ledger.spent == 0

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, FileFormatError
@@ -14,13 +15,15 @@ from metricopt_ext.evidence.contest import Plan, read_row, run_seed
 from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.method import Reached
 from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.methods.guard import CONFIDENCE
+from metricopt_ext.methods.guard import Decision, Verdict
 from metricopt_ext.methods.starts import Start
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.progress import Watcher
 
+VERDICT = Verdict(gain=0.0, optimism=0.0, chance=1.0, reliability=0.5, candidates=3, needed=1.0)
 PLAN = Plan(("random_search", "cma_es", "ngopt", "turbo", "ours"), (4, 20, 60))
 
 
@@ -97,6 +100,40 @@ def test_every_row_counts_the_choice_of_the_start(
     assert found["cma_es"]["cells"]["20"]["test"] == CMAES()(quadratic(), half, 18, seed=5).cost
 
 
+def test_every_row_counts_what_the_starts_cost_the_model(
+    experiment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two starts are asked; one is found by seven batches of the loss, and one has buffers, for a pass of its own."""
+
+    def starts(self: Any) -> dict[str, Start]:
+        self.task.loss_and_gradient(self.task.starts(1.0, 0, range(7)), 0, range(7), 0)
+        buffers = {name: value.clone() for name, value in self.task.adapter.model.named_buffers()}
+        return {"half": Start(self.task.goal / 2, buffers)}
+
+    prepare = experiment.prepare
+
+    def running(self: Any) -> Any:
+        task, test = prepare(self)
+        x = torch.zeros(1, 2, dtype=torch.float64)
+        metric = Metric(lambda model: (model(x), task.distance(model))[1], maximize=False, bounds=None)
+        return task.judged_by(metric), test
+
+    monkeypatch.setattr(experiment, "starts", starts)
+    monkeypatch.setattr(experiment, "prepare", running)
+    experiment.contenders_now["ours"] = ours()
+    run_seed(experiment, RunConfig(), Plan(("random_search", "ours", "turbo"), (20, 60)), tmp_path, 5, Watcher())
+    found = rows(tmp_path)
+    assert found["starts"]["chosen"] == "half"
+    assert found["starts"]["passes"] == {"metric": 2 + 1, "loss": 7}
+    passes = {
+        name: {b: cell["passes"] for b, cell in found[name]["cells"].items()} for name in ("random_search", "ours")
+    }
+    assert passes == {
+        "random_search": {"20": {"metric": 21, "loss": 7}, "60": {"metric": 61, "loss": 7}},
+        "ours": {"20": {"metric": 21, "loss": 71}, "60": {"metric": 61, "loss": 71}},
+    }
+
+
 def test_errors_mark_their_cells_and_the_rest_goes_on(experiment: Any, tmp_path: Path) -> None:
     run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
     found = rows(tmp_path)
@@ -137,17 +174,50 @@ def test_starts_can_be_chosen_by_name(experiment: Any, tmp_path: Path) -> None:
 def test_a_guard_is_judged_on_the_test_data(
     experiment: Any, quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experiment.contenders_now["ours"] = ours(CONFIDENCE)
-    monkeypatch.setattr(experiment, "test_error", lambda self, task, before, after: float((after - before).norm()))
+    experiment.contenders_now["ours"] = ours()
+    monkeypatch.setattr(experiment, "test_error", lambda self, before, after: float((after.phi - before.phi).norm()))
     run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
     problem = quadratic()
     half = problem.goal / 2
     found = GuidedTrustRegion()(quadratic(), half, 58, seed=5)
-    guard = rows(tmp_path)["ours"]["cells"]["60"]["guard"]
+    cell = rows(tmp_path)["ours"]["cells"]["60"]
+    guard = cell["guard"]
     assert guard["accepted"]
+    assert guard["kept"] == "search"
     assert guard["change"] == pytest.approx(problem.true_cost(half) - found.cost)
     assert guard["gain"] == pytest.approx(guard["change"])  # both look at the same metric here
     assert guard["error"] == pytest.approx(float((found.phi - half).norm()))
+    assert guard["whole"]["change"] == pytest.approx(problem.true_cost(0 * half) - found.cost)
+    assert guard["whole"]["error"] == pytest.approx(float(found.phi.norm()))
+    assert cell["test"] == found.cost
+
+
+@pytest.mark.parametrize(("kept", "share"), [("pretrained", 0.0), ("half", 0.5)])
+def test_what_the_guard_refuses_ends_where_it_says(
+    experiment: Any,
+    quadratic: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: str,
+    share: float,
+) -> None:
+    monkeypatch.setattr("metricopt_ext.evidence.guarded.decide", lambda *_: Decision(kept, VERDICT))
+    experiment.contenders_now["ours"] = ours()
+    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
+    cell, problem = rows(tmp_path)["ours"]["cells"]["60"], quadratic()
+    assert cell["test"] == cell["validation"] == problem.true_cost(share * problem.goal)
+    assert not cell["guard"]["accepted"]
+    assert cell["guard"]["whole"]["accepted"] == (share > 0)
+    gain = problem.true_cost(0 * problem.goal) - problem.true_cost(share * problem.goal)
+    assert cell["guard"]["whole"]["change"] == pytest.approx(gain)
+
+
+def test_a_run_that_may_not_keep_the_trained_model_has_no_whole_run(experiment: Any, tmp_path: Path) -> None:
+    experiment.contenders_now["ours"] = ours()
+    run_seed(experiment, RunConfig(), Plan(("ours",), (60,), ("half",)), tmp_path, 5, Watcher())
+    guard = rows(tmp_path)["ours"]["cells"]["60"]["guard"]
+    assert guard["accepted"]
+    assert guard["whole"] is None
 
 
 @pytest.mark.parametrize(

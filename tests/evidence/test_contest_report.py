@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from metricopt_ext.errors import DataError, FileFormatError
+from metricopt_ext.evidence.claims import summary
 from metricopt_ext.evidence.contest import Plan
 from metricopt_ext.evidence.contest_report import gather, load, markdown, print_report, standard_error, write
 from metricopt_ext.evidence.experiment import Subject
@@ -19,7 +20,8 @@ def put(folder: Path, seed: int, ours: float = 0.8, cma: float | None = 0.7) -> 
     """Write one seed's rows: CMA-ES can't do with 5 queries and may fail with 60, TuRBO does not apply."""
 
     def cell(test: float, budget: int, guard: Any = None) -> dict[str, Any]:
-        return {"queries": budget, "validation": test, "test": test, "seconds": budget / 10, "guard": guard}
+        told = {"passes": {"metric": budget + seed % 2, "loss": 64}} if guard else {}  # else of an earlier version
+        return {"queries": budget, "validation": test, "test": test, "seconds": budget / 10, "guard": guard, **told}
 
     guard = {"gain": 0.1, "chance": 0.01, "accepted": True, "change": 0.05, "error": 0.01}
     failed = {} if cma is not None else {"60": "MetricError: down"}
@@ -30,6 +32,7 @@ def put(folder: Path, seed: int, ours: float = 0.8, cma: float | None = 0.7) -> 
             "validation": {"pretrained": 0.4, "batchnorm": 0.6},
             "test": {"pretrained": 0.5, "batchnorm": 0.6},
             "seconds": 0.5,
+            "passes": {"metric": 2, "loss": 0},
         },
         "cma_es": {
             "least": 18,
@@ -55,7 +58,7 @@ def content(tmp_path: Path) -> dict[str, Any]:
 
 def table(text: str) -> dict[str, list[str]]:
     lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return {line[0]: [cell.strip() for cell in line[1:]] for line in lines if len(line) == 6}
+    return {line[0]: [cell.strip() for cell in line[1:]] for line in lines if len(line) == 7}
 
 
 def test_all_seeds_are_taken_in_and_paired(content: dict[str, Any]) -> None:
@@ -76,16 +79,55 @@ def test_all_seeds_are_taken_in_and_paired(content: dict[str, Any]) -> None:
 def test_the_table_marks_the_best_and_says_what_is_missing(content: dict[str, Any]) -> None:
     text = markdown(content)
     rows = table(text)
-    assert rows["method"] == ["needs", "5", "20", "60", "seconds"]
-    assert rows["pretrained"] == ["scores", "0.5000", "0.5000", "0.5000", ""]
+    assert rows["method"] == ["needs", "5", "20", "60", "seconds", "passes"]
+    assert rows["pretrained"] == ["scores", "0.5000", "0.5000", "0.5000", "", ""]
     assert rows["BatchNorm on validation"][0] == "inputs"
-    assert rows["best free start (2 queries)"] == ["inputs", "0.6000", "0.6000", "0.6000", "0.5"]
-    assert rows["CMA-ES on the metric"] == ["inputs", "", "0.6500", "0.7000 (1 of 3 failed)", "6.0"]
-    assert rows["MetricOpt, guided search"] == ["inputs", "**0.8000**", "**0.8000**", "**0.8000**", "6.0"]
+    assert rows["best free start (2 queries)"] == ["inputs", "0.6000", "0.6000", "0.6000", "0.5", "2 + 0"]
+    assert rows["CMA-ES on the metric"] == ["inputs", "", "0.6500", "0.7000 (1 of 3 failed)", "6.0", ""]
+    assert rows["MetricOpt, guided search"] == ["inputs", "**0.8000**", "**0.8000**", "**0.8000**", "6.0", "60 + 64"]
     assert "- CMA-ES on the metric needs at least 18 queries" in text
     assert "failed with 60 queries on 1 of 3 seeds: seed 700: MetricError: down" in text
     assert "- TuRBO on the metric does not apply" in text
     assert "9 guarded runs, 9 accepted; mean change on test +0.0500" in text
+
+
+def test_our_search_without_its_guard_is_shown_but_no_rival(content: dict[str, Any]) -> None:
+    """Where it ended is the start's test metric, 0.6, and the change of 0.3; all other rows have at most 0.8."""
+    for each in content["guards"]:
+        each["change"] = 0.3
+    content["guards"] = [each for each in content["guards"] if each["budget"] > 5 and each["seed"] > 700]
+    text = markdown(content)
+    assert table(text)["the same, unguarded"] == ["inputs", "", "0.9000", "0.9000", "", ""]
+    assert table(text)["MetricOpt, guided search"][1:4] == ["**0.8000**"] * 3
+    assert text.count("unguarded") == 2  # its row and the note
+    assert list(table(text))[-2:] == ["MetricOpt, guided search", "the same, unguarded"]
+    lower = {**content, "metric": {"name": "cost", "maximize": False}}
+    assert table(markdown(lower))["the same, unguarded"][2] == "0.3000"
+
+
+def test_a_comparison_of_an_earlier_version_is_read(content: dict[str, Any], tmp_path: Path) -> None:
+    """It has neither passes nor whole runs, which are left blank."""
+    del content["best_start"]["passes"]
+    for method in content["methods"].values():
+        for cell in method["cells"].values():
+            del cell["passes"]
+    (tmp_path / "comparison.json").write_text(json.dumps(content))
+    earlier = load(tmp_path)
+    rows = table(markdown(earlier))
+    assert {row[-1] for name, row in rows.items() if name not in ("method", "---")} == {""}
+    assert rows["MetricOpt, guided search"][1:4] == ["**0.8000**"] * 3
+    page = summary({"toy": earlier})
+    assert "9 guarded runs, 9 accepted" in page
+    assert "The whole run" not in page
+
+
+def test_whole_runs_are_reported_where_they_are_known(content: dict[str, Any]) -> None:
+    assert "The whole run" not in markdown(content)
+    whole = {"accepted": False, "change": 0.0, "error": 0.01, "best": 0.2, "best_error": 0.01}
+    content["guards"][0]["whole"] = whole
+    text = markdown(content)
+    assert "The search's step" in text
+    assert "1 guarded run, 0 accepted; mean change on test +0.0000" in text.partition("The whole run")[2]
 
 
 def test_a_rival_that_is_best_is_marked_too_and_lower_can_be_better(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from metricopt_ext.classification.config import (
 )
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.evidence.experiment import run_seed
+from metricopt_ext.evidence.experiment import State, run_seed
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.run_config import RecipeConfig
-from metricopt_ext.methods.starts import set_buffers, with_start
+from metricopt_ext.methods.starts import Start, set_buffers, with_start
 from metricopt_ext.utils.parallel import run_seeds
 
 
@@ -95,8 +95,23 @@ def test_the_error_of_a_classifiers_difference_is_that_of_paired_examples(tmp_pa
     assert change.abs().sum() > 10
     classes = [change[part.y == label] for label in (0, 1)]
     expected = math.sqrt(sum(len(each) * float(each.var(correction=0)) for each in classes)) / len(change)
-    assert experiment.test_error(task, *ends) == pytest.approx(expected, rel=0.2)  # 200 resamples: ± 5%
-    assert experiment.test_error(task, ends[0], ends[0]) == 0
+    before, after = (State(task, phi) for phi in ends)
+    assert experiment.test_error(before, after) == pytest.approx(expected, rel=0.2)  # 200 resamples: ± 5%
+    assert experiment.test_error(before, before) == 0
+
+
+def test_states_of_two_models_are_compared(tmp_path: Path) -> None:
+    """A model with other buffers is another state at the same phi."""
+    config = ClassificationConfig(
+        data=DataConfig(name="digits"), model=ModelConfig(name="small_cnn", epochs=1), metric=MetricConfig(name="mcr")
+    )
+    experiment = ClassificationExperiment(config, tmp_path, 0)
+    task, start = experiment.task, experiment.start("batchnorm")
+    assert start is not None
+    noisy = Start(start.phi, {name: torch.ones_like(value) for name, value in start.buffers.items()})
+    before, after = State(task, task.origin()), State(with_start(task, noisy), task.origin())
+    assert experiment.test_error(before, after) > 0
+    assert experiment.test_error(before, before) == experiment.test_error(after, after) == 0
 
 
 @pytest.mark.slow

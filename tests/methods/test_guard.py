@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metricopt_ext.methods.guard import CONFIDENCE, LEAST, SHARE, Verdict, deviates, judge, reliability_of
+from metricopt_ext.methods.guard import CONFIDENCE, LEAST, SHARE, Verdict, decide, deviates, judge, reliability_of
 from metricopt_ext.tasks.metric import Evaluation
 
 
@@ -131,6 +131,41 @@ def test_more_confidence_needs_a_larger_gain() -> None:
     assert timid.needed > usual.needed > bold.needed == 0
     assert timid.optimism == usual.optimism == bold.optimism
     assert judge(start, end, visited) == usual
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "kept"),
+    [
+        (50.0, 0.0, "search"),
+        (50.0, 49.9, "prior"),
+        (99.9, 99.8, "trained"),
+        (99.9, 0.0, "search"),
+        (50.0, 60.0, "prior"),
+    ],
+)
+def test_each_candidate_is_held_against_what_was_kept_before(start: float, end: float, kept: str) -> None:
+    """The halves of each point are 1 away from it, so that less than about 1 may be chance."""
+    visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
+    trained, begun, found = evaluations([(cost, cost) for cost in (100.0, start, end)])
+    decision = decide({"trained": trained, "prior": begun, "search": found}, visited)
+    assert decision.kept == kept
+    before = trained if kept == "trained" or start > 99 else begun
+    assert decision.verdict == judge(before, found, visited)
+    assert 0.9 < decision.verdict.needed < 3
+
+
+def test_f_is_asked_about_the_end_alone_and_by_what_was_kept() -> None:
+    visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
+    candidates = dict(zip(("trained", "prior", "search"), evaluations([(100, 100), (50, 50), (0, 0)]), strict=True))
+    asked: list[str] = []
+
+    def predicted(kept: str) -> float:
+        asked.append(kept)
+        return 0.1
+
+    decision = decide(candidates, visited, CONFIDENCE, predicted)
+    assert (decision.kept, asked) == ("prior", ["prior"])
+    assert decision.verdict == judge(candidates["prior"], candidates["search"], visited, CONFIDENCE, 0.1)
 
 
 # --- How often it errs -------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from pytorch_metric_learning.utils.logging_presets import HookContainer
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.retrieval import accuracy, recall
 from metricopt_ext.retrieval.accuracy import RecallCalculator
-from metricopt_ext.retrieval.recall import Recall, recall_at_k, recall_metric
+from metricopt_ext.retrieval.recall import Recall, hits_at_k, recall_at_k, recall_metric
 from metricopt_ext.tasks.metric import Ledger
 
 BIG = 2**24
@@ -72,6 +72,22 @@ def raw_faiss(x: np.ndarray, y: np.ndarray, ks: Any, distance: str = "l2") -> di
         if sizes[y[i]] > 1:
             hits.append(y[row[row != i][:k]] == y[i])
     return {wanted: float(np.mean([row[:wanted].any() for row in hits])) for wanted in ks}
+
+
+@pytest.mark.parametrize("distance", ["l2", "ip", "cosine"])
+def test_hits_are_those_of_the_definition(distance: Any) -> None:
+    x, y = clusters(120, classes=50)
+    rows, hits = hits_at_k(x, y, (1, 5, 200), distance=distance)
+    assert rows.tolist() == [i for i in range(120) if (y == y[i]).sum() > 1]
+    assert 0 < len(rows) < 120
+    for column, expected in zip(hits.T, naive(x, y, (1, 5, 200), distance=distance).values(), strict=True):
+        assert column.mean() == expected
+    near = x if distance != "cosine" else x / np.linalg.norm(x, axis=1, keepdims=True)
+    far = -(near @ near.T) if distance != "l2" else ((near[:, None] - near) ** 2).sum(2)
+    np.fill_diagonal(far, np.inf)
+    assert hits[:, 0].tolist() == (y[far[rows].argmin(1)] == y[rows]).tolist()
+    with pytest.raises(DataError, match="ks must be"):
+        hits_at_k(x, y, ())
 
 
 @pytest.mark.parametrize("distance", ["l2", "ip", "cosine"])

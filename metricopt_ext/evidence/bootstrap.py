@@ -1,0 +1,40 @@
+"""Standard errors of a test metric's difference by the bootstrap (Efron and Tibshirani, 1993, chapter 6)."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+RESAMPLES = 200
+
+
+def within_groups(groups: Sequence[Tensor], rng: torch.Generator) -> Iterator[Tensor]:
+    """Yield `RESAMPLES` resamples in which each group keeps its size.
+
+    Args:
+        groups: Rows of each group of independent examples, e.g. of each class; none is empty.
+        rng: Source of the draws.
+    """
+    for _ in range(RESAMPLES):
+        yield torch.cat([own[torch.randint(len(own), (len(own),), generator=rng).to(own)] for own in groups])
+
+
+def of_groups(groups: Sequence[Tensor], rng: torch.Generator) -> Iterator[Tensor]:
+    """Yield `RESAMPLES` resamples of whole groups, for examples that depend on each other within their group.
+
+    Args:
+        groups: Rows of each group; none is empty.
+        rng: Source of the draws.
+    """
+    for _ in range(RESAMPLES):
+        yield torch.cat([groups[i] for i in torch.randint(len(groups), (len(groups),), generator=rng).tolist()])
+
+
+def error_of(difference: Callable[[Tensor], float], resamples: Iterator[Tensor]) -> float:
+    """Return the standard deviation of a statistic over resamples.
+
+    Args:
+        difference: The statistic on some rows, which may repeat.
+        resamples: The rows of each.
+    """
+    return float(torch.tensor([difference(rows) for rows in resamples], dtype=torch.float64).std())

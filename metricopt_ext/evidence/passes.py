@@ -1,0 +1,88 @@
+"""What a method costs the model: passes over the metric's data, and batches of the loss; a query may cost neither.
+
+A query is a call of the metric, also on scores that are kept: a threshold tuned on them costs one pass, however many
+queries. A search that moves phi costs a pass for each query, and what its loss gradients cost besides.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask, Tally
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What the model was run for.
+
+    Attributes:
+        metric: Evaluations of the metric during which a model was run: passes over the metric's data.
+        loss: Batches whose loss was computed, with its gradient: n for a population of n phi. Passes that look at
+            outputs alone are not counted.
+    """
+
+    metric: int = 0
+    loss: int = 0
+
+    def __add__(self, other: "Passes") -> "Passes":
+        """Return the sum."""
+        return Passes(self.metric + other.metric, self.loss + other.loss)
+
+    def __sub__(self, other: "Passes") -> "Passes":
+        """Return the difference."""
+        return Passes(self.metric - other.metric, self.loss - other.loss)
+
+
+class Noticing:
+    """A metric's function that notices whether a model runs meanwhile: any module that has parameters of its own.
+
+    So it does not matter which model is judged: the task's, a copy with phi merged, or only its last layers, on
+    features that are kept.
+
+    Args:
+        function: The metric's function.
+
+    Attributes:
+        runs: Calls during which a model ran.
+        last: Whether one ran during the last call.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = self.__wrapped__ = function  # whose signature says whether it takes the model
+        self.runs, self.last = 0, False
+
+    def __call__(self, *model: nn.Module) -> Any:
+        """Call the function."""
+        self.last = False
+        hook = register_module_forward_pre_hook(self._notice)
+        try:
+            return self.function(*model)
+        finally:
+            hook.remove()
+            self.runs += self.last
+
+    def _notice(self, module: nn.Module, inputs: Any) -> None:
+        self.last = self.last or next(module.parameters(recurse=False), None) is not None
+
+
+def noticing(task: FinetuneTask) -> FinetuneTask:
+    """Return the same task with an empty ledger and its passes counted from now on; see `passes_of`."""
+    metric = task.metric
+    counted = Metric(Noticing(metric.function), maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
+    return replace(task, metric=counted, tally=Tally())
+
+
+def passes_of(task: FinetuneTask) -> Passes | None:
+    """Return what was counted of a task that `noticing` made, or of one made from that; None of any other."""
+    function = task.metric.function
+    return Passes(function.runs, task.tally.count) if isinstance(function, Noticing) else None
+
+
+def last_query(task: FinetuneTask) -> Passes:
+    """Return what the last query of such a task cost."""
+    function = task.metric.function
+    return Passes(metric=int(isinstance(function, Noticing) and function.last))

@@ -1,0 +1,90 @@
+"""Passes: what counts as one, whichever model runs, and what does not."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from metricopt_ext.errors import MetricError
+from metricopt_ext.evidence.passes import Noticing, Passes, last_query, noticing, passes_of
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+
+
+@pytest.fixture
+def running(quadratic: Callable[..., Any]) -> FinetuneTask:
+    """A quadratic task whose metric runs the model first."""
+    task = quadratic()
+
+    def distance(model: nn.Module) -> float:
+        model(torch.zeros(1, 2, dtype=torch.float64))
+        return float(task.problem.distance(model))
+
+    return noticing(task.judged_by(Metric(distance, maximize=False, bounds=None)))
+
+
+def test_passes_add_up() -> None:
+    assert Passes(5, 3) + Passes(2, 1) - Passes(1, 2) == Passes(6, 2)
+
+
+def test_a_query_is_a_pass_if_the_model_runs(running: FinetuneTask, quadratic: Callable[..., Any]) -> None:
+    points = torch.zeros(3, 4, dtype=torch.float64)
+    running.costs_at(points, "search")
+    assert passes_of(running) == Passes(metric=3)
+    assert last_query(running) == Passes(metric=1)
+    still = noticing(quadratic())  # it reads phi alone
+    still.costs_at(points, "search")
+    assert still.metric.ledger.spent == 3
+    assert passes_of(still) == last_query(still) == Passes()
+
+
+def test_it_does_not_matter_which_model_runs(running: FinetuneTask) -> None:
+    """Nor how deep in the metric it is; only modules without parameters of their own are none."""
+    part, wrapped = nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Softmax(dim=1))
+    x = torch.zeros(1, 2)
+    for model, passes in ((nn.Sequential(nn.ReLU(), part), 1), (wrapped, 0), (copy.deepcopy(part), 1)):
+        function = Noticing(lambda model: model(x).sum())
+        function(model)
+        assert (function.runs, function.last) == (passes, bool(passes))
+    running.copied().evaluate(running.origin(), "search")
+    assert passes_of(running) == Passes(metric=1)
+
+
+def test_only_what_runs_within_the_metric_counts(running: FinetuneTask) -> None:
+    running.adapter.model(torch.zeros(1, 2, dtype=torch.float64))
+    assert passes_of(running) == Passes()
+    function = Noticing(lambda: 0.5)
+    metric = Metric(function, maximize=True)
+    assert not metric.takes_model
+    assert metric.cost(running.adapter.model, "judge") == 0.5
+    assert function.runs == 0
+
+
+def test_a_pass_that_fails_is_one_and_leaves_no_hook(running: FinetuneTask) -> None:
+    def failing(model: nn.Module) -> float:
+        model(torch.zeros(1, 2, dtype=torch.float64))
+        raise OSError("down")
+
+    task = noticing(running.judged_by(Metric(failing, maximize=True)))
+    with pytest.raises(MetricError, match="down"):
+        task.evaluate(task.origin(), "search")
+    assert passes_of(task) == Passes(metric=1)
+    task.adapter.model(torch.zeros(1, 2, dtype=torch.float64))
+    assert passes_of(task) == Passes(metric=1)
+
+
+def test_losses_with_their_gradients_count_for_each_phi(running: FinetuneTask) -> None:
+    phi = torch.zeros(5, 4, dtype=torch.float64)
+    before = passes_of(running)
+    running.judged_by(running.metric.with_new_ledger()).loss_and_gradient(phi, 0, range(5), 0)
+    assert passes_of(running) == Passes(loss=5)
+    assert before == Passes()
+    assert passes_of(noticing(running)) == Passes()
+
+
+def test_of_other_tasks_nothing_is_known(quadratic: Callable[..., Any]) -> None:
+    assert passes_of(quadratic()) is None
+    assert last_query(quadratic()) == Passes()

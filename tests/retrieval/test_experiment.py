@@ -1,0 +1,43 @@
+"""A retrieval experiment's test error, on digits whose test part has half of the classes."""
+
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("faiss")
+pytest.importorskip("pytorch_metric_learning")
+
+from metricopt_ext.data.labelled import Split
+from metricopt_ext.evidence.experiment import State
+from metricopt_ext.retrieval.build import embed_with
+from metricopt_ext.retrieval.config import RetrievalConfig
+from metricopt_ext.retrieval.experiment import RetrievalExperiment
+from metricopt_ext.retrieval.recall import hits_at_k
+from metricopt_ext.utils.config import load_config
+
+DIGITS = Path(__file__).parents[2] / "configs" / "retrieval" / "digits.yaml"
+TINY = ["model.epochs=1", "model.width=4", "model.embedding=6", "adapter.dim=3", "device=cpu", "metric.ks=[1]"]
+
+
+def test_the_error_of_a_recalls_difference_is_that_of_whole_classes(tmp_path: Path) -> None:
+    """The classes being about equal in size, it is that of the mean of their differences."""
+    config = load_config(RetrievalConfig, DIGITS, [*TINY, "data.fractions=[0.3,0.2,0.5]"])
+    experiment = RetrievalExperiment(config, tmp_path, 3)
+    task, part = experiment.task, experiment.splits.test
+    before, after = (State(task, phi) for phi in (task.origin(), task.starts(1.0, 0, [0])[0]))
+    hits = [hits_at_k(embed_with(task.adapter, phi, part.x), part.y, (1,))[1][:, 0] for _, phi in (before, after)]
+    change = hits[1].astype(float) - hits[0]
+    means = [float(change[(part.y == label).numpy()].mean()) for label in part.y.unique()]
+    assert len(means) == 5
+    expected = statistics.stdev(means) / math.sqrt(5)
+    assert expected > 0.001
+    assert experiment.test_error(before, after) == pytest.approx(expected, rel=0.2)  # 200 resamples: ± 5%
+    assert experiment.test_error(before, before) == 0
+    some = [*range(8), int((part.y != part.y[0]).nonzero()[0])]
+    labels = torch.tensor([0] * 8 + [1])  # the single image of a class is no query
+    experiment.splits = replace(experiment.splits, test=Split(part.x[some], labels))
+    assert experiment.test_error(before, after) is None
