@@ -67,7 +67,7 @@ class SearchEnd(SearchResult):
         if self.f is None:
             return 0.0
         there, here = self.f.mean(torch.stack([point, self.phi])).tolist()
-        return (there - here) * float(self.f.cost_std)
+        return float(there - here) * float(self.f.cost_std)
 
 
 @dataclass(frozen=True)
