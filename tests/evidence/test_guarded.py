@@ -9,7 +9,7 @@ import torch
 
 from metricopt_ext.evidence.experiment import State
 from metricopt_ext.evidence.guarded import TRAINED, Candidate, Change, guarded
-from metricopt_ext.methods.guard import CONFIDENCE, judge
+from metricopt_ext.methods.guard import judge
 from metricopt_ext.search.trust_region import SearchEnd
 from metricopt_ext.tasks.metric import Evaluation
 
@@ -60,12 +60,12 @@ def test_a_whole_run_goes_from_the_model_as_it_was_trained(
 ) -> None:
     trained, started = quadratic(), quadratic()  # two models: the start has other buffers
     starts = {TRAINED: candidate(trained, TRAINED, 100.0), "prior": candidate(started, "prior", begun)}
-    state, record = guarded(starts, end(ended), confidence=CONFIDENCE, scale=2.0, change=change)
+    state, record = guarded(starts, end(ended), confidence=0.84, scale=2.0, change=change)
     assert record["kept"] == kept
     assert state.task is (trained if kept == TRAINED else started)
     assert float(state.phi) == HEIGHTS[kept]
     before = starts[TRAINED if kept == TRAINED or begun > 99 else "prior"].evaluation
-    verdict = judge(before, end(ended).evaluation, VISITED)  # f has no objection
+    verdict = judge(before, end(ended).evaluation, VISITED, 0.84)  # f has no objection
     assert [record[name] for name in ("gain", "chance", "optimism")] == [
         2 * verdict.gain,
         2 * verdict.chance,
@@ -89,18 +89,18 @@ def test_f_is_asked_about_points_of_its_own_model(
     other = candidate(quadratic(), TRAINED, 100.0)
     for begun, kept in ((50.0, "search" if accepted else "prior"), (99.9, "search")):
         starts = {TRAINED: other, "prior": candidate(quadratic(), "prior", begun)}
-        _, record = guarded(starts, end(0.0, promise), confidence=CONFIDENCE, scale=1.0, change=change)
+        _, record = guarded(starts, end(0.0, promise), confidence=0.84, scale=1.0, change=change)
         assert record["kept"] == kept
     task = quadratic()
     starts = {TRAINED: candidate(task, TRAINED, 100.0), "prior": candidate(task, "prior", 99.9)}
-    _, record = guarded(starts, end(0.0, promise), confidence=CONFIDENCE, scale=1.0, change=change)
+    _, record = guarded(starts, end(0.0, promise), confidence=0.84, scale=1.0, change=change)
     assert record["kept"] == ("search" if accepted else TRAINED)
 
 
 def test_a_search_from_the_model_as_it_was_trained_is_a_whole_run(quadratic: Callable[..., Any]) -> None:
     starts = {TRAINED: candidate(quadratic(), TRAINED, 50.0)}
     for ended, accepted in ((0.0, True), (49.9, False)):
-        _, record = guarded(starts, end(ended), confidence=CONFIDENCE, scale=1.0, change=change)
+        _, record = guarded(starts, end(ended), confidence=0.84, scale=1.0, change=change)
         assert record["kept"] == ("search" if accepted else TRAINED)
         assert record["accepted"] == record["whole"]["accepted"] == accepted
         assert record["change"] == record["whole"]["best"] == 7.0
@@ -109,6 +109,6 @@ def test_a_search_from_the_model_as_it_was_trained_is_a_whole_run(quadratic: Cal
 
 def test_without_the_trained_model_among_the_starts_there_is_no_whole_run(quadratic: Callable[..., Any]) -> None:
     starts = {"prior": candidate(quadratic(), "prior", 50.0)}
-    state, record = guarded(starts, end(49.9), confidence=CONFIDENCE, scale=1.0, change=change)
+    state, record = guarded(starts, end(49.9), confidence=0.84, scale=1.0, change=change)
     assert (record["kept"], record["whole"]) == ("prior", None)
     assert float(state.phi) == HEIGHTS["prior"]

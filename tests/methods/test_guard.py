@@ -147,10 +147,10 @@ def test_each_candidate_is_held_against_what_was_kept_before(start: float, end: 
     """The halves of each point are 1 away from it, so that less than about 1 may be chance."""
     visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
     trained, begun, found = evaluations([(cost, cost) for cost in (100.0, start, end)])
-    decision = decide({"trained": trained, "prior": begun, "search": found}, visited)
+    decision = decide({"trained": trained, "prior": begun, "search": found}, visited, 0.84)
     assert decision.kept == kept
     before = trained if kept == "trained" or start > 99 else begun
-    assert decision.verdict == judge(before, found, visited)
+    assert decision.verdict == judge(before, found, visited, 0.84)
     assert 0.9 < decision.verdict.needed < 3
 
 
@@ -183,10 +183,13 @@ def share_accepted(n: int, gain: float, confidence: float, runs: int) -> float:
 
 
 @pytest.mark.outcome
-@pytest.mark.parametrize(("confidence", "share"), [(0.84, 0.16), (0.95, 0.05), (0.99, 0.03)])
+@pytest.mark.parametrize(("confidence", "share"), [(0.77, 0.23), (0.84, 0.16), (0.95, 0.05), (0.99, 0.03)])
 @pytest.mark.parametrize("n", [10, 40, 200])
 def test_noise_alone_is_accepted_in_at_most_a_stated_share(n: int, confidence: float, share: float) -> None:
-    """Of 300 runs at n = 10, 40 and 200: 13%, 9%, 4% at 0.84; 4%, 1%, 1% at 0.95; 2%, 0.3%, 0.3% at 0.99."""
+    """Of 300 runs at n = 10, 40 and 200: 18%, 15%, 9% at 0.77; 13%, 9%, 4% at 0.84; 4%, 1%, 1% at 0.95.
+
+    At 0.99 2%, 0.3% and 0.3%.
+    """
     runs = 600
     assert share_accepted(n, 0.0, confidence, runs) < share + 3 * math.sqrt(share * (1 - share) / runs)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import metricopt_ext as mo
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, load_adapter
 from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError, ValueFunctionError
+from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.pipeline import guided_results, optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import MetricOptResult, SearchRun
@@ -1027,7 +1028,7 @@ def test_a_gain_that_may_be_chance_leaves_the_model_as_it_was(
     assert (left.chosen, unsure.adapter.phi.any()) == ("start", False)
     assert 0 < kept.chance < 0.02  # at worst 0.005 ± 0.001
     assert left.needed + left.optimism > left.before - left.best  # 280 and more, against 3.47 at most
-    assert left.needed == pytest.approx(NormalDist().inv_cdf(0.84) * left.chance, rel=1e-12)
+    assert left.needed == pytest.approx(NormalDist().inv_cdf(CONFIDENCE) * left.chance, rel=1e-12)
     assert f"up to {left.needed + left.optimism:.4f} of a gain may be chance and optimism" in str(left)
     assert "may be chance" not in str(kept)
 
