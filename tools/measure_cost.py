@@ -2,9 +2,10 @@
 
     python tools/measure_cost.py --output-dir out/cost
 
-Two tables: a finetuning step with MetricOpt against one with a plain loss optimizer, and a population of phi computed
-together against one by one. The sides take turns (A B A B ...), so any other load on the machine affects all equally.
-Writes cost.json and cost.md. A missed target is a result, not an error.
+Three tables: a finetuning step with MetricOpt against one with a plain loss optimizer, a population of phi computed
+together against one by one, and a fit of a guided search's f against gpytorch's. The sides take turns (A B A B ...), so
+any other load on the machine affects all equally. Writes cost.json and cost.md. A missed target is a result, not an
+error.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from metricopt_ext.utils.machine import processor
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.fitting import fit_value_function
+from metricopt_ext.value.gp import GPLearner, Spectrum
 from metricopt_ext.value.learners import NeuralLearner
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import ValueFunction
@@ -137,10 +139,10 @@ def main() -> None:
 
 
 def run(folder: Path, threads: int, repeats: int) -> list[Table]:
-    """Measure, print and write both tables; returns them."""
+    """Measure, print and write all tables; returns them."""
     print(f"{processor()}, --threads {threads}, --repeats {repeats}")
     with num_threads(threads):
-        tables = [measure_step(repeats), measure_population(repeats)]
+        tables = [measure_step(repeats), measure_population(repeats), measure_fit(repeats)]
     for table in tables:
         table.print()
     written = write(tables, folder, threads, repeats)
@@ -279,6 +281,80 @@ def measure_population(
         medians(seconds),
         [Ratio(name, "together", list(seconds[name] / together), at_least=5) for name in sides if name != "together"],
     )
+
+
+def measure_fit(repeats: int, *, points: int = 150, dim: int = 32) -> Table:
+    """Time fits of a Gaussian process to the queries of a search, hyper-parameters included.
+
+    Raises:
+        RuntimeError: A side did not fit: it explains less than half of the costs' variance.
+    """
+    phi, cost = queried(points, dim)
+    learner = GPLearner(1.0, Spectrum(2.0 ** -torch.arange(dim, dtype=torch.float64), torch.eye(dim).double()))
+    sides: dict[str, Callable[[int], Callable[[Tensor], Tensor]]] = {
+        "GPLearner": lambda turn: learner(phi, cost),
+        "gpytorch": lambda turn: gpytorch_fit(phi, cost),
+    }
+    for name, side in sides.items():
+        residual = cost - side(0)(phi).double()
+        if not residual.var() < cost.var() / 2:
+            raise RuntimeError(f"{name} explains only {1 - float(residual.var() / cost.var()):.0%} of the variance")
+    seconds = take_turns(sides, repeats)
+    return Table(
+        f"Fit of f to {points} queries, d = {dim}",
+        "GPLearner: the grid of hyper-parameters of a guided search, three strengths of the spectrum among them, and"
+        " the fit itself. gpytorch: `ExactGP` with one length scale, by L-BFGS of at most 50 iterations from its"
+        " defaults. A search chooses hyper-parameters anew whenever it has a quarter more queries.",
+        medians(seconds),
+        [Ratio("GPLearner", "gpytorch", list(seconds["GPLearner"] / seconds["gpytorch"]))],
+    )
+
+
+def queried(points: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Draw phi, ``n x d``, and smooth costs with noise of a twentieth of their spread, ``n``, float64."""
+    rng = generator(0, "queries")
+    phi = torch.randn(points, dim, generator=rng, dtype=torch.float64)
+    weights = 2.0 ** -torch.arange(dim, dtype=torch.float64)
+    cost = (phi * weights).sum(1).tanh() + (phi.square() * weights).sum(1) / 2
+    return phi, cost + cost.std() / 20 * torch.randn(points, generator=rng, dtype=torch.float64)
+
+
+def gpytorch_fit(phi: Tensor, cost: Tensor) -> Callable[[Tensor], Tensor]:
+    """Fit gpytorch's exact Gaussian process to points, ``n x d``, and costs, ``n``; returns its posterior mean."""
+    import gpytorch
+
+    class Model(gpytorch.models.ExactGP):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(phi, target, likelihood)
+            self.mean_module = gpytorch.means.ConstantMean()
+            self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+
+        def forward(self, x: Tensor) -> Any:
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    target = (cost - cost.mean()) / cost.std()
+    likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
+    model = Model().double()
+    likelihood_of = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=50, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = -likelihood_of(model(phi), target)
+        loss.backward()
+        return loss
+
+    model.train()
+    optimizer.step(closure)
+    model.eval()
+
+    @torch.no_grad()
+    def mean(x: Tensor) -> Tensor:
+        with gpytorch.settings.debug(False):  # warns where x are the points that it was fitted to
+            predicted: Tensor = model(x).mean
+        return cost.mean() + cost.std() * predicted
+
+    return mean
 
 
 def untrained(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:

@@ -18,6 +18,7 @@ from metricopt_ext.search.optimizer import MetricOpt
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "measure_cost.py"
 TINY_STEP: dict[str, Any] = {"model": "small_cnn", "pixels": 6, "batch_size": 3, "dim": 5}
+TINY_FIT: dict[str, Any] = {"points": 40, "dim": 3}
 TINY_POPULATION: dict[str, Any] = {"population": 4, "features": 7, "batch_size": 3, "dim": 5}
 REPEATS = 6
 
@@ -160,9 +161,29 @@ def test_sides_that_disagree_are_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         tool.measure_population(REPEATS, **TINY_POPULATION)
 
 
+def test_both_fits_predict_the_costs(sides: dict[str, Any]) -> None:
+    table = tool.measure_fit(REPEATS, **TINY_FIT)
+    assert list(table.seconds) == list(sides) == ["GPLearner", "gpytorch"]
+    assert [(row.of, row.over) for row in table.rows] == [("GPLearner", "gpytorch")]
+    phi, cost = tool.queried(**TINY_FIT)
+    for side in sides.values():
+        assert (side(0)(phi).double() - cost).var() < cost.var() / 10  # 0.004 of it
+        assert side(0)(phi[:7] + 0.1).shape == (7,)
+
+
+def test_a_fit_that_explains_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "gpytorch_fit", lambda phi, cost: lambda x: x.sum(1) * 0)
+    with pytest.raises(RuntimeError, match="gpytorch explains only 0% of the variance"):
+        tool.measure_fit(REPEATS, **TINY_FIT)
+
+
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, sizes in (("measure_step", TINY_STEP), ("measure_population", TINY_POPULATION)):
+    for name, sizes in (
+        ("measure_step", TINY_STEP),
+        ("measure_population", TINY_POPULATION),
+        ("measure_fit", TINY_FIT),
+    ):
         monkeypatch.setattr(tool, name, partial(getattr(tool, name), **sizes))
 
 
@@ -180,7 +201,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     assert content["versions"]["torch"] in torch.__version__
     text, printed = (tmp_path / "new" / "cost.md").read_text(), capsys.readouterr().out
     ratios = [ratio for table in content["tables"] for ratio in table["ratios"]]
-    assert [ratio["at_most"] or ratio["at_least"] for ratio in ratios] == [1.1, None, 5, 5, 5]
+    assert [ratio["at_most"] or ratio["at_least"] for ratio in ratios] == [1.1, None, 5, 5, 5, None]
     for ratio in ratios:
         low, high = ratio["interval"]
         assert 0 < low <= ratio["ratio"] <= high
