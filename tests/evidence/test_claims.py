@@ -93,8 +93,9 @@ def test_a_summary_states_gains_and_losses() -> None:
     assert "| first | 8 | 2 | 1 |" in page
     assert "| second | 6 | 2 | 0 |" in page
     assert "- first, 150 queries: -0.0922 [" in page
-    assert "| first |  | not TuRBO on the metric | not BatchNorm on validation, TuRBO on the metric |" in page
+    assert "| first |  | yes | not BatchNorm on validation |" in page  # TuRBO is a search
     assert "| second |  | yes | not BatchNorm on validation |" in page
+    assert "| at or above | 2 of 2 | 2 of 2 | 2 of 2 | 0 of 1 |" in page
     assert "- no guarded run" in page
 
 
