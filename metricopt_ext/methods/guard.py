@@ -12,7 +12,7 @@ from metricopt_ext.tasks.metric import Evaluation, stacked_halves
 from metricopt_ext.tasks.split_half import chance_of_gain
 
 # How sure the guard must be, one-sided, that a gain is not chance.
-CONFIDENCE = 0.77
+CONFIDENCE = 0.89
 
 # The candidates that the end is compared with: the best of the visited points, this share of them and at least so many.
 SHARE, LEAST = 1 / 4, 8
