@@ -93,8 +93,6 @@ def ours(confidence: float = CONFIDENCE, search: GuidedTrustRegion | None = None
 
     Args:
         confidence: How sure the guard must be, at least 0.5 and below 1.
-
-    Args:
         search: The search.
     """
     engine = search or GuidedTrustRegion()

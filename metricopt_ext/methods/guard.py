@@ -14,6 +14,9 @@ from metricopt_ext.tasks.split_half import chance_of_gain
 # How sure the guard must be, one-sided, that a gain is not chance.
 CONFIDENCE = 0.89
 
+# How sure it must be of a start that a search begins from. It is one of few, and was made without asking the metric.
+START_CONFIDENCE = 0.6
+
 # The candidates that the end is compared with: the best of the visited points, this share of them and at least so many.
 SHARE, LEAST = 1 / 4, 8
 
@@ -82,14 +85,15 @@ def decide(
         candidates: Evaluations by name: of the model as it was trained, of the start that the search began from unless
             it is the same, and of its end. At least two.
         visited: Those of the points that the end was chosen from.
-        confidence: How sure to be, at least 0.5 and below 1.
+        confidence: How sure to be of the end, at least 0.5 and below 1; of a start at most `START_CONFIDENCE` is asked.
         predicted: The gain of the search's end over another candidate as f sees it, by that one's name, in units of the
             cost; infinite if there is no f to ask. No f is asked about the other candidates.
     """
     kept, *others = candidates
     for name in others:
-        asked = predicted(kept) if name == others[-1] else math.inf
-        verdict = judge(candidates[kept], candidates[name], visited, confidence, asked)
+        at_end = name == others[-1]
+        asked, sure = (predicted(kept), confidence) if at_end else (math.inf, min(confidence, START_CONFIDENCE))
+        verdict = judge(candidates[kept], candidates[name], visited, sure, asked)
         kept = name if verdict.accepted else kept
     return Decision(kept, verdict)
 

@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from metricopt_ext.methods.guard import CONFIDENCE, LEAST, SHARE, Verdict, decide, deviates, judge, reliability_of
+from metricopt_ext.methods.guard import (
+    CONFIDENCE,
+    LEAST,
+    SHARE,
+    START_CONFIDENCE,
+    Verdict,
+    decide,
+    deviates,
+    judge,
+    reliability_of,
+)
 from metricopt_ext.tasks.metric import Evaluation
 
 
@@ -166,6 +176,19 @@ def test_f_is_asked_about_the_end_alone_and_by_what_was_kept() -> None:
     decision = decide(candidates, visited, CONFIDENCE, predicted)
     assert (decision.kept, asked) == ("prior", ["prior"])
     assert decision.verdict == judge(candidates["prior"], candidates["search"], visited, CONFIDENCE, 0.1)
+
+
+def test_less_is_asked_of_a_start_than_of_an_end() -> None:
+    visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
+    trained, better = evaluations([(50.0, 50.0), (49.0, 49.0)])
+    needed = judge(trained, better, visited, START_CONFIDENCE).needed
+    assert needed < 1 < judge(trained, better, visited, 0.99).needed
+    worse = evaluations([(60.0, 60.0)])[0]
+    assert decide({"trained": trained, "prior": better, "search": worse}, visited, 0.99).kept == "prior"
+    assert decide({"trained": trained, "search": better}, visited, 0.99).kept == "trained"
+    little = evaluations([(50 - needed / 2, 50 - needed / 2)])[0]
+    assert decide({"trained": trained, "prior": little, "search": worse}, visited, 0.99).kept == "trained"
+    assert decide({"trained": trained, "prior": little, "search": worse}, visited, 0.5).kept == "prior"
 
 
 # --- How often it errs -------------------------------------------------------------------------------------------

@@ -898,8 +898,8 @@ def test_a_search_is_resumed_with_the_buffers_that_it_began_with(tmp_path: Path)
         guided(refused, output_dir=tmp_path, resume=True)  # another model's buffers are none of this run's
 
 
-def test_buffers_that_are_no_longer_kept_leave_the_folder(tmp_path: Path) -> None:
-    """The guard is no part of a run's identity: a resumed run may be surer, and then keep the model as it was."""
+def test_buffers_that_are_no_longer_kept_leave_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard is no part of a run's identity: one that asks more of a start may then keep the model as it was."""
     kept, host = Normed(), Normed()
 
     def halves(model: nn.Module) -> tuple[float, tuple[float, float]]:
@@ -914,6 +914,7 @@ def test_buffers_that_are_no_longer_kept_leave_the_folder(tmp_path: Path) -> Non
 
     assert search(kept, 0.5, resume=False).buffers
     assert (tmp_path / "buffers.safetensors").exists()
+    monkeypatch.setattr("metricopt_ext.methods.guard.START_CONFIDENCE", 0.99)
     assert not search(host, 0.99, resume=True).buffers
     assert not (tmp_path / "buffers.safetensors").exists()
 
