@@ -67,10 +67,12 @@ class ClassifierAdapterConfig(AdapterConfig):
 class MetricConfig:
     """What the classifier is judged by.
 
-    f1, jaccard and aucpr are the positive class's if there are two classes, and macro (the mean over classes) else.
+    f1, jaccard, aucpr, auc and eer are the positive class's if there are two classes, and macro (the mean over classes)
+    else.
     """
 
-    # accuracy, aucpr, balanced_accuracy, expected_cost, f1, jaccard, mcr, worst_recall, or MODULE:FUNCTION
+    # accuracy, auc, aucpr, balanced_accuracy, eer, expected_cost, f1, jaccard, mcc, mcr, worst_recall, or
+    # MODULE:FUNCTION
     name: str = "accuracy"
     # expected_cost: cost[true][predicted], each with a decimal point, as omegaconf below 2.4 rejects 0 for 0.0
     costs: list[list[float]] = field(default_factory=list)
