@@ -9,7 +9,9 @@ from omegaconf import MISSING
 from metricopt_ext.classification.data import load_csv
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
+from metricopt_ext.evidence.siblings import SiblingsConfig
 from metricopt_ext.methods.recipe import checked_setting
+from metricopt_ext.methods.siblings.registry import SIBLINGS
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import config_section, default_of
@@ -125,6 +127,7 @@ class ClassificationConfig(RunConfig):
     shift: ClassifierShiftConfig = field(default_factory=ClassifierShiftConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     second_round: SecondRoundConfig = field(default_factory=SecondRoundConfig)
+    siblings: SiblingsConfig = field(default_factory=SiblingsConfig)
     batch_size: int = 100  # of the loss while finetuning
     balanced: bool = True  # of these batches too every class gets an equal share; model.balanced is for training
 
@@ -159,8 +162,13 @@ class ClassificationConfig(RunConfig):
             check_integer(1, batch_size=self.second_round.batch_size)
             check_above(0, lr=self.second_round.lr)
         super().check()
+        self.siblings.check(self.methods)
         if self.transfer.value_function:
             load_value_function(self.transfer.value_function, None if self.adapter.acts_on_logits else self.adapter.dim)
+
+    def further_methods(self) -> tuple[str, ...]:
+        """Return what ``methods`` may name."""
+        return tuple(SIBLINGS)
 
     def least_dim(self) -> int:
         """Return the dimension of phi as far as it is known before the model; of offsets there is one at least."""

@@ -1,7 +1,7 @@
 """Adam on gradients that are clipped by their norm before, on all parameters as one vector."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import torch
@@ -59,12 +59,20 @@ class ClippedAdam:
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True) if loss.requires_grad else ()
         if not any(gradient is not None for gradient in gradients):
             raise AdapterError("the loss has no gradient in what is trained")
-        gradient = torch.cat(
+        self.descend(
             [
-                (torch.zeros_like(parameter) if each is None else each).reshape(-1)
+                torch.zeros_like(parameter) if each is None else each
                 for parameter, each in zip(self.parameters, gradients, strict=True)
             ]
         )
+
+    def descend(self, gradients: Sequence[Tensor]) -> None:
+        """Take one step.
+
+        Args:
+            gradients: One for each parameter, of its shape.
+        """
+        gradient = torch.cat([each.reshape(-1) for each in gradients])
         if self.clip is not None:
             gradient *= (self.clip / (gradient.norm() + 1e-6)).clamp(max=1)
         self.steps += 1

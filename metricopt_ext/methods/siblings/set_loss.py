@@ -1,6 +1,6 @@
 """The surrogate loss of Learning Surrogate Losses (Grabocka et al., 2019): a network of a set of scores and labels."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -43,6 +43,7 @@ class SetLoss(nn.Module):
         self.outputs, self.metric = outputs, metric
         self.g = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((2 * outputs, *G)))
         self.h = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((G[-1], *H)))
+        self.layers = (*self.g, *self.h)  # a tuple: no other way to the same parameters
 
     def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
         """Return the surrogate of the cost, a scalar.
@@ -54,60 +55,103 @@ class SetLoss(nn.Module):
         Raises:
             DataError: The scores have another shape.
         """
+        loss: Tensor = _SetNetwork.apply(self._inputs(scores, labels), *self._weights())
+        return loss
+
+    @torch.no_grad()
+    def distance(self, scores: Tensor, labels: Tensor, true: float) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the distance |true - surrogate| to a cost, the meta-loss of Eq. 3 and 5, with its gradient.
+
+        Args:
+            scores: As in `forward`.
+            labels: As in `forward`.
+            true: The cost.
+
+        Returns:
+            The distance, a scalar, and its gradients in the order of ``parameters()``, without a graph.
+
+        Raises:
+            DataError: The scores have another shape.
+        """
+        loss, kept = _forward(self._inputs(scores, labels), self._weights())
+        error = loss - true
+        return error.abs(), _to_weights(kept, error.sign())[1]
+
+    def _inputs(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Return (y, yhat) of each example, ``N x 2`` or ``N x 2C``."""
         if scores.shape[1:] != ((self.outputs,) if self.outputs > 1 else ()):
             expected = "N" if self.outputs == 1 else f"N x {self.outputs}"
             raise DataError(f"scores have shape {tuple(scores.shape)}; this surrogate loss takes {expected}")
         if self.outputs == 1:
-            inputs = torch.stack([labels.to(scores.dtype), scores], 1)
-        else:
-            inputs = torch.cat([F.one_hot(labels, self.outputs).to(scores.dtype), scores], 1)
-        weights = [tensor for layer in (*self.g, *self.h) for tensor in (layer.weight, layer.bias)]
-        loss: Tensor = _SetNetwork.apply(inputs, *weights)
-        return loss
+            return torch.stack([labels.to(scores.dtype), scores], 1)
+        return torch.cat([F.one_hot(labels, self.outputs).to(scores.dtype), scores], 1)
+
+    def _weights(self) -> list[Tensor]:
+        return [tensor for layer in self.layers for tensor in (layer.weight, layer.bias)]
 
     def save(self, path: str | Path) -> None:
         """Write it to a safetensors file; `load_set_loss` reads it."""
         write_tensors(path, self.state_dict(), FILE_FORMAT, {"outputs": self.outputs, "metric": self.metric})
 
 
-class _SetNetwork(torch.autograd.Function):
-    """Eq. 2 with its derivative written out: three times as fast as autograd's, which visits every small operation."""
+# Eq. 2 with its derivative written out: autograd visits every small operation, which takes three times as long.
 
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, *weights: Tensor) -> Tensor:
-        """Return h of the mean of g."""
-        (w1, b1, w2, b2, w3, b3, w4, b4, w5, b5) = weights
-        a1 = F.leaky_relu(torch.addmm(b1, inputs, w1.t()), SLOPE)
-        a2 = F.leaky_relu(torch.addmm(b2, a1, w2.t()), SLOPE)
-        mean = a2.mean(0)
-        a3 = F.leaky_relu(torch.addmv(b3, w3, mean), SLOPE)
-        a4 = F.leaky_relu(torch.addmv(b4, w4, a3), SLOPE)
-        ctx.save_for_backward(inputs, a1, a2, mean, a3, a4, w1, w2, w3, w4, w5)
-        return torch.addmv(b5, w5, a4)[0]
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of inputs and weights, as far as they are needed."""
-        inputs, a1, a2, mean, a3, a4, w1, w2, w3, w4, w5 = ctx.saved_tensors
-        d5 = gradient.reshape(1)
-        d4 = _below(w5.t() @ d5, a4)
-        d3 = _below(w4.t() @ d4, a3)
-        d2 = _below((w3.t() @ d3 / len(inputs)).expand_as(a2), a2)
-        d1 = _below(d2 @ w2, a1)
-        to_inputs = d1 @ w1 if ctx.needs_input_grad[0] else None
-        if not any(ctx.needs_input_grad[1:]):
-            return to_inputs, *(None,) * 10
-        return (
-            to_inputs,
-            *(d1.t() @ inputs, d1.sum(0), d2.t() @ a1, d2.sum(0)),
-            *(torch.outer(d3, mean), d3, torch.outer(d4, a3), d4, torch.outer(d5, a4), d5),
-        )
+def _forward(inputs: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return h of the mean of g, a scalar, and what the derivative needs."""
+    w1, b1, w2, b2, w3, b3, w4, b4, w5, b5 = weights
+    a1 = F.leaky_relu(torch.addmm(b1, inputs, w1.t()), SLOPE)
+    a2 = F.leaky_relu(torch.addmm(b2, a1, w2.t()), SLOPE)
+    mean = a2.mean(0)
+    a3 = F.leaky_relu(torch.addmv(b3, w3, mean), SLOPE)
+    a4 = F.leaky_relu(torch.addmv(b4, w4, a3), SLOPE)
+    return torch.addmv(b5, w5, a4)[0], (inputs, a1, a2, mean, a3, a4, w1, w2, w3, w4, w5)
+
+
+def _to_weights(kept: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the gradient before the first layer, ``N x 30``, and those of all weights."""
+    inputs, a1, a2, mean, a3, a4, _, w2, w3, w4, w5 = kept
+    d5 = gradient.reshape(1)
+    d4 = _below(w5.t() @ d5, a4)
+    d3 = _below(w4.t() @ d4, a3)
+    d2 = _below((w3.t() @ d3 / len(inputs)).expand_as(a2), a2)
+    d1 = _below(d2 @ w2, a1)
+    of_g = d1.t() @ inputs, d1.sum(0), d2.t() @ a1, d2.sum(0)
+    return d1, (*of_g, torch.outer(d3, mean), d3, torch.outer(d4, a3), d4, torch.outer(d5, a4), d5)
+
+
+def _to_inputs(kept: Sequence[Tensor], gradient: Tensor) -> Tensor:
+    """Return the gradient in the inputs, ``N x 2`` or ``N x 2C``, alone."""
+    inputs, a1, a2, _, a3, a4, w1, w2, w3, w4, w5 = kept
+    d3 = _below(w4.t() @ _below(w5.t() @ gradient.reshape(1), a4), a3)
+    d2 = _below((w3.t() @ d3 / len(inputs)).expand_as(a2), a2)
+    return _below(d2 @ w2, a1) @ w1
 
 
 def _below(gradient: Tensor, activated: Tensor) -> Tensor:
     """Return the gradient before a leaky ReLU from that after it; its output has the sign of its input."""
     return torch.ops.aten.leaky_relu_backward(gradient, activated, SLOPE, True)  # type: ignore[no-any-return]
+
+
+class _SetNetwork(torch.autograd.Function):
+    """Eq. 2 for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, *weights: Tensor) -> Tensor:
+        """Return h of the mean of g."""
+        loss, kept = _forward(inputs, weights)
+        ctx.save_for_backward(*kept)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of inputs and weights; those of weights only if they are trained."""
+        kept = ctx.saved_tensors
+        if not any(ctx.needs_input_grad[1:]):
+            return _to_inputs(kept, gradient), *(None,) * 10
+        first, of_weights = _to_weights(kept, gradient)
+        return first @ kept[6], *of_weights
 
 
 def load_set_loss(path: str | Path) -> SetLoss:
@@ -180,12 +224,13 @@ class UniversalTraining:
         watcher, every, history = watcher or Watcher(), max(1, self.steps // self.records), []
         with ClippedAdam(surrogate.parameters(), self.lr, self.clip) as optimizer:
             for step, (scores, labels) in enumerate(self.batches(surrogate, size, seed)):
-                distance = (surrogate(scores, labels) - metric.cost(scores, labels, "universal")).abs()  # L1
-                optimizer.step(distance)
+                true = metric.cost(scores, labels, "universal")
+                distance, gradients = surrogate.distance(scores, labels, true)
+                optimizer.descend(gradients)
                 if step % every == 0 or step == self.steps - 1:
                     history.append((step, finite(distance, step)))
                 if step % max(1, self.steps // 20) == 0:
-                    watcher.stage(f"universal loss, {100 * step // self.steps}%")
+                    watcher.stage(f"SL, universal, {100 * step // self.steps}%")
         return {"universal": history}
 
     def batches(self, surrogate: SetLoss, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

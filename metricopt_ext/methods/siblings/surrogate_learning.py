@@ -116,9 +116,9 @@ class SurrogateLearning(Sibling):
             ClippedAdam(task.parameters(), self.model_lr, self.clip) as alpha,
             ClippedAdam(surrogate.parameters(), self.surrogate_lr, self.clip) as beta,
         ):
+            surrogate.requires_grad_(False)  # autograd is for the model's steps; the surrogate's have their gradients
             for iteration in range(self.iterations):
                 kept = iteration % every == 0 or iteration == self.iterations - 1
-                surrogate.requires_grad_(False)
                 for _ in range(self.model_steps):  # lines 3-7
                     scores, labels = task.predict(task.model, task.batches(seed, 0, step))
                     loss = surrogate(scores, labels)
@@ -127,13 +127,12 @@ class SurrogateLearning(Sibling):
                 if kept:
                     history["surrogate"].append((iteration, finite(loss, iteration)))
                 if self.surrogate != "universal":
-                    surrogate.requires_grad_(True)
                     for _ in range(self.surrogate_steps):  # lines 8-13
                         with torch.no_grad():
                             scores, labels = task.predict(task.model, task.batches(seed, 0, step))
                         true = task.batch_metric.cost(scores, labels, "surrogate")
-                        distance = (surrogate(scores, labels) - true).abs()  # L1
-                        beta.step(distance)
+                        distance, gradients = surrogate.distance(scores, labels, true)
+                        beta.descend(gradients)
                         step += 1
                     if kept:
                         history["distance"].append((iteration, finite(distance, iteration)))
@@ -141,7 +140,7 @@ class SurrogateLearning(Sibling):
                     value = task.metric.to_value(task.metric.cost(task.model, "history"))
                     history["metric"].append((iteration, value))
                 if iteration % max(1, self.iterations // 20) == 0:
-                    watcher.stage(f"model, {100 * iteration // self.iterations}%")
+                    watcher.stage(f"SL, {100 * iteration // self.iterations}%")
         surrogate.requires_grad_(True)
         return {name: points for name, points in history.items() if points}
 

@@ -110,6 +110,17 @@ def test_frozen_weights_get_no_gradient_and_scores_do() -> None:
     assert ours.abs().min() > 0
 
 
+@pytest.mark.parametrize("true", [-3.0, 3.0])
+def test_the_distance_and_its_gradient_are_those_of_autograd(true: float) -> None:
+    net, (scores, labels) = surrogate(), batch()
+    ours, gradients = net.distance(scores, labels, true)
+    theirs = (plain(net, scores, labels) - true).abs()
+    expected = torch.autograd.grad(theirs, list(net.parameters()))
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-14)
+    for a, b in zip(gradients, expected, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize(("outputs", "shape", "expected"), [(1, (4, 2), "N"), (3, (4,), "N x 3"), (3, (4, 2), "N x 3")])
 def test_other_scores_are_refused(outputs: int, shape: tuple[int, ...], expected: str) -> None:
     with pytest.raises(DataError, match=rf"scores have shape .*; this surrogate loss takes {expected}$"):
@@ -152,7 +163,7 @@ def test_universal_training_is_equation_3_step_by_step() -> None:
         distance.backward()
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         optimizer.step()
-        distances.append(float(distance))
+        distances.append(distance.item())
     assert metric.ledger.spent_on == {"universal": 25}
     assert history == [(i, pytest.approx(distance, abs=1e-12)) for i, distance in enumerate(distances)]
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
