@@ -11,6 +11,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -39,6 +40,7 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.evidence import run_config
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.siblings.registry import SIBLINGS
 from metricopt_ext.methods.siblings.set_loss import SetLoss, load_set_loss
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.task import FinetuneTask
@@ -280,6 +282,19 @@ def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
     for title in ("MetricOpt, then CMA-ES", "f of another run", "the same f, turned", "MetricOpt, second round"):
         assert f"| {title} |" in text
     assert report.records[0].split_half is not None
+
+
+def test_the_committed_settings_of_siblings_are_the_paper_s_and_shorter_ones() -> None:
+    folder, overrides = ROOT / "configs" / "siblings", ["data.root=FOLDER"]
+    paper, short = (load_config(ClassificationConfig, folder / f"a9a_{n}.yaml", overrides) for n in ("paper", "30k"))
+    for config in (paper, short):
+        config.check()
+        assert (config.siblings.trains, config.siblings.batch_size) == ("scratch", 100)
+        assert config.data.fractions == [0.72, 0.08, 0.2]
+        assert config.methods == ["sl_u", "sl_s", "sl_r"]
+    for name in paper.methods:
+        assert replace(paper.siblings.build(name), evals=0) == SIBLINGS[name]
+    assert (paper.seeds, short.seeds, short.siblings.sl.iterations) == (1, 5, 30_000)
 
 
 SL = [
