@@ -244,6 +244,14 @@ def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: 
     )
 
 
+def untrained(config: ClassificationConfig, splits: Splits, seed: int) -> nn.Module:
+    """Return the classifier with random weights of a seed, all of them trainable."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(seed, "untrained").initial_seed())
+        model = build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes)
+    return model.to(splits.train.x.device)
+
+
 def train(model: nn.Module, part: Split, config: ModelConfig | SecondRoundConfig, balanced: bool, seed: int) -> None:
     """Train a model's trainable parameters by cross-entropy, on batches balanced by class or not."""
     batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)

@@ -9,7 +9,9 @@ from omegaconf import MISSING
 from metricopt_ext.classification.data import load_csv
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
+from metricopt_ext.evidence.siblings import SiblingsConfig
 from metricopt_ext.methods.recipe import checked_setting
+from metricopt_ext.methods.siblings.registry import SIBLINGS
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import config_section, default_of
@@ -67,10 +69,12 @@ class ClassifierAdapterConfig(AdapterConfig):
 class MetricConfig:
     """What the classifier is judged by.
 
-    f1, jaccard and aucpr are the positive class's if there are two classes, and macro (the mean over classes) else.
+    f1, jaccard, aucpr, auc and eer are the positive class's if there are two classes, and macro (the mean over classes)
+    else.
     """
 
-    # accuracy, aucpr, balanced_accuracy, expected_cost, f1, jaccard, mcr, worst_recall, or MODULE:FUNCTION
+    # accuracy, auc, aucpr, balanced_accuracy, eer, expected_cost, f1, jaccard, mcc, mcr, worst_recall, or
+    # MODULE:FUNCTION
     name: str = "accuracy"
     # expected_cost: cost[true][predicted], each with a decimal point, as omegaconf below 2.4 rejects 0 for 0.0
     costs: list[list[float]] = field(default_factory=list)
@@ -123,6 +127,7 @@ class ClassificationConfig(RunConfig):
     shift: ClassifierShiftConfig = field(default_factory=ClassifierShiftConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     second_round: SecondRoundConfig = field(default_factory=SecondRoundConfig)
+    siblings: SiblingsConfig = field(default_factory=SiblingsConfig)
     batch_size: int = 100  # of the loss while finetuning
     balanced: bool = True  # of these batches too every class gets an equal share; model.balanced is for training
 
@@ -157,8 +162,13 @@ class ClassificationConfig(RunConfig):
             check_integer(1, batch_size=self.second_round.batch_size)
             check_above(0, lr=self.second_round.lr)
         super().check()
+        self.siblings.check(self.methods)
         if self.transfer.value_function:
             load_value_function(self.transfer.value_function, None if self.adapter.acts_on_logits else self.adapter.dim)
+
+    def further_methods(self) -> tuple[str, ...]:
+        """Return what ``methods`` may name."""
+        return tuple(SIBLINGS)
 
     def least_dim(self) -> int:
         """Return the dimension of phi as far as it is known before the model; of offsets there is one at least."""

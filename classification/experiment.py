@@ -1,6 +1,7 @@
 """One seed of a classification run: train a classifier, finetune it for the metric, and run the rivals."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from metricopt_ext.classification.build import (
     stratified_halves,
     train,
     try_metric,
+    untrained,
 )
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.metrics import METRICS, check_split
 from metricopt_ext.classification.offsets import (
     adjust_logits,
     prior_offsets,
+    threshold_of,
     tune_adjustment,
     tune_offsets,
     tune_threshold,
@@ -37,15 +40,18 @@ from metricopt_ext.evidence.contenders import Contender, at_each_budget
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Method, ending_at, ending_path, following_metricopt
 from metricopt_ext.evidence.rivals import at_budget
+from metricopt_ext.evidence.siblings import plot_histories, sibling_method
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.methods.second_round import run_second_round
+from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.methods.starts import Start
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import MetricOptStep
-from metricopt_ext.tasks.batches import Batches, TensorBatches
+from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.tasks.batches import Batches, BlockBatches, TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.config import default_of
+from metricopt_ext.utils.config import config_section, default_of
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
@@ -82,6 +88,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         for part in (splits.validation, splits.test):
             try_metric(config.metric, part.y, splits.num_classes)
         metric, batches = build_metric(config.metric), self._batches(splits.train)
+        if config.methods:
+            self._sibling_batches()  # refuses a size before anything is trained
         model = classifier(config, splits, seed, self.folder)
         task = FinetuneTask(
             attach(model, config, seed, splits.train.x),
@@ -90,7 +98,14 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             metric=model_metric(metric, splits.validation, stratified_halves(splits.validation.y, seed)),
             population=config.population,
         )
+        for name in config.methods:
+            config.siblings.build(name).check(self._training(task))
         return task, model_metric(metric, splits.test)
+
+    @classmethod
+    def plot_seeds(cls, folder: Path, seeds: Sequence[int]) -> list[Path]:
+        """Draw what the sibling methods measured on the way, if any ran."""
+        return plot_histories(folder, seeds)
 
     def validation(self) -> tuple[Sequence[Tensor], Batches]:
         """Return the validation inputs in parts, and labelled batches of them."""
@@ -113,6 +128,17 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             methods["placebo"] = ending_path(lambda task: self._follow(task, RotatedValueFunction(f, self.seed)))
         if config.second_round.epochs:
             methods["second_round"] = following_metricopt(self._second_round)
+        for name in config.methods:
+            methods[name] = sibling_method(
+                name,
+                config.siblings.build(name),
+                self._training,
+                self._with_threshold,
+                seed=self.seed,
+                folder=self.folder,
+                resume=resume,
+                watcher=watcher,
+            )
         return methods
 
     @classmethod
@@ -175,6 +201,30 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
                 before = predict_classes(adapter, self.task.origin(), test.x)
             after = predict_classes(adapter, adapter.phi.detach(), test.x)
             plot_examples(test, before, after, self.splits.class_names, self.folder / "examples.png", self.seed)
+
+    def _training(self, task: FinetuneTask) -> TrainingTask:
+        """Return the task of the sibling methods, on what the settings let them train."""
+        config, splits, spec = self.config.siblings, self.splits, build_metric(self.config.metric)
+        made = TrainingTask.of(
+            task,
+            trains="phi" if config.trains == "phi" else "model",
+            predict=lambda model, batch: (model(batch[0]), batch[1]),
+            batch_metric=BatchMetric(spec.function, maximize=spec.maximize, bounds=spec.bounds, name=spec.name),
+            batches=self._sibling_batches(),
+            validation=self._batches(splits.validation),
+            build=lambda seed: untrained(self.config, splits, seed),
+        )
+        return made.untrained(self.seed) if config.trains == "scratch" else made
+
+    def _sibling_batches(self) -> BlockBatches:
+        part = self.splits.train
+        with config_section("siblings"):
+            return BlockBatches(part.x, part.y, self.config.siblings.batch_size, balanced=True)
+
+    def _with_threshold(self, task: FinetuneTask, model: nn.Module) -> nn.Module | None:
+        """Return a trained model with the threshold that is best for the task's metric, if there is one to tune."""
+        evals = self.config.siblings.threshold_evals
+        return threshold_of(model, task.metric, self.splits.validation.x, evals) if evals else None
 
     def _batches(self, part: Split) -> TensorBatches:
         return TensorBatches(part.x, part.y, self.config.batch_size, balanced=self.config.balanced)

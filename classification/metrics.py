@@ -153,6 +153,65 @@ def _aucpr(logits: Tensor, labels: Tensor) -> float:
     return float(_average_precision(scores, labels == present.unsqueeze(1)).mean())
 
 
+def _roc(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
+    """False and true positive rates, each k x (n + 1) from 0 to 1, as the threshold falls below one score more.
+
+    Tied scores count as one threshold: the rates stay where they were until the last of them.
+
+    Args:
+        scores: ``k x n``.
+        positive: ``k x n`` booleans, each row with a True and a False.
+    """
+    scores, order = scores.sort(descending=True)
+    hits = positive.gather(1, order)
+    threshold = torch.ones_like(hits)
+    threshold[:, :-1] = scores[:, :-1] != scores[:, 1:]
+    counts = torch.stack([(~hits).cumsum(1), hits.cumsum(1)])
+    reached = torch.where(threshold, counts, 0).cummax(2).values.double()
+    rates = torch.nn.functional.pad(reached / counts[..., -1:], (1, 0))
+    return rates[0], rates[1]
+
+
+def _over_rocs(logits: Tensor, labels: Tensor, name: str, value: Callable[[Tensor, Tensor], Tensor]) -> float:
+    """A value of the ROC curve, ``k``, of class 1 if there are two classes, else its mean over those present."""
+    logits, labels, num_classes = _check(logits, labels)
+    present = torch.bincount(labels, minlength=num_classes).nonzero().flatten()
+    if len(present) < 2:
+        raise DataError(f"{name} needs examples of two classes, got labels that are all {int(labels[0])}")
+    if num_classes == 2:
+        return float(value(*_roc(_binary_logit(logits).unsqueeze(0), labels.bool().unsqueeze(0))))
+    scores = logits.double().log_softmax(1).T[present]
+    return float(value(*_roc(scores, labels == present.unsqueeze(1))).mean())
+
+
+def _auc(logits: Tensor, labels: Tensor) -> float:
+    area = _over_rocs(logits, labels, "auc", lambda fpr, tpr: torch.trapezoid(tpr, fpr))
+    return min(area, 1.0)
+
+
+def _equal_error_rate(fpr: Tensor, tpr: Tensor) -> Tensor:
+    """The rate, ``k``, at which false positives and false negatives are equal, on the lines between thresholds."""
+    excess = 1 - tpr - fpr  # falls from 1 to -1
+    after = (excess <= 0).int().argmax(1, keepdim=True)
+    before = after - 1
+    high, low = excess.gather(1, before), excess.gather(1, after)
+    start, end = fpr.gather(1, before), fpr.gather(1, after)
+    return (start + high / (high - low) * (end - start)).squeeze(1)
+
+
+def _eer(logits: Tensor, labels: Tensor) -> float:
+    return _over_rocs(logits, labels, "eer", _equal_error_rate)
+
+
+def _mcc(logits: Tensor, labels: Tensor) -> float:
+    tp, guessed, actual = _counts(logits, labels)
+    n = actual.sum()
+    spread = (n**2 - guessed.square().sum()) * (n**2 - actual.square().sum())
+    if spread == 0:  # one class alone is guessed, or true
+        return 0.0
+    return float(((tp.sum() * n - guessed @ actual) / spread.sqrt()).clamp(-1, 1))
+
+
 _PER_CLASS = "with 3 or more classes macro, the mean over the classes present"
 
 METRICS: dict[str, MetricSpec] = {
@@ -169,6 +228,16 @@ METRICS: dict[str, MetricSpec] = {
             _aucpr,
             f"area under the precision-recall curve (average precision); {_PER_CLASS}, each against the rest",
         ),
+        MetricSpec("auc", True, (0.0, 1.0), _auc, f"area under the ROC curve; {_PER_CLASS}, each against the rest"),
+        MetricSpec(
+            "eer",
+            False,
+            (0.0, 1.0),
+            _eer,
+            "equal error rate, where as large a share of negatives is accepted as of positives rejected;"
+            f" {_PER_CLASS}, each against the rest",
+        ),
+        MetricSpec("mcc", True, (-1.0, 1.0), _mcc, "Matthews correlation of true and predicted classes"),
         MetricSpec(
             "balanced_accuracy", True, (0.0, 1.0), _balanced_accuracy, "mean recall over the classes that have examples"
         ),

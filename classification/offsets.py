@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.classification.build import predict
 from metricopt_ext.errors import DataError
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 
@@ -81,12 +82,25 @@ def tune_threshold(
         evals: Number of thresholds tried, one query each; the model's own, 0, is the first.
         start: Another phi, ``d``, that is merged into the model.
     """
-    model = Remembered(_original(task, start))
+    return threshold_of(_original(task, start), task.metric, x, evals)
+
+
+@torch.no_grad()
+def threshold_of(model: nn.Module, metric: Metric, x: Tensor, evals: int = 101) -> WithOffsets | None:
+    """Return a model with the threshold that is best for a metric, or None if it has several logits.
+
+    Args:
+        model: Maps inputs to logits; in evaluation mode.
+        metric: Sees scores that are kept: the model runs once on data in memory.
+        x: Inputs, ``n x ...``, whose logits' quantiles are the candidates.
+        evals: Number of thresholds tried, one query each; the model's own, 0, is the first.
+    """
+    model = Remembered(model)
     if model.model(x[:1]).dim() != 1:
         return None
 
     def cost(threshold: float) -> float:
-        return task.metric.cost(WithOffsets(model, torch.tensor([-threshold])), "threshold")
+        return metric.cost(WithOffsets(model, torch.tensor([-threshold])), "threshold")
 
     costs = {0.0: cost(0.0)}
     model.keeps = False

@@ -55,7 +55,7 @@ def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Metho
 
     def outcome(each: Reached) -> Outcome:
         values = judge(validation, each.end), judge(test, each.end)
-        return Outcome(*values, each.queries, each.queries_per_start, each.seconds)
+        return Outcome(*values, each.queries, each.queries_per_start, each.seconds, each.batch_queries)
 
     outcomes = {name: [outcome(each) for each in result.reached] for name, result in results.items()}
     paths = {name: result.path for name, result in results.items() if result.path is not None}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from metricopt_ext.errors import DataError, FileFormatError
 from metricopt_ext.evidence.claims import OURS, all_pairs, entry_of, guard_blocks, holm, rivals_of, tests
 from metricopt_ext.evidence.contest import STARTS, Plan, read_row
 from metricopt_ext.evidence.experiment import Subject
-from metricopt_ext.evidence.method import METHODS
+from metricopt_ext.evidence.method import METHODS, Needs
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.evidence.style import (
     direction,
@@ -389,7 +389,7 @@ def _passes(content: dict[str, Any], name: str) -> str:
 def _needs(content: dict[str, Any], name: str) -> str:
     """Return what a row needs: a free start its own, any other what the starts that it may go on from do too."""
     names = [name] if name in content["starts"] else [name, *content["starts"]]
-    return max((entry_of(each).needs for each in names), key=["scores", "inputs", "labels", "another f"].index)
+    return max((entry_of(each).needs for each in names), key=get_args(Needs).index)
 
 
 def _known(values: Sequence[float | None]) -> list[float]:

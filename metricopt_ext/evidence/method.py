@@ -15,7 +15,7 @@ from metricopt_ext.search.trust_region import SearchEnd
 from metricopt_ext.tasks.task import FinetuneTask
 
 Kind = Literal["free", "queries"]
-Needs = Literal["scores", "inputs", "labels", "another f"]
+Needs = Literal["scores", "inputs", "labels", "another f", "batch metric"]
 End = Tensor | nn.Module
 
 
@@ -28,7 +28,8 @@ class Entry:
         colour: Its colour, ``#rrggbb``.
         kind: ``free`` spends no metric query of its own, ``queries`` does.
         needs: What it needs from the data that the metric sees: the metric's scores alone, the inputs, or the labels
-            too; or the value function of another run.
+            too; or the value function of another run; or the metric of any scores and labels, to ask on training
+            batches.
         after: The method that it continues from: what that one spent counts as its own too.
     """
 
@@ -62,6 +63,9 @@ METHODS: dict[str, Entry] = {
     "metricopt": Entry("MetricOpt", "#c02942", "queries"),
     "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "queries", after="metricopt"),
     "second_round": Entry("MetricOpt, second round", "#7a1f3d", "queries", after="metricopt"),
+    "sl_u": Entry("SL, universal surrogate", "#c9b458", "queries", "batch metric"),
+    "sl_s": Entry("SL, surrogate from scratch", "#a88f2a", "queries", "batch metric"),
+    "sl_r": Entry("SL, refined surrogate", "#7d6608", "queries", "batch metric"),
 }
 
 
@@ -76,6 +80,7 @@ class Reached:
         seconds: Wall-clock seconds spent by then.
         passes: What that cost the model, if it was counted.
         search: Where its search ended, kept or not, if it has a guard.
+        batch_queries: Evaluations of the metric on batches of scores and labels, besides ``queries``.
     """
 
     end: End
@@ -84,6 +89,7 @@ class Reached:
     seconds: float
     passes: Passes | None = None
     search: SearchEnd | None = None
+    batch_queries: int = 0
 
     def after(self, before: "Reached") -> "Reached":
         """Return the same with what was spent before counted too."""
@@ -92,6 +98,7 @@ class Reached:
             queries=before.queries + self.queries,
             queries_per_start=before.queries_per_start + self.queries_per_start,
             seconds=before.seconds + self.seconds,
+            batch_queries=before.batch_queries + self.batch_queries,
         )
 
 

@@ -20,6 +20,7 @@ class Outcome:
         queries_total: Metric queries spent.
         queries_per_start: How many of these each further start costs again.
         seconds: Wall-clock seconds.
+        batch_queries: Evaluations of the metric on batches of scores and labels, besides ``queries_total``.
     """
 
     validation: float
@@ -27,6 +28,7 @@ class Outcome:
     queries_total: int
     queries_per_start: int
     seconds: float
+    batch_queries: int = 0
 
 
 @dataclass(frozen=True)

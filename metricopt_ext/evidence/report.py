@@ -39,8 +39,9 @@ GAINS = "MetricOpt's gains on test, paired by seed; positive is better"
 MORE_NOTES = (
     "seconds: wall-clock time, the mean over seeds.",
     "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; another f: the"
-    " value function of another run.",
+    " value function of another run; batch metric: the metric of any scores and labels, asked on training batches.",
 )
+BATCH_NOTE = "batch queries: besides, evaluations of the metric on batches of scores and labels."
 HEADER = ["method", "validation", "test", "queries", "per start", "seconds"]
 
 
@@ -81,6 +82,11 @@ class Report:
         """Return one number of a method's last `Outcome`, e.g. ``"test"``, for each seed that has the method."""
         return [value for value in self._by_seed(method, column) if value is not None]
 
+    @property
+    def batch_queried(self) -> bool:
+        """Whether a method evaluated the metric on batches."""
+        return any(value > 0 for name in self.methods for value in self.values(name, "batch_queries"))
+
     def _by_seed(self, method: str, column: str) -> list[float | None]:
         """Return one number of a method's last `Outcome` for each seed, None if the method is missing."""
         found = [record.outcomes.get(method) for record in self.records]
@@ -113,6 +119,7 @@ class Report:
                     "queries_total": max(self.values(name, "queries_total")),
                     "queries_per_start": max(self.values(name, "queries_per_start")),
                     "seconds": mean(self.values(name, "seconds")),
+                    "batch_queries": max(self.values(name, "batch_queries")),
                 }
                 for name in self.methods
             },
@@ -150,7 +157,7 @@ class Report:
             f"# {self.task}: {self.metric} ({direction(self.maximize)})",
             "",
             *markdown_table(
-                [*HEADER, "needs"],
+                [*self._header(), "needs"],
                 [[*row, self.needs(name)] for name, row in zip(self.methods, self._rows(), strict=True)],
             ),
             "",
@@ -185,6 +192,7 @@ class Report:
             f"{spread}a fresh split, model and value function. validation: data that the metric's queries see; test:"
             " data that only the finished models see.",
             "queries: metric queries in all; per start: of these, what finetuning one more start costs again.",
+            *([BATCH_NOTE] if self.batch_queried else []),
         ]
 
     def findings(self) -> list[str]:
@@ -248,7 +256,7 @@ class Report:
     def print(self) -> None:
         """Print the tables and the findings."""
         print_table(
-            HEADER[:-1],  # seconds would not fit into 80 columns; report.md has them
+            self._header()[:-1],  # seconds would not fit into 80 columns; report.md has them
             [row[:-1] for row in self._rows()],
             title=f"{self.task}: {self.metric} ({direction(self.maximize)}), {counted(len(self.records), 'seed')}",
             bold=[i for i, name in enumerate(self.methods) if name == "metricopt"],
@@ -276,7 +284,11 @@ class Report:
                     rows[title.format(name.replace("_", " "))] = qualities
         return [(name, spread([q.spearman for q in qs]), spread([q.mae for q in qs])) for name, qs in rows.items()]
 
+    def _header(self) -> list[str]:
+        return [*HEADER[:-1], *(["batch queries"] if self.batch_queried else []), HEADER[-1]]
+
     def _rows(self) -> list[list[str]]:
+        asked = self.batch_queried
         return [
             [
                 self.title(name),
@@ -284,6 +296,7 @@ class Report:
                 spread(self.values(name, "test")),
                 f"{max(self.values(name, 'queries_total')):.0f}",
                 f"{max(self.values(name, 'queries_per_start')):.0f}",
+                *([f"{max(self.values(name, 'batch_queries')):.0f}"] if asked else []),
                 f"{np.mean(self.values(name, 'seconds')):.1f}",
             ]
             for name in self.methods

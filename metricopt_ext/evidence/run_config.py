@@ -135,6 +135,8 @@ class RunConfig:
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
     search_queries: int | str = 0
+    # Further methods to run, sibling methods of MetricOpt's; only the classification tool has any: sl_u, sl_s, sl_r.
+    methods: list[str] = field(default_factory=list)
     refine_queries: int = 0  # of CMA-ES continuing from MetricOpt's end point; 0: none
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
     seed: int = 0  # the first of them
@@ -161,9 +163,22 @@ class RunConfig:
         unknown = [name for name in self.starts if name not in STARTS]
         if unknown:
             raise ConfigError(f"starts={self.starts}: {unknown[0]!r} is none of {', '.join(STARTS)}")
+        self._check_methods()
         if self.refine_queries and self.strategy != "recipe":
             raise ConfigError(f"refine_queries={self.refine_queries} continue from a recipe's end: set strategy=recipe")
         self.check_queries(self.least_dim())
+
+    def _check_methods(self) -> None:
+        known = self.further_methods()
+        if self.methods and not known:
+            raise ConfigError(f"methods={self.methods}: only the classification tool runs further methods")
+        unknown = [name for name in self.methods if name not in known]
+        if unknown:
+            raise ConfigError(f"methods={self.methods}: {unknown[0]!r} is none of {', '.join(known)}")
+
+    def further_methods(self) -> tuple[str, ...]:
+        """Return what ``methods`` may name."""
+        return ()
 
     def least_dim(self) -> int:
         """Return the dimension of phi as far as it is known before the model."""

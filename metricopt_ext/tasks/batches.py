@@ -1,6 +1,6 @@
 """Mini-batches addressed by (seed, task, step): any step of any run can be replayed alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,41 @@ class TensorBatches:
     def __call__(self, seed: int, task: int, step: int) -> tuple[Tensor, Tensor]:
         """Return inputs ``batch_size x ...`` and targets ``batch_size x ...``."""
         index = self.sample(seed, task, step).to(self.x.device)
+        return self.x[index], self.y[index]
+
+
+class BlockBatches:
+    """Batches as those of `TensorBatches`, drawn many steps at once: for loops of many short steps, taken in order.
+
+    Drawing takes several times as long as the step of a small network otherwise. Any step can still be replayed alone,
+    at the cost of drawing its block.
+
+    Args:
+        x: Inputs, ``n x ...``.
+        y: Targets, ``n x ...``.
+        batch_size: Examples per batch; see `IndexSampler`.
+        balanced: Whether every class in ``y``, ``n``, gets an equal share of the batch.
+        block: Steps that are drawn together.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, batch_size: int, *, balanced: bool = False, block: int = 256) -> None:
+        if len(x) != len(y):
+            raise DataError(f"{counted(len(x), 'input')} for {counted(len(y), 'target')}")
+        check_integer(1, block=block)
+        self.x, self.y, self.block = x, y, block
+        self.sampler = IndexSampler(len(x), batch_size, y if balanced else None)
+        self._drawn: tuple[tuple[int, int, int], Sequence[Tensor]] = ((-1, -1, -1), ())
+
+    def __call__(self, seed: int, task: int, step: int) -> tuple[Tensor, Tensor]:
+        """Return inputs ``batch_size x ...`` and targets ``batch_size x ...``."""
+        key = seed, task, step // self.block
+        if self._drawn[0] != key:
+            rng, share = generator(seed, "batches", *key[1:]), self.sampler.share
+            drawn = [
+                group[torch.randint(len(group), (self.block, share), generator=rng)] for group in self.sampler.groups
+            ]
+            self._drawn = key, torch.cat(drawn, 1).to(self.x.device).unbind(0)
+        index = self._drawn[1][step % self.block]
         return self.x[index], self.y[index]
 
 

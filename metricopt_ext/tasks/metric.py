@@ -67,7 +67,62 @@ class Evaluation(NamedTuple):
     halves: tuple[float, float] | None = None
 
 
-class Metric(KnowsRenamed):
+class CostScale:
+    """What the values of a black box mean as costs, and the ledger that counts them.
+
+    Args:
+        maximize: Whether higher is better.
+        bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for values without known bounds:
+            the cost is the value itself, negated if higher is better.
+        name: Its name in tables and messages.
+        ledger: Counts the queries; give several black boxes one ledger to share a budget.
+
+    Raises:
+        ValueError: The bounds are not in order, or not finite.
+    """
+
+    def __init__(
+        self, *, maximize: bool, bounds: tuple[float, float] | None, name: str, ledger: Ledger | None = None
+    ) -> None:
+        if bounds is not None and not bounds[0] < bounds[1]:
+            raise ValueError(f"bounds are {bounds}; the lower must be below the upper")
+        if bounds is not None and not math.isfinite(bounds[1] - bounds[0]):
+            raise ValueError(f"bounds are {bounds}; both must be finite, or give bounds=None for a metric without any")
+        self.maximize, self.bounds, self.name = maximize, bounds, name
+        self.ledger = ledger or Ledger()
+
+    def checked_cost(self, value: float, where: str = "") -> float:
+        """Turn a value into a cost; raises `MetricError` if it is not finite or outside the bounds."""
+        if not math.isfinite(value):
+            raise MetricError(f"metric {self.name!r} returned {value}{where}; it must be a finite number")
+        if self.bounds is not None and not self.bounds[0] <= value <= self.bounds[1]:
+            raise MetricError(
+                f"metric {self.name!r} returned {value}{where}, outside its bounds {self.bounds}; set the right"
+                " bounds, or bounds=None for a metric without any"
+            )
+        return self.to_cost(value)
+
+    def to_cost(self, value: float) -> float:
+        """Turn the metric's value into a cost: in [0, 1] if bounds are known, lower is better."""
+        if self.bounds is None:
+            return -value if self.maximize else value
+        low, high = self.bounds
+        return (high - value) / (high - low) if self.maximize else (value - low) / (high - low)
+
+    @property
+    def scale(self) -> float:
+        """How much the value changes when the cost changes by 1, ignoring the sign."""
+        return 1.0 if self.bounds is None else self.bounds[1] - self.bounds[0]
+
+    def to_value(self, cost: float) -> float:
+        """Turn a cost back into the metric's own units and direction."""
+        if self.bounds is None:
+            return -cost if self.maximize else cost
+        low, high = self.bounds
+        return high - cost * (high - low) if self.maximize else low + cost * (high - low)
+
+
+class Metric(CostScale, KnowsRenamed):
     """A black-box evaluation metric, seen as a cost to minimise (paper, section 3: M normalised into [0, 1]).
 
     Args:
@@ -102,15 +157,9 @@ class Metric(KnowsRenamed):
     ) -> None:
         if not callable(function):
             raise TypeError(f"function is {function!r}; it must be a function that returns the metric of a model")
-        if bounds is not None and not bounds[0] < bounds[1]:
-            raise ValueError(f"bounds are {bounds}; the lower must be below the upper")
-        if bounds is not None and not math.isfinite(bounds[1] - bounds[0]):
-            raise ValueError(f"bounds are {bounds}; both must be finite, or give bounds=None for a metric without any")
+        name = name or getattr(function, "__name__", "metric").strip("<>")
+        super().__init__(maximize=maximize, bounds=bounds, name=name, ledger=ledger)
         self.function = function
-        self.maximize = maximize
-        self.bounds = bounds
-        self.name = name or getattr(function, "__name__", "metric").strip("<>")
-        self.ledger = ledger or Ledger()
         self.takes_model = _takes_model(function)
 
     ask = Renamed("evaluate")
@@ -149,40 +198,11 @@ class Metric(KnowsRenamed):
             raise MetricError(
                 f"metric {self.name!r} returned {returned!r}; it must be a number, or (number, (half, half))"
             ) from error
-        cost = self._checked_cost(value)
+        cost = self.checked_cost(value)
         if halves is None:
             return Evaluation(cost)
-        first, second = (self._checked_cost(half, " on a half of its data") for half in halves)
+        first, second = (self.checked_cost(half, " on a half of its data") for half in halves)
         return Evaluation(cost, (first, second))
-
-    def _checked_cost(self, value: float, where: str = "") -> float:
-        if not math.isfinite(value):
-            raise MetricError(f"metric {self.name!r} returned {value}{where}; it must be a finite number")
-        if self.bounds is not None and not self.bounds[0] <= value <= self.bounds[1]:
-            raise MetricError(
-                f"metric {self.name!r} returned {value}{where}, outside its bounds {self.bounds}; set the right"
-                " bounds, or bounds=None for a metric without any"
-            )
-        return self.to_cost(value)
-
-    def to_cost(self, value: float) -> float:
-        """Turn the metric's value into a cost: in [0, 1] if bounds are known, lower is better."""
-        if self.bounds is None:
-            return -value if self.maximize else value
-        low, high = self.bounds
-        return (high - value) / (high - low) if self.maximize else (value - low) / (high - low)
-
-    @property
-    def scale(self) -> float:
-        """How much the value changes when the cost changes by 1, ignoring the sign."""
-        return 1.0 if self.bounds is None else self.bounds[1] - self.bounds[0]
-
-    def to_value(self, cost: float) -> float:
-        """Turn a cost back into the metric's own units and direction."""
-        if self.bounds is None:
-            return -cost if self.maximize else cost
-        low, high = self.bounds
-        return high - cost * (high - low) if self.maximize else low + cost * (high - low)
 
 
 def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Tensor]) -> Any:

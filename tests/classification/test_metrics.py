@@ -11,6 +11,7 @@ import sklearn.metrics as skm
 import torch
 import torchmetrics
 import torchmetrics.functional as tmf
+from scipy.optimize import brentq
 from torch import Tensor
 
 from metricopt_ext.classification.metrics import METRICS, check_split, expected_cost, from_callable
@@ -35,6 +36,7 @@ REFERENCES: dict[str, Callable[[Any, Any, bool], Any]] = {
     "f1": _f1,
     "jaccard": _jaccard,
     "balanced_accuracy": lambda y, p, _: skm.balanced_accuracy_score(y, p),
+    "mcc": lambda y, p, _: skm.matthews_corrcoef(y, p),
     "worst_recall": lambda y, p, _: _recalls(y, p).min(),
 }
 
@@ -101,6 +103,40 @@ def test_aucpr_agrees_with_scikit_learn(kind: str) -> None:
         assert METRICS["aucpr"].function(logits, labels) == pytest.approx(expected, abs=1e-6)
 
 
+def _equal_error_rate(y: Any, scores: Any) -> float:
+    """Where the ROC curve of scikit-learn, joined by lines, crosses 1 - x."""
+    fpr, tpr, _ = skm.roc_curve(y, scores, drop_intermediate=False)
+    return float(brentq(lambda x: 1 - x - np.interp(x, fpr, tpr), 0, 1, xtol=1e-14))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "reference"), [("auc", skm.roc_auc_score), ("eer", _equal_error_rate)])
+def test_values_of_the_roc_curve_agree_with_scikit_learn(name: str, reference: Any, kind: str) -> None:
+    for seed in range(3):
+        logits, labels = _case(kind, seed)
+        if logits.ndim == 2 and logits.shape[1] > 2:
+            scores = logits.double().log_softmax(1).numpy()
+            expected = np.mean([reference(labels.numpy() == k, scores[:, k]) for k in np.unique(labels)])
+        else:
+            margin = logits.double() if logits.ndim == 1 else logits[:, 1].double() - logits[:, 0].double()
+            expected = reference(labels.numpy(), margin.numpy())
+        assert METRICS[name].function(logits, labels) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_equal_error_rate_by_hand() -> None:
+    eer = METRICS["eer"].function
+    labels = torch.tensor([1, 1, 0, 1, 0, 0])
+    assert eer(torch.tensor([6.0, 5, 4, 3, 2, 1]), labels) == pytest.approx(1 / 3, abs=1e-12)  # at a threshold
+    assert eer(torch.zeros(6), labels) == pytest.approx(0.5, abs=1e-12)  # all tied: the middle of the diagonal
+    assert eer(torch.tensor([3.0, 2, 1, 2, 1, 0]), labels) == 0
+
+
+@pytest.mark.parametrize("name", ["auc", "eer"])
+def test_a_roc_curve_needs_two_classes(name: str) -> None:
+    with pytest.raises(DataError, match=f"{name} needs examples of two classes, got labels that are all 2"):
+        METRICS[name].function(torch.randn(4, 3), torch.full((4,), 2))
+
+
 @pytest.mark.parametrize(
     ("name", "reference"),
     [
@@ -131,8 +167,9 @@ def test_one_logit_equals_two(name: str) -> None:
 
 @pytest.mark.parametrize("name", METRICS)
 def test_bounds_are_reached_by_the_perfect_and_the_worst(name: str) -> None:
-    labels = torch.tensor([0, 1, 2, 2])
-    right = 10.0 * torch.eye(3)[labels]
+    classes = 2 if name in ("auc", "eer", "mcc") else 3  # those bounds take two classes
+    labels = torch.tensor([0, 1, 2, 2]).clamp(max=classes - 1)
+    right = 10.0 * torch.eye(classes)[labels]
     spec = METRICS[name]
     best, worst = spec.bounds[::-1] if spec.maximize else spec.bounds
     assert spec.function(right, labels) == best

@@ -15,6 +15,7 @@ from metricopt_ext.classification.offsets import (
     WithOffsets,
     adjust_logits,
     prior_offsets,
+    threshold_of,
     tune_adjustment,
     tune_offsets,
     tune_threshold,
@@ -301,3 +302,16 @@ def test_what_is_tuned_is_compared_like_any_other_end() -> None:
     for name, queries in (("logit_adjustment", 0), ("logit_adjustment_tuned", 21)):
         assert outcomes[name][0].test == 1.0
         assert outcomes[name][0].queries_total == queries
+
+
+def test_a_threshold_of_any_model_is_tuned_for_any_metric() -> None:
+    torch.manual_seed(0)
+    model, x = TabularMLP(4).eval(), torch.randn(100, 4)
+    with torch.no_grad():
+        part = Split(x, (model(x) > 0.3).long())
+    metric = model_metric(METRICS["mcr"], part)
+    tuned = threshold_of(model, metric, x, evals=100)
+    assert isinstance(tuned, WithOffsets)
+    assert metric.cost(tuned, "check") < 0.02
+    assert metric.ledger.spent_on == {"threshold": 100, "check": 1}
+    assert threshold_of(nn.Linear(4, 2), metric, x) is None

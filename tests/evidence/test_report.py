@@ -30,7 +30,8 @@ def test_report_json(report: Callable[..., Report], tmp_path: Path) -> None:
     assert content["seeds"] == [4, 5, 6]
     assert list(content["methods"]) == list(METHODS)
     for column, (name, method) in enumerate(content["methods"].items()):
-        assert set(method) == {"validation", "test", "queries_total", "queries_per_start", "seconds"}
+        numbers = {"queries_total", "queries_per_start", "seconds", "batch_queries"}
+        assert set(method) == {"validation", "test", *numbers}
         assert method["validation"] == [record.outcomes[name][-1].validation for record in made.records]
         assert method["test"] == [record.outcomes[name][-1].test for record in made.records]
         assert (method["queries_total"], method["queries_per_start"]) == (10 * column, column)
@@ -266,3 +267,18 @@ def test_events_hold_each_curve_once(report: Callable[..., Report], tmp_path: Pa
             scalars = events.Scalars("validation/accuracy")
             assert [scalar.step for scalar in scalars] == [0, 1, 2]
             assert [scalar.value for scalar in scalars] == pytest.approx(curve, abs=1e-6)
+
+
+def test_batch_queries_have_a_column_if_there_are_any(report: Callable[..., Report]) -> None:
+    made = report()
+    assert "batch queries" not in made.markdown()
+    assert made.to_json()["methods"]["sl_s"]["batch_queries"] == 0
+    for record in made.records:
+        record.outcomes["sl_s"] = [replace(outcome, batch_queries=4321) for outcome in record.outcomes["sl_s"]]
+    assert made.to_json()["methods"]["sl_s"]["batch_queries"] == 4321
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in made.markdown().splitlines()]
+    header = next(row for row in table if row[0] == "method")
+    asked = {row[0]: row[header.index("batch queries")] for row in table if len(row) == len(header)}
+    assert header.index("batch queries") == header.index("seconds") - 1
+    assert (asked["SL, surrogate from scratch"], asked["MetricOpt"]) == ("4321", "0")
+    assert "- batch queries: besides, evaluations of the metric on batches of scores and labels." in made.markdown()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.tasks.batches import ClassBatches, DatasetBatches, IndexSampler, TensorBatches
+from metricopt_ext.tasks.batches import BlockBatches, ClassBatches, DatasetBatches, IndexSampler, TensorBatches
 
 
 class Augmented:
@@ -32,11 +32,15 @@ def tensor_batches(batch_size: int, balanced: bool) -> TensorBatches:
     return TensorBatches(torch.arange(50.0)[:, None], LABELS, batch_size, balanced=balanced)
 
 
+def block_batches(batch_size: int, balanced: bool) -> BlockBatches:
+    return BlockBatches(torch.arange(50.0)[:, None], LABELS, batch_size, balanced=balanced, block=5)
+
+
 def dataset_batches(batch_size: int, balanced: bool) -> DatasetBatches:
     return DatasetBatches(Augmented(LABELS), batch_size, labels=LABELS if balanced else None)
 
 
-each_batches = pytest.mark.parametrize("make", [tensor_batches, dataset_batches])
+each_batches = pytest.mark.parametrize("make", [tensor_batches, block_batches, dataset_batches])
 
 
 @each_batches
@@ -109,6 +113,7 @@ def test_own_collate() -> None:
     ("make", "message"),
     [
         (lambda: TensorBatches(torch.zeros(3), torch.zeros(4), 2), "3 inputs for 4 targets"),
+        (lambda: BlockBatches(torch.zeros(3), torch.zeros(4), 2), "3 inputs for 4 targets"),
         (lambda: DatasetBatches([], 2), "no examples"),
         (lambda: DatasetBatches([1, 2], 2, labels=torch.zeros(3)), "3 labels for 2 examples"),
         (lambda: tensor_batches(2, balanced=True), "batch_size is 2, too small .* of 3 classes"),

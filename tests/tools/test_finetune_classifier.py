@@ -11,6 +11,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -39,6 +40,8 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.evidence import run_config
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.siblings.registry import SIBLINGS
+from metricopt_ext.methods.siblings.set_loss import SetLoss, load_set_loss
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
@@ -281,6 +284,66 @@ def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
     assert report.records[0].split_half is not None
 
 
+def test_the_committed_settings_of_siblings_are_the_paper_s_and_shorter_ones() -> None:
+    folder, overrides = ROOT / "configs" / "siblings", ["data.root=FOLDER"]
+    paper, short = (load_config(ClassificationConfig, folder / f"a9a_{n}.yaml", overrides) for n in ("paper", "30k"))
+    for config in (paper, short):
+        config.check()
+        assert (config.siblings.trains, config.siblings.batch_size) == ("scratch", 100)
+        assert config.data.fractions == [0.72, 0.08, 0.2]
+        assert config.methods == ["sl_u", "sl_s", "sl_r"]
+    for name in paper.methods:
+        assert replace(paper.siblings.build(name), evals=0) == SIBLINGS[name]
+    assert (paper.seeds, short.seeds, short.siblings.sl.iterations) == (1, 5, 30_000)
+
+
+SL = [
+    "pictures=false",
+    "siblings.sl.iterations=4",
+    "siblings.sl.universal_steps=6",
+    "siblings.sl.evals=2",
+    "siblings.sl.model_lr=0.01",
+]
+
+
+@pytest.mark.usefixtures("ridge_alone")
+@pytest.mark.parametrize("trains", ["phi", "model", "scratch"])
+def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
+    settings = ["data.name=breast_cancer", "data.standardise=true", *MLP, "shift.kind=none", "metric.name=mcr"]
+    siblings = ["methods=[sl_u,sl_r]", f"siblings.trains={trains}", "siblings.threshold_evals=7", *SL]
+    tool.run(config_of(*settings, *siblings), tmp_path / "run", resume=False)
+    content = json.loads((tmp_path / "run" / "report.json").read_text())["methods"]
+    spent = {name: content[name] for name in ("sl_u", "sl_r", "metricopt")}
+    assert (spent["sl_u"]["queries_total"], spent["sl_r"]["queries_total"]) == (9, 9)
+    assert {name: each["batch_queries"] for name, each in spent.items()} == {"sl_u": 6, "sl_r": 46, "metricopt": 0}
+    folder = tmp_path / "run" / "seed-0"
+    assert load_set_loss(folder / "sl_r.safetensors").metric == "mcr"
+    trained, before = load_file(folder / "sl_u_model.safetensors"), load_file(folder / "model.safetensors")
+    assert ("metricopt.phi" in trained) == (trains == "phi")
+    same = {name for name in before if torch.equal(before[name], trained[name])}
+    assert bool(same >= {"head.weight", "body.0.weight"}) == (trains == "phi")
+    moved = (trained["body.0.weight"] - before["body.0.weight"]).abs().max()
+    assert (moved > 0.13) == (trains == "scratch")  # twelve steps of Adam at 0.01 reach no further
+    with Image.open(tmp_path / "run" / "siblings.png") as picture:
+        assert picture.width > 400
+    if trains != "scratch":
+        return
+    (folder / "record.json").unlink()
+    (folder / "sl_r.json").write_text((folder / "sl_r.json").read_text().replace('"universal": 6', '"universal": 7'))
+    tool.run(config_of(*settings, *siblings), tmp_path / "run", resume=True)
+    again = json.loads((tmp_path / "run" / "report.json").read_text())["methods"]
+    assert again["sl_r"]["batch_queries"] == 47  # from the file: it did not train again
+    assert again["sl_r"]["test"] == content["sl_r"]["test"]
+
+
+@pytest.mark.usefixtures("ridge_alone")
+def test_a_sibling_method_on_ten_classes(tmp_path: Path) -> None:
+    tool.run(config_of("methods=[sl_s]", *SL), tmp_path / "run", resume=False)
+    content = json.loads((tmp_path / "run" / "report.json").read_text())["methods"]["sl_s"]
+    assert (content["queries_total"], content["batch_queries"]) == (2, 40)
+    assert load_set_loss(tmp_path / "run" / "seed-0" / "sl_s.safetensors").outputs == 10
+
+
 def test_rivals_that_move_the_logits(finished: Path) -> None:
     """Offsets have MetricOpt's budget, and a model of several logits no threshold."""
     methods = json.loads((finished / "report.json").read_text())["methods"]
@@ -511,6 +574,14 @@ def table(folder: Path, positives: int) -> list[str]:
         (["population=0"], r"population=0: it must be at least 1"),
         (["search_queries=5", "adapter.dim=16"], r"search_queries=5: it must be at least 14 for adapter.dim=16, or 0"),
         (["refine_queries=5", "adapter.dim=4"], r"refine_queries=5: it must be at least 10 for adapter.dim=4, or 0"),
+        (["methods=[sl_x]"], r"methods=\['sl_x'\]: 'sl_x' is none of sl_u, sl_s, sl_r"),
+        (["methods=[sl_r]", "siblings.trains=all"], r"siblings\.trains='all': it must be one of phi, model, scratch"),
+        (["methods=[sl_r]", "siblings.sl.iterations=0"], r"siblings\.sl: iterations is 0; it must be at least 1"),
+        (
+            ["siblings.sl.iteratons=3"],
+            r"unknown key 'siblings\.sl\.iteratons'; did you mean 'siblings\.sl\.iterations'",
+        ),
+        (["methods=[sl_r]", "siblings.sl.begin=nowhere"], r"nowhere does not exist"),
         (["transfer.value_function=nowhere.safetensors"], r"nowhere.safetensors does not exist"),
         (
             ["adapter.temperature=true"],
@@ -553,6 +624,10 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["model.name=tabular_mlp"], r"model\.name=tabular_mlp takes vectors, but the data has shape \(1, 8, 8\)"),
         (["model.weights=nowhere.pt"], r"nowhere\.pt holds no weights for SmallCNN"),
         (["batch_size=5"], r"batch_size is 5, too small for one example of each of 10 classes"),
+        (
+            ["methods=[sl_s]", "siblings.batch_size=9"],
+            r"batch_size is 9, too small for one example of each of 10 class",
+        ),
         (["device=abacus"], r"device='abacus' is not available here"),
         (
             ["metric.name=sklearn.metrics:f1_score"],
@@ -576,6 +651,15 @@ def test_bad_settings_end_in_one_line_before_any_training(
 
 
 @pytest.mark.usefixtures("ridge_alone")
+@pytest.mark.usefixtures("ridge_alone")
+def test_a_surrogate_of_other_logits_is_refused_before_any_query(tmp_path: Path) -> None:
+    SetLoss(1, "accuracy").save(tmp_path / "loss.safetensors")
+    overrides = ["methods=[sl_r]", f"siblings.sl.begin={tmp_path / 'loss.safetensors'}"]
+    message = refused("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides)
+    assert message == "the surrogate to begin with takes 1 logits, the model has 10"
+    assert not list((tmp_path / "run" / "seed-0").glob("*.json"))
+
+
 def test_a_learning_rate_that_diverges_ends_in_one_line(tmp_path: Path) -> None:
     out, overrides = tmp_path / "run", ["recipe.lr=1e30"]
     message = r"gradient of task \d is not finite .* lower the lr"

@@ -1,0 +1,175 @@
+"""The sibling methods in a task's tool: their settings, and each as a method of a comparison."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.method import METHODS, Method, MethodResult, Reached, now
+from metricopt_ext.evidence.style import new_figure, save_figure
+from metricopt_ext.methods.siblings.kept import keep, load_kept
+from metricopt_ext.methods.siblings.registry import SIBLINGS
+from metricopt_ext.methods.siblings.set_loss import UniversalTraining, load_set_loss
+from metricopt_ext.methods.siblings.sibling import Sibling
+from metricopt_ext.methods.siblings.surrogate_learning import SurrogateLearning
+from metricopt_ext.methods.siblings.training import TrainingTask
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.config import config_section
+from metricopt_ext.utils.files import read_json
+from metricopt_ext.utils.progress import Watcher
+
+TRAINS = ("phi", "model", "scratch")
+
+
+@dataclass
+class SLConfig:
+    """The fields of `SurrogateLearning` that a run may set; see there. The defaults are the paper's."""
+
+    iterations: int = SurrogateLearning.iterations
+    model_steps: int = SurrogateLearning.model_steps  # K_alpha
+    surrogate_steps: int = SurrogateLearning.surrogate_steps  # K_beta
+    model_lr: float = SurrogateLearning.model_lr
+    surrogate_lr: float = SurrogateLearning.surrogate_lr
+    clip: float = UniversalTraining.clip or 0.0  # largest norm of a gradient; 0: no limit
+    universal_steps: int = UniversalTraining.steps
+    universal_lr: float = UniversalTraining.lr
+    # sl_u, sl_r: a universal surrogate (sl_u.safetensors of another run) to begin with; what it cost is not counted
+    begin: str = ""
+    evals: int = SurrogateLearning.evals  # validation queries for the history, which decide nothing
+
+    def build(self, method: SurrogateLearning) -> SurrogateLearning:
+        """Return a method with these settings.
+
+        Raises:
+            ValueError: A value is out of range.
+            FileFormatError: The surrogate to begin with can't be read.
+        """
+        clip = self.clip or None
+        return replace(
+            method,
+            iterations=self.iterations,
+            model_steps=self.model_steps,
+            surrogate_steps=self.surrogate_steps,
+            model_lr=self.model_lr,
+            surrogate_lr=self.surrogate_lr,
+            clip=clip,
+            universal=UniversalTraining(self.universal_steps, lr=self.universal_lr, clip=clip),
+            begin=load_set_loss(self.begin) if self.begin and method.surrogate != "scratch" else None,
+            evals=self.evals,
+        )
+
+
+@dataclass
+class SiblingsConfig:
+    """How the sibling methods among ``methods`` run."""
+
+    # What they train: phi (the classifier stays frozen), model (all weights, from the trained classifier on) or scratch
+    # (all weights of an untrained one, as in their papers).
+    trains: str = "phi"
+    batch_size: int = 100  # of batches with an equal share of each class
+    # Queries for the threshold on a single logit, once trained; 0: none, as for metrics of the order alone (auc, ...)
+    threshold_evals: int = 101
+    sl: SLConfig = field(default_factory=SLConfig)
+
+    def build(self, name: str) -> Sibling:
+        """Return a method of `SIBLINGS` with these settings."""
+        method = SIBLINGS[name]
+        if isinstance(method, SurrogateLearning):
+            with config_section("siblings.sl"):
+                return self.sl.build(method)
+        return method
+
+    def check(self, names: list[str]) -> None:
+        """Reject what would only fail after work has been done.
+
+        Args:
+            names: The methods that run.
+
+        Raises:
+            ConfigError: A value is out of range.
+            FileFormatError: A file can't be read.
+        """
+        if self.trains not in TRAINS:
+            raise ConfigError(f"siblings.trains={self.trains!r}: it must be one of {', '.join(TRAINS)}")
+        with config_section("siblings"):
+            check_integer(1, batch_size=self.batch_size)
+            check_integer(0, threshold_evals=self.threshold_evals)
+        for name in names:
+            self.build(name)
+
+
+def sibling_method(
+    name: str,
+    method: Sibling,
+    make: Callable[[FinetuneTask], TrainingTask],
+    tune: Callable[[FinetuneTask, nn.Module], nn.Module | None],
+    *,
+    seed: int,
+    folder: Path,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> Method:
+    """Make a method of a comparison: train, keep what came out in the folder, then tune the threshold.
+
+    It reports where it stood before the threshold too.
+
+    Args:
+        name: Its name in `METHODS` and of its files.
+        method: The sibling method.
+        make: Makes its task of the comparison's.
+        tune: Tunes what it trained by queries of the task's metric; None where that does not apply.
+        seed: Its seed.
+        folder: Receives its files.
+        resume: Take what a finished training left there.
+        watcher: Notified of its progress.
+    """
+    watcher = watcher or Watcher()
+
+    def run(task: FinetuneTask, earlier: object) -> MethodResult:
+        watcher.stage(METHODS[name].title)
+        training = make(task)
+        trained = load_kept(training.copied().model, folder, name) if resume else None
+        if trained is None:
+            trained = method.train(training, seed=seed, watcher=watcher)
+            keep(trained, folder, name)
+        queries, asked = sum(trained.queries.values()), sum(trained.batch_queries.values())
+        reached = [Reached(trained.model, queries, queries, trained.seconds, batch_queries=asked)]
+        before, began = task.metric.ledger.spent, now()
+        if (tuned := tune(task, trained.model)) is not None:
+            queries += task.metric.ledger.spent - before
+            seconds = trained.seconds + now() - began
+            reached.append(Reached(tuned, queries, queries, seconds, batch_queries=asked))
+        return MethodResult(tuple(reached))
+
+    return run
+
+
+def plot_histories(folder: Path, seeds: Sequence[int]) -> list[Path]:
+    """Draw what the sibling methods of a run measured on the way, each quantity in its own axes, each seed a line.
+
+    Args:
+        folder: The run's folder, which holds ``seed-N/<method>.json``.
+        seeds: The seeds.
+
+    Returns:
+        The picture, ``siblings.png``; nothing if no sibling method ran.
+    """
+    files = [(name, folder / f"seed-{seed}" / f"{name}.json") for name in SIBLINGS for seed in seeds]
+    histories = [(name, read_json(file)["history"]) for name, file in files if file.exists()]
+    quantities = list(dict.fromkeys(quantity for _, history in histories for quantity in history))
+    if not quantities:
+        return []
+    figure, (row,) = new_figure(4.0 * len(quantities), 3.6, columns=len(quantities))
+    for axes, quantity in zip(row, quantities, strict=True):
+        for name, history in histories:
+            axes.plot(*np.array(history.get(quantity, [])).reshape(-1, 2).T, color=METHODS[name].colour, linewidth=0.9)
+        axes.set_title(quantity, fontsize=9)
+        axes.set_xlabel("iteration")
+    for name in dict.fromkeys(name for name, _ in histories):
+        row[0].plot([], [], color=METHODS[name].colour, label=METHODS[name].title)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return [save_figure(figure, folder / "siblings.png")]

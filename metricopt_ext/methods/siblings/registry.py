@@ -1,0 +1,11 @@
+"""The sibling methods by the names that tools and reports know them by."""
+
+from metricopt_ext.methods.siblings.sibling import Sibling
+from metricopt_ext.methods.siblings.surrogate_learning import SurrogateLearning
+
+# With their papers' settings; the contract test runs all of them.
+SIBLINGS: dict[str, Sibling] = {
+    "sl_u": SurrogateLearning("universal"),
+    "sl_s": SurrogateLearning("scratch"),
+    "sl_r": SurrogateLearning("refined"),
+}

@@ -1,0 +1,258 @@
+"""The surrogate loss of Learning Surrogate Losses (Grabocka et al., 2019): a network of a set of scores and labels."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metricopt_ext.errors import DataError, FileFormatError
+from metricopt_ext.methods.siblings.clipped_adam import ClippedAdam
+from metricopt_ext.methods.siblings.sibling import History
+from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.utils.checks import check_above, check_finite, check_integer
+from metricopt_ext.utils.files import read_tensors, write_tensors
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.seeding import generator
+
+FILE_FORMAT = "metricopt_ext/set_loss/1"
+G, H = (30, 30), (10, 10, 1)  # neurons (section 4.1)
+SLOPE = 0.01  # of the leaky ReLU below 0
+BLOCK = 1000  # universal batches that are drawn together
+
+
+class SetLoss(nn.Module):
+    """A loss of a whole batch, in any order: h(1/N sum_i g(y_i, yhat_i)) (Eq. 2), with g 30-30 and h 10-10-1.
+
+    Each layer but the last is followed by a leaky ReLU, which the paper states for its prediction model alone. A
+    label and its score enter as (y, yhat) with y in {0, 1} and yhat the logit as it is; one of C classes as its
+    one-hot vector with the C logits.
+
+    Args:
+        outputs: Logits per example: 1, or the number C of classes.
+        metric: Name of the metric whose cost it stands for; a file keeps it.
+    """
+
+    def __init__(self, outputs: int = 1, metric: str = "") -> None:
+        super().__init__()
+        check_integer(1, outputs=outputs)
+        self.outputs, self.metric = outputs, metric
+        self.g = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((2 * outputs, *G)))
+        self.h = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((G[-1], *H)))
+        self.layers = (*self.g, *self.h)  # a tuple: no other way to the same parameters
+
+    def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Return the surrogate of the cost, a scalar.
+
+        Args:
+            scores: Logits, ``N``, or ``N x C`` for more outputs than one.
+            labels: ``N``.
+
+        Raises:
+            DataError: The scores have another shape.
+        """
+        loss: Tensor = _SetNetwork.apply(self._inputs(scores, labels), *self._weights())
+        return loss
+
+    @torch.no_grad()
+    def distance(self, scores: Tensor, labels: Tensor, true: float) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the distance |true - surrogate| to a cost, the meta-loss of Eq. 3 and 5, with its gradient.
+
+        Args:
+            scores: As in `forward`.
+            labels: As in `forward`.
+            true: The cost.
+
+        Returns:
+            The distance, a scalar, and its gradients in the order of ``parameters()``, without a graph.
+
+        Raises:
+            DataError: The scores have another shape.
+        """
+        loss, kept = _forward(self._inputs(scores, labels), self._weights())
+        error = loss - true
+        return error.abs(), _to_weights(kept, error.sign())[1]
+
+    def _inputs(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Return (y, yhat) of each example, ``N x 2`` or ``N x 2C``."""
+        if scores.shape[1:] != ((self.outputs,) if self.outputs > 1 else ()):
+            expected = "N" if self.outputs == 1 else f"N x {self.outputs}"
+            raise DataError(f"scores have shape {tuple(scores.shape)}; this surrogate loss takes {expected}")
+        if self.outputs == 1:
+            return torch.stack([labels.to(scores.dtype), scores], 1)
+        return torch.cat([F.one_hot(labels, self.outputs).to(scores.dtype), scores], 1)
+
+    def _weights(self) -> list[Tensor]:
+        return [tensor for layer in self.layers for tensor in (layer.weight, layer.bias)]
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a safetensors file; `load_set_loss` reads it."""
+        write_tensors(path, self.state_dict(), FILE_FORMAT, {"outputs": self.outputs, "metric": self.metric})
+
+
+# Eq. 2 with its derivative written out: autograd visits every small operation, which takes three times as long.
+
+
+def _forward(inputs: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return h of the mean of g, a scalar, and what the derivative needs."""
+    w1, b1, w2, b2, w3, b3, w4, b4, w5, b5 = weights
+    a1 = F.leaky_relu(torch.addmm(b1, inputs, w1.t()), SLOPE)
+    a2 = F.leaky_relu(torch.addmm(b2, a1, w2.t()), SLOPE)
+    mean = a2.mean(0)
+    a3 = F.leaky_relu(torch.addmv(b3, w3, mean), SLOPE)
+    a4 = F.leaky_relu(torch.addmv(b4, w4, a3), SLOPE)
+    return torch.addmv(b5, w5, a4)[0], (inputs, a1, a2, mean, a3, a4, w1, w2, w3, w4, w5)
+
+
+def _to_weights(kept: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the gradient before the first layer, ``N x 30``, and those of all weights."""
+    inputs, a1, a2, mean, a3, a4, _, w2, w3, w4, w5 = kept
+    d5 = gradient.reshape(1)
+    d4 = _below(w5.t() @ d5, a4)
+    d3 = _below(w4.t() @ d4, a3)
+    d2 = _below((w3.t() @ d3 / len(inputs)).expand_as(a2), a2)
+    d1 = _below(d2 @ w2, a1)
+    of_g = d1.t() @ inputs, d1.sum(0), d2.t() @ a1, d2.sum(0)
+    return d1, (*of_g, torch.outer(d3, mean), d3, torch.outer(d4, a3), d4, torch.outer(d5, a4), d5)
+
+
+def _to_inputs(kept: Sequence[Tensor], gradient: Tensor) -> Tensor:
+    """Return the gradient in the inputs, ``N x 2`` or ``N x 2C``, alone."""
+    inputs, a1, a2, _, a3, a4, w1, w2, w3, w4, w5 = kept
+    d3 = _below(w4.t() @ _below(w5.t() @ gradient.reshape(1), a4), a3)
+    d2 = _below((w3.t() @ d3 / len(inputs)).expand_as(a2), a2)
+    return _below(d2 @ w2, a1) @ w1
+
+
+def _below(gradient: Tensor, activated: Tensor) -> Tensor:
+    """Return the gradient before a leaky ReLU from that after it; its output has the sign of its input."""
+    return torch.ops.aten.leaky_relu_backward(gradient, activated, SLOPE, True)  # type: ignore[no-any-return]
+
+
+class _SetNetwork(torch.autograd.Function):
+    """Eq. 2 for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, *weights: Tensor) -> Tensor:
+        """Return h of the mean of g."""
+        loss, kept = _forward(inputs, weights)
+        ctx.save_for_backward(*kept)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of inputs and weights; those of weights only if they are trained."""
+        kept = ctx.saved_tensors
+        if not any(ctx.needs_input_grad[1:]):
+            return _to_inputs(kept, gradient), *(None,) * 10
+        first, of_weights = _to_weights(kept, gradient)
+        return first @ kept[6], *of_weights
+
+
+def load_set_loss(path: str | Path) -> SetLoss:
+    """Read a surrogate loss that `SetLoss.save` wrote.
+
+    Raises:
+        FileFormatError: The file is corrupt or holds something else.
+    """
+    tensors, described = read_tensors(path, FILE_FORMAT)
+    try:
+        surrogate = SetLoss(described["outputs"], described["metric"])
+        surrogate.load_state_dict(tensors)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise FileFormatError(f"{path} does not hold the surrogate loss that it describes: {error}") from error
+    return surrogate
+
+
+@dataclass(frozen=True)
+class UniversalTraining:
+    """How a surrogate is learned on random labels and scores, without any data (Eq. 3).
+
+    Attributes:
+        steps: Number of batches, each a query and a step. The paper does not give it: as many as Algorithm 1 takes.
+        positive: p, the probability of label 1; labels of more than two classes are uniform.
+        mean: mu of the scores' normal distribution.
+        std: sigma of it.
+        lr: Adam's rate.
+        clip: Largest norm of a gradient.
+        records: About how many points of its history are kept.
+    """
+
+    steps: int = 3_000_000
+    positive: float = 0.5
+    mean: float = 0.0
+    std: float = 1.0
+    lr: float = 1e-5
+    clip: float | None = 1e-5
+    records: int = 200
+
+    def __post_init__(self) -> None:
+        """Reject what is out of range.
+
+        Raises:
+            ValueError: A value is rejected; the message gives it.
+        """
+        check_integer(1, steps=self.steps, records=self.records)
+        check_above(0, std=self.std, lr=self.lr, clip=self.clip)
+        check_finite(mean=self.mean, positive=self.positive)
+        if not 0 < self.positive < 1:
+            raise ValueError(f"positive is {self.positive}; it must be above 0 and below 1")
+
+    def learn(
+        self, surrogate: SetLoss, metric: BatchMetric, size: int, *, seed: int = 0, watcher: Watcher | None = None
+    ) -> History:
+        """Train a surrogate in place, ``steps`` queries of the batch metric.
+
+        Args:
+            surrogate: The network.
+            metric: What it is to predict the cost of.
+            size: N, labels in a batch.
+            seed: Seed of the batches.
+            watcher: Notified of progress.
+
+        Returns:
+            ``"universal"``: the distance |loss - surrogate|.
+
+        Raises:
+            FloatingPointError: The distance is no longer finite.
+        """
+        watcher, every, history = watcher or Watcher(), max(1, self.steps // self.records), []
+        with ClippedAdam(surrogate.parameters(), self.lr, self.clip) as optimizer:
+            for step, (scores, labels) in enumerate(self.batches(surrogate, size, seed)):
+                true = metric.cost(scores, labels, "universal")
+                distance, gradients = surrogate.distance(scores, labels, true)
+                optimizer.descend(gradients)
+                if step % every == 0 or step == self.steps - 1:
+                    history.append((step, finite(distance, step)))
+                if step % max(1, self.steps // 20) == 0:
+                    watcher.stage(f"SL, universal, {100 * step // self.steps}%")
+        return {"universal": history}
+
+    def batches(self, surrogate: SetLoss, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Draw scores, ``N`` or ``N x C``, and labels, ``N``, for each step."""
+        like, c = next(surrogate.parameters()), surrogate.outputs
+        for at in range(0, self.steps, BLOCK):
+            rng, n = generator(seed, "universal", at), min(BLOCK, self.steps - at)
+            if c > 2:
+                labels = torch.randint(c, (n, size), generator=rng)
+            else:
+                labels = (torch.rand(n, size, generator=rng) < self.positive).long()
+            scores = torch.randn((n, size, c) if c > 1 else (n, size), generator=rng) * self.std + self.mean
+            yield from zip(scores.to(like), labels.to(like.device), strict=True)
+
+
+def finite(value: Tensor, at: int) -> float:
+    """Return a scalar as a float.
+
+    Raises:
+        FloatingPointError: It is not finite.
+    """
+    number = float(value.detach())
+    if not torch.isfinite(value.detach()):
+        raise FloatingPointError(f"the surrogate loss is {number} at step {at}; lower the rates")
+    return number

@@ -1,0 +1,161 @@
+"""Learning Surrogate Losses (Grabocka et al., 2019): the model descends a loss that is learned beside it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.methods.siblings.clipped_adam import ClippedAdam
+from metricopt_ext.methods.siblings.set_loss import SetLoss, UniversalTraining, finite
+from metricopt_ext.methods.siblings.sibling import History, Sibling
+from metricopt_ext.methods.siblings.training import TrainingTask
+from metricopt_ext.utils.checks import check_above, check_integer
+from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.progress import Watcher
+
+Surrogate = Literal["universal", "scratch", "refined"]
+SURROGATES: tuple[Surrogate, ...] = ("universal", "scratch", "refined")
+
+
+@dataclass(frozen=True)
+class SurrogateLearning(Sibling):
+    """Algorithm 1: in turn, the model descends the surrogate (Eq. 4), which then learns the loss anew (Eq. 5).
+
+    The defaults are the paper's (section 4.1): Adam at 1e-5 with the gradients' norm clipped to 1e-5 before, so that
+    Adam, which is all but indifferent to a gradient's scale, normalises what clipping left.
+    While the surrogate learns, the model predicts as it does while it learns itself, in training mode.
+
+    Attributes:
+        surrogate: ``"universal"`` (SL-U) learns it on random scores alone (Eq. 3) and trains the model on it as it is;
+            ``"scratch"`` (SL-S) begins with random weights; ``"refined"`` (SL-R) with the universal surrogate.
+        iterations: T.
+        model_steps: K_alpha, steps of the model in an iteration.
+        surrogate_steps: K_beta, steps of the surrogate in an iteration, one query of the batch metric each.
+        model_lr: Adam's rate for the model.
+        surrogate_lr: Adam's rate for the surrogate.
+        clip: Largest norm of a gradient, of the model and of the surrogate; None for no limit.
+        universal: How the universal surrogate is learned, one query of the batch metric for each of its steps.
+        begin: A universal surrogate that was learned before, instead of learning one; it is not changed.
+        evals: Queries of the metric of the model, spread evenly over the iterations, the last at their end; they
+            decide nothing.
+        records: About how many points of the history are kept.
+    """
+
+    surrogate: Surrogate = "refined"
+    iterations: int = 300_000
+    model_steps: int = 3
+    surrogate_steps: int = 10
+    model_lr: float = 1e-5
+    surrogate_lr: float = 1e-5
+    clip: float | None = 1e-5
+    universal: UniversalTraining = field(default_factory=UniversalTraining)
+    begin: SetLoss | None = field(default=None, compare=False, repr=False)
+    evals: int = 0
+    records: int = 200
+
+    def __post_init__(self) -> None:
+        """Reject what is out of range.
+
+        Raises:
+            ValueError: A value is rejected; the message gives it.
+        """
+        if self.surrogate not in SURROGATES:
+            raise ValueError(f"surrogate is {self.surrogate!r}; it must be one of {', '.join(SURROGATES)}")
+        check_integer(1, iterations=self.iterations, model_steps=self.model_steps, records=self.records)
+        check_integer(1, surrogate_steps=self.surrogate_steps)
+        check_integer(0, evals=self.evals)
+        check_above(0, model_lr=self.model_lr, surrogate_lr=self.surrogate_lr, clip=self.clip)
+        if self.evals > self.iterations:
+            raise ValueError(f"evals is {self.evals}; it must be at most iterations = {self.iterations}")
+        if self.begin is not None and self.surrogate == "scratch":
+            raise ValueError("begin is a surrogate, but surrogate is 'scratch', which begins with random weights")
+
+    def check(self, task: TrainingTask) -> None:
+        """Refuse scores that are no logits, and a surrogate of other logits or of another metric.
+
+        Raises:
+            DataError: The scores are neither ``n`` nor ``n x c``.
+            ConfigError: ``begin`` does not fit the task.
+        """
+        outputs, _ = _shape(task)
+        if self.begin is None:
+            return
+        if self.begin.outputs != outputs:
+            raise ConfigError(f"the surrogate to begin with takes {self.begin.outputs} logits, the model has {outputs}")
+        if self.begin.metric != task.batch_metric.name:
+            raise ConfigError(
+                f"the surrogate to begin with stands for {self.begin.metric!r}, the metric is"
+                f" {task.batch_metric.name!r}"
+            )
+
+    def run(self, task: TrainingTask, seed: int, watcher: Watcher) -> tuple[SetLoss, History]:
+        """Train the model and, but for a universal one, the surrogate; returns the surrogate and the history.
+
+        Returns:
+            The surrogate, and the history: ``"universal"``, the distance of Eq. 3; ``"surrogate"``, the loss that the
+            model descends; ``"distance"``, that of Eq. 5; ``"metric"``, the ``evals`` values of the model's metric.
+        """
+        outputs, size = _shape(task)
+        surrogate = SetLoss(outputs, task.batch_metric.name).to(task.parameters()[0])
+        history: History = {}
+        if self.begin is not None:
+            surrogate.load_state_dict(self.begin.state_dict())
+        elif self.surrogate != "scratch":
+            history |= self.universal.learn(surrogate, task.batch_metric, size, seed=seed, watcher=watcher)
+        history |= self.alternate(task, surrogate, seed, watcher)
+        return surrogate, history
+
+    def alternate(self, task: TrainingTask, surrogate: SetLoss, seed: int, watcher: Watcher) -> History:
+        """Run Algorithm 1 on the task's model and a surrogate, both in place; a universal one stays as it is."""
+        step = 0
+        every = max(1, self.iterations // self.records)
+        judged = {self.iterations * (i + 1) // self.evals - 1 for i in range(self.evals)}
+        history: dict[str, list[tuple[int, float]]] = {name: [] for name in ("surrogate", "distance", "metric")}
+        with (
+            ClippedAdam(task.parameters(), self.model_lr, self.clip) as alpha,
+            ClippedAdam(surrogate.parameters(), self.surrogate_lr, self.clip) as beta,
+        ):
+            surrogate.requires_grad_(False)  # autograd is for the model's steps; the surrogate's have their gradients
+            for iteration in range(self.iterations):
+                kept = iteration % every == 0 or iteration == self.iterations - 1
+                for _ in range(self.model_steps):  # lines 3-7
+                    scores, labels = task.predict(task.model, task.batches(seed, 0, step))
+                    loss = surrogate(scores, labels)
+                    alpha.step(loss)
+                    step += 1
+                if kept:
+                    history["surrogate"].append((iteration, finite(loss, iteration)))
+                if self.surrogate != "universal":
+                    for _ in range(self.surrogate_steps):  # lines 8-13
+                        with torch.no_grad():
+                            scores, labels = task.predict(task.model, task.batches(seed, 0, step))
+                        true = task.batch_metric.cost(scores, labels, "surrogate")
+                        distance, gradients = surrogate.distance(scores, labels, true)
+                        beta.descend(gradients)
+                        step += 1
+                    if kept:
+                        history["distance"].append((iteration, finite(distance, iteration)))
+                if iteration in judged:
+                    value = task.metric.to_value(task.metric.cost(task.model, "history"))
+                    history["metric"].append((iteration, value))
+                if iteration % max(1, self.iterations // 20) == 0:
+                    watcher.stage(f"SL, {100 * iteration // self.iterations}%")
+        surrogate.requires_grad_(True)
+        return {name: points for name, points in history.items() if points}
+
+
+def _shape(task: TrainingTask) -> tuple[int, int]:
+    """Return the number of logits for each example, and of examples in a batch.
+
+    Raises:
+        DataError: The scores are neither ``n`` nor ``n x c``.
+    """
+    with evaluating(task.model), torch.no_grad():
+        scores, labels = task.predict(task.model, task.batches(0, 0, 0))
+    if not scores.is_floating_point() or scores.dim() not in (1, 2) or scores.shape[:1] != labels.shape:
+        raise DataError(
+            f"predict returned scores of shape {tuple(scores.shape)} and labels of shape {tuple(labels.shape)};"
+            " a surrogate loss takes n or n x c logits and n labels"
+        )
+    return (1 if scores.dim() == 1 else scores.shape[1]), len(labels)

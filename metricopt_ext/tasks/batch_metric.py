@@ -1,0 +1,69 @@
+"""The metric of a batch's scores and labels: a second black box, asked on batches of any data, with its own ledger."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from metricopt_ext.errors import MetricError
+from metricopt_ext.tasks.metric import CostScale, Ledger
+
+
+class BatchMetric(CostScale):
+    """A black-box metric of scores and labels, seen as a cost to minimise.
+
+    A `Metric` judges a model on the data that is known to it alone. This one judges any scores, so whoever has it can
+    learn how the metric depends on them.
+
+    Args:
+        function: ``function(scores, labels) -> float``, with scores ``n`` or ``n x c`` and labels ``n``; it sees no
+            gradient.
+        maximize: Whether higher is better.
+        bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for a metric without known bounds:
+            its cost is the value itself, negated if higher is better.
+        name: Its name in messages and files.
+        ledger: Counts the queries, one for each batch.
+
+    Example:
+        >>> import torch
+        >>> metric = BatchMetric(lambda scores, labels: ((scores > 0) == labels).float().mean(), maximize=True)
+        >>> metric.cost(torch.tensor([1.0, -1.0]), torch.tensor([1, 1]), "example"), metric.ledger.spent
+        (0.5, 1)
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Tensor, Tensor], float],
+        *,
+        maximize: bool,
+        bounds: tuple[float, float] | None = (0.0, 1.0),
+        name: str | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        if not callable(function):
+            raise TypeError(f"function is {function!r}; it must be a function of scores and labels")
+        name = name or getattr(function, "__name__", "metric").strip("<>")
+        super().__init__(maximize=maximize, bounds=bounds, name=name, ledger=ledger)
+        self.function = function
+
+    def with_new_ledger(self) -> "BatchMetric":
+        """Return the same metric with an empty ledger and no budget."""
+        return BatchMetric(self.function, maximize=self.maximize, bounds=self.bounds, name=self.name)
+
+    def cost(self, scores: Tensor, labels: Tensor, purpose: str) -> float:
+        """Evaluate the metric on a batch and return the cost; one query.
+
+        Args:
+            scores: ``n`` or ``n x c``.
+            labels: ``n``.
+            purpose: What the ledger books the query under.
+
+        Raises:
+            BudgetError: The budget is spent; the metric was not evaluated.
+            MetricError: The metric raised, did not return a finite number, or left its bounds. The query still counts.
+        """
+        self.ledger.spend(purpose)
+        try:
+            value = float(self.function(scores.detach(), labels))
+        except Exception as error:
+            raise MetricError(f"metric {self.name!r} raised {type(error).__name__} on a batch: {error}") from error
+        return self.checked_cost(value, " on a batch")

@@ -1,0 +1,144 @@
+"""The sibling methods as methods of a comparison, and their settings."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.evidence.compare import compare
+from metricopt_ext.evidence.method import METHODS, Method
+from metricopt_ext.evidence.siblings import SiblingsConfig, SLConfig, sibling_method
+from metricopt_ext.methods.siblings.registry import SIBLINGS
+from metricopt_ext.methods.siblings.set_loss import SetLoss
+from metricopt_ext.methods.siblings.sibling import Sibling
+from metricopt_ext.methods.siblings.surrogate_learning import SurrogateLearning
+from metricopt_ext.methods.siblings.training import TrainingTask
+from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.progress import Watcher
+
+
+def test_every_sibling_method_is_in_the_table_of_methods() -> None:
+    assert list(SIBLINGS) == [name for name in METHODS if name in SIBLINGS]
+    assert all(METHODS[name].kind == "queries" for name in SIBLINGS)
+
+
+def test_the_default_settings_are_the_papers() -> None:
+    assert {name: SiblingsConfig().build(name) for name in SIBLINGS} == SIBLINGS
+
+
+def test_what_is_set_reaches_the_method(tmp_path: Path) -> None:
+    SetLoss(3, "f1").save(tmp_path / "f1.safetensors")
+    values: dict[str, Any] = {"iterations": 7, "model_steps": 2, "surrogate_steps": 4, "model_lr": 0.1, "evals": 3}
+    config = SiblingsConfig(
+        sl=SLConfig(
+            **values,
+            surrogate_lr=0.2,
+            clip=0.0,
+            universal_steps=9,
+            universal_lr=0.3,
+            begin=str(tmp_path / "f1.safetensors"),
+        )
+    )
+    built = config.build("sl_r")
+    assert isinstance(built, SurrogateLearning)
+    assert built.surrogate == "refined"
+    assert {name: getattr(built, name) for name in values} == values
+    assert (built.surrogate_lr, built.clip) == (0.2, None)
+    assert (built.universal.steps, built.universal.lr, built.universal.clip) == (9, 0.3, None)
+    assert built.begin is not None
+    assert built.begin.metric == "f1"
+    scratch = config.build("sl_s")
+    assert isinstance(scratch, SurrogateLearning)
+    assert scratch.begin is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (SiblingsConfig(trains="theta"), "siblings.trains='theta': it must be one of phi, model, scratch"),
+        (SiblingsConfig(batch_size=0), "siblings: batch_size is 0; it must be at least 1"),
+        (SiblingsConfig(threshold_evals=-1), "siblings: threshold_evals is -1; it must be at least 0"),
+        (SiblingsConfig(sl=SLConfig(iterations=0)), "siblings.sl: iterations is 0; it must be at least 1"),
+        (SiblingsConfig(sl=SLConfig(universal_steps=0)), "siblings.sl: steps is 0; it must be at least 1"),
+        (SiblingsConfig(sl=SLConfig(clip=-1.0)), "siblings.sl: clip is -1.0; it must be above 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused_before_any_work(config: SiblingsConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.check(["sl_u"])
+
+
+def test_a_surrogate_that_is_not_there_is_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(FileFormatError, match="does not exist"):
+        SiblingsConfig(sl=SLConfig(begin=str(tmp_path / "none"))).check(["sl_r"])
+
+
+class Nudge(Sibling):
+    """Adds 1 to the first parameter, and asks the batch metric three times and the metric once."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def run(self, task: TrainingTask, seed: int, watcher: Watcher) -> tuple[None, dict[str, Any]]:
+        self.runs += 1
+        with torch.no_grad():
+            task.parameters()[0].add_(1)
+        for _ in range(3):
+            task.batch_metric.cost(torch.zeros(2), torch.zeros(2), "nudge")
+        return None, {"value": [(0, task.metric.cost(task.model, "nudge"))]}
+
+
+def of(task: FinetuneTask) -> TrainingTask:
+    return TrainingTask.of(
+        task,
+        trains="phi",
+        predict=lambda model, batch: (batch, batch),
+        batch_metric=BatchMetric(lambda scores, labels: 0.5, maximize=False),
+    )
+
+
+@pytest.fixture
+def nudged(quadratic: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Compare the nudge alone, with a threshold that two queries find or without; returns the outcomes."""
+
+    def run(method: Sibling, tuned: bool, resume: bool = False) -> Any:
+        task = quadratic()
+        metric = Metric(task.distance, maximize=False, bounds=None, name="distance")
+
+        def tune(task: FinetuneTask, model: nn.Module) -> nn.Module | None:
+            for _ in range(2):
+                task.metric.cost(model, "threshold")
+            return model if tuned else None
+
+        made: Method = sibling_method("sl_r", method, of, tune, seed=0, folder=tmp_path, resume=resume)
+        return task, compare(task.judged_by(metric), metric, {"sl_r": made}).outcomes["sl_r"]
+
+    return run
+
+
+def test_its_ends_are_judged_and_both_kinds_of_queries_count(nudged: Callable[..., Any], tmp_path: Path) -> None:
+    task, (before, after) = nudged(Nudge(), tuned=True)
+    true: Tensor = ((1 - task.goal) ** 2).sum()
+    assert before.validation == after.validation == after.test == pytest.approx(float(true))
+    assert (before.queries_total, after.queries_total, after.queries_per_start) == (1, 3, 3)
+    assert before.batch_queries == after.batch_queries == 3
+    assert after.seconds >= before.seconds > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"sl_r.json", "sl_r_model.safetensors"}
+    assert len(nudged(Nudge(), tuned=False)[1]) == 1
+
+
+def test_a_finished_training_is_not_repeated_on_resume(nudged: Callable[..., Any]) -> None:
+    method = Nudge()
+    _, first = nudged(method, tuned=True)
+    _, again = nudged(method, tuned=True, resume=True)
+    assert method.runs == 1
+    assert [vars(each) | {"seconds": 0} for each in first] == [vars(each) | {"seconds": 0} for each in again]
+    assert again[0].seconds == first[0].seconds
+    nudged(method, tuned=True)
+    assert method.runs == 2

@@ -1,0 +1,25 @@
+"""The names of the sibling methods."""
+
+from metricopt_ext.methods.siblings.registry import SIBLINGS
+from metricopt_ext.methods.siblings.sibling import Sibling
+from metricopt_ext.methods.siblings.surrogate_learning import SurrogateLearning
+
+
+def test_every_entry_is_a_method_with_settings_of_its_own() -> None:
+    assert all(isinstance(method, Sibling) for method in SIBLINGS.values())
+    assert len(set(map(repr, SIBLINGS.values()))) == len(SIBLINGS)
+
+
+def test_surrogate_learning_has_the_settings_of_its_paper() -> None:
+    for name, surrogate in {"sl_u": "universal", "sl_s": "scratch", "sl_r": "refined"}.items():
+        method = SIBLINGS[name]
+        assert isinstance(method, SurrogateLearning)
+        assert (method.surrogate, method.iterations, method.model_steps, method.surrogate_steps) == (
+            surrogate,
+            300_000,
+            3,
+            10,
+        )
+        assert method.model_lr == method.surrogate_lr == method.clip == 1e-5
+        assert (method.universal.positive, method.universal.mean, method.universal.std) == (0.5, 0.0, 1.0)
+        assert method.universal.lr == method.universal.clip == 1e-5

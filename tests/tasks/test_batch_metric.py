@@ -1,0 +1,59 @@
+"""The metric of a batch: its costs, its ledger and what it refuses."""
+
+import pytest
+import torch
+
+from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.tasks.metric import Ledger
+
+SCORES, LABELS = torch.tensor([0.5, -0.5, 2.0]), torch.tensor([1, 1, 0])
+
+
+def test_costs_are_in_the_units_of_a_metric() -> None:
+    values = {(True, (-1.0, 1.0)): 0.25, (False, (-1.0, 1.0)): 0.75, (True, None): -0.5, (False, None): 0.5}
+    for (maximize, bounds), cost in values.items():
+        metric = BatchMetric(lambda scores, labels: 0.5, maximize=maximize, bounds=bounds)
+        assert metric.cost(SCORES, LABELS, "x") == cost
+        assert metric.to_value(cost) == 0.5
+
+
+def test_it_sees_detached_scores_and_every_call_counts_by_purpose() -> None:
+    seen = []
+
+    def share(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen.append((scores.requires_grad, labels))
+        return (scores > 0).float().mean()
+
+    metric = BatchMetric(share, maximize=False)
+    for purpose in ("a", "b", "a"):
+        assert metric.cost(SCORES.clone().requires_grad_(), LABELS, purpose) == pytest.approx(2 / 3)
+    assert metric.ledger.spent_on == {"a": 2, "b": 1}
+    assert [flag for flag, _ in seen] == [False] * 3
+    assert metric.name == "share"
+    assert metric.with_new_ledger().ledger.spent == 0
+    assert metric.ledger.spent == 3
+
+
+def test_a_spent_budget_is_refused_before_the_call() -> None:
+    metric = BatchMetric(lambda scores, labels: 1 / 0, maximize=False, ledger=Ledger(0))
+    with pytest.raises(BudgetError, match=r"1 metric query requested \(x\), 0 left"):
+        metric.cost(SCORES, LABELS, "x")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(float("nan"), "'mine' returned nan on a batch"), (1.5, "returned 1.5 on a batch, outside its bounds")],
+)
+def test_what_is_no_value_is_refused_and_counts(value: float, message: str) -> None:
+    metric = BatchMetric(lambda scores, labels: value, maximize=False, name="mine")
+    with pytest.raises(MetricError, match=message):
+        metric.cost(SCORES, LABELS, "x")
+    assert metric.ledger.spent == 1
+
+
+def test_what_the_function_raises_and_what_is_no_function_is_named() -> None:
+    with pytest.raises(MetricError, match="metric 'mine' raised ZeroDivisionError on a batch: division by zero"):
+        BatchMetric(lambda scores, labels: 1 / 0, maximize=False, name="mine").cost(SCORES, LABELS, "x")
+    with pytest.raises(TypeError, match="function is 3; it must be a function of scores and labels"):
+        BatchMetric(3, maximize=False)  # type: ignore[arg-type]
