@@ -1,7 +1,7 @@
 """MetricOpt: a loss optimizer that a value function steers towards the metric (paper, section 3.2, Algorithm 1)."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,8 +176,7 @@ class MetricOpt(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take the first parameter group and reject any other."""
-        if self.param_groups:
-            raise ValueError(f"{len(self.param_groups) + 1} parameter groups given; f sees one vector phi, so give one")
+        one_group(self.param_groups, "f")
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -197,8 +196,8 @@ class MetricOpt(torch.optim.Optimizer):
         parameters, group = self._parameters, self.param_groups[0]
         if all(parameter.grad is None for parameter in parameters):
             return loss
-        phi = _flat(parameters)
-        gradient = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+        phi = flat(parameters)
+        gradient = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
         state = self.state[parameters[0]]
         past = state.get("history", gradient.new_zeros(0, len(gradient)))
         state["history"] = torch.cat([past, gradient[None]])[-group["history"] :]
@@ -212,7 +211,18 @@ class MetricOpt(torch.optim.Optimizer):
         return loss
 
 
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
+def one_group(groups: Sequence[Any], who: str) -> None:
+    """Reject a parameter group beside those that are there.
+
+    Raises:
+        ValueError: There are some; the message says who sees one vector alone.
+    """
+    if groups:
+        raise ValueError(f"{len(groups) + 1} parameter groups given; {who} sees one vector phi, so give one")
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Return tensors as one vector, in order."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
