@@ -106,8 +106,8 @@ class LearnedOptimizer(torch.optim.Optimizer):
             self._warn_if_blind()
         if math.isnan(self._observed["cost"]) and "cost" in state:
             self._observed["cost"] = float(state["cost"])  # of a run that continues from its checkpoint
-        known = [phi.new_tensor(self._observed[name]) for name in ("loss", "cost")]
-        change, memory = self.rule.propose(phi, gradient, *known, memory)
+        known, cost = (phi.new_tensor(self._observed[name]) for name in ("loss", "cost"))
+        change, memory = self.rule.propose(phi, gradient, known, cost, memory)
         state.update(memory._asdict(), cost=self._observed["cost"])
         self._observed["loss"] = math.nan
         moved = phi + self.param_groups[0]["lr"] * change

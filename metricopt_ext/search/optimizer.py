@@ -3,13 +3,14 @@
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.adapter import signature_of
 from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.search.adam import AdamMemory, adam_direction
 from metricopt_ext.search.guided_es import analytic_direction
 from metricopt_ext.utils.checks import check_at_least, check_integer
 from metricopt_ext.value.value_function import ValueFunction
@@ -109,6 +110,7 @@ class MetricOpt(torch.optim.Optimizer):
         trust: Trust radius in units of f's data radius, above 0.
         history: Number k of past loss gradients that guide the search, at least 1.
         even_untrusted: Follow f whatever its quality, as when trajectories are collected to correct it.
+        optimizer: ``"sgd"``, or ``"adam"`` for Adam's steps in place of loss gradients, in the loss step and as guides.
 
     Raises:
         ValueFunctionError: f was fitted for another dimension or another adapter.
@@ -137,6 +139,7 @@ class MetricOpt(torch.optim.Optimizer):
         trust: float = TRUST,
         history: int = HISTORY,
         even_untrusted: bool = False,
+        optimizer: Literal["sgd", "adam"] = "sgd",
     ) -> None:
         if not isinstance(f, ValueFunction):
             raise TypeError(
@@ -147,6 +150,8 @@ class MetricOpt(torch.optim.Optimizer):
         check_at_least(1, steps=steps)
         if not trust > 0:  # infinite for no trust region
             raise ValueError(f"trust is {trust}; it must be above 0")
+        if optimizer not in ("sgd", "adam"):
+            raise ValueError(f"optimizer is {optimizer!r}; it must be 'sgd' or 'adam'")
         defaults = {
             "lr": lr,
             "metric_step": metric_step,
@@ -155,6 +160,7 @@ class MetricOpt(torch.optim.Optimizer):
             "trust": trust,
             "history": history,
             "even_untrusted": even_untrusted,
+            "optimizer": optimizer,
         }
         super().__init__(params, defaults)
         numbers = sum(parameter.numel() for parameter in self._parameters)
@@ -199,6 +205,9 @@ class MetricOpt(torch.optim.Optimizer):
         phi = flat(parameters)
         gradient = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
         state = self.state[parameters[0]]
+        if group.get("optimizer") == "adam":  # a state dict of earlier versions does not say
+            gradient, memory = adam_direction(gradient, AdamMemory(*state["adam"]) if "adam" in state else None)
+            state["adam"] = tuple(memory)
         past = state.get("history", gradient.new_zeros(0, len(gradient)))
         state["history"] = torch.cat([past, gradient[None]])[-group["history"] :]
         step = state.get("step", 0)
