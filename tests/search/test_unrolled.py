@@ -43,9 +43,7 @@ def test_it_is_the_loop_of_algorithm_s1(quadratic: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("dim", [None, 3])
 @pytest.mark.parametrize("population", [1, 2])
-def test_derivatives_in_the_weights_are_whole(
-    quadratic: Callable[..., Any], dim: int | None, population: int
-) -> None:
+def test_derivatives_in_the_weights_are_whole(quadratic: Callable[..., Any], dim: int | None, population: int) -> None:
     """Through the loss gradients too, whose own slope the steps depend on."""
     task, rule = quadratic(3, population=population), make_rule(dim)
     starts = task.starts(0.4, 0, [0, 1])
