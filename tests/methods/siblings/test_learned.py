@@ -295,21 +295,20 @@ def test_the_paper_s_own_parts_run(quadratic: Callable[..., Any]) -> None:
 
 @pytest.mark.outcome
 @pytest.mark.slow
-@pytest.mark.parametrize("coordinatewise", [True, False])
-def test_it_lowers_a_metric_that_the_loss_does_not_know(quadratic: Callable[..., Any], coordinatewise: bool) -> None:
-    """The metric's optimum lies off the loss's; mean of three problems, as a share of what the loss alone leaves."""
+def test_it_lowers_a_metric_that_the_loss_does_not_know(quadratic: Callable[..., Any]) -> None:
+    """The metric's optimum lies off the loss's; mean of three problems, as a share of what the loss's optimum costs."""
     settings = AlgorithmS1(
-        steps=15, evals=4, start_std=0.5, step=0.1, tasks=4, rate=1e-2, coordinatewise=coordinatewise, sees_metric=False
+        steps=15, evals=4, start_std=0.5, step=0.1, tasks=4, rate=1e-2, coordinatewise=False, sees_metric=False
     )
     left = []
     for seed in range(3):
         task = quadratic(3, dtype=torch.float32)
         rng = torch.Generator().manual_seed(seed)
         task.problem.goal = task.centre + 0.5 * torch.randn(3, generator=rng)
-        rule = settings.meta_train(task, iterations=25, seed=seed).rule
+        rule = settings.meta_train(task, iterations=40, seed=seed).rule
         end = settings.meta_test(task, rule, task.origin(), seed=seed)[-1]
         left.append(task.true_cost(end) / task.true_cost(task.centre))
-    assert sum(left) / len(left) < 0.9
+    assert sum(left) / len(left) < 0.7  # 0.15, standard error 0.08
 
 
 @pytest.mark.parametrize(
