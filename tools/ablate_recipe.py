@@ -5,7 +5,7 @@
         --task configs/classification/digits.yaml \
         --task configs/classification/a9a.yaml data.root=FOLDER metric.name=mcr
     python tools/ablate_recipe.py --output-dir out/paper --strategy paper \
-        --task configs/classification/a9a_paper.yaml data.root=FOLDER
+        --task configs/classification/a9a.yaml data.root=FOLDER
 
 All of it is strategy=recipe, whatever the config says, or with --strategy paper changes of Algorithm 1 as printed: the
 rows of the paper's Fig. 3 and Fig. S4, and Adam. Each seed is a fresh split and model. Changes of the fit are

@@ -466,7 +466,9 @@ class _Training:
         self.iteration = described["iteration"]
         self.rule.weights.data.copy_(tensors["rule"])
         self.adam.state[self.rule.weights] = {
-            name.removeprefix("adam."): value for name, value in tensors.items() if name.startswith("adam.")
+            name.removeprefix("adam."): value.to(self.rule.weights) if value.dim() else value  # steps stay on the CPU
+            for name, value in tensors.items()
+            if name.startswith("adam.")
         }
         self.value.load_state_dict(
             {name.removeprefix("value."): v for name, v in tensors.items() if name.startswith("value.")}

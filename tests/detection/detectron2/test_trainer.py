@@ -258,9 +258,11 @@ def test_a_learned_optimizer_moves_phi(tiny_config: Any, tmp_path: Path) -> None
     assert torch.equal(made.optimizer.rule.weights, rule.weights)
     assert phi_of(made).any()
     with pytest.raises(ConfigError, match=r"UPDATE_RULE is .* and VALUE_FUNCTION 'f\.safetensors'"):
-        tiny_config("fpn", "BN", *FINETUNING, *named, "METRICOPT.FINETUNE.VALUE_FUNCTION", "f.safetensors")
+        MetricOptTrainer(
+            tiny_config("fpn", "BN", *FINETUNING, *named, "METRICOPT.FINETUNE.VALUE_FUNCTION", "f.safetensors")
+        )
     with pytest.raises(ConfigError, match=r"FINETUNE\.OPTIMIZER is 'rmsprop'"):
-        tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.FINETUNE.OPTIMIZER", "rmsprop")
+        MetricOptTrainer(tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.FINETUNE.OPTIMIZER", "rmsprop"))
 
 
 def test_each_trajectory_has_batches_of_its_own(tiny_config: Any) -> None:
