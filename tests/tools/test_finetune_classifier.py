@@ -897,7 +897,7 @@ def test_a_learned_optimizer_is_run_on_request(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "MetricOpt (learned)" in done.stdout
+    assert "MetricOpt, learned" in done.stdout
     content = json.loads((folder / "report.json").read_text())["methods"]["metricopt_learned"]
     # 16 queries: three meta-iterations of two tasks with two observations, one at meta-testing, three ends
     assert content["queries_total"] == 16
