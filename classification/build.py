@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -224,7 +225,22 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
     if splits.train.x.dtype == torch.uint8:
         splits = splits.map(lambda part, name: Split(part.x.float() / 255, part.y))
     with config_section("shift"):
-        return _shifted(splits, config, seed)
+        splits = _shifted(splits, config, seed)
+    if config.data.metric_on == "train":
+        return replace(splits, validation=train_subset(splits, seed))
+    return splits
+
+
+def train_subset(splits: Splits, seed: int) -> Split:
+    """Return train examples drawn at random: as many as validation has, or all if there are no more (paper, Fig. S4).
+
+    Every class keeps its share of train, give or take one.
+    """
+    y = splits.train.y
+    order = torch.randperm(len(y), generator=generator(seed, "train subset")).to(y.device)
+    order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
+    places = torch.linspace(0, len(y) - 1, min(len(splits.validation), len(y))).round().long().to(y.device)
+    return splits.train.take(order[places].sort().values)
 
 
 def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: Path) -> nn.Module:

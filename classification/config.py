@@ -33,6 +33,9 @@ class DataConfig:
     image_size: int = 0  # image_folder: pixels per side; 0 if all images have the same size
     fractions: list[float] = field(default_factory=lambda: [0.7, 0.1, 0.2])  # train, validation, test
     validation_size: int = 5000  # cifar10: held out from its train set
+    # What the metric is evaluated on, and every rival that is given its inputs or labels: validation, or train: as many
+    # train examples, which the losses see too (paper, Fig. S4)
+    metric_on: str = "validation"
     standardise: bool = False  # tabular: zero mean and unit variance by train statistics
     # Long-tailed train data: its class counts fall geometrically, in the order of classes, from the first class's to
     # 1 / imbalance of it; validation and test stay as they are. 1: they stay as they are in train too
@@ -143,6 +146,8 @@ class ClassificationConfig(RunConfig):
         check_at_least(0, {"data.image_size": self.data.image_size})
         if self.data.name == "csv" and not self.data.target:
             raise ConfigError("data.name=csv needs data.target=COLUMN, the name of the column of classes")
+        if self.data.metric_on not in ("validation", "train"):
+            raise ConfigError(f"data.metric_on={self.data.metric_on!r} must be validation or train")
         bounds = self.metric.bounds
         if len(bounds) != 2 or not 0 < bounds[1] - bounds[0] < math.inf:
             raise ConfigError(
@@ -162,13 +167,18 @@ class ClassificationConfig(RunConfig):
             check_integer(1, batch_size=self.second_round.batch_size)
             check_above(0, lr=self.second_round.lr)
         super().check()
-        self.siblings.check(self.methods)
+        self.siblings.check(self.trained_methods)
         if self.transfer.value_function:
             load_value_function(self.transfer.value_function, None if self.adapter.acts_on_logits else self.adapter.dim)
 
     def further_methods(self) -> tuple[str, ...]:
         """Return what ``methods`` may name."""
-        return tuple(SIBLINGS)
+        return (*super().further_methods(), *SIBLINGS)
+
+    @property
+    def trained_methods(self) -> list[str]:
+        """Those of ``methods`` that train a copy of the model by the siblings' protocol."""
+        return [name for name in self.methods if name in SIBLINGS]
 
     def least_dim(self) -> int:
         """Return the dimension of phi as far as it is known before the model; of offsets there is one at least."""

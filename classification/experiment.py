@@ -88,7 +88,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         for part in (splits.validation, splits.test):
             try_metric(config.metric, part.y, splits.num_classes)
         metric, batches = build_metric(config.metric), self._batches(splits.train)
-        if config.methods:
+        if config.trained_methods:
             self._sibling_batches()  # refuses a size before anything is trained
         model = classifier(config, splits, seed, self.folder)
         task = FinetuneTask(
@@ -98,7 +98,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             metric=model_metric(metric, splits.validation, stratified_halves(splits.validation.y, seed)),
             population=config.population,
         )
-        for name in config.methods:
+        for name in config.trained_methods:
             config.siblings.build(name).check(self._training(task))
         return task, model_metric(metric, splits.test)
 
@@ -128,7 +128,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             methods["placebo"] = ending_path(lambda task: self._follow(task, RotatedValueFunction(f, self.seed)))
         if config.second_round.epochs:
             methods["second_round"] = following_metricopt(self._second_round)
-        for name in config.methods:
+        for name in config.trained_methods:
             methods[name] = sibling_method(
                 name,
                 config.siblings.build(name),

@@ -3,8 +3,8 @@
 Attach an adapter (`attach_film`, `attach_input_bias`, `attach_outputs`), describe the task (`FinetuneTask`, `Metric`),
 and call `optimize_metric` with a number of metric queries: a guided search (`GuidedTrustRegion`) then finds phi, from
 the best of the starts (`Start`, `batchnorm_start`). For many starts under one value function there are `Recipe`,
-`meta_train` and `tune_start`; the optimizer `MetricOpt` follows a value function in your own loop. What can go wrong is
-in `metricopt_ext.errors`.
+`meta_train` and `tune_start`; the optimizer `MetricOpt` follows a value function in your own loop. `metricopt_learned`
+learns an optimizer instead, which `LearnedOptimizer` takes to any loop. What can go wrong is in `metricopt_ext.errors`.
 """
 
 from importlib import import_module
@@ -18,11 +18,14 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe, Setting
 from metricopt_ext.methods.result import MetricOptResult, Result, SearchRun
 from metricopt_ext.methods.rounds import meta_train
+from metricopt_ext.methods.siblings.learned import AlgorithmS1, LearnedResult, metricopt_learned
 from metricopt_ext.methods.starts import Start, batchnorm_start, load_buffers
 from metricopt_ext.methods.tuning import Tuned, tune_start
 from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.learned_optimizer import LearnedOptimizer
 from metricopt_ext.search.optimizer import MetricOpt
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
 from metricopt_ext.tasks.batches import ClassBatches, DatasetBatches, TensorBatches
 from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CMAES",
     "Adapter",
+    "AlgorithmS1",
     "ClassBatches",
     "DatasetBatches",
     "Evaluation",
@@ -51,6 +55,8 @@ __all__ = [
     "GaussianProcessLabels",
     "GuidedES",
     "GuidedTrustRegion",
+    "LearnedOptimizer",
+    "LearnedResult",
     "Ledger",
     "LinearLabels",
     "Metric",
@@ -74,6 +80,7 @@ __all__ = [
     "Trajectory",
     "TrajectoryStore",
     "Tuned",
+    "UpdateRule",
     "ValueFunction",
     "Watcher",
     "attach_film",
@@ -85,8 +92,10 @@ __all__ = [
     "load_adapter",
     "load_buffers",
     "load_trajectories",
+    "load_update_rule",
     "load_value_function",
     "meta_train",
+    "metricopt_learned",
     "optimize_metric",
     "tune_start",
 ]

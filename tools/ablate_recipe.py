@@ -4,8 +4,11 @@
     python tools/ablate_recipe.py --output-dir out/ablations \
         --task configs/classification/digits.yaml \
         --task configs/classification/a9a.yaml data.root=FOLDER metric.name=mcr
+    python tools/ablate_recipe.py --output-dir out/paper --strategy paper \
+        --task configs/classification/a9a.yaml data.root=FOLDER
 
-All of it is strategy=recipe, whatever the config says. Each seed is a fresh split and model. Changes of the fit are
+All of it is strategy=recipe, whatever the config says, or with --strategy paper changes of Algorithm 1 as printed: the
+rows of the paper's Fig. 3 and Fig. S4, and Adam. Each seed is a fresh split and model. Changes of the fit are
 made on the default's trajectories and changes of the step on its value function; all others are separate whole runs.
 There is no guard: end points are judged as they are. Writes ablations.json, ablations.md and ablations.png; an
 interrupted run continues where it stopped.
@@ -28,13 +31,16 @@ from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.report import paired_interval, spread
 from metricopt_ext.evidence.style import new_figure, save_figure
+from metricopt_ext.methods.paper import END_QUERIES, Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import finetune, metric_policy
+from metricopt_ext.search.adam import AdamPolicy
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.optimizer import MetricOptStep
+from metricopt_ext.tasks.rollout import Policy
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import read_json, write_atomically, write_json
@@ -48,6 +54,7 @@ from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
 from metricopt_ext.value.objective import Objective, hardest_triplets
 from metricopt_ext.value.reptile import ReptileLearner
+from metricopt_ext.value.value_function import ValueFunction
 
 DEFAULT = "default"
 ROOT = Path(__file__).parents[1]
@@ -71,10 +78,17 @@ class EsStep12(EsStep):
     pairs = 12
 
 
+def adam_step(f: ValueFunction, lr: float, *settings: Any) -> AdamPolicy:
+    """Return the default step with Adam's steps in place of loss gradients, at Adam's own rate."""
+    return AdamPolicy(MetricOptStep(f, ADAM_RATE, *settings))
+
+
 def learner(**change: Any) -> dict[str, Any]:
     """Return the change of the recipe to an MLP alone, with other settings."""
     return {"learners": (NeuralLearner(**change),)}
 
+
+ADAM_RATE = 0.01
 
 MIXED = ReptileLearner()
 
@@ -97,7 +111,7 @@ FITS: dict[str, dict[str, Any]] = {
 }
 
 # How the default's value function is followed: the step rule, its changes, and a setting if not the chosen one.
-STEPS: dict[str, tuple[type[MetricOptStep], dict[str, Any], tuple[float, float] | None]] = {
+STEPS: dict[str, tuple[Callable[..., Policy], dict[str, Any], tuple[float, float] | None]] = {
     "step without the loss": (MetricOptStep, {}, (0.0, 0.15)),
     "step with the loss at 0.3": (MetricOptStep, {}, (0.3, 0.15)),
     "step with the loss at 1": (MetricOptStep, {}, (1.0, 0.15)),
@@ -109,6 +123,14 @@ STEPS: dict[str, tuple[type[MetricOptStep], dict[str, Any], tuple[float, float] 
     "trust radius 0.8": (MetricOptStep, {"trust": 0.8}, None),
     "trust radius 2": (MetricOptStep, {"trust": 2.0}, None),
     "no trust radius": (MetricOptStep, {"trust": 1e9}, None),
+    "Adam": (adam_step, {}, None),
+}
+
+# Of both strategies. One of the two adapters is the default already.
+BOTH: dict[str, list[str]] = {
+    "FiLM at all norms": ["adapter.kind=film", "adapter.layers=[]"],
+    "input bias": ["adapter.kind=input_bias", "adapter.layers=[]"],
+    "metric on train examples": ["data.metric_on=train"],
 }
 
 # Whole runs, as overrides of the config.
@@ -131,7 +153,27 @@ RUNS: dict[str, list[str]] = {
     "600 queries": ["queries=600"],
     "1200 queries": ["queries=1200"],
     "2400 queries": ["queries=2400"],
+    **BOTH,
 }
+
+# The same of Algorithm 1 as printed.
+PAPER: dict[str, list[str]] = {
+    "Adam": ["paper.optimizer=adam", f"recipe.lr={ADAM_RATE}"],
+    "f trained offline": ["paper.learner=offline"],
+    "Reptile, mixed batches": ["paper.learner=reptile_mixed"],
+    "no sigma": ["paper.sigma=false"],
+    "no ordinal term": ["paper.beta=0"],
+    "gamma 1": ["paper.gamma=1"],
+    "labels: linear": ["paper.labels=linear"],
+    "labels: observed": ["paper.labels=observed"],
+    "P = 12": ["paper.count=12"],
+    "k = 1": ["paper.history=1"],
+    "s^2 = 0.1": ["paper.variance=0.1"],
+    **BOTH,
+}
+
+# Shares of the T steps at which the metric is evaluated, for as many tasks: the queries change (Fig. S4).
+OBSERVED: dict[str, float] = {"K = 2.5% of T": 0.025, "K = 10% of T": 0.1, "K = 100% of T": 1.0}
 
 
 @dataclass(frozen=True)
@@ -154,6 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", nargs="+", action="append", metavar="X", help="a config file, then key=value ...")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
+    parser.add_argument("--strategy", choices=("recipe", "paper"), default="recipe", help="what is changed")
     parser.add_argument("--seed", type=int, default=2000, help="first seed (2000: not used for reported results)")
     parser.add_argument("--seeds", type=int, default=4, help="number of seeds")
     parser.add_argument("--workers", type=int, default=2, help="seeds that run in parallel")
@@ -163,31 +206,33 @@ def main() -> None:
     tasks = arguments.task or [[str(ROOT / "configs" / "classification" / "digits.yaml")]]
     with errors_in_one_line():
         seeds = range(arguments.seed, arguments.seed + arguments.seeds)
-        ablate(tasks, arguments.output_dir, seeds, arguments.workers)
+        ablate(tasks, arguments.output_dir, seeds, arguments.workers, arguments.strategy)
 
 
-def ablate(tasks: Sequence[Sequence[str]], folder: Path, seeds: Sequence[int], workers: int) -> dict[str, Any]:
+def ablate(
+    tasks: Sequence[Sequence[str]], folder: Path, seeds: Sequence[int], workers: int, strategy: str = "recipe"
+) -> dict[str, Any]:
     """Run every variant on every seed of every task and write the report; returns it."""
     table: dict[str, Any] = {}
     for file, *overrides in tasks:
         config = load_config(ClassificationConfig, file, overrides)
-        config.strategy = "recipe"
+        config.strategy = strategy
         config.check()
-        name = title(config)
-        total = 1 + len(FITS) + len(STEPS) + len(RUNS)
+        name, whole_runs = title(config), len(runs_of(config))
+        total = 1 + whole_runs + (len(FITS) + len(STEPS) if strategy == "recipe" else 0)
         print(f"{name}: {total} variants on {counted(len(seeds), 'seed')} from {seeds[0]} on")
         own = folder / name.replace(" ", "-")
-        run = partial(ablate_seed, file, overrides, own)
+        run = partial(ablate_seed, file, [*overrides, f"strategy={strategy}"], own)
         with deterministic(config.deterministic, threads=1):
             computed_on = str(Machine.current(choose_device(config.device), threads=1))
             open_run(own, {**config.as_dict(), "computed_on": computed_on}, resume=True)
-            rows = run_seeds(run, seeds, queries=len(RUNS) + 1, workers=workers, threads=1)
+            rows = run_seeds(run, seeds, queries=whole_runs + 1, workers=workers, threads=1)
         variants = [variant for variant in rows[0] if all(variant in of_seed for of_seed in rows)]
         table[name] = {
             "maximize": ClassificationExperiment.describe(config).maximize,
             "variants": {variant: [asdict(of_seed[variant]) for of_seed in rows] for variant in variants},
         }
-    content = {"seeds": list(seeds), "computed_on": computed_on, "tasks": table}
+    content = {"strategy": strategy, "seeds": list(seeds), "computed_on": computed_on, "tasks": table}
     write_json(folder / "ablations.json", content)
     write_atomically(folder / "ablations.md", markdown(content).encode())
     plot(content, folder / "ablations.png")
@@ -214,36 +259,59 @@ def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watche
             rows[name] = compute()
             write_json(record, {variant: asdict(row) for variant, row in rows.items()})
 
-    ready, recipe = ClassificationExperiment(config, folder, seed), config.recipe.build()
     watcher.stage(DEFAULT)
-    result = run(ready, config.queries, recipe, seed)
-    spent = sum(result.queries.values())
-    rows[DEFAULT] = Row(spearman(result.fit), test_metric(ready, result.ends["metricopt"]), spent)
-    for name, change in FITS.items():
-        changed = replace(recipe, **change)
-        remember(name, lambda changed=changed: fitted(ready, result, changed, seed))  # type: ignore[misc]
-    for name, (rule, change, setting) in STEPS.items():
-        weight, metric_step = setting or result.setting
-        policy = rule(result.fit.f, recipe.lr, metric_step, weight, recipe.steps, **change)
-        remember(name, lambda policy=policy: Row(None, followed(ready, policy, recipe, seed), spent))  # type: ignore[misc]
-    for done, (name, added) in enumerate(RUNS.items()):
+    if config.strategy == "recipe":
+        ready, recipe = ClassificationExperiment(config, folder, seed), config.recipe.build()
+        result = run(ready, seed)
+        spent = sum(result.queries.values())
+        rows[DEFAULT] = Row(spearman(result.fit), test_metric(ready, result.ends["metricopt"]), spent)
+        for name, change in FITS.items():
+            changed = replace(recipe, **change)
+            remember(name, lambda changed=changed: fitted(ready, result, changed, seed))  # type: ignore[misc]
+        for name, (rule, change, setting) in STEPS.items():
+            weight, metric_step = setting or result.setting
+            policy = rule(result.fit.f, recipe.lr, metric_step, weight, recipe.steps, **change)
+            remember(name, lambda policy=policy: Row(None, followed(ready, policy, recipe, seed), spent))  # type: ignore[misc]
+    else:
+        remember(DEFAULT, lambda: whole(file, overrides, folder, seed))
+    for done, (name, added) in enumerate(runs_of(config).items()):
         watcher.query(done + 1, name)
         remember(name, lambda added=added: whole(file, [*overrides, *added], folder, seed))  # type: ignore[misc]
     watcher.done()
     return rows
 
 
-def run(ready: ClassificationExperiment, queries: int, recipe: Recipe, seed: int) -> MetricOptResult:
-    """Run the whole recipe on separately counted queries."""
-    task = ready.task.judged_by(ready.task.metric.with_new_ledger())
-    return optimize_metric(task, queries=queries, strategy=recipe, seed=seed, watcher=Watcher())
+def runs_of(config: ClassificationConfig) -> dict[str, list[str]]:
+    """Return the whole runs of a config's strategy, as overrides."""
+    if config.strategy == "recipe":
+        return RUNS
+    observed = {name: observing(config, share) for name, share in OBSERVED.items()}
+    return {**PAPER, **observed}
+
+
+def observing(config: ClassificationConfig, share: float) -> list[str]:
+    """Return the overrides that evaluate the metric at a share of the T steps of as many tasks.
+
+    At all of them no label is interpolated.
+    """
+    steps, tasks = config.recipe.steps, Algorithm1(evals=config.recipe.evals, steps=config.recipe.steps)
+    evals = steps + 1 if share == 1 else max(2, round(share * steps))
+    queries = END_QUERIES + tasks.tasks(config.queries) * evals
+    return [f"recipe.evals={evals}", f"queries={queries}", *(["paper.labels=observed"] if share == 1 else [])]
+
+
+def run(ready: ClassificationExperiment, seed: int) -> MetricOptResult:
+    """Run the whole strategy on separately counted queries."""
+    task, strategy = ready.task.judged_by(ready.task.metric.with_new_ledger()), ready.config.build_strategy()
+    assert isinstance(strategy, (Recipe, Algorithm1))
+    return optimize_metric(task, queries=ready.config.queries, strategy=strategy, seed=seed, watcher=Watcher())
 
 
 def whole(file: str, overrides: list[str], folder: Path, seed: int) -> Row:
     """Run a changed config from the start, with the same trained classifier."""
     config = load_config(ClassificationConfig, file, overrides)
     ready = ClassificationExperiment(config, folder, seed)
-    result = run(ready, config.queries, config.recipe.build(), seed)
+    result = run(ready, seed)
     return Row(spearman(result.fit), test_metric(ready, result.ends["metricopt"]), sum(result.queries.values()))
 
 
@@ -254,7 +322,7 @@ def fitted(ready: ClassificationExperiment, result: MetricOptResult, recipe: Rec
     return Row(spearman(fit), followed(ready, policy, recipe, seed), sum(result.queries.values()))
 
 
-def followed(ready: ClassificationExperiment, policy: MetricOptStep, recipe: Recipe, seed: int) -> float:
+def followed(ready: ClassificationExperiment, policy: Policy, recipe: Recipe, seed: int) -> float:
     """Return the test metric at the end of a step rule."""
     return test_metric(ready, finetune(ready.task, policy, recipe.steps, seed)[-1])
 
@@ -285,7 +353,9 @@ def compared(content: dict[str, Any], task: str, variant: str) -> tuple[list[flo
 def markdown(content: dict[str, Any]) -> str:
     """Return the content of ablations.md."""
     lines = [
-        "# Ablations of the default recipe",
+        "# Ablations of Algorithm 1 as printed"
+        if content.get("strategy") == "paper"
+        else "# Ablations of the default recipe",
         "",
         f"{counted(len(content['seeds']), 'seed')} from {content['seeds'][0]} on, each a fresh split and model."
         " Differences from the default are paired, with 95% intervals; positive is better. An"
@@ -322,7 +392,9 @@ def interval(differences: Sequence[float], digits: int = 2) -> str:
 
 def plot(content: dict[str, Any], path: Path) -> None:
     """Draw each variant's difference from the default, with its interval, one colour per task."""
-    variants = [*FITS, *STEPS, *RUNS]
+    found = {name for of_task in content["tasks"].values() for name in of_task["variants"]} - {DEFAULT}
+    tables = [*FITS, *STEPS, *RUNS, *PAPER, *OBSERVED]
+    variants = [name for name in dict.fromkeys(tables) if name in found]
     figure, panels = new_figure(10.0, 1.2 + 0.21 * len(variants), 1, 2, sharey=True)
     colours = ("#c02942", "#2f6fa3", "#4f8f8b", "#d98c3f", "#8a6fb0")
     height, several = 0.7 / len(content["tasks"]), len(content["seeds"]) > 1

@@ -24,7 +24,9 @@ from metricopt_ext.detection.detectron2.hooks import (
     TrajectoryRecorder,
 )
 from metricopt_ext.detection.detectron2.placements import film_layers
+from metricopt_ext.search.learned_optimizer import LearnedOptimizer
 from metricopt_ext.search.optimizer import MetricOpt, UntrustedWarning
+from metricopt_ext.search.update_rule import load_update_rule
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.tasks.trajectory import TrajectoryStore
@@ -66,21 +68,24 @@ def phi_of(model: nn.Module) -> list[nn.Parameter]:
 
 
 def phi_optimizer(
-    params: Iterable[Tensor], *, value_function: str = "", lr: float = 0.1, **options: Any
+    params: Iterable[Tensor], *, value_function: str = "", update_rule: str = "", lr: float = 0.1, **options: Any
 ) -> torch.optim.Optimizer:
-    """Return `MetricOpt` on phi, or gradient descent on it if there is no value function.
+    """Return `MetricOpt` on phi, a learned optimizer, or gradient descent if there is neither of their files.
 
     Args:
         params: phi; see `phi_of`.
         value_function: File of f; empty follows the loss alone.
-        lr: Rate of the loss step.
+        update_rule: File of a learned optimizer's rule, in place of f.
+        lr: Rate of the loss step; a rule has its own.
         options: Further arguments of `MetricOpt`.
 
     Raises:
-        FileFormatError: The value function's file is corrupt.
+        FileFormatError: The value function's or the rule's file is corrupt.
         ValueFunctionError: It was fitted for another dimension or another adapter.
     """
     (phi,) = params
+    if update_rule:
+        return LearnedOptimizer([phi], load_update_rule(update_rule).to(phi.device))
     if not value_function:
         return torch.optim.SGD([phi], lr=lr)
     f = load_value_function(value_function, phi.numel(), signature_of(phi)).to(phi.device)

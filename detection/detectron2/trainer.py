@@ -128,6 +128,8 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             steps=settings.finetune.steps,
             trust=settings.finetune.trust,
             history=settings.finetune.history,
+            optimizer=settings.finetune.optimizer,
+            update_rule=settings.finetune.update_rule,
             even_untrusted=settings.meta.round > 0,  # its trajectories are meant to correct f
         )
 
@@ -194,7 +196,8 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
 def warn(cfg: CfgNode, settings: Settings) -> None:
     """Say what a finetuning run lacks, which may well run without it."""
     # Meta-training's first runs have no f yet.
-    if not settings.finetune.value_function and not settings.meta.trajectories:
+    finetune = settings.finetune
+    if not (finetune.value_function or finetune.update_rule or settings.meta.trajectories):
         warn_once(
             "METRICOPT.FINETUNE.VALUE_FUNCTION is empty: phi follows the loss alone; learn f, e.g. by --meta-train FILE"
             " of tools/train_detector.py, and name its file there"

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from metricopt_ext.evidence.contenders import Contender, best_of_loss_finetune, loss_path, usual_contenders
+from metricopt_ext.evidence.learned import learned_method
 from metricopt_ext.evidence.method import (
     Meter,
     Method,
@@ -103,6 +104,8 @@ def usual_methods(
         contenders = usual_contenders(config)
         for name in ("guided_es", "cma_es"):
             methods[name] = following_start(contenders[name], config.search_queries, seed)
+    if "metricopt_learned" in config.methods:
+        methods["metricopt_learned"] = learned_method(config, seed, folder=folder, resume=resume, watcher=watcher)
     if config.refine_queries:
         methods["refined"] = following_metricopt(
             lambda task, result: CMAES()(task, result.ends[result.chosen], config.refine_queries, seed=seed).phi

@@ -1,6 +1,6 @@
 """The settings that the tools of all tasks share; each key is a field here and nowhere else."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from metricopt_ext.data.shift import ImageShift
@@ -8,11 +8,14 @@ from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.siblings.learned import AlgorithmS1
 from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.learned_objective import LearnedObjective
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.utils.checks import check_above
+from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
+from metricopt_ext.value.objective import sampled_triplets
 from metricopt_ext.value.observations import Labeller
 from metricopt_ext.value.reptile import ReptileLearner
 
@@ -55,18 +58,133 @@ class RecipeConfig:
         return tuple(LEARNERS[name] for name in self.learners)
 
     def _labeller(self) -> Labeller:
-        if self.labels == "observed":
-            return DEFAULT.labels
-        from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
+        return labeller(self.labels)
 
-        known: dict[str, Labeller] = {
-            "linear": LinearLabels(),
-            "gp": GaussianProcessLabels(),
-            "gp_always": GaussianProcessLabels(always=True),
+
+def labeller(name: str) -> Labeller:
+    """Return a labeller by its name in the settings.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if name == "observed":
+        return DEFAULT.labels
+    from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
+
+    known: dict[str, Labeller] = {
+        "linear": LinearLabels(),
+        "gp": GaussianProcessLabels(),
+        "gp_always": GaussianProcessLabels(always=True),
+    }
+    if name not in known:
+        raise ValueError(f"labels is {name!r}; it must be observed, {', '.join(known)}")
+    return known[name]
+
+
+@dataclass
+class PaperConfig:
+    """What strategy=paper may change of Algorithm 1 as printed, part by part; the rest is the recipe's.
+
+    ``recipe`` gives steps (T), evals (K), lr and start_std.
+    """
+
+    optimizer: str = Algorithm1.optimizer  # sgd or adam
+    metric_rate: float = Algorithm1.metric_rate  # alpha_t
+    history: int = Algorithm1.history  # k of Eq. 3
+    count: int = Algorithm1.count  # P of Eq. 4
+    variance: float = Algorithm1.variance  # s^2 of Eq. 4
+    labels: str = "gp_always"  # observed, linear, gp (interpolated if that shows skill) or gp_always
+    sigma: bool = True  # false: all labels count as equally certain (Fig. 3b)
+    # reptile (as printed), reptile_mixed (many tasks in a meta-batch), offline (Fig. 3b), neural or ridge
+    learner: str = "reptile"
+    gamma: float = ReptileLearner.paper().objective.gamma  # weight of the regression in Eq. 2, of learners but ridge
+    beta: float = ReptileLearner.paper().objective.beta  # of the ordinal term; 0: none (Fig. 3a)
+
+    def build(self, recipe: Recipe) -> Algorithm1:
+        """Return the algorithm.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        with config_section("paper"):
+            labels = labeller(self.labels)
+            if not self.sigma:
+                from metricopt_ext.value.labels import WithoutSigma
+
+                labels = WithoutSigma(labels)
+            return Algorithm1(
+                steps=recipe.steps,
+                evals=recipe.evals,
+                lr=recipe.lr,
+                start_std=recipe.start_std,
+                optimizer=self.optimizer,  # type: ignore[arg-type]
+                metric_rate=self.metric_rate,
+                history=self.history,
+                count=self.count,
+                variance=self.variance,
+                labels=labels,
+                learner=self._learner(),
+            )
+
+    def _learner(self) -> Learner:
+        objective = replace(ReptileLearner.paper().objective, gamma=self.gamma, beta=self.beta)
+        known: dict[str, Learner] = {
+            "reptile": replace(ReptileLearner.paper(), objective=objective),
+            "reptile_mixed": ReptileLearner(objective=objective),
+            "offline": replace(NeuralLearner.offline(), objective=replace(objective, miner=sampled_triplets)),
+            "neural": NeuralLearner(objective=replace(objective, miner=sampled_triplets)),
+            "ridge": RidgeLearner(),
         }
-        if self.labels not in known:
-            raise ValueError(f"labels is {self.labels!r}; it must be observed, {', '.join(known)}")
-        return known[self.labels]
+        if self.learner not in known:
+            raise ValueError(f"learner is {self.learner!r}; it must be one of {', '.join(known)}")
+        return known[self.learner]
+
+
+@dataclass
+class LearnedConfig:
+    """How the method ``metricopt_learned`` learns its optimizer; see `AlgorithmS1`.
+
+    ``recipe`` gives steps (T), evals (K), start_std, and the lr of the loss-only finetune that it is compared with.
+    """
+
+    queries: int = 0  # metric queries in all; 0: as many as MetricOpt has
+    tasks: int = AlgorithmS1.tasks  # collected in a meta-iteration; 1 as printed
+    updates: int = AlgorithmS1.updates  # of the optimizer in a meta-iteration; 1 as printed
+    pairs: int = AlgorithmS1.pairs  # antithetic pairs of perturbed weights for each update
+    rate: float = AlgorithmS1.rate  # Adam's, on the optimizer's weights
+    variance: float = AlgorithmS1.variance  # epsilon^2 of Eq. 7
+    estimator: str = AlgorithmS1.estimator  # combined, reparameterised, or score (for a loss without 2nd derivatives)
+    metric_weight: float = LearnedObjective.metric_weight  # lambda of Eq. 6
+    sharpness: float = 0.0  # beta of Eq. 6; 0: T/2
+    coordinatewise: bool = AlgorithmS1.coordinatewise  # false: one network sees the whole of phi
+    sees_loss: bool = AlgorithmS1.sees_loss  # false: for trainers that only call step()
+    sees_metric: bool = AlgorithmS1.sees_metric  # true costs evals - 1 queries for each start
+    hidden: int = AlgorithmS1.hidden  # units
+    step: float = AlgorithmS1.step  # typical change of a coordinate of phi in a step
+    labels: str = "observed"  # observed, linear, gp or gp_always, as for the recipe
+    mixed: bool = True  # f is adapted to batches that mix tasks; false: to one task at a time by SGD, as printed
+
+    def build(self, recipe: Recipe) -> AlgorithmS1:
+        """Return the algorithm.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        with config_section("learned"):
+            check_integer(0, queries=self.queries)
+            same = ("tasks", "updates", "pairs", "rate", "variance", "coordinatewise", "sees_loss", "sees_metric")
+            return AlgorithmS1(
+                steps=recipe.steps,
+                evals=recipe.evals,
+                start_std=recipe.start_std,
+                objective=LearnedObjective(self.metric_weight, self.sharpness or None),
+                estimator=self.estimator,  # type: ignore[arg-type]
+                value=ReptileLearner() if self.mixed else ReptileLearner.paper(),
+                labels=labeller(self.labels),
+                hidden=self.hidden,
+                step=self.step,
+                **{name: getattr(self, name) for name in same},
+            )
 
 
 @dataclass
@@ -122,6 +240,8 @@ class RunConfig:
 
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    paper: PaperConfig = field(default_factory=PaperConfig)
+    learned: LearnedConfig = field(default_factory=LearnedConfig)
     # How MetricOpt works: search (guided trust region, from 20 queries up), recipe (f from many finetuning runs, for
     # many starts) or paper (Algorithm 1 as printed).
     strategy: str = "search"
@@ -135,7 +255,7 @@ class RunConfig:
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
     search_queries: int | str = 0
-    # Further methods to run, sibling methods of MetricOpt's; only the classification tool has any: sl_u, sl_s, sl_r.
+    # Further methods to run, siblings of MetricOpt: metricopt_learned, and in the classification tool sl_u, sl_s, sl_r.
     methods: list[str] = field(default_factory=list)
     refine_queries: int = 0  # of CMA-ES continuing from MetricOpt's end point; 0: none
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
@@ -170,15 +290,13 @@ class RunConfig:
 
     def _check_methods(self) -> None:
         known = self.further_methods()
-        if self.methods and not known:
-            raise ConfigError(f"methods={self.methods}: only the classification tool runs further methods")
         unknown = [name for name in self.methods if name not in known]
         if unknown:
-            raise ConfigError(f"methods={self.methods}: {unknown[0]!r} is none of {', '.join(known)}")
+            raise ConfigError(f"methods={self.methods}: {unknown[0]!r} is none of {', '.join(known)} in this tool")
 
     def further_methods(self) -> tuple[str, ...]:
         """Return what ``methods`` may name."""
-        return ()
+        return ("metricopt_learned",)
 
     def least_dim(self) -> int:
         """Return the dimension of phi as far as it is known before the model."""
@@ -202,6 +320,8 @@ class RunConfig:
                 value, least = self._searched(), least + (len(self.starts) + 1 if self.strategy == "search" else 0)
             if value and value < least:
                 raise ConfigError(f"{name}={value}: it must be at least {least} for {phi}, or 0")
+        if "metricopt_learned" in self.methods:
+            self.learned.build(self.recipe.build()).iterations(self.learned.queries or self.queries)
         strategy: Any = self.build_strategy()
         if self.strategy == "recipe":
             strategy.tasks_per_round(self.queries, dim)
@@ -227,7 +347,7 @@ class RunConfig:
         if self.strategy == "recipe":
             return recipe
         if self.strategy == "paper":
-            return Algorithm1(steps=recipe.steps, evals=recipe.evals, lr=recipe.lr, start_std=recipe.start_std)
+            return self.paper.build(recipe)
         raise ConfigError(f"strategy={self.strategy!r} must be search, recipe or paper")
 
     def as_dict(self) -> dict[str, Any]:

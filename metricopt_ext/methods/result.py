@@ -20,6 +20,7 @@ KEPT = {
     "adapted": "MetricOpt with f adapted",
     "refined": "MetricOpt, refined on the metric",
     "search": "the end of the search",
+    "learned": "the learned optimizer's end",
     "batchnorm": "BatchNorm re-estimated",
     "prior": "logits adjusted by the priors",
     "prior_twice": "logits adjusted by the priors, twice as strongly",

@@ -151,11 +151,14 @@ def identity_of(
         settings = {"search": repr(strategy)}
     if starts:
         settings["starts"] = {name: fingerprint({"phi": s.phi, **s.buffers}) for name, s in starts.items()}
+    return {**settings, **size, **identity_of_task(task, seed)}
+
+
+def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
+    """Return what any run on a task depends on, whatever its method: format, seed, metric, adapter and weights."""
     metric = task.metric
     return {
         "format": FORMAT,
-        **settings,
-        **size,
         "seed": seed,
         "population": task.population,
         "metric": [metric.name, metric.maximize, metric.bounds],  # stored costs depend on the last two

@@ -1,15 +1,16 @@
 """MetricOpt: a loss optimizer that a value function steers towards the metric (paper, section 3.2, Algorithm 1)."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.adapter import signature_of
 from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.search.adam import AdamMemory, adam_direction
 from metricopt_ext.search.guided_es import analytic_direction
 from metricopt_ext.utils.checks import check_at_least, check_integer
 from metricopt_ext.value.value_function import ValueFunction
@@ -109,6 +110,7 @@ class MetricOpt(torch.optim.Optimizer):
         trust: Trust radius in units of f's data radius, above 0.
         history: Number k of past loss gradients that guide the search, at least 1.
         even_untrusted: Follow f whatever its quality, as when trajectories are collected to correct it.
+        optimizer: ``"sgd"``, or ``"adam"`` for Adam's steps in place of loss gradients, in the loss step and as guides.
 
     Raises:
         ValueFunctionError: f was fitted for another dimension or another adapter.
@@ -137,6 +139,7 @@ class MetricOpt(torch.optim.Optimizer):
         trust: float = TRUST,
         history: int = HISTORY,
         even_untrusted: bool = False,
+        optimizer: Literal["sgd", "adam"] = "sgd",
     ) -> None:
         if not isinstance(f, ValueFunction):
             raise TypeError(
@@ -147,6 +150,8 @@ class MetricOpt(torch.optim.Optimizer):
         check_at_least(1, steps=steps)
         if not trust > 0:  # infinite for no trust region
             raise ValueError(f"trust is {trust}; it must be above 0")
+        if optimizer not in ("sgd", "adam"):
+            raise ValueError(f"optimizer is {optimizer!r}; it must be 'sgd' or 'adam'")
         defaults = {
             "lr": lr,
             "metric_step": metric_step,
@@ -155,6 +160,7 @@ class MetricOpt(torch.optim.Optimizer):
             "trust": trust,
             "history": history,
             "even_untrusted": even_untrusted,
+            "optimizer": optimizer,
         }
         super().__init__(params, defaults)
         numbers = sum(parameter.numel() for parameter in self._parameters)
@@ -176,8 +182,7 @@ class MetricOpt(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take the first parameter group and reject any other."""
-        if self.param_groups:
-            raise ValueError(f"{len(self.param_groups) + 1} parameter groups given; f sees one vector phi, so give one")
+        one_group(self.param_groups, "f")
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -197,9 +202,12 @@ class MetricOpt(torch.optim.Optimizer):
         parameters, group = self._parameters, self.param_groups[0]
         if all(parameter.grad is None for parameter in parameters):
             return loss
-        phi = _flat(parameters)
-        gradient = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+        phi = flat(parameters)
+        gradient = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
         state = self.state[parameters[0]]
+        if group.get("optimizer") == "adam":  # a state dict of earlier versions does not say
+            gradient, memory = adam_direction(gradient, AdamMemory(*state["adam"]) if "adam" in state else None)
+            state["adam"] = tuple(memory)
         past = state.get("history", gradient.new_zeros(0, len(gradient)))
         state["history"] = torch.cat([past, gradient[None]])[-group["history"] :]
         step = state.get("step", 0)
@@ -212,7 +220,18 @@ class MetricOpt(torch.optim.Optimizer):
         return loss
 
 
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
+def one_group(groups: Sequence[Any], who: str) -> None:
+    """Reject a parameter group beside those that are there.
+
+    Raises:
+        ValueError: There are some; the message says who sees one vector alone.
+    """
+    if groups:
+        raise ValueError(f"{len(groups) + 1} parameter groups given; {who} sees one vector phi, so give one")
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Return tensors as one vector, in order."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 

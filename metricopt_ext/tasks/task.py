@@ -153,7 +153,9 @@ class FinetuneTask(KnowsRenamed):
         drawn = [torch.randn(self.dim, generator=generator(seed, "start", index)) * std for index in indices]
         return torch.stack(drawn).to(self.origin())
 
-    def loss_and_gradient(self, phi: Tensor, seed: int, indices: Sequence[int], step: int) -> tuple[Tensor, Tensor]:
+    def loss_and_gradient(
+        self, phi: Tensor, seed: int, indices: Sequence[int], step: int, *, differentiable: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return each task's loss l(phi_t) on its own batch, ``n``, and its gradient, ``n x d``.
 
         Args:
@@ -161,6 +163,8 @@ class FinetuneTask(KnowsRenamed):
             seed: Seed of the batches.
             indices: The n task indices.
             step: The step t.
+            differentiable: Whether both can be differentiated further, with respect to whatever phi was computed from;
+                the loss must then be twice differentiable.
 
         Raises:
             AdapterError: The loss is no scalar, or has no gradient in phi.
@@ -170,7 +174,7 @@ class FinetuneTask(KnowsRenamed):
         for at in range(0, len(indices), self.population):  # one population's batches and activations are held at once
             some = slice(at, at + self.population)
             batches = [self.batches(seed, index, step) for index in indices[some]]
-            parts.append(self._losses_and_gradients(phi[some].detach().requires_grad_(True), batches))
+            parts.append(self._losses_and_gradients(phi[some], batches, differentiable))
             self.tally.count += len(batches)
         loss, gradient = (torch.cat(each) for each in zip(*parts, strict=True))
         finite = loss.isfinite() & gradient.isfinite().all(dim=1)
@@ -216,15 +220,21 @@ class FinetuneTask(KnowsRenamed):
         costs = [each.cost for each in self.evaluate_at(phi, purpose, where)]
         return torch.tensor(costs, dtype=torch.float64)
 
-    def _losses_and_gradients(self, phi: Tensor, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    def _losses_and_gradients(self, phi: Tensor, batches: Sequence[Any], differentiable: bool) -> tuple[Tensor, Tensor]:
+        if not (differentiable and phi.requires_grad):
+            phi = phi.detach().requires_grad_(True)
         losses = self._losses(phi, batches)
-        (gradient,) = torch.autograd.grad(losses.sum(), phi, allow_unused=True) if losses.requires_grad else (None,)
+        (gradient,) = (
+            torch.autograd.grad(losses.sum(), phi, create_graph=differentiable, allow_unused=True)
+            if losses.requires_grad
+            else (None,)
+        )
         if gradient is None:
             raise AdapterError(
                 "loss(model, batch) has no gradient in phi; compute it from the model's output by differentiable"
                 " operations, with gradients enabled"
             )
-        return losses.detach(), gradient
+        return losses if differentiable else losses.detach(), gradient
 
     def _losses(self, phi: Tensor, batches: Sequence[Any]) -> Tensor:
         if len(phi) == 1 or self.population == 1:

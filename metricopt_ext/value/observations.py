@@ -56,6 +56,25 @@ class Observations:
             signature=common_signature(items),
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence["Observations"]) -> "Observations":
+        """Put labelled points together, part after part; trajectories are counted on.
+
+        Args:
+            parts: At least one; all of the same adapter, as far as they say it.
+
+        Raises:
+            ValueFunctionError: They are of different adapters.
+        """
+        counts = torch.tensor([int(part.trajectory.max()) + 1 for part in parts])
+        before = (counts.cumsum(0) - counts).tolist()
+        names = ("phi", "cost", "sigma", "round", "progress", "observed")
+        return cls(
+            **{name: torch.cat([getattr(part, name) for part in parts]) for name in names},
+            trajectory=torch.cat([part.trajectory + n for part, n in zip(parts, before, strict=True)]),
+            signature=common_signature(parts),
+        )
+
     def where_used(self) -> Tensor:
         """Mark the points where f will be used, ``n``: the second half of on-policy trajectories.
 
@@ -66,8 +85,8 @@ class Observations:
         return late & on_policy if on_policy.any() else late
 
 
-def common_signature(trajectories: Sequence[Trajectory]) -> Signature | None:
-    """Return what phi means in some trajectories, as far as they say it.
+def common_signature(trajectories: Sequence[Trajectory | Observations]) -> Signature | None:
+    """Return what phi means in some trajectories, or in points along them, as far as they say it.
 
     Raises:
         ValueFunctionError: It differs between them.

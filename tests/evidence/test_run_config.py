@@ -11,12 +11,24 @@ import pytest
 
 from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.errors import BudgetError, ConfigError
-from metricopt_ext.evidence.run_config import AdapterConfig, RecipeConfig, RunConfig, ShiftConfig, TrainingConfig
+from metricopt_ext.evidence.run_config import (
+    AdapterConfig,
+    LearnedConfig,
+    RecipeConfig,
+    RunConfig,
+    ShiftConfig,
+    TrainingConfig,
+)
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.siblings.learned import AlgorithmS1
 from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.learned_objective import LearnedObjective
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.config import load_config
+from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels, WithoutSigma
+from metricopt_ext.value.observations import Observations
+from metricopt_ext.value.reptile import ReptileLearner
 
 
 def test_a_recipe_of_nothing_but_defaults_is_the_library_s() -> None:
@@ -71,7 +83,7 @@ def test_a_search_needs_its_starts_a_design_and_an_end(starts: list[str], least:
     [
         ("search_queries=some", "search_queries='some': it must be a number, or same"),
         ("strategy=best", "strategy='best' must be search, recipe or paper"),
-        ("methods=[sl_r]", "methods=['sl_r']: only the classification tool runs further methods"),
+        ("methods=[sl_r]", "methods=['sl_r']: 'sl_r' is none of metricopt_learned in this tool"),
         ("starts=[labels]", "'labels' is none of loss_finetune, batchnorm, prior"),
         ("guard_confidence=0.4", "guard_confidence is 0.4; it must be at least 0.5 and below 1"),
         ("refine_queries=40", "refine_queries=40 continue from a recipe's end: set strategy=recipe"),
@@ -94,7 +106,53 @@ def test_each_strategy_is_built_from_the_settings() -> None:
     config.strategy = "recipe"
     assert config.build_strategy() == Recipe(steps=7, lr=0.2, evals=3, start_std=0.4)
     config.strategy = "paper"
-    assert config.build_strategy() == Algorithm1(steps=7, lr=0.2, evals=3, start_std=0.4)
+    as_printed = {"learner": ReptileLearner.paper(), "labels": GaussianProcessLabels(always=True)}
+    assert config.build_strategy() == Algorithm1(steps=7, lr=0.2, evals=3, start_std=0.4, **as_printed)
+
+
+def test_each_part_of_the_paper_s_algorithm_is_a_key() -> None:
+    keys = ["optimizer=adam", "metric_rate=0.5", "history=2", "count=7", "variance=0.2", "gamma=3", "beta=0"]
+    overrides = ["strategy=paper", *(f"paper.{key}" for key in keys)]
+    built = load_config(RunConfig, None, overrides).build_strategy()
+    assert isinstance(built, Algorithm1)
+    assert (built.optimizer, built.metric_rate, built.history, built.count, built.variance) == ("adam", 0.5, 2, 7, 0.2)
+    assert isinstance(built.learner, ReptileLearner)
+    assert (built.learner.objective.gamma, built.learner.objective.beta) == (3, 0)
+    learners = {}
+    for name in ("reptile", "reptile_mixed", "offline", "neural", "ridge"):
+        built = load_config(RunConfig, None, [*overrides, f"paper.learner={name}"]).build_strategy()
+        learners[name] = built.learner  # type: ignore[union-attr]
+    assert len(set(map(repr, learners.values()))) == 5
+    assert learners["offline"].objective.gamma == 3
+    for name, kind in (("linear", LinearLabels()), ("observed", Observations.of), ("gp", GaussianProcessLabels())):
+        for sigma, labels in ((True, kind), (False, WithoutSigma(kind))):
+            more = [f"paper.labels={name}", f"paper.sigma={sigma}"]
+            assert load_config(RunConfig, None, [*overrides, *more]).build_strategy().labels == labels  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("paper.learner=best", "paper: learner is 'best'; it must be one of reptile, reptile_mixed, offline"),
+        ("paper.labels=best", "paper: labels is 'best'"),
+        ("paper.count=0", "paper: count is 0"),
+        ("paper.gamma=-1", "paper: gamma is -1.0"),
+        ("paper.optimizer=rmsprop", "paper: optimizer is 'rmsprop'"),
+    ],
+)
+def test_impossible_parts_are_refused_before_any_work(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(RunConfig, None, ["strategy=paper", override]).check()
+
+
+def test_the_learned_optimizer_of_nothing_but_defaults_is_the_library_s() -> None:
+    assert LearnedConfig().build(Recipe()) == AlgorithmS1()
+    changed = LearnedConfig(sharpness=4.0, metric_weight=2.0, mixed=False, labels="gp_always", sees_loss=False)
+    built = changed.build(Recipe(steps=9, evals=4))
+    assert built.objective == LearnedObjective(2.0, 4.0)
+    assert (built.steps, built.evals, built.sees_loss) == (9, 4, False)
+    assert built.value == ReptileLearner.paper()
+    assert built.labels == GaussianProcessLabels(always=True)
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,17 @@ def test_metric_loss_only(loss_fn: Any, miner: Any) -> None:
     assert adapter.phi.any()
 
 
+def test_a_learned_optimizer_in_a_stock_trainer(tmp_path: Path) -> None:
+    mo.UpdateRule(sees_loss=False, sees_metric=False).save(tmp_path / "rule.safetensors")
+    trunk = make_trunk()
+    adapter = mo.attach_film(trunk, dim=D)
+    before = tensors_of(trunk)
+    optimizer = mo.LearnedOptimizer(adapter.parameters(), mo.load_update_rule(tmp_path / "rule.safetensors"))
+    make_trainer(trunk, optimizer).train(num_epochs=1)
+    assert_same(before, tensors_of(trunk))
+    assert adapter.phi.any()
+
+
 def test_train_with_classifier_and_miner() -> None:
     trunk, embedder = make_trunk(), make_embedder()
     classifier = nn.Linear(4, CLASSES)

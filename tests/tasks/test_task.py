@@ -453,3 +453,19 @@ def test_losses_of_outputs_must_be_scalars() -> None:
         )
         with pytest.raises(AdapterError, match=r"returned \(3,\); it must return a scalar tensor"):
             task.loss_and_gradient(rand(2, 5), 0, [0, 1], step=0)
+
+
+@pytest.mark.parametrize("population", [1, 2, 32])
+def test_losses_and_gradients_can_be_differentiated_further(quadratic: Callable[..., Any], population: int) -> None:
+    """With l = 1/2 sum_i h_i (phi_i - c_i - noise_i)^2: d/d phi of (l + |grad l|^2) is grad l + 2 h grad l."""
+    task = quadratic(population=population)
+    root = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_(True)
+    loss, gradient = task.loss_and_gradient(2 * root, 0, range(3), 1, differentiable=True)
+    (slope,) = torch.autograd.grad(loss.sum() + gradient.square().sum(), root)
+    plain_loss, plain = task.loss_and_gradient((2 * root).detach(), 0, range(3), 1)
+    assert not plain.requires_grad
+    assert torch.equal(loss.detach(), plain_loss)
+    assert torch.equal(gradient.detach(), plain)
+    torch.testing.assert_close(slope, 2 * (plain + 2 * task.curvature * plain), rtol=1e-12, atol=1e-12)
+    fixed, _ = task.loss_and_gradient((2 * root).detach(), 0, range(3), 1, differentiable=True)
+    assert torch.equal(fixed.detach(), plain_loss)  # of a phi that depends on nothing

@@ -13,6 +13,7 @@ import torch
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.machine import Machine
+from metricopt_ext.value.value_function import RidgeValueFunction
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "configs" / "classification" / "digits.yaml"
@@ -114,3 +115,37 @@ def test_differences_are_better_where_the_metric_is(few: None) -> None:
         assert ranks == pytest.approx([0.2])
         assert gains == pytest.approx([sign * 0.1])
     assert math.isnan(tool.paired_interval([0.1])[1])
+
+
+def test_every_variant_of_the_paper_s_algorithm_can_be_run() -> None:
+    config = load_config(tool.ClassificationConfig, DIGITS, ["strategy=paper"])
+    runs = tool.runs_of(config)
+    for name, overrides in runs.items():
+        changed = load_config(tool.ClassificationConfig, DIGITS, ["strategy=paper", *overrides])
+        changed.check()
+        same = {"FiLM at all norms", "input bias"}  # one of which a config has already
+        assert name in same or changed != config, name
+    tasks = (600 - 3) // 5
+    assert runs["K = 100% of T"] == ["recipe.evals=31", f"queries={3 + tasks * 31}", "paper.labels=observed"]
+    assert runs["K = 10% of T"] == ["recipe.evals=3", f"queries={3 + tasks * 3}"]
+    assert runs["K = 2.5% of T"] == ["recipe.evals=2", f"queries={3 + tasks * 2}"]
+    assert {"Adam", "f trained offline", "no sigma", "metric on train examples"} <= set(runs)
+
+
+def test_a_table_of_changes_of_the_paper_s_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "PAPER", {"no sigma": ["paper.sigma=false"], "input bias": tool.BOTH["input bias"]})
+    monkeypatch.setattr(tool, "OBSERVED", {"K = 100% of T": 1.0})
+    task = [str(DIGITS), *TINY, "queries=18"]
+    content = tool.ablate([task], tmp_path, range(3, 4), 1, "paper")
+    (of_task,) = content["tasks"].values()
+    spent = {name: rows[0]["queries"] for name, rows in of_task["variants"].items()}
+    assert spent == {"default": 18, "no sigma": 18, "input bias": 18, "K = 100% of T": 3 + 5 * 7}
+    assert "Ablations of Algorithm 1 as printed" in (tmp_path / "ablations.md").read_text()
+
+
+def test_adam_in_the_default_step_is_adam() -> None:
+    f = RidgeValueFunction(2).eval()
+    policy = tool.adam_step(f, 0.3, 0.15, 0.3, 10)
+    phi, history = torch.zeros(1, 2), torch.tensor([[[2.0, -5.0]]])
+    moved = policy(phi, history, 0)  # f is of unknown quality: the loss step alone, Adam's first
+    torch.testing.assert_close(moved, torch.tensor([[-tool.ADAM_RATE, tool.ADAM_RATE]]), rtol=1e-5, atol=0)

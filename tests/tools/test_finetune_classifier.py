@@ -574,7 +574,7 @@ def table(folder: Path, positives: int) -> list[str]:
         (["population=0"], r"population=0: it must be at least 1"),
         (["search_queries=5", "adapter.dim=16"], r"search_queries=5: it must be at least 14 for adapter.dim=16, or 0"),
         (["refine_queries=5", "adapter.dim=4"], r"refine_queries=5: it must be at least 10 for adapter.dim=4, or 0"),
-        (["methods=[sl_x]"], r"methods=\['sl_x'\]: 'sl_x' is none of sl_u, sl_s, sl_r"),
+        (["methods=[sl_x]"], r"methods=\['sl_x'\]: 'sl_x' is none of metricopt_learned, sl_u, sl_s, sl_r"),
         (["methods=[sl_r]", "siblings.trains=all"], r"siblings\.trains='all': it must be one of phi, model, scratch"),
         (["methods=[sl_r]", "siblings.sl.iterations=0"], r"siblings\.sl: iterations is 0; it must be at least 1"),
         (
@@ -947,3 +947,43 @@ def test_a_classifier_under_each_strategy(tmp_path: Path, strategy: str, check_s
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, f"strategy={strategy}", "queries=20")
     check_strategy(tmp_path / "run", strategy)
     assert len(list((tmp_path / "run").glob("seed-*/tuned.safetensors"))) == 1
+
+
+def test_the_metric_may_be_evaluated_on_train_examples() -> None:
+    config = load_config(ClassificationConfig, DIGITS, ["shift.kind=none"])
+    usual, on_train = load_splits(config, 3), None
+    config.data.metric_on = "train"
+    config.check()
+    on_train = load_splits(config, 3)
+    assert torch.equal(on_train.train.x, usual.train.x)
+    assert torch.equal(on_train.test.x, usual.test.x)
+    seen = on_train.validation
+    assert len(seen) == len(usual.validation)
+    known = {row.numpy().tobytes() for row in usual.train.x}
+    assert all(row.numpy().tobytes() in known for row in seen.x)
+    shares, whole = (part.y.bincount(minlength=10) / len(part) for part in (seen, usual.train))
+    assert (shares - whole).abs().max() <= 1 / len(seen)
+    assert torch.equal(seen.x, load_splits(config, 3).validation.x)
+    assert not torch.equal(seen.x, load_splits(config, 4).validation.x)
+    config.data.metric_on = "test"
+    with pytest.raises(ConfigError, match="metric_on='test' must be validation or train"):
+        config.check()
+
+
+def test_a_learned_optimizer_is_run_on_request(tmp_path: Path) -> None:
+    more = ["methods=[metricopt_learned]", "learned.tasks=2", "learned.pairs=2", "learned.hidden=4"]
+    overrides = [*TINY, "model.epochs=1", "adapter.dim=3", "seeds=1", "pictures=false", "device=cpu", *more]
+    folder = tmp_path / "out"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--config-file", str(DIGITS), "--output-dir", str(folder), *overrides],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "MetricOpt, learned" in done.stdout
+    content = json.loads((folder / "report.json").read_text())["methods"]["metricopt_learned"]
+    # 16 queries: three meta-iterations of two tasks with two observations, one at meta-testing, three ends
+    assert content["queries_total"] == 16
+    assert content["queries_per_start"] == 4
+    assert (folder / "seed-0" / "metricopt_learned" / "update_rule.safetensors").is_file()

@@ -12,7 +12,7 @@ import torch
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.gaussian_process import GaussianProcess
-from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
+from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels, WithoutSigma
 from metricopt_ext.value.observations import Observations
 
 
@@ -117,3 +117,13 @@ def test_500_trajectories_in_5_seconds(along: Callable[..., Trajectory]) -> None
 def test_labels_say_where_they_come_from(mixed: Callable[..., list[Trajectory]]) -> None:
     assert str(LinearLabels()(mixed())) == "linear labels at 117 points"
     assert str(GaussianProcessLabels(always=True)(mixed())).startswith("gp labels at 117 points; Gaussian process: ")
+
+
+def test_labels_without_sigma(mixed: Callable[..., list[Trajectory]]) -> None:
+    trajectories = mixed()
+    process = GaussianProcessLabels(always=True)
+    plain, certain = process(trajectories), WithoutSigma(process)(trajectories)
+    assert plain.sigma.min() < plain.sigma.max()
+    assert torch.equal(certain.sigma, torch.ones(len(plain.sigma)))
+    for name in ("phi", "cost", "trajectory", "observed"):
+        assert torch.equal(getattr(certain, name), getattr(plain, name))

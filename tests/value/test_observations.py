@@ -59,3 +59,14 @@ def test_trajectories_of_different_adapters_are_not_mixed(
     for label in (Observations.of, LinearLabels()):
         with pytest.raises(ValueFunctionError, match="trajectories are of 2 different adapters"):
             label(items)
+
+
+def test_labelled_points_are_put_together(trajectories: Callable[..., list[Trajectory]]) -> None:
+    def smooth(phi: torch.Tensor) -> torch.Tensor:
+        return phi.sum(-1)
+
+    several = trajectories(smooth, n=6, rounds=2)
+    whole = Observations.of(several)
+    joined = Observations.joined([Observations.of(part) for part in (several[:1], several[1:4], several[4:])])
+    for name in ("phi", "cost", "sigma", "trajectory", "round", "progress", "observed"):
+        assert torch.equal(getattr(joined, name), getattr(whole, name)), name

@@ -249,6 +249,22 @@ def test_finetuning_moves_nothing_but_phi(tiny_config: Any, tmp_path: Path) -> N
     assert torch.equal(other.metricopt.phi, phi_of(made))
 
 
+def test_a_learned_optimizer_moves_phi(tiny_config: Any, tmp_path: Path) -> None:
+    rule = mo.UpdateRule(sees_loss=False, sees_metric=False)
+    rule.save(tmp_path / "rule.safetensors")
+    named = ("METRICOPT.FINETUNE.UPDATE_RULE", str(tmp_path / "rule.safetensors"))
+    made = trained(tiny_config("fpn", "BN", *FINETUNING, *named))
+    assert isinstance(made.optimizer, mo.LearnedOptimizer)
+    assert torch.equal(made.optimizer.rule.weights, rule.weights)
+    assert phi_of(made).any()
+    with pytest.raises(ConfigError, match=r"UPDATE_RULE is .* and VALUE_FUNCTION 'f\.safetensors'"):
+        MetricOptTrainer(
+            tiny_config("fpn", "BN", *FINETUNING, *named, "METRICOPT.FINETUNE.VALUE_FUNCTION", "f.safetensors")
+        )
+    with pytest.raises(ConfigError, match=r"FINETUNE\.OPTIMIZER is 'rmsprop'"):
+        MetricOptTrainer(tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.FINETUNE.OPTIMIZER", "rmsprop"))
+
+
 def test_each_trajectory_has_batches_of_its_own(tiny_config: Any) -> None:
     def order(index: int) -> list[str]:
         cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.META.INDEX", index)

@@ -1,0 +1,85 @@
+"""Eq. 6 against its formula, its gradients against differences, and what can divide by zero."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.search.learned_objective import LearnedObjective, loss_term, metric_term
+
+
+def rand(*shape: int, seed: int = 1) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.1
+
+
+def naive(costs: list[float], losses: list[float], weight: float, beta: float, eps: float) -> float:
+    steps, metric = len(costs) - 1, 0.0
+    for t in range(1, steps + 1):
+        t_best = min(range(t), key=lambda i: costs[i])
+        metric += math.log(1 + math.exp(beta * (costs[t] - costs[t_best]) / costs[t]))
+    loss = sum(math.log(losses[t] + eps) - math.log(losses[0] + eps) for t in range(1, steps + 1))
+    return weight * metric / steps + loss / steps
+
+
+@pytest.mark.parametrize("beta", [None, 3.0])
+def test_it_is_the_naive_formula(beta: float | None) -> None:
+    costs, losses = rand(2, 3, 9), rand(2, 3, 9, seed=2)
+    values = LearnedObjective(50.0, beta, loss_offset=0.01)(costs, losses)
+    assert values.shape == (2, 3)
+    for i in range(2):
+        for j in range(3):
+            expected = naive(costs[i, j].tolist(), losses[i, j].tolist(), 50.0, beta or 8 / 2, 0.01)
+            assert float(values[i, j]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_defaults_are_the_papers() -> None:
+    objective = LearnedObjective()
+    assert objective.metric_weight == 50
+    costs, losses = rand(21), torch.ones(21).double()
+    assert float(objective(costs, losses)) == pytest.approx(50 * float(metric_term(costs, 10.0, 0.01)))
+
+
+def test_gradients() -> None:
+    """Both the later cost and the best before it are differentiated."""
+    costs, losses = rand(7).requires_grad_(True), rand(7, seed=2).requires_grad_(True)
+    objective = LearnedObjective(5.0, 1.5, loss_offset=0.1)
+    assert torch.autograd.gradcheck(objective, (costs, losses))
+    a, b, beta = 0.4, 0.5, 1.5
+    pair = torch.tensor([a, b], dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(metric_term(pair, beta, 0.01), pair)
+    chance = 1 / (1 + math.exp(-beta * (b - a) / b))
+    torch.testing.assert_close(slope, torch.tensor([-chance * beta / b, chance * beta * a / b**2]).double())
+
+
+@pytest.mark.parametrize("last", [0.0, -0.2, 1e-30])
+def test_a_cost_of_zero_or_below_is_finite_and_good(last: float) -> None:
+    costs = torch.tensor([0.3, last], dtype=torch.float64, requires_grad=True)
+    value = metric_term(costs, 2.0, 0.01)
+    (slope,) = torch.autograd.grad(value, costs)
+    assert 0 <= value < 0.2
+    assert slope.isfinite().all()
+    worse = torch.tensor([last, 0.3], dtype=torch.float64)
+    assert metric_term(worse, 2.0, 0.01) > 1
+
+
+def test_losses_of_zero_or_below_are_finite() -> None:
+    losses = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64, requires_grad=True)
+    value = loss_term(losses, 1e-3)
+    assert value.item() == pytest.approx(math.log(1e-3) - math.log(1.001))
+    (slope,) = torch.autograd.grad(value, losses)
+    assert slope.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"metric_weight": -1.0}, "metric_weight is -1.0"),
+        ({"sharpness": 0.0}, "sharpness is 0.0"),
+        ({"loss_offset": 0.0}, "loss_offset is 0.0"),
+        ({"cost_floor": -1.0}, "cost_floor is -1.0"),
+    ],
+)
+def test_bad_settings(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LearnedObjective(**settings)

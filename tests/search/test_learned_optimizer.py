@@ -1,0 +1,171 @@
+"""A learned update rule as a torch optimizer: the functional form, in any loop."""
+
+import io
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.search.learned_optimizer import BlindWarning, LearnedOptimizer
+from metricopt_ext.search.unrolled import unroll
+from metricopt_ext.search.update_rule import UpdateRule
+
+D = 4
+
+
+def rand(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def make_rule(dim: int | None = None, **options: Any) -> UpdateRule:
+    rule = UpdateRule(dim, hidden=5, step=0.1, seed=2, **options).double()
+    rule.weights.data.copy_(0.4 * rand(len(rule.weights), seed=7))
+    return rule
+
+
+BLIND: dict[str, Any] = {"sees_loss": False, "sees_metric": False}
+
+
+@pytest.mark.parametrize("dim", [None, D])
+def test_it_is_the_functional_form(quadratic: Callable[..., Any], dim: int | None) -> None:
+    task, rule, costs = quadratic(D), make_rule(dim), {0: 0.7, 3: 0.4}
+
+    def cost_at(phi: Tensor, step: int) -> Tensor:
+        return phi.new_tensor([costs[max(s for s in costs if s <= step)]])
+
+    start = task.starts(0.3, 0, [7])
+    run = unroll(task, rule, start, steps=6, seed=3, indices=[7], cost_at=cost_at)
+    task.adapter.set_phi(start[0])
+    optimizer = LearnedOptimizer(task.adapter.parameters(), rule)
+    for step in range(6):
+        if step in costs:
+            optimizer.observe(cost=costs[step])
+        optimizer.zero_grad()
+        loss = task.loss(task.adapter.model, task.batches(3, 7, step))
+        loss.backward()
+        optimizer.observe(loss=loss.item())
+        optimizer.step()
+        torch.testing.assert_close(task.adapter.phi.detach(), run.phi[0, step + 1], rtol=1e-12, atol=1e-13)
+
+
+def follow(optimizer: LearnedOptimizer, phi: Tensor, steps: range) -> None:
+    for step in steps:
+        phi.grad = rand(D, seed=50 + step)
+        optimizer.observe(loss=1.0 + 0.1 * step)
+        optimizer.step()
+
+
+def test_a_closure_tells_the_loss() -> None:
+    one, two = (nn.Parameter(rand(D)) for _ in range(2))
+    optimizers = [LearnedOptimizer([phi], make_rule(sees_metric=False)) for phi in (one, two)]
+    for _ in range(3):
+
+        def closure() -> Tensor:
+            optimizers[0].zero_grad()
+            loss = one.square().sum()
+            loss.backward()
+            return loss
+
+        loss = optimizers[0].step(closure)
+        optimizers[1].zero_grad()
+        two.square().sum().backward()
+        optimizers[1].observe(loss=loss.item())
+        optimizers[1].step()
+        assert torch.equal(one, two)
+
+
+def test_a_schedule_scales_the_rule_s_steps() -> None:
+    phi, still = nn.Parameter(rand(D)), rand(D)
+    moves = []
+    for rate in (1.0, 0.25):
+        phi.data.copy_(still)
+        optimizer = LearnedOptimizer([phi], make_rule(**BLIND), lr=0.5)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step, rate=rate: rate)
+        phi.grad = rand(D, seed=3)
+        optimizer.step()
+        moves.append(phi.detach() - still)
+    torch.testing.assert_close(0.25 * moves[0], moves[1], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_state_dict_continues_bit_for_bit(after: int) -> None:
+    rule, phi = make_rule(), nn.Parameter(rand(D))
+    optimizer = LearnedOptimizer([phi], rule, lr=0.7)
+    optimizer.observe(cost=0.4)
+    follow(optimizer, phi, range(after))
+    buffer = io.BytesIO()
+    torch.save({"phi": phi.detach(), "optimizer": optimizer.state_dict()}, buffer)
+    follow(optimizer, phi, range(after, 7))
+    buffer.seek(0)
+    saved = torch.load(buffer)
+    resumed = nn.Parameter(saved["phi"])
+    other = LearnedOptimizer([resumed], rule)
+    other.load_state_dict(saved["optimizer"])
+    if not after:
+        other.observe(cost=0.4)  # nothing was kept before the first step
+    follow(other, resumed, range(after, 7))
+    assert torch.equal(phi, resumed)
+
+
+def test_several_parameters_are_one_vector() -> None:
+    whole = nn.Parameter(rand(D))
+    parts = [nn.Parameter(whole.detach()[:3].clone()), nn.Parameter(whole.detach()[3].clone())]
+    optimizers = [LearnedOptimizer([whole], make_rule(**BLIND)), LearnedOptimizer(parts, make_rule(**BLIND))]
+    for step in range(3):
+        whole.grad = rand(D, seed=step)
+        parts[0].grad, parts[1].grad = whole.grad[:3].clone(), whole.grad[3].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(torch.cat([parts[0], parts[1][None]]), whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "told", "named"),
+    [
+        ({}, {}, "loss and cost"),
+        ({}, {"loss": 1.0}, "cost"),
+        ({"sees_metric": False}, {}, "loss"),
+        (BLIND, {}, None),
+        ({}, {"loss": 1.0, "cost": 0.5}, None),
+    ],
+)
+def test_a_rule_that_is_told_too_little_says_so_once(
+    options: dict[str, bool], told: dict[str, float], named: str | None
+) -> None:
+    phi = nn.Parameter(rand(D))
+    optimizer = LearnedOptimizer([phi], make_rule(**options))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.observe(**told)
+            phi.grad = rand(D, seed=3)
+            optimizer.step()
+    texts = [str(each.message) for each in caught if each.category is BlindWarning]
+    assert len(texts) == (named is not None)
+    assert all(f"trained to see the {named}, which" in text for text in texts)
+
+
+def test_parameters_without_gradients_stay() -> None:
+    phi = nn.Parameter(rand(D))
+    optimizer = LearnedOptimizer([phi], make_rule(**BLIND))
+    optimizer.step()
+    assert torch.equal(phi, rand(D))
+    assert not optimizer.state
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    phi = nn.Parameter(rand(D))
+    with pytest.raises(TypeError, match="rule is a str; it must be an UpdateRule: load_update_rule"):
+        LearnedOptimizer([phi], "rule.safetensors")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the parameters hold 4 numbers, but the rule was learned for 3"):
+        LearnedOptimizer([phi], make_rule(3))
+    with pytest.raises(ValueError, match=r"lr is -1\.0; it must be at least 0"):
+        LearnedOptimizer([phi], make_rule(), lr=-1.0)
+    with pytest.raises(ValueError, match="2 parameter groups given; the rule sees one vector"):
+        LearnedOptimizer([{"params": [phi]}, {"params": [nn.Parameter(rand(1))]}], make_rule())
+    with pytest.raises(ValueError, match="cost is nan; it must be a finite number"):
+        LearnedOptimizer([phi], make_rule()).observe(cost=math.nan)

@@ -1,0 +1,86 @@
+"""Finetuning runs under an update rule: step by step, their derivatives, and what a population may not change."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.search.unrolled import unroll
+from metricopt_ext.search.update_rule import UpdateRule
+
+
+def make_rule(dim: int | None = None) -> UpdateRule:
+    rule = UpdateRule(dim, hidden=3, step=0.1, seed=4).double()
+    rng = torch.Generator().manual_seed(9)
+    rule.weights.data.copy_(0.4 * torch.randn(len(rule.weights), generator=rng, dtype=torch.float64))
+    return rule
+
+
+def test_it_is_the_loop_of_algorithm_s1(quadratic: Callable[..., Any]) -> None:
+    task, rule, told = quadratic(3), make_rule(), []
+
+    def cost_at(phi: Tensor, step: int) -> Tensor:
+        told.append(step)
+        return phi.square().sum(-1)
+
+    starts = task.starts(0.4, 0, [2, 5])
+    run = unroll(task, rule, starts, steps=4, seed=1, indices=[2, 5], cost_at=cost_at, last_loss=True)
+    phi, memory = starts, None
+    for step in range(4):
+        assert torch.equal(run.phi[:, step], phi)
+        loss, gradient = task.loss_and_gradient(phi, 1, [2, 5], step)
+        assert torch.equal(run.loss[:, step], loss)
+        change, memory = rule.propose(phi, gradient, loss, phi.square().sum(-1), memory)
+        phi = phi + change.detach()
+    torch.testing.assert_close(run.phi[:, 4], phi, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(run.loss[:, 4], task.loss_and_gradient(phi, 1, [2, 5], 4)[0], rtol=1e-12, atol=0)
+    assert told == [0, 1, 2, 3, 4]
+    assert not run.phi.requires_grad
+    assert task.queries == 0
+
+
+@pytest.mark.parametrize("dim", [None, 3])
+@pytest.mark.parametrize("population", [1, 2])
+def test_derivatives_in_the_weights_are_whole(quadratic: Callable[..., Any], dim: int | None, population: int) -> None:
+    """Through the loss gradients too, whose own slope the steps depend on."""
+    task, rule = quadratic(3, population=population), make_rule(dim)
+    starts = task.starts(0.4, 0, [0, 1])
+    weights = rule.weights.detach().expand(2, -1).clone()
+    weights[1] += 0.1
+
+    def value(w: Tensor, differentiable: bool = True) -> Tensor:
+        run = unroll(
+            task,
+            rule,
+            starts,
+            steps=3,
+            seed=0,
+            indices=[0, 1],
+            cost_at=lambda phi, step: phi.exp().sum(-1),
+            weights=w,
+            last_loss=True,
+            differentiable=differentiable,
+        )
+        return run.phi.square().sum((1, 2)) + run.loss.sum(1)
+
+    leaf = weights.clone().requires_grad_(True)
+    (slope,) = torch.autograd.grad(value(leaf).sum(), leaf)
+    for row, place in ((0, 0), (0, 11), (1, 5), (1, len(rule.weights) - 1)):
+        moved = torch.zeros_like(weights)
+        moved[row, place] = 1e-6
+        with torch.no_grad():
+            change = (value(weights + moved, False) - value(weights - moved, False)).sum() / 2e-6
+        assert float(slope[row, place]) == pytest.approx(float(change), rel=1e-5, abs=1e-7)
+    assert slope.count_nonzero() > len(rule.weights)
+
+
+def test_each_run_of_a_population_is_as_if_it_were_alone(quadratic: Callable[..., Any]) -> None:
+    task, rule = quadratic(3), make_rule()
+    starts = task.starts(0.4, 0, range(3))
+    together = unroll(task, rule, starts, steps=4, seed=0, indices=range(3))
+    for row in range(3):
+        alone = unroll(task, rule, starts[row][None], steps=4, seed=0, indices=[row])
+        torch.testing.assert_close(alone.phi[0], together.phi[row], rtol=1e-12, atol=1e-14)
+    assert together.loss.shape == (3, 4)

@@ -1,0 +1,207 @@
+"""The MLP of Eq. 5 against a naive implementation, its inputs at their edges, and its file."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.search.update_rule import FLOOR, LARGEST, Memory, UpdateRule, load_update_rule
+
+D = 5
+NAN = torch.tensor(math.nan, dtype=torch.float64)
+
+
+def rand(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def make_rule(dim: int | None = None, **options: object) -> UpdateRule:
+    """A rule with weights of its own, none of them special."""
+    rule = UpdateRule(dim, hidden=4, step=0.03, **options).double()  # type: ignore[arg-type]
+    rule.weights.data.copy_(0.4 * rand(len(rule.weights), seed=7))
+    return rule
+
+
+class Naive:
+    """Eq. 5 for one phi, number by number, with the scaling that the docstring gives."""
+
+    def __init__(self, rule: UpdateRule) -> None:
+        self.rule, w = rule, rule.weights.detach().numpy()
+        rows = rule.inputs + 1
+        self.first = w[: rows * rule.hidden].reshape(rows, rule.hidden)
+        self.second = w[rows * rule.hidden :].reshape(rule.hidden + 1, rule.outputs)
+        self.mean: np.ndarray | None = None
+        self.seen: dict[str, list[float]] = {"loss": [], "cost": []}
+
+    def outputs(self, inputs: list[float]) -> np.ndarray:
+        x = np.clip(np.array(inputs), -LARGEST, LARGEST)
+        hidden = np.maximum(0, x @ self.first[:-1] + self.first[-1])
+        return hidden @ self.second[:-1] + self.second[-1]
+
+    def scalars(self, name: str, value: float, shown: bool) -> list[float]:
+        past = self.seen[name]
+        if math.isnan(value):
+            return [0.0, 0.0]
+        first = past[0] if past else value
+        average = past[0] if past else value
+        for each in past:
+            average = 0.9 * average + 0.1 * each
+        change = (value - average) / max(abs(average), FLOOR)
+        past.append(value)
+        return [value / max(abs(first), FLOOR), change] if shown else [0.0, 0.0]
+
+    def step(self, phi: np.ndarray, gradient: np.ndarray, loss: float, cost: float) -> np.ndarray:
+        rule = self.rule
+        self.mean = gradient if self.mean is None else 0.9 * self.mean + 0.1 * gradient
+        g, m = (v / np.sqrt(np.mean(v**2)) for v in (gradient, self.mean))
+        scalars = self.scalars("loss", loss, rule.sees_loss) + self.scalars("cost", cost, rule.sees_metric)
+        if rule.dim is None:
+            pairs = [self.outputs([g[i], m[i], phi[i], *scalars]) for i in range(len(phi))]
+            return np.array([rule.step * math.exp(min(max(o, -LARGEST), LARGEST)) * u for o, u in pairs])
+        o, *u = self.outputs([*g, *m, *phi, *scalars])
+        return rule.step * math.exp(min(max(o, -LARGEST), LARGEST)) * np.array(u)
+
+
+@pytest.mark.parametrize("dim", [None, D])
+@pytest.mark.parametrize("options", [{}, {"sees_loss": False}, {"sees_metric": False}], ids=str)
+def test_steps_are_the_naive_formula(dim: int | None, options: dict[str, bool]) -> None:
+    rule, memory, phi = make_rule(dim, **options), None, 0.3 * rand(D)
+    naive = Naive(rule)
+    losses = [2.0, 1.5, 1.7, 0.4, 30.0]  # the last beyond the largest input
+    costs = [math.nan, 0.5, 0.5, 0.2, 0.2]
+    for step, (loss, cost) in enumerate(zip(losses, costs, strict=True)):
+        gradient = rand(D, seed=20 + step)
+        expected = naive.step(phi.numpy(), gradient.numpy(), loss, cost)
+        change, memory = rule.propose(phi, gradient, number(loss), number(cost), memory)
+        np.testing.assert_allclose(change.detach(), expected, rtol=1e-9, atol=1e-14)
+        phi = phi + change.detach()
+
+
+@pytest.mark.parametrize("dim", [None, D])
+def test_a_population_may_have_weights_of_its_own(dim: int | None) -> None:
+    rule, n = make_rule(dim), 3
+    weights = 0.4 * rand(n, len(rule.weights), seed=3)
+    phi, gradient, loss, cost = rand(n, D), rand(n, D, seed=2), rand(n, seed=4).abs(), rand(n, seed=5).abs()
+    together, memory = rule.propose(phi, gradient, loss, cost, None, weights)
+    again, _ = rule.propose(phi, gradient, loss * 2, cost / 2, memory, weights)
+    for row in range(n):
+        alone = make_rule(dim)
+        alone.weights.data.copy_(weights[row])
+        one, own = alone.propose(phi[row], gradient[row], loss[row], cost[row])
+        torch.testing.assert_close(one, together[row], rtol=1e-12, atol=1e-14)
+        two, _ = alone.propose(phi[row], gradient[row], loss[row] * 2, cost[row] / 2, own)
+        torch.testing.assert_close(two, again[row], rtol=1e-12, atol=1e-14)
+
+
+def test_scales_of_loss_metric_and_gradient_do_not_matter() -> None:
+    changes = []
+    for scale in (1.0, 40.0):
+        rule, memory, phi = make_rule(), None, 0.2 * rand(D)
+        for step in range(3):
+            scalars = (scale * torch.tensor(value, dtype=torch.float64) for value in (2.0 - 0.3 * step, 0.6))
+            change, memory = rule.propose(phi, scale * rand(D, seed=step), *scalars, memory)
+        changes.append(change)
+    torch.testing.assert_close(*changes, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dim", [None, D])
+def test_what_divides_by_zero_is_held_back(dim: int | None) -> None:
+    rule, zero = make_rule(dim), torch.zeros((), dtype=torch.float64)
+    weights = rule.weights.detach().clone().requires_grad_(True)
+    phi, memory = torch.zeros(D, dtype=torch.float64), None
+    for cost in (zero, zero + 0.3, -zero):
+        change, memory = rule.propose(phi, torch.zeros(D, dtype=torch.float64), zero, cost, memory, weights)
+        phi = phi + change
+    (slope,) = torch.autograd.grad(phi.sum(), weights)
+    assert phi.isfinite().all()
+    assert slope.isfinite().all()
+
+
+def test_unknown_values_leave_no_nan_in_gradients() -> None:
+    rule = make_rule()
+    cost = torch.tensor([0.5, math.nan], dtype=torch.float64, requires_grad=True)
+    weights = rule.weights.detach().expand(2, -1).clone().requires_grad_(True)
+    change, memory = rule.propose(rand(2, D), rand(2, D, seed=2), torch.ones(2), cost, None, weights)
+    more, _ = rule.propose(rand(2, D), rand(2, D, seed=3), torch.ones(2), 2 * cost, memory, weights)
+    slopes = torch.autograd.grad((change + more).square().sum(), [cost, weights])
+    assert all(slope.isfinite().all() for slope in slopes)
+    assert slopes[0][0] != 0
+    assert slopes[0][1] == 0
+
+
+def test_an_untrained_rule_goes_down_the_averaged_gradient() -> None:
+    rule = UpdateRule(step=0.05).double()
+    gradient, memory = rand(64, seed=2), None
+    for _ in range(3):
+        change, memory = rule.propose(torch.zeros(64).double(), gradient, NAN, NAN, memory)
+    descent = -0.05 * gradient / gradient.square().mean().sqrt()
+    assert torch.corrcoef(torch.stack([change.detach(), descent]))[0, 1] > 0.7
+    assert 0.3 < change.norm() / descent.norm() < 3
+
+
+def test_the_running_average_of_gradients() -> None:
+    memory: Memory | None = None
+    expected = rand(D, seed=0)
+    for step in range(4):
+        if step:
+            expected = 0.5 * expected + 0.5 * rand(D, seed=step)
+        _, memory = make_rule(momentum=0.5).propose(rand(D), rand(D, seed=step), NAN, NAN, memory)
+    assert memory is not None
+    torch.testing.assert_close(memory.gradient, expected, rtol=1e-14, atol=1e-15)
+    assert memory.first.isnan().all()
+
+
+@pytest.mark.parametrize("dim", [None, D])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_file_holds_the_rule_bit_for_bit(dim: int | None, dtype: torch.dtype, tmp_path: Path) -> None:
+    rule = UpdateRule(dim, hidden=3, step=0.07, momentum=0.8, sees_loss=False, seed=5).to(dtype)
+    rule.save(tmp_path / "rule.safetensors")
+    loaded = load_update_rule(tmp_path / "rule.safetensors")
+    assert torch.equal(loaded.weights, rule.weights)
+    assert loaded.weights.dtype == dtype
+    assert not loaded.weights.requires_grad
+    assert loaded.settings() == rule.settings()
+    given = (rand(D).to(dtype), rand(D, seed=2).to(dtype), torch.tensor(1.0, dtype=dtype), NAN.to(dtype))
+    assert torch.equal(loaded.propose(*given)[0], rule.propose(*given)[0])
+
+
+def test_foreign_and_broken_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rule.safetensors"
+    with pytest.raises(FileFormatError, match="does not exist"):
+        load_update_rule(path)
+    UpdateRule().save(path)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(FileFormatError, match="truncated"):
+        load_update_rule(path)
+    wrong = UpdateRule(hidden=3)
+    wrong.hidden = 4
+    wrong.save(path)
+    with pytest.raises(FileFormatError, match="holds no update rule"):
+        load_update_rule(path)
+
+
+def test_phi_of_another_dimension() -> None:
+    with pytest.raises(ValueError, match="phi has dimension 4, this rule was learned for 5"):
+        make_rule(D).propose(rand(4), rand(4), NAN, NAN)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden": 1}, "hidden is 1; it must be at least 2"),
+        ({"step": 0.0}, "step is 0.0; it must be above 0"),
+        ({"momentum": 1.0}, "momentum is 1.0; it must be below 1"),
+        ({"dim": 0}, "dim is 0; it must be at least 1"),
+    ],
+)
+def test_bad_settings(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        UpdateRule(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""Both estimators of Eq. 7's gradient against closed forms, and how they are combined."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from metricopt_ext.search.variational import combine, gradient_samples
+
+STD = 0.3
+
+
+def rand(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("objective", "slope"),
+    [
+        (lambda w: (1.5 * w**2 - 2 * w).squeeze(-1), lambda w: 3 * w - 2),
+        (lambda w: (w**3).squeeze(-1), lambda w: 3 * (w**2 + STD**2)),  # smoothing adds to it
+        (lambda w: (w**4).squeeze(-1), lambda w: 4 * (w**3 + 3 * w * STD**2)),
+    ],
+    ids=["quadratic", "cubic", "quartic"],
+)
+@pytest.mark.parametrize("w", [-0.7, 0.0, 1.2])
+def test_both_estimators_are_unbiased(
+    objective: Callable[[Tensor], Tensor], slope: Callable[[float], float], w: float
+) -> None:
+    """Their expectations over z ~ N(0, 1), exact by Gauss-Hermite quadrature, are the smoothed objective's gradient."""
+    nodes, shares = np.polynomial.hermite_e.hermegauss(12)
+    shares = torch.from_numpy(shares / shares.sum())
+    noise = torch.from_numpy(nodes)[:, None]
+    samples = gradient_samples(objective, torch.tensor([w], dtype=torch.float64), noise, STD)
+    assert samples.reparameterised is not None
+    for estimates in (samples.reparameterised, samples.score):
+        assert float(shares @ estimates[:, 0]) == pytest.approx(slope(w), rel=1e-10, abs=1e-10)
+    assert torch.equal(samples.values[0], objective(w + STD * noise))
+
+
+def test_on_a_quadratic_of_several_weights() -> None:
+    """The reparameterised estimate of a pair is exact, the score's is z z^T g: variances g_i^2 + |g|^2."""
+    a, w = rand(4, 4), rand(4, seed=2)
+    a = a @ a.T
+
+    def objective(x: Tensor) -> Tensor:
+        return 0.5 * torch.einsum("...i,ij,...j->...", x, a, x)
+
+    samples = gradient_samples(objective, w, rand(40_000, 4, seed=3), STD)
+    gradient = a @ w
+    assert samples.reparameterised is not None
+    torch.testing.assert_close(samples.reparameterised, gradient.expand(40_000, -1), rtol=1e-9, atol=1e-9)
+    variance = gradient**2 + gradient.square().sum()
+    error = (samples.score.mean(0) - gradient).abs() / (variance / 40_000).sqrt()
+    assert error.max() < 4  # standard errors; the draws are fixed
+    torch.testing.assert_close(samples.score.var(0), variance, rtol=0.06, atol=0)
+    torch.testing.assert_close(combine(samples.reparameterised, samples.score), gradient, rtol=1e-9, atol=1e-9)
+
+
+def test_the_score_alone_needs_no_derivative() -> None:
+    def objective(x: Tensor) -> Tensor:
+        assert not x.requires_grad
+        assert not torch.is_grad_enabled()
+        return x.sign().sum(-1)
+
+    samples = gradient_samples(objective, rand(3), rand(5, 3, seed=2), STD, differentiate=False)
+    assert samples.reparameterised is None
+    assert samples.score.shape == (5, 3)
+
+
+def test_weights_are_inverse_variances_of_each_number() -> None:
+    first, second = rand(6, 3) * torch.tensor([1.0, 0.1, 5.0]), 2 + rand(6, 3, seed=2)
+    combined = combine(first, second)
+    for i in range(3):
+        a, b = first[:, i].numpy(), second[:, i].numpy()
+        va, vb = np.var(a, ddof=1), np.var(b, ddof=1)
+        expected = (a.mean() / va + b.mean() / vb) / (1 / va + 1 / vb)
+        assert float(combined[i]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_certain_and_useless_estimates() -> None:
+    certain, spread = torch.ones(4, 2), rand(4, 2)
+    assert torch.equal(combine(certain, spread.float()), torch.ones(2))
+    assert torch.equal(combine(certain, 3 * certain), torch.full((2,), 2.0))
+    broken = spread.clone()
+    broken[1, 0], broken[2, 0] = torch.inf, torch.nan
+    combined = combine(broken, spread)
+    assert float(combined[0]) == pytest.approx(float(spread[:, 0].mean()))
+    assert combined.isfinite().all()
