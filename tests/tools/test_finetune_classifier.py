@@ -40,6 +40,8 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.evidence import run_config
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
+from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
 from metricopt_ext.methods.siblings.registry import SIBLINGS
 from metricopt_ext.methods.siblings.set_loss import SetLoss, load_set_loss
 from metricopt_ext.tasks.batches import TensorBatches
@@ -947,3 +949,40 @@ def test_a_classifier_under_each_strategy(tmp_path: Path, strategy: str, check_s
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, f"strategy={strategy}", "queries=20")
     check_strategy(tmp_path / "run", strategy)
     assert len(list((tmp_path / "run").glob("seed-*/tuned.safetensors"))) == 1
+
+
+ALA = [
+    *("pictures=false", "methods=[ala]", "siblings.trains=scratch", "siblings.ala.iterations=6"),
+    *("siblings.ala.action_steps=3", "siblings.ala.reward_evals=2", "siblings.ala.children=2"),
+]
+
+
+@pytest.mark.usefixtures("ridge_alone")
+def test_a_loss_policy_of_ten_classes_serves_two_without_queries(tmp_path: Path) -> None:
+    tool.run(config_of(*ALA), tmp_path / "ten", resume=False)
+    content = json.loads((tmp_path / "ten" / "report.json").read_text())["methods"]["ala"]
+    assert (content["queries_total"], content["batch_queries"]) == (2 * (1 + 2 * 2), 0)
+    policy = tmp_path / "ten" / "seed-0" / "ala.safetensors"
+    transferred = ["siblings.ala.children=1", "siblings.ala.learn=false", f"siblings.ala.begin={policy}"]
+    two = ["data.name=breast_cancer", "data.standardise=true", *MLP, "shift.kind=none", "siblings.threshold_evals=0"]
+    tool.run(config_of(*two, *ALA, *transferred), tmp_path / "two", resume=False)
+    content = json.loads((tmp_path / "two" / "report.json").read_text())["methods"]["ala"]
+    assert (content["queries_total"], content["batch_queries"]) == (0, 0)
+    before, after = (load_loss_policy(path) for path in (policy, tmp_path / "two" / "seed-0" / "ala.safetensors"))
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
+def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
+    folder, queries = ROOT / "configs" / "siblings", {"digits": 6010, "cifar10": 122}
+    for name, total in queries.items():
+        config = load_config(ClassificationConfig, folder / f"ala_{name}.yaml", ["data.root=FOLDER"])
+        config.check()
+        ala = config.siblings.build("ala")
+        assert isinstance(ala, AdaptiveLossAlignment)
+        assert ala.children * (1 + ala.iterations // ala.action_steps * ala.reward_evals) == total
+        assert (config.methods, config.seeds, ala.fresh_children) == (["ala"], 5, True)
+
+
+def test_methods_that_train_embedders_are_not_for_classifiers() -> None:
+    with pytest.raises(ConfigError, match=r"'ala_focal' is none of sl_u, sl_s, sl_r, ala$"):
+        config_of("methods=[ala_focal]").check()

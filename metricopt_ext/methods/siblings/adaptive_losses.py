@@ -226,7 +226,8 @@ class FocalWeighting(PairwiseLoss):
         pull, push = parameters
         far = log_one_plus_sum((pull * (d - self.offset)).masked_fill(~positive, -math.inf)) / pull
         near = log_one_plus_sum((-push * (d - self.offset)).masked_fill(~negative, -math.inf)) / push
-        return (far + near).mean()
+        loss: Tensor = (far + near).mean()
+        return loss
 
 
 def distances(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
