@@ -84,6 +84,8 @@ class ALAConfig:
     optimizer: str = AdaptiveLossAlignment.optimizer  # sgd or adam
     momentum: float = AdaptiveLossAlignment.momentum
     link: str = AdaptiveLossAlignment.link  # ala: sigmoid, or none for the cross-entropy at Phi = I
+    # ala: smallest correlation of classes; 0 where a negative one lets the loss fall without the right class
+    lowest: float = AdaptiveLossAlignment.lowest
     offset: float = AdaptiveLossAlignment.offset  # ala_focal: alpha
     begin: str = ""  # a policy (ala.safetensors of another run) to begin with; what it cost is not counted
     learn: bool = AdaptiveLossAlignment.learn  # false: the policy stays as it is, with children=1 and no query

@@ -55,6 +55,7 @@ def test_what_is_set_reaches_ala(tmp_path: Path) -> None:
         "momentum": 0.1,
         "link": "none",
         "offset": 0.7,
+        "lowest": -0.5,
         "learn": False,
     }
     assert sorted([*values, "begin"]) == sorted(vars(ALAConfig()))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.checks import check_above, check_integer
+from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 
 Link = Literal["sigmoid", "none"]
 LINKS: tuple[Link, ...] = ("sigmoid", "none")
@@ -37,8 +37,8 @@ class AdaptiveLoss(ABC):
     family: ClassVar[str]
     observed: ClassVar[int]
     kinds: ClassVar[int]
-    low: ClassVar[float]
-    high: ClassVar[float]
+    low: float
+    high: float
 
     @abstractmethod
     def initial(self) -> Tensor:
@@ -74,15 +74,22 @@ class ClassCorrelation(AdaptiveLoss):
     Args:
         classes: Number of classes; a single logit makes two.
         link: ``"sigmoid"`` for Eq. 6 as printed, ``"none"`` for the same without the sigmoid: -y^T Phi log f(y|x).
+        lowest: Smallest entry, -1 in the paper. Under a negative one the model need not find the right class: it can
+            drive Eq. 6 to its minimum by the log-probability of the other class alone. 0 rules that out.
+
+    Raises:
+        ValueError: A value is out of range.
     """
 
     family = "classes"
     observed = 2
     kinds = 0
-    low, high = -1.0, 1.0
+    high = 1.0
 
-    def __init__(self, classes: int, link: Link = "sigmoid") -> None:
+    def __init__(self, classes: int, link: Link = "sigmoid", lowest: float = -1.0) -> None:
         check_integer(2, classes=classes)
+        check_lowest(lowest)
+        self.low = lowest
         if link not in LINKS:
             raise ValueError(f"link is {link!r}; it must be one of {', '.join(LINKS)}")
         self.classes, self.link = classes, link
@@ -118,6 +125,17 @@ class ClassCorrelation(AdaptiveLoss):
         counts = member.sum(0)[:, None]
         confusions = -(member.t() @ log_probabilities(scores)) / counts.clamp(min=1)
         return torch.where(counts > 0, confusions, math.log(self.classes))
+
+
+def check_lowest(lowest: float) -> None:
+    """Reject a limit of class correlations that is not in [-1, 0], which Phi_0 has to respect.
+
+    Raises:
+        ValueError: It is rejected.
+    """
+    check_at_least(-1, lowest=lowest)
+    if lowest > 0:
+        raise ValueError(f"lowest is {lowest}; it must be at most 0, where the correlations begin")
 
 
 def log_probabilities(scores: Tensor) -> Tensor:

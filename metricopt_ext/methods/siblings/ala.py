@@ -18,6 +18,7 @@ from metricopt_ext.methods.siblings.adaptive_losses import (
     FocalWeighting,
     Link,
     PairwiseLoss,
+    check_lowest,
 )
 from metricopt_ext.methods.siblings.loss_policy import ACTIONS, LossPolicy, Reinforce, States
 from metricopt_ext.methods.siblings.sibling import History, Sibling
@@ -58,6 +59,7 @@ class AdaptiveLossAlignment(Sibling):
         optimizer: ``"sgd"`` with ``momentum``, or ``"adam"``.
         momentum: Of SGD.
         link: Of the loss of classes; see `ClassCorrelation`.
+        lowest: Smallest class correlation; see `ClassCorrelation`.
         offset: alpha of the focal weighting (Eq. 10).
         begin: A policy that was learned before, instead of a random one; it is not changed.
         learn: Whether the policy learns. One that does not needs no reward, and so no query of the metric; there is
@@ -81,6 +83,7 @@ class AdaptiveLossAlignment(Sibling):
     optimizer: Optimizer = "sgd"
     momentum: float = 0.9
     link: Link = "sigmoid"
+    lowest: float = -1.0
     offset: float = 1.0
     begin: LossPolicy | None = field(default=None, compare=False, repr=False)
     learn: bool = True
@@ -103,6 +106,7 @@ class AdaptiveLossAlignment(Sibling):
         check_integer(1, validation_batches=self.validation_batches)
         check_above(0, gamma=self.gamma, model_lr=self.model_lr, offset=self.offset)
         check_at_least(0, beta=self.beta, policy_lr=self.policy_lr, decay=self.decay, momentum=self.momentum)
+        check_lowest(self.lowest)
         if self.gamma > 1:
             raise ValueError(f"gamma is {self.gamma}; it must be at most 1")
         for name, share in (("decay", self.decay), ("momentum", self.momentum)):
@@ -153,7 +157,7 @@ class AdaptiveLossAlignment(Sibling):
                 f" loss={self.loss} takes {expected} and n labels"
             )
         if self.loss == ClassCorrelation.family:
-            return ClassCorrelation(2 if scores.dim() == 1 else scores.shape[1], self.link)
+            return ClassCorrelation(2 if scores.dim() == 1 else scores.shape[1], self.link, self.lowest)
         return DistanceMixture() if self.loss == DistanceMixture.family else FocalWeighting(self.offset)
 
     def run(self, task: TrainingTask, seed: int, watcher: Watcher) -> tuple[LossPolicy, History]:

@@ -182,7 +182,9 @@ def test_each_parameter_matters_and_has_its_statistics(loss: AdaptiveLoss, size:
     assert torch.autograd.gradcheck(lambda x: loss.loss(phi.detach(), x, labels), scores.requires_grad_())
 
 
-@pytest.mark.parametrize(("loss", "size"), LOSSES, ids=lambda value: getattr(value, "family", None))
+@pytest.mark.parametrize(
+    ("loss", "size"), [*LOSSES, (ClassCorrelation(3, lowest=-0.5), 3)], ids=lambda value: getattr(value, "family", None)
+)
 def test_parameters_stay_within_their_limits(loss: AdaptiveLoss, size: int) -> None:
     step = torch.full((size,), 0.25, dtype=torch.float64)
     assert torch.equal(loss.moved(torch.full_like(step, 0.5), step), torch.full_like(step, 0.75))

@@ -63,6 +63,8 @@ SL_REFUSED = [
 ALA_REFUSED = [
     ({"loss": "triplet"}, "loss is 'triplet'; it must be one of classes, mixture, focal"),
     ({"optimizer": "rmsprop"}, "optimizer is 'rmsprop'; it must be one of sgd, adam"),
+    ({"lowest": 0.1}, "lowest is 0.1; it must be at most 0"),
+    ({"lowest": -1.1}, "lowest is -1.1; it must be at least -1"),
     ({"link": "log"}, "link is 'log'; it must be one of sigmoid, none"),
     ({"iterations": 300}, "iterations is 300; it must be a multiple of action_steps = 200"),
     ({"reward_evals": 201}, "reward_evals is 201; it must be at most action_steps = 200"),
