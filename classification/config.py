@@ -11,7 +11,7 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.evidence.siblings import SiblingsConfig
 from metricopt_ext.methods.recipe import checked_setting
-from metricopt_ext.methods.siblings.registry import SIBLINGS
+from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS, SIBLINGS
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import config_section, default_of
@@ -173,12 +173,7 @@ class ClassificationConfig(RunConfig):
 
     def further_methods(self) -> tuple[str, ...]:
         """Return what ``methods`` may name."""
-        return (*super().further_methods(), *SIBLINGS)
-
-    @property
-    def trained_methods(self) -> list[str]:
-        """Those of ``methods`` that train a copy of the model by the siblings' protocol."""
-        return [name for name in self.methods if name in SIBLINGS]
+        return (*super().further_methods(), *(name for name in SIBLINGS if name not in FOR_EMBEDDINGS))
 
     def least_dim(self) -> int:
         """Return the dimension of phi as far as it is known before the model; of offsets there is one at least."""

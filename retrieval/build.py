@@ -26,6 +26,7 @@ from metricopt_ext.retrieval.data import (
 )
 from metricopt_ext.retrieval.models import build_model
 from metricopt_ext.retrieval.recall import check_options, recall_at_k
+from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import ClassBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import Loss
@@ -180,6 +181,25 @@ def embedder(config: RetrievalConfig, splits: Splits, seed: int, folder: Path) -
         seed=seed,
         device=splits.train.x.device,
     )
+
+
+def untrained(config: RetrievalConfig, splits: Splits, seed: int) -> nn.Module:
+    """Return the embedder with random weights of a seed, all of them trainable."""
+    settings = config.model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(seed, "untrained").initial_seed())
+        model = build_model(settings.name, splits.train.x.shape[1:], settings.embedding, settings.width)
+    return model.to(splits.train.x.device)
+
+
+def batch_metric(config: MetricConfig) -> BatchMetric:
+    """Make the second black box: mean Recall@k when each embedding of a batch searches all others."""
+    ks = check_ks(config)
+
+    def function(embeddings: Tensor, labels: Tensor) -> float:
+        return recall_at_k(embeddings.cpu(), labels.cpu(), ks).mean
+
+    return BatchMetric(function, maximize=True, name=metric_name(config))
 
 
 def train(model: nn.Module, part: Split, config: RetrievalConfig, seed: int) -> None:

@@ -7,6 +7,8 @@ from omegaconf import MISSING
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
+from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig
+from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS
 
 
 @dataclass
@@ -69,6 +71,7 @@ class RetrievalConfig(RunConfig):
     loss: LossConfig = field(default_factory=LossConfig)
     metric: MetricConfig = field(default_factory=MetricConfig)
     shift: ShiftConfig = field(default_factory=ShiftConfig)
+    siblings: EmbedderSiblingsConfig = field(default_factory=EmbedderSiblingsConfig)
     population: int = 1  # tasks whose images are embedded together; on a CPU 1 is fastest for convolutions
 
     def check(self) -> None:
@@ -82,3 +85,8 @@ class RetrievalConfig(RunConfig):
         check_at_least(2, {"loss.classes": self.loss.classes, "loss.samples": self.loss.samples})
         check_at_least(0, {"metric.query_subset": self.metric.query_subset, "data.image_size": self.data.image_size})
         super().check()
+        self.siblings.check(self.trained_methods)
+
+    def further_methods(self) -> tuple[str, ...]:
+        """Return what ``methods`` may name."""
+        return (*super().further_methods(), *FOR_EMBEDDINGS)

@@ -10,9 +10,13 @@ from torch import Tensor
 from metricopt_ext.data.splits import PARTS, Splits, in_parts
 from metricopt_ext.evidence.bootstrap import error_of, of_groups
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
+from metricopt_ext.evidence.method import Method
+from metricopt_ext.evidence.siblings import plot_histories, sibling_method
+from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.retrieval.build import (
     EVALUATION_BATCH,
     attach,
+    batch_metric,
     build_loss,
     build_metric,
     check_ks,
@@ -22,6 +26,7 @@ from metricopt_ext.retrieval.build import (
     embedder,
     load_splits,
     metric_name,
+    untrained,
 )
 from metricopt_ext.retrieval.config import MetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
@@ -32,6 +37,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
 
@@ -52,8 +58,9 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
 
     @classmethod
     def plot_seeds(cls, folder: Path, seeds: Sequence[int]) -> list[Path]:
-        """Draw Recall@k for many k, before and after, over all seeds."""
-        return [plot_recalls([folder / f"seed-{seed}" / "recalls.json" for seed in seeds], folder / "recalls.png")]
+        """Draw Recall@k for many k, before and after, over all seeds, and what the sibling methods measured."""
+        recalls = plot_recalls([folder / f"seed-{seed}" / "recalls.json" for seed in seeds], folder / "recalls.png")
+        return [recalls, *plot_histories(folder, seeds)]
 
     def prepare(self) -> tuple[FinetuneTask, Metric]:
         """Load the data, train the embedder or load it from the folder, and return the task and the test metric."""
@@ -69,12 +76,29 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             metric=build_metric(config.metric, validation, class_halves(validation.y, seed)),
             population=config.population,
         )
+        for name in config.trained_methods:
+            config.siblings.build(name).check(self._training(task))
         return task, build_metric(MetricConfig(config.metric.ks), self.splits.test)
 
     def validation(self) -> tuple[Sequence[Tensor], Batches]:
         """Return the validation images in parts, and labelled batches of them."""
         part = self.splits.validation
         return in_parts(part.x, EVALUATION_BATCH), class_batches(part, self.config.loss)
+
+    def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
+        """Return the usual methods, and the sibling methods that the settings select."""
+        config, methods = self.config, super().methods(resume, watcher)
+        for name in config.trained_methods:
+            methods[name] = sibling_method(
+                name,
+                config.siblings.build(name),
+                self._training,
+                seed=self.seed,
+                folder=self.folder,
+                resume=resume,
+                watcher=watcher,
+            )
+        return methods
 
     def test_error(self, before: State, after: State) -> float | None:
         """Return the standard error of the test metric's difference between two states, None if it is of one class.
@@ -107,3 +131,16 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         after = embed_with(adapter, adapter.phi.detach(), test.x)
         plot_neighbours(test, before, after, self.folder / "neighbours.png", self.seed)
         save_recalls(test.y, {"pretrained": before, "metricopt": after}, self.folder / "recalls.json")
+
+    def _training(self, task: FinetuneTask) -> TrainingTask:
+        """Return the task of the sibling methods, on what the settings let them train."""
+        config, splits = self.config, self.splits
+        made = TrainingTask.of(
+            task,
+            trains="phi" if config.siblings.trains == "phi" else "model",
+            predict=lambda model, batch: (model(batch[0]), batch[1]),
+            batch_metric=batch_metric(config.metric),
+            validation=class_batches(splits.validation, config.loss),
+            build=lambda seed: untrained(config, splits, seed),
+        )
+        return made.untrained(self.seed) if config.siblings.trains == "scratch" else made

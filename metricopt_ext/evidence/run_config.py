@@ -255,7 +255,8 @@ class RunConfig:
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
     search_queries: int | str = 0
-    # Further methods to run, siblings of MetricOpt: metricopt_learned, and in the classification tool sl_u, sl_s, sl_r.
+    # Further methods to run, siblings of MetricOpt: metricopt_learned; sl_u, sl_s, sl_r and ala for classifiers,
+    # ala_mixture and ala_focal for embedders.
     methods: list[str] = field(default_factory=list)
     refine_queries: int = 0  # of CMA-ES continuing from MetricOpt's end point; 0: none
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
@@ -297,6 +298,11 @@ class RunConfig:
     def further_methods(self) -> tuple[str, ...]:
         """Return what ``methods`` may name."""
         return ("metricopt_learned",)
+
+    @property
+    def trained_methods(self) -> list[str]:
+        """Those of ``methods`` that train a copy of the model by the siblings' protocol."""
+        return [name for name in self.methods if name != "metricopt_learned"]
 
     def least_dim(self) -> int:
         """Return the dimension of phi as far as it is known before the model."""

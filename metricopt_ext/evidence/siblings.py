@@ -10,7 +10,9 @@ from torch import nn
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method import METHODS, Method, MethodResult, Reached, now
 from metricopt_ext.evidence.style import new_figure, save_figure
+from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
 from metricopt_ext.methods.siblings.kept import keep, load_kept
+from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
 from metricopt_ext.methods.siblings.registry import SIBLINGS
 from metricopt_ext.methods.siblings.set_loss import UniversalTraining, load_set_loss
 from metricopt_ext.methods.siblings.sibling import Sibling
@@ -64,23 +66,65 @@ class SLConfig:
 
 
 @dataclass
-class SiblingsConfig:
-    """How the sibling methods among ``methods`` run."""
+class ALAConfig:
+    """The fields of `AdaptiveLossAlignment` that a run may set; see there. The defaults are the paper's."""
 
-    # What they train: phi (the classifier stays frozen), model (all weights, from the trained classifier on) or scratch
-    # (all weights of an untrained one, as in their papers).
+    iterations: int = AdaptiveLossAlignment.iterations  # of each child, a multiple of action_steps
+    action_steps: int = AdaptiveLossAlignment.action_steps  # K
+    reward_evals: int = AdaptiveLossAlignment.reward_evals  # validation queries of each child for each action
+    gamma: float = AdaptiveLossAlignment.gamma
+    beta: float = AdaptiveLossAlignment.beta  # 0: the loss stays as it begins
+    children: int = AdaptiveLossAlignment.children
+    history: int = AdaptiveLossAlignment.history
+    validation_batches: int = AdaptiveLossAlignment.validation_batches
+    memory: int = AdaptiveLossAlignment.memory
+    decay: float = AdaptiveLossAlignment.decay
+    policy_lr: float = AdaptiveLossAlignment.policy_lr
+    model_lr: float = AdaptiveLossAlignment.model_lr
+    optimizer: str = AdaptiveLossAlignment.optimizer  # sgd or adam
+    momentum: float = AdaptiveLossAlignment.momentum
+    link: str = AdaptiveLossAlignment.link  # ala: sigmoid, or none for the cross-entropy at Phi = I
+    # ala: smallest correlation of classes; 0 where a negative one lets the loss fall without the right class
+    lowest: float = AdaptiveLossAlignment.lowest
+    offset: float = AdaptiveLossAlignment.offset  # ala_focal: alpha
+    begin: str = ""  # a policy (ala.safetensors of another run) to begin with; what it cost is not counted
+    learn: bool = AdaptiveLossAlignment.learn  # false: the policy stays as it is, with children=1 and no query
+
+    def build(self, method: AdaptiveLossAlignment, fresh_children: bool) -> AdaptiveLossAlignment:
+        """Return a method with these settings.
+
+        Args:
+            method: The method.
+            fresh_children: Whether all children begin with random weights of their own.
+
+        Raises:
+            ValueError: A value is out of range.
+            FileFormatError: The policy to begin with can't be read.
+        """
+        begin = load_loss_policy(self.begin) if self.begin else None
+        return replace(method, **{**vars(self), "begin": begin, "fresh_children": fresh_children})
+
+
+@dataclass
+class EmbedderSiblingsConfig:
+    """How the sibling methods among ``methods`` run that train embedders."""
+
+    # What they train: phi (the model stays frozen), model (all weights, from the trained model on) or scratch (all
+    # weights of an untrained one, as in their papers).
     trains: str = "phi"
-    batch_size: int = 100  # of batches with an equal share of each class
-    # Queries for the threshold on a single logit, once trained; 0: none, as for metrics of the order alone (auc, ...)
-    threshold_evals: int = 101
-    sl: SLConfig = field(default_factory=SLConfig)
+    ala: ALAConfig = field(default_factory=ALAConfig)
 
     def build(self, name: str) -> Sibling:
-        """Return a method of `SIBLINGS` with these settings."""
+        """Return a method of `SIBLINGS` with these settings.
+
+        Raises:
+            ConfigError: A value is out of range.
+            FileFormatError: A file can't be read.
+        """
         method = SIBLINGS[name]
-        if isinstance(method, SurrogateLearning):
-            with config_section("siblings.sl"):
-                return self.sl.build(method)
+        if isinstance(method, AdaptiveLossAlignment):
+            with config_section("siblings.ala"):
+                return self.ala.build(method, fresh_children=self.trains == "scratch")
         return method
 
     def check(self, names: list[str]) -> None:
@@ -95,18 +139,40 @@ class SiblingsConfig:
         """
         if self.trains not in TRAINS:
             raise ConfigError(f"siblings.trains={self.trains!r}: it must be one of {', '.join(TRAINS)}")
+        for name in names:
+            self.build(name)
+
+
+@dataclass
+class SiblingsConfig(EmbedderSiblingsConfig):
+    """How the sibling methods among ``methods`` run that train classifiers."""
+
+    batch_size: int = 100  # of batches with an equal share of each class
+    # Queries for the threshold on a single logit, once trained; 0: none, as for metrics of the order alone (auc, ...)
+    threshold_evals: int = 101
+    sl: SLConfig = field(default_factory=SLConfig)
+
+    def build(self, name: str) -> Sibling:
+        """Return a method of `SIBLINGS` with these settings; see `EmbedderSiblingsConfig.build`."""
+        method = SIBLINGS[name]
+        if isinstance(method, SurrogateLearning):
+            with config_section("siblings.sl"):
+                return self.sl.build(method)
+        return super().build(name)
+
+    def check(self, names: list[str]) -> None:
+        """Reject what would only fail after work has been done; see `EmbedderSiblingsConfig.check`."""
         with config_section("siblings"):
             check_integer(1, batch_size=self.batch_size)
             check_integer(0, threshold_evals=self.threshold_evals)
-        for name in names:
-            self.build(name)
+        super().check(names)
 
 
 def sibling_method(
     name: str,
     method: Sibling,
     make: Callable[[FinetuneTask], TrainingTask],
-    tune: Callable[[FinetuneTask, nn.Module], nn.Module | None],
+    tune: Callable[[FinetuneTask, nn.Module], nn.Module | None] = lambda task, model: None,
     *,
     seed: int,
     folder: Path,
@@ -121,7 +187,7 @@ def sibling_method(
         name: Its name in `METHODS` and of its files.
         method: The sibling method.
         make: Makes its task of the comparison's.
-        tune: Tunes what it trained by queries of the task's metric; None where that does not apply.
+        tune: Tunes what it trained by queries of the task's metric; returns None where that does not apply.
         seed: Its seed.
         folder: Receives its files.
         resume: Take what a finished training left there.

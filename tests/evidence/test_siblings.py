@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.compare import compare
 from metricopt_ext.evidence.method import METHODS, Method
-from metricopt_ext.evidence.siblings import SiblingsConfig, SLConfig, sibling_method
-from metricopt_ext.methods.siblings.registry import SIBLINGS
+from metricopt_ext.evidence.siblings import ALAConfig, EmbedderSiblingsConfig, SiblingsConfig, SLConfig, sibling_method
+from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
+from metricopt_ext.methods.siblings.loss_policy import LossPolicy
+from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS, SIBLINGS
 from metricopt_ext.methods.siblings.set_loss import SetLoss
 from metricopt_ext.methods.siblings.sibling import Sibling
 from metricopt_ext.methods.siblings.surrogate_learning import SurrogateLearning
@@ -30,6 +32,43 @@ def test_every_sibling_method_is_in_the_table_of_methods() -> None:
 
 def test_the_default_settings_are_the_papers() -> None:
     assert {name: SiblingsConfig().build(name) for name in SIBLINGS} == SIBLINGS
+    built = {name: EmbedderSiblingsConfig().build(name) for name in FOR_EMBEDDINGS}
+    assert built == {name: SIBLINGS[name] for name in FOR_EMBEDDINGS}
+
+
+def test_what_is_set_reaches_ala(tmp_path: Path) -> None:
+    LossPolicy("mixture", 1, 10, history=4).save(tmp_path / "policy.safetensors")
+    values: dict[str, Any] = {
+        "iterations": 60,
+        "action_steps": 20,
+        "reward_evals": 3,
+        "gamma": 0.5,
+        "beta": 0.2,
+        "children": 1,
+        "history": 4,
+        "validation_batches": 2,
+        "memory": 7,
+        "decay": 0.8,
+        "policy_lr": 0.1,
+        "model_lr": 0.3,
+        "optimizer": "adam",
+        "momentum": 0.1,
+        "link": "none",
+        "offset": 0.7,
+        "lowest": -0.5,
+        "learn": False,
+    }
+    assert sorted([*values, "begin"]) == sorted(vars(ALAConfig()))
+    config = EmbedderSiblingsConfig("scratch", ALAConfig(**values, begin=str(tmp_path / "policy.safetensors")))
+    built = config.build("ala_mixture")
+    assert isinstance(built, AdaptiveLossAlignment)
+    assert {name: getattr(built, name) for name in values} == values
+    assert built.loss == "mixture"
+    assert built.fresh_children
+    assert built.begin is not None
+    assert not EmbedderSiblingsConfig("model").build("ala_focal").fresh_children  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"siblings.ala: begin is a policy for loss='mixture' and history=4"):
+        config.build("ala_focal")
 
 
 def test_what_is_set_reaches_the_method(tmp_path: Path) -> None:
@@ -72,6 +111,16 @@ def test_what_is_set_reaches_the_method(tmp_path: Path) -> None:
 def test_settings_out_of_range_are_refused_before_any_work(config: SiblingsConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config.check(["sl_u"])
+
+
+def test_settings_of_ala_out_of_range_are_refused_before_any_work() -> None:
+    for made in (SiblingsConfig, EmbedderSiblingsConfig):
+        with pytest.raises(ConfigError, match=r"siblings.ala: optimizer is 'lion'; it must be one of sgd, adam"):
+            made(ala=ALAConfig(optimizer="lion")).check(["ala_focal"])
+        with pytest.raises(ConfigError, match=r"siblings.trains='all': it must be one of phi, model, scratch"):
+            made(trains="all").check([])
+        with pytest.raises(FileFormatError, match="does not exist"):
+            made(ala=ALAConfig(begin="nowhere")).check(["ala_focal"])
 
 
 def test_a_surrogate_that_is_not_there_is_refused_before_any_work(tmp_path: Path) -> None:

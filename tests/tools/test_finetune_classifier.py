@@ -40,6 +40,8 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.evidence import run_config
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
+from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
 from metricopt_ext.methods.siblings.registry import SIBLINGS
 from metricopt_ext.methods.siblings.set_loss import SetLoss, load_set_loss
 from metricopt_ext.tasks.batches import TensorBatches
@@ -574,7 +576,7 @@ def table(folder: Path, positives: int) -> list[str]:
         (["population=0"], r"population=0: it must be at least 1"),
         (["search_queries=5", "adapter.dim=16"], r"search_queries=5: it must be at least 14 for adapter.dim=16, or 0"),
         (["refine_queries=5", "adapter.dim=4"], r"refine_queries=5: it must be at least 10 for adapter.dim=4, or 0"),
-        (["methods=[sl_x]"], r"methods=\['sl_x'\]: 'sl_x' is none of metricopt_learned, sl_u, sl_s, sl_r"),
+        (["methods=[sl_x]"], r"methods=\['sl_x'\]: 'sl_x' is none of metricopt_learned, sl_u, sl_s, sl_r, ala"),
         (["methods=[sl_r]", "siblings.trains=all"], r"siblings\.trains='all': it must be one of phi, model, scratch"),
         (["methods=[sl_r]", "siblings.sl.iterations=0"], r"siblings\.sl: iterations is 0; it must be at least 1"),
         (
@@ -987,3 +989,40 @@ def test_a_learned_optimizer_is_run_on_request(tmp_path: Path) -> None:
     assert content["queries_total"] == 16
     assert content["queries_per_start"] == 4
     assert (folder / "seed-0" / "metricopt_learned" / "update_rule.safetensors").is_file()
+
+
+ALA = [
+    *("pictures=false", "methods=[ala]", "siblings.trains=scratch", "siblings.ala.iterations=6"),
+    *("siblings.ala.action_steps=3", "siblings.ala.reward_evals=2", "siblings.ala.children=2"),
+]
+
+
+@pytest.mark.usefixtures("ridge_alone")
+def test_a_loss_policy_of_ten_classes_serves_two_without_queries(tmp_path: Path) -> None:
+    tool.run(config_of(*ALA), tmp_path / "ten", resume=False)
+    content = json.loads((tmp_path / "ten" / "report.json").read_text())["methods"]["ala"]
+    assert (content["queries_total"], content["batch_queries"]) == (2 * (1 + 2 * 2), 0)
+    policy = tmp_path / "ten" / "seed-0" / "ala.safetensors"
+    transferred = ["siblings.ala.children=1", "siblings.ala.learn=false", f"siblings.ala.begin={policy}"]
+    two = ["data.name=breast_cancer", "data.standardise=true", *MLP, "shift.kind=none", "siblings.threshold_evals=0"]
+    tool.run(config_of(*two, *ALA, *transferred), tmp_path / "two", resume=False)
+    content = json.loads((tmp_path / "two" / "report.json").read_text())["methods"]["ala"]
+    assert (content["queries_total"], content["batch_queries"]) == (0, 0)
+    before, after = (load_loss_policy(path) for path in (policy, tmp_path / "two" / "seed-0" / "ala.safetensors"))
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
+def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
+    folder, queries = ROOT / "configs" / "siblings", {"digits": 6010, "cifar10": 122}
+    for name, total in queries.items():
+        config = load_config(ClassificationConfig, folder / f"ala_{name}.yaml", ["data.root=FOLDER"])
+        config.check()
+        ala = config.siblings.build("ala")
+        assert isinstance(ala, AdaptiveLossAlignment)
+        assert ala.children * (1 + ala.iterations // ala.action_steps * ala.reward_evals) == total
+        assert (config.methods, config.seeds, ala.fresh_children) == (["ala"], 5, True)
+
+
+def test_methods_that_train_embedders_are_not_for_classifiers() -> None:
+    with pytest.raises(ConfigError, match=r"'ala_focal' is none of metricopt_learned, sl_u, sl_s, sl_r, ala in this tool$"):
+        config_of("methods=[ala_focal]").check()

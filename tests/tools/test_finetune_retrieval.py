@@ -22,6 +22,8 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError, MetricError
 from metricopt_ext.evidence import run_config
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
+from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
 from metricopt_ext.retrieval import build
 from metricopt_ext.retrieval.build import build_loss, build_metric, class_batches, class_halves, load_splits
 from metricopt_ext.retrieval.config import LossConfig, MetricConfig, RetrievalConfig
@@ -513,3 +515,62 @@ def test_an_embedding_under_each_strategy(tmp_path: Path, strategy: str, check_s
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, f"strategy={strategy}", "queries=20")
     check_strategy(tmp_path / "run", strategy)
     assert len(list((tmp_path / "run").glob("seed-*/tuned.safetensors"))) == 1
+
+
+# --- Sibling methods -------------------------------------------------------------------------------------------
+
+ALA = [
+    *("methods=[ala_mixture,ala_focal]", "siblings.ala.iterations=6", "siblings.ala.action_steps=3"),
+    *("siblings.ala.reward_evals=2", "siblings.ala.children=2", "siblings.ala.optimizer=adam"),
+]
+
+
+@pytest.mark.parametrize("trains", ["phi", "model", "scratch"])
+def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
+    tool.run(config_of(*ALA, f"siblings.trains={trains}", "siblings.ala.model_lr=0.01"), tmp_path / "run", resume=False)
+    content = json.loads((tmp_path / "run" / "report.json").read_text())["methods"]
+    folder = tmp_path / "run" / "seed-0"
+    before = load_file(folder / "model.safetensors")
+    for name in ("ala_mixture", "ala_focal"):
+        assert (content[name]["queries_total"], content[name]["batch_queries"]) == (10, 0)
+        assert load_loss_policy(folder / f"{name}.safetensors").family == name.removeprefix("ala_")
+        trained = load_file(folder / f"{name}_model.safetensors")
+        assert ("metricopt.phi" in trained) == (trains == "phi")
+        assert bool(torch.equal(before["trunk.head.weight"], trained["trunk.head.weight"])) == (trains == "phi")
+        moved = (trained["trunk.head.weight"] - before["trunk.head.weight"]).abs().max()
+        assert (moved > 0.07) == (trains == "scratch")  # six steps of Adam at 0.01 reach no further
+    with Image.open(tmp_path / "run" / "siblings.png") as picture:
+        assert picture.width > 400
+
+
+def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
+    folder, queries = ROOT / "configs" / "siblings", {"digits_retrieval": 610, "omniglot": 244}
+    for name, total in queries.items():
+        config = load_config(RetrievalConfig, folder / f"ala_{name}.yaml", ["data.root=FOLDER"])
+        config.check()
+        assert (config.methods, config.seeds) == (["ala_mixture", "ala_focal"], 5)
+        for method in config.methods:
+            ala = config.siblings.build(method)
+            assert isinstance(ala, AdaptiveLossAlignment)
+            assert ala.children * (1 + ala.iterations // ala.action_steps * ala.reward_evals) == total
+
+
+def test_methods_that_train_classifiers_are_not_for_embedders() -> None:
+    with pytest.raises(ConfigError, match=r"'sl_r' is none of metricopt_learned, ala_mixture, ala_focal in this tool$"):
+        config_of("methods=[sl_r]").check()
+
+
+def test_the_metric_of_a_batch_is_that_of_its_embeddings() -> None:
+    rng = torch.Generator().manual_seed(0)
+    x, y = torch.randn(30, 4, generator=rng, dtype=torch.float64), torch.arange(30) % 6
+    metric = build.batch_metric(MetricConfig([1, 4]))
+    expected = (naive_recall(x, y, 1) + naive_recall(x, y, 4)) / 2
+    assert metric.to_value(metric.cost(x, y, "test")) == pytest.approx(expected, abs=1e-12)
+
+
+def test_an_untrained_embedder_is_that_of_its_seed() -> None:
+    config = config_of()
+    splits = load_splits(config, 0)
+    first, again, other = (build.untrained(config, splits, seed).state_dict() for seed in (3, 3, 4))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["trunk.head.weight"], other["trunk.head.weight"])

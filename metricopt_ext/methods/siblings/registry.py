@@ -1,5 +1,6 @@
 """The sibling methods by the names that tools and reports know them by."""
 
+from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
 from metricopt_ext.methods.siblings.sibling import Sibling
 from metricopt_ext.methods.siblings.surrogate_learning import SurrogateLearning
 
@@ -8,4 +9,10 @@ SIBLINGS: dict[str, Sibling] = {
     "sl_u": SurrogateLearning("universal"),
     "sl_s": SurrogateLearning("scratch"),
     "sl_r": SurrogateLearning("refined"),
+    "ala": AdaptiveLossAlignment("classes"),
+    "ala_mixture": AdaptiveLossAlignment("mixture"),
+    "ala_focal": AdaptiveLossAlignment("focal"),
 }
+
+# Those that train embeddings for the distances between them; the others train classifiers.
+FOR_EMBEDDINGS = ("ala_mixture", "ala_focal")

@@ -1,6 +1,7 @@
 """The names of the sibling methods."""
 
-from metricopt_ext.methods.siblings.registry import SIBLINGS
+from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
+from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS, SIBLINGS
 from metricopt_ext.methods.siblings.sibling import Sibling
 from metricopt_ext.methods.siblings.surrogate_learning import SurrogateLearning
 
@@ -23,3 +24,15 @@ def test_surrogate_learning_has_the_settings_of_its_paper() -> None:
         assert method.model_lr == method.surrogate_lr == method.clip == 1e-5
         assert (method.universal.positive, method.universal.mean, method.universal.std) == (0.5, 0.0, 1.0)
         assert method.universal.lr == method.universal.clip == 1e-5
+
+
+def test_adaptive_loss_alignment_has_the_settings_of_its_paper() -> None:
+    for name, loss in {"ala": "classes", "ala_mixture": "mixture", "ala_focal": "focal"}.items():
+        method = SIBLINGS[name]
+        assert isinstance(method, AdaptiveLossAlignment)
+        assert (method.loss, method.children, method.history, method.link) == (loss, 10, 10, "sigmoid")
+        assert method.action_steps == method.reward_evals == 200
+        assert (method.gamma, method.beta, method.policy_lr, method.offset) == (0.9, 0.1, 0.001, 1.0)
+        assert (method.optimizer, method.momentum) == ("sgd", 0.9)
+        assert (name in FOR_EMBEDDINGS) == (loss != "classes")
+    assert set(FOR_EMBEDDINGS) < set(SIBLINGS)

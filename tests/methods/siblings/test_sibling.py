@@ -24,6 +24,8 @@ from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.utils.progress import Watcher
 
+# Three children: one query before, then two for each of four actions.
+ALA = {"iterations": 12, "action_steps": 3, "reward_evals": 2, "children": 3, "validation_batches": 2, "model_lr": 0.05}
 SL = {"iterations": 4, "model_lr": 0.01, "surrogate_lr": 0.01, "evals": 2, "universal": UniversalTraining(steps=5)}
 
 
@@ -37,6 +39,7 @@ class Case:
         batch_queries: What it then spends of the batch's metric, by purpose.
         refused: Settings that it refuses, and the message.
         trains: What it can train.
+        outputs: Numbers that the model it trains returns of an example.
     """
 
     settings: dict[str, Any]
@@ -44,6 +47,7 @@ class Case:
     batch_queries: dict[str, int]
     refused: list[tuple[dict[str, Any], str]]
     trains: tuple[str, ...] = field(default=TRAINS)
+    outputs: int = 1
 
 
 SL_REFUSED = [
@@ -56,14 +60,43 @@ SL_REFUSED = [
     ({"clip": 0.0}, "clip is 0.0; it must be above 0"),
     ({"iterations": 3, "evals": 4}, "evals is 4; it must be at most iterations = 3"),
 ]
+ALA_REFUSED = [
+    ({"loss": "triplet"}, "loss is 'triplet'; it must be one of classes, mixture, focal"),
+    ({"optimizer": "rmsprop"}, "optimizer is 'rmsprop'; it must be one of sgd, adam"),
+    ({"lowest": 0.1}, "lowest is 0.1; it must be at most 0"),
+    ({"lowest": -1.1}, "lowest is -1.1; it must be at least -1"),
+    ({"link": "log"}, "link is 'log'; it must be one of sigmoid, none"),
+    ({"iterations": 300}, "iterations is 300; it must be a multiple of action_steps = 200"),
+    ({"reward_evals": 201}, "reward_evals is 201; it must be at most action_steps = 200"),
+    ({"reward_evals": 0}, "reward_evals is 0; it must be at least 1"),
+    ({"children": 0}, "children is 0; it must be at least 1"),
+    ({"gamma": 1.1}, "gamma is 1.1; it must be at most 1"),
+    ({"gamma": 0}, "gamma is 0; it must be above 0"),
+    ({"beta": -0.1}, "beta is -0.1; it must be at least 0"),
+    ({"decay": 1.0}, "decay is 1.0; it must be below 1"),
+    ({"momentum": 1.0}, "momentum is 1.0; it must be below 1"),
+    ({"memory": 0}, "memory is 0; it must be at least 1"),
+    ({"validation_batches": 0}, "validation_batches is 0; it must be at least 1"),
+    ({"policy_lr": -1.0}, "policy_lr is -1.0; it must be at least 0"),
+    ({"model_lr": 0.0}, "model_lr is 0.0; it must be above 0"),
+    ({"offset": 0.0}, "offset is 0.0; it must be above 0"),
+    ({"learn": False}, "learn is False; that needs a policy in begin, and children = 1"),
+]
 CASES = {
     "sl_u": Case(SL, {"history": 2}, {"universal": 5}, SL_REFUSED),
     "sl_s": Case(SL, {"history": 2}, {"surrogate": 40}, SL_REFUSED),
     "sl_r": Case(SL, {"history": 2}, {"universal": 5, "surrogate": 40}, SL_REFUSED),
+    "ala": Case(ALA, {"reward": 27}, {}, ALA_REFUSED),
+    "ala_mixture": Case(ALA, {"reward": 27}, {}, ALA_REFUSED, outputs=3),
+    "ala_focal": Case(ALA, {"reward": 27}, {}, ALA_REFUSED, outputs=3),
 }
 
 runs = [(name, trains) for name, case in CASES.items() for trains in case.trains]
 every_run = pytest.mark.parametrize(("name", "trains"), runs)
+
+
+def made(name: str, make: Callable[..., TrainingTask], trains: Any = "model") -> TrainingTask:
+    return make(trains, CASES[name].outputs)
 
 
 def small(name: str) -> Sibling:
@@ -92,7 +125,7 @@ def test_every_registered_method_is_under_contract() -> None:
 def test_it_counts_every_query_of_both_kinds_by_purpose(
     name: str, trains: Any, training_task: Callable[..., TrainingTask], calls: Any
 ) -> None:
-    task, case = training_task(trains), CASES[name]
+    task, case = made(name, training_task, trains), CASES[name]
     task.metric.ledger.spend("earlier", 7)
     task.batch_metric.ledger.spend("surrogate", 3)
     result = small(name).train(task)
@@ -107,7 +140,7 @@ def test_it_counts_every_query_of_both_kinds_by_purpose(
 def test_it_trains_a_copy_and_what_it_says_alone(
     name: str, trains: Any, training_task: Callable[..., TrainingTask]
 ) -> None:
-    task = training_task(trains)
+    task = made(name, training_task, trains)
     task.model.train()
     modes = [module.training for module in task.model.modules()]
     flags = [parameter.requires_grad for parameter in task.model.parameters()]
@@ -136,7 +169,7 @@ def test_it_trains_a_copy_and_what_it_says_alone(
 def test_it_repeats_itself_for_a_seed_and_no_other(
     name: str, trains: Any, training_task: Callable[..., TrainingTask]
 ) -> None:
-    first, again, other = (small(name).train(training_task(trains), seed=seed) for seed in (3, 3, 4))
+    first, again, other = (small(name).train(made(name, training_task, trains), seed=seed) for seed in (3, 3, 4))
     assert same(first, again)
     assert not same(first, other)
 
@@ -145,7 +178,7 @@ def test_it_repeats_itself_for_a_seed_and_no_other(
 def test_it_neither_touches_the_global_streams_nor_depends_on_them(
     name: str, trains: Any, training_task: Callable[..., TrainingTask]
 ) -> None:
-    task, results = training_task(trains), []
+    task, results = made(name, training_task, trains), []
     for seed in (1, 2):
         torch.manual_seed(seed)
         np.random.seed(seed)
@@ -159,7 +192,7 @@ def test_it_neither_touches_the_global_streams_nor_depends_on_them(
 
 @pytest.mark.parametrize("name", CASES)
 def test_its_history_can_be_plotted(name: str, training_task: Callable[..., TrainingTask]) -> None:
-    history = small(name).train(training_task()).history
+    history = small(name).train(made(name, training_task)).history
     assert history
     for points in history.values():
         steps = [step for step, _ in points]
@@ -175,7 +208,7 @@ def test_it_tells_how_far_it_is(name: str, training_task: Callable[..., Training
         def stage(self, description: str) -> None:
             told.append(description)
 
-    small(name).train(training_task(), watcher=Listening())
+    small(name).train(made(name, training_task), watcher=Listening())
     assert told
 
 
@@ -183,7 +216,7 @@ def test_it_tells_how_far_it_is(name: str, training_task: Callable[..., Training
 def test_what_it_learned_besides_can_be_saved(
     name: str, training_task: Callable[..., TrainingTask], tmp_path: Path
 ) -> None:
-    product = small(name).train(training_task()).product
+    product = small(name).train(made(name, training_task)).product
     if product is not None:
         product.save(tmp_path / "product.safetensors")
         assert (tmp_path / "product.safetensors").stat().st_size > 0
@@ -200,7 +233,7 @@ def test_a_bad_seed_is_refused_before_any_work(
     name: str, training_task: Callable[..., TrainingTask], calls: Any
 ) -> None:
     with pytest.raises(ValueError, match="seed is -1; it must be at least 0"):
-        small(name).train(training_task(), seed=-1)
+        small(name).train(made(name, training_task), seed=-1)
     assert (calls.metric, calls.batch_metric) == (0, 0)
 
 
@@ -208,7 +241,7 @@ def test_a_bad_seed_is_refused_before_any_work(
 def test_spent_budgets_and_failing_metrics_stop_it_and_leave_the_model(
     name: str, training_task: Callable[..., TrainingTask]
 ) -> None:
-    task = training_task()
+    task = made(name, training_task)
     before = state(task.model)
 
     def fails(*arguments: Any) -> float:
