@@ -8,6 +8,7 @@ import numpy as np
 from torch import nn
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.correlation import ScoreLoss
 from metricopt_ext.evidence.method import METHODS, Method, MethodResult, Reached, now
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.methods.siblings.checkpoints import Checkpoints
@@ -211,6 +212,32 @@ def sibling_method(
         return MethodResult(tuple(reached))
 
     return run
+
+
+def learned_losses(folder: Path, names: Sequence[str]) -> dict[str, ScoreLoss]:
+    """Return the losses that sibling methods learned, by their titles.
+
+    Args:
+        folder: Where `sibling_method` left them.
+        names: The methods that ran.
+
+    Raises:
+        FileFormatError: A file can't be read.
+    """
+    losses: dict[str, ScoreLoss] = {}
+    for name in names:
+        method, file = SIBLINGS[name], folder / f"{name}.safetensors"
+        if isinstance(method, SurrogateLearning):
+            losses[METHODS[name].title] = _on_its_own(load_set_loss(file))
+        elif isinstance(method, ReLoss):
+            losses[METHODS[name].title] = _on_its_own(load_relational_loss(file))
+    return losses
+
+
+def _on_its_own(loss: nn.Module) -> ScoreLoss:
+    """Return a learned loss as a function of scores and labels of any type and device."""
+    like = next(loss.parameters())
+    return lambda scores, labels: loss(scores.to(like), labels.to(like.device))
 
 
 def plot_histories(folder: Path, seeds: Sequence[int]) -> list[Path]:

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.compare import compare
 from metricopt_ext.evidence.method import METHODS, Method
-from metricopt_ext.evidence.siblings import ReLossConfig, SiblingsConfig, SLConfig, sibling_method
+from metricopt_ext.evidence.siblings import (
+    ReLossConfig,
+    SiblingsConfig,
+    SLConfig,
+    learned_losses,
+    sibling_method,
+)
 from metricopt_ext.methods.siblings.checkpoints import Checkpoints
 from metricopt_ext.methods.siblings.ranked_batches import BatchSource, RandomOutputs
 from metricopt_ext.methods.siblings.registry import SIBLINGS
@@ -115,6 +121,21 @@ def test_settings_out_of_range_are_refused_before_any_work(config: SiblingsConfi
 def test_a_surrogate_that_is_not_there_is_refused_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="does not exist"):
         SiblingsConfig(sl=SLConfig(begin=str(tmp_path / "none"))).check(["sl_r"])
+
+
+def test_learned_losses_take_scores_of_any_type(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    kept = {"sl_r": SetLoss(3, "f1"), "reloss": RelationalLoss("f1").double()}
+    for name, loss in kept.items():
+        loss.save(tmp_path / f"{name}.safetensors")
+    found = learned_losses(tmp_path, ["sl_r", "reloss"])
+    assert list(found) == [METHODS[name].title for name in kept]
+    scores, labels = torch.randn(5, 3), torch.arange(5) % 3
+    for (name, loss), title in zip(kept.items(), found, strict=True):
+        like = next(loss.parameters())
+        for given in (scores, scores.double()):
+            expected = loss(scores.to(like), labels).item()
+            assert torch.as_tensor(found[title](given, labels)).item() == pytest.approx(expected, abs=1e-6), name
 
 
 class Nudge(Sibling):
