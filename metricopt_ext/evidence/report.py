@@ -21,7 +21,7 @@ from metricopt_ext.utils.words import counted
 from metricopt_ext.value.value_function import Quality
 
 PACKAGES = (
-    *("metricopt-ext", "torch", "torchvision", "numpy", "scipy", "scikit-learn"),
+    *("metricopt-ext", "torch", "torchvision", "numpy", "scipy", "scikit-learn", "diffsort"),
     *("faiss-cpu", "faiss-gpu", "faiss-gpu-cu12", "pytorch-metric-learning"),
 )
 
