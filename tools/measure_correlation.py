@@ -78,11 +78,12 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
     gains = [
         row["correlations"]["ReLoss"]["spearman"] - row["correlations"]["cross-entropy"]["spearman"] for row in rows
     ]
+    gain = paired_interval(gains)
     content = {
         "metric": {"name": spec.name, "maximize": spec.maximize},
         "seeds": list(seeds),
         "per_seed": rows,
-        "gain": paired_interval(gains)._asdict(),
+        "gain": gain._asdict(),
         "machine": vars(machine),
         "versions": versions(),
         "config": config.as_dict(),
@@ -91,12 +92,11 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
         [name, *(spread([row["correlations"][name][key] for row in rows]) for key in ("spearman", "kendall"))]
         for name in losses
     ]
-    mean, low, high = content["gain"].values()
     queries, seconds = (np.mean([row[key] for row in rows]) for key in ("batch_queries", "seconds"))
-    interval = f", 95% interval [{low:+.4f}, {high:+.4f}]" if len(rows) > 1 else ""
+    interval = f", 95% interval [{gain.low:+.4f}, {gain.high:+.4f}]" if len(rows) > 1 else ""
     notes = [
-        f"ReLoss's Spearman above cross-entropy's: {mean:+.4f}{interval}, over {counted(len(rows), 'seed')}"
-        f" ({', '.join(f'{gain:+.4f}' for gain in gains)}).",
+        f"ReLoss's Spearman above cross-entropy's: {gain.mean:+.4f}{interval}, over {counted(len(rows), 'seed')}"
+        f" ({', '.join(f'{each:+.4f}' for each in gains)}).",
         f"Learning it took {queries:.0f} batch queries and {seconds:.1f} seconds a seed, its network's training"
         f" included; judged on {rows[0]['outputs']} batches of test data a seed. Computed on {machine}.",
     ]
