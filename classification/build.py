@@ -42,6 +42,7 @@ from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.utils.config import config_section
@@ -141,6 +142,28 @@ def stratified_halves(y: Tensor, seed: int) -> tuple[Tensor, ...]:
     if len(y) == 0 or int(y.unique(return_counts=True)[1].min()) < 2:
         return ()
     return order[::2].sort().values, order[1::2].sort().values
+
+
+def stratified_parts(y: Tensor, size: int, seed: int) -> list[Tensor]:
+    """Divide examples at random into parts with about the same share of each class.
+
+    Args:
+        y: Labels, ``n``.
+        size: Examples in a part, about; parts are larger where a class would be missing from some otherwise.
+        seed: Seed of the division.
+
+    Returns:
+        The indices of each part.
+    """
+    order = torch.randperm(len(y), generator=generator(seed, "parts")).to(y.device)
+    order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
+    parts = max(1, min(len(y) // size, int(y.unique(return_counts=True)[1].min())))
+    return [order[i::parts] for i in range(parts)]
+
+
+def batch_metric(spec: MetricSpec) -> BatchMetric:
+    """Make the black box of a batch's scores and labels."""
+    return BatchMetric(spec.function, maximize=spec.maximize, bounds=spec.bounds, name=spec.name)
 
 
 def build_metric(config: MetricConfig) -> MetricSpec:

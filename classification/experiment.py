@@ -10,14 +10,18 @@ from torch import Tensor, nn
 from metricopt_ext.classification.build import (
     EVALUATION_BATCH,
     attach,
+    batch_metric,
     build_metric,
     classification_loss,
     classifier,
+    cross_entropy,
     load_splits,
     model_metric,
+    predict,
     predict_classes,
     scores_at,
     stratified_halves,
+    stratified_parts,
     train,
     try_metric,
     untrained,
@@ -37,22 +41,23 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import PARTS, Splits, in_parts
 from metricopt_ext.evidence.bootstrap import error_of, within_groups
 from metricopt_ext.evidence.contenders import Contender, at_each_budget
+from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
-from metricopt_ext.evidence.method import Method, ending_at, ending_path, following_metricopt
+from metricopt_ext.evidence.method import End, Method, ending_at, ending_path, following_metricopt
 from metricopt_ext.evidence.rivals import at_budget
-from metricopt_ext.evidence.siblings import plot_histories, sibling_method
+from metricopt_ext.evidence.siblings import learned_losses, plot_histories, sibling_method
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.methods.second_round import run_second_round
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.methods.starts import Start
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import MetricOptStep
-from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import Batches, BlockBatches, TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import config_section, default_of
 from metricopt_ext.utils.device import choose_device
+from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.loading import load_value_function
@@ -60,6 +65,7 @@ from metricopt_ext.value.rotated import RotatedValueFunction
 from metricopt_ext.value.value_function import ValueFunction
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
+MOST_PARTS = 20  # batches of test data on which losses are correlated with the metric
 MOST_STRENGTHS = 101  # candidates for the strength of logit adjustment
 
 
@@ -192,6 +198,25 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
         return error_of(difference, within_groups(classes, generator(self.seed, "test_error")))
 
+    def correlations(self, ends: Sequence[End]) -> CorrelationReport:
+        """Correlate cross-entropy, and what the sibling methods learned, with the metric on test batches.
+
+        The batches are the first of `stratified_parts`, under each of the models where the methods ended.
+        """
+        part, losses = self.splits.test, learned_losses(self.folder, self.config.trained_methods)
+        rows = stratified_parts(part.y, self.config.siblings.batch_size, self.seed)[:MOST_PARTS]
+        batches = [(part.x[each], part.y[each]) for each in rows]
+        outputs = ((self._scores(end, x), y) for end in ends for x, y in batches)
+        metric = batch_metric(build_metric(self.config.metric))
+        return correlation_report({"cross-entropy": cross_entropy, **losses}, metric, outputs)
+
+    @torch.no_grad()
+    def _scores(self, end: End, x: Tensor) -> Tensor:
+        if isinstance(end, Tensor):
+            return scores_at(self.task.adapter, end, x)
+        with evaluating(end):
+            return predict(end, x)
+
     def finish(self) -> None:
         """Write the tuned classifier, and draw some test images, with their classes before and after."""
         super().finish()
@@ -204,12 +229,12 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
     def _training(self, task: FinetuneTask) -> TrainingTask:
         """Return the task of the sibling methods, on what the settings let them train."""
-        config, splits, spec = self.config.siblings, self.splits, build_metric(self.config.metric)
+        config, splits = self.config.siblings, self.splits
         made = TrainingTask.of(
             task,
             trains="phi" if config.trains == "phi" else "model",
             predict=lambda model, batch: (model(batch[0]), batch[1]),
-            batch_metric=BatchMetric(spec.function, maximize=spec.maximize, bounds=spec.bounds, name=spec.name),
+            batch_metric=batch_metric(build_metric(self.config.metric)),
             batches=self._sibling_batches(),
             validation=self._batches(splits.validation),
             build=lambda seed: untrained(self.config, splits, seed),

@@ -26,6 +26,7 @@ from metricopt_ext.search.learned_optimizer import LearnedOptimizer
 from metricopt_ext.search.optimizer import MetricOpt
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
+from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import ClassBatches, DatasetBatches, TensorBatches
 from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
@@ -40,12 +41,14 @@ from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction, ValueFunction
 
 if TYPE_CHECKING:
+    from metricopt_ext.evidence.correlation import correlation_report
     from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
 
 __all__ = [
     "CMAES",
     "Adapter",
     "AlgorithmS1",
+    "BatchMetric",
     "ClassBatches",
     "DatasetBatches",
     "Evaluation",
@@ -87,6 +90,7 @@ __all__ = [
     "attach_input_bias",
     "attach_outputs",
     "batchnorm_start",
+    "correlation_report",
     "errors",
     "fit_value_function",
     "load_adapter",
@@ -100,7 +104,10 @@ __all__ = [
     "tune_start",
 ]
 
-LAZY = dict.fromkeys(("GaussianProcessLabels", "LinearLabels"), "metricopt_ext.value.labels")  # import gpytorch
+LAZY = {
+    **dict.fromkeys(("GaussianProcessLabels", "LinearLabels"), "metricopt_ext.value.labels"),  # import gpytorch
+    "correlation_report": "metricopt_ext.evidence.correlation",  # a floor above all others that are exported
+}
 
 
 def __getattr__(name: str) -> Any:

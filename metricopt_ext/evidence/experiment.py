@@ -12,7 +12,8 @@ from torch import Tensor
 
 from metricopt_ext.evidence.compare import compare
 from metricopt_ext.evidence.contenders import Contender, at_each_budget, loss_path, usual_contenders
-from metricopt_ext.evidence.method import Method
+from metricopt_ext.evidence.correlation import CorrelationReport
+from metricopt_ext.evidence.method import End, Method
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import usual_methods
 from metricopt_ext.evidence.run_config import RunConfig
@@ -154,6 +155,14 @@ class Experiment(ABC, Generic[Config]):
         """Return the standard error of the test metric's difference between two states, None if it is unknown."""
         return None
 
+    def correlations(self, ends: Sequence[End]) -> CorrelationReport | None:
+        """Correlate losses with the metric over batches of scores and labels; None where a task has no such batches.
+
+        Args:
+            ends: Where the methods ended.
+        """
+        return None
+
     @contextmanager
     def as_trained(self) -> Iterator[None]:
         """Put back the buffers that the model was trained with for a while: a search may have kept a start's."""
@@ -210,6 +219,9 @@ def run_seed(
         folds = config.recipe.build().folds_for(len(result.trajectories))
         trivial = trivial_predictors(result.trajectories, folds=folds, seed=seed)
         setting, searched = result.setting, []
+    correlations = experiment.correlations([each.reached[-1].end for each in comparison.results.values()])
+    if correlations is not None and config.pictures and seed == config.seed:
+        correlations.plot(folder / "correlations.png")
     record = SeedRecord(
         seed=seed,
         outcomes=comparison.outcomes,
@@ -225,6 +237,7 @@ def run_seed(
         predicted=[] if result.fit is None else [to_value(cost) for cost in result.fit.predicted.tolist()],
         machine=Machine.current(task.adapter.phi.device),
         searched=searched,
+        correlations={} if correlations is None else correlations.to_json()["correlations"],
     )
     if config.pictures and seed == config.seed:
         from metricopt_ext.evidence.value_plots import draw_value_function

@@ -67,6 +67,8 @@ METHODS: dict[str, Entry] = {
     "sl_u": Entry("SL, universal surrogate", "#c9b458", "queries", "batch metric"),
     "sl_s": Entry("SL, surrogate from scratch", "#a88f2a", "queries", "batch metric"),
     "sl_r": Entry("SL, refined surrogate", "#7d6608", "queries", "batch metric"),
+    "reloss": Entry("ReLoss and cross-entropy", "#1b7f79", "queries", "batch metric"),
+    "reloss_only": Entry("ReLoss alone", "#6fb7b0", "queries", "batch metric"),
     "ala": Entry("ALA, class correlations", "#3a7d44", "queries", "labels"),
     "ala_mixture": Entry("ALA, distance mixture", "#5fa36a", "queries", "labels"),
     "ala_focal": Entry("ALA, focal weighting", "#93c49b", "queries", "labels"),

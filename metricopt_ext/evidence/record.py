@@ -51,6 +51,8 @@ class SeedRecord:
         predicted: What f predicted there before it saw them.
         machine: What the seed was computed on.
         searched: Validation metric at each query of a search, in order.
+        correlations: Rank correlations of each loss with the metric on test batches, ``"spearman"`` and ``"kendall"``,
+            None where undefined; empty for a task without batches of scores.
     """
 
     seed: int
@@ -67,6 +69,7 @@ class SeedRecord:
     predicted: list[float]
     machine: Machine
     searched: list[float] = field(default_factory=list)
+    correlations: dict[str, dict[str, float | None]] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write the record as JSON."""

@@ -21,7 +21,7 @@ from metricopt_ext.utils.words import counted
 from metricopt_ext.value.value_function import Quality
 
 PACKAGES = (
-    *("metricopt-ext", "torch", "torchvision", "numpy", "scipy", "scikit-learn"),
+    *("metricopt-ext", "torch", "torchvision", "numpy", "scipy", "scikit-learn", "diffsort"),
     *("faiss-cpu", "faiss-gpu", "faiss-gpu-cu12", "pytorch-metric-learning"),
 )
 
@@ -132,6 +132,7 @@ class Report:
                 "candidates": [{k: vars(q) for k, q in record.candidates.items()} for record in self.records],
                 "trivial": [{k: vars(q) for k, q in record.trivial.items()} for record in self.records],
             },
+            "correlations": [record.correlations for record in self.records],
             "split_half": [record.split_half for record in self.records],
             "chance": [record.chance for record in self.records],
             "kept": [record.kept for record in self.records],
@@ -178,6 +179,7 @@ class Report:
             "",
             *markdown_table(["predictor", "Spearman", "mean absolute error, as a cost"], self._predictors()),
             "",
+            *self._on_losses(),
             "Spearman's rank correlation is 1 for a perfect order and 0 for none. A cost is lower where the metric is"
             " better: the metric mapped to [0, 1] by its bounds or, for one without bounds, itself with that sign.",
             "",
@@ -274,6 +276,26 @@ class Report:
         write_json(paths[0], self.to_json())
         write_atomically(paths[1], self.markdown().encode())
         return paths
+
+    def _on_losses(self) -> list[str]:
+        """Say how well losses rank batches as the metric does, if that was measured."""
+        names = list(dict.fromkeys(name for record in self.records for name in record.correlations))
+        if not names:
+            return []
+
+        def over_seeds(name: str, key: str) -> str:
+            found = [record.correlations.get(name, {}).get(key) for record in self.records]
+            known = [value for value in found if value is not None]
+            return spread(known) if known else "undefined"
+
+        rows = [[name, *(over_seeds(name, key) for key in ("spearman", "kendall"))] for name in names]
+        return [
+            "How well a loss ranks batches of test data, under every method's model, as the metric does (1: a lower"
+            " loss always is a better metric):",
+            "",
+            *markdown_table(["loss", "Spearman", "Kendall"], rows),
+            "",
+        ]
 
     def _predictors(self) -> list[tuple[str, str, str]]:
         rows = {"**value function in use**": self.quality}

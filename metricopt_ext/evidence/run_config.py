@@ -255,8 +255,8 @@ class RunConfig:
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
     search_queries: int | str = 0
-    # Further methods to run, siblings of MetricOpt: metricopt_learned; sl_u, sl_s, sl_r and ala for classifiers,
-    # ala_mixture and ala_focal for embedders.
+    # Further methods to run, siblings of MetricOpt: metricopt_learned; for classifiers sl_u, sl_s, sl_r, reloss,
+    # reloss_only and ala, for embedders ala_mixture and ala_focal.
     methods: list[str] = field(default_factory=list)
     refine_queries: int = 0  # of CMA-ES continuing from MetricOpt's end point; 0: none
     seeds: int = 5  # number of seeds, each a fresh split, model and value function

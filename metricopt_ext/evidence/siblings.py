@@ -8,12 +8,17 @@ import numpy as np
 from torch import nn
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.correlation import ScoreLoss
 from metricopt_ext.evidence.method import METHODS, Method, MethodResult, Reached, now
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
+from metricopt_ext.methods.siblings.checkpoints import Checkpoints
 from metricopt_ext.methods.siblings.kept import keep, load_kept
 from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
+from metricopt_ext.methods.siblings.ranked_batches import BatchSource, RandomOutputs
 from metricopt_ext.methods.siblings.registry import SIBLINGS
+from metricopt_ext.methods.siblings.relational_loss import RelationalTraining, load_relational_loss
+from metricopt_ext.methods.siblings.reloss import ReLoss
 from metricopt_ext.methods.siblings.set_loss import UniversalTraining, load_set_loss
 from metricopt_ext.methods.siblings.sibling import Sibling
 from metricopt_ext.methods.siblings.surrogate_learning import SurrogateLearning
@@ -62,6 +67,63 @@ class SLConfig:
             universal=UniversalTraining(self.universal_steps, lr=self.universal_lr, clip=clip),
             begin=load_set_loss(self.begin) if self.begin and method.surrogate != "scratch" else None,
             evals=self.evals,
+        )
+
+
+@dataclass
+class ReLossConfig:
+    """The fields of `ReLoss`, and of what it consists of, that a run may set; see there."""
+
+    steps: int = ReLoss.steps  # of the model
+    lr: float = ReLoss.lr
+    training: int = BatchSource.training  # batches that the loss is learned from, one batch query each
+    heldout: int = BatchSource.heldout  # batches that it is chosen by, likewise
+    random: float = BatchSource.random  # p, the probability that a batch is random rather than a checkpoint's
+    scale: float = RandomOutputs.scale  # random logits are uniform in [-scale, scale]
+    checkpoints: int = Checkpoints.count
+    checkpoint_steps: int = Checkpoints.steps  # of the network that the checkpoints are of
+    checkpoint_lr: float = Checkpoints.lr
+    loss_steps: int = RelationalTraining.steps  # of the learned loss
+    loss_batches: int = RelationalTraining.batches  # N, batches that are ranked in a step
+    loss_lr: float = RelationalTraining.lr
+    weight_decay: float = RelationalTraining.weight_decay
+    penalty: float = RelationalTraining.penalty  # lambda
+    steepness: float = RelationalTraining.steepness  # of the soft ranks
+    # A learned loss (reloss.safetensors of another run) instead of learning one; what it cost is not counted
+    begin: str = ""
+    evals: int = ReLoss.evals  # validation queries for the history, which decide nothing
+
+    def build(self, method: ReLoss) -> ReLoss:
+        """Return a method with these settings.
+
+        Raises:
+            ValueError: A value is out of range.
+            FileFormatError: The loss to begin with can't be read.
+        """
+        return replace(
+            method,
+            source=self.source(),
+            training=self.relational_training(),
+            begin=load_relational_loss(self.begin) if self.begin else None,
+            steps=self.steps,
+            lr=self.lr,
+            evals=self.evals,
+        )
+
+    def source(self) -> BatchSource:
+        """Return where the batches come from."""
+        checkpoints = Checkpoints(self.checkpoint_steps, self.checkpoint_lr, self.checkpoints)
+        return BatchSource(self.training, self.heldout, self.random, RandomOutputs(self.scale), checkpoints)
+
+    def relational_training(self) -> RelationalTraining:
+        """Return how the loss is learned from them."""
+        return RelationalTraining(
+            self.loss_steps,
+            self.loss_batches,
+            self.loss_lr,
+            weight_decay=self.weight_decay,
+            penalty=self.penalty,
+            steepness=self.steepness,
         )
 
 
@@ -151,6 +213,7 @@ class SiblingsConfig(EmbedderSiblingsConfig):
     # Queries for the threshold on a single logit, once trained; 0: none, as for metrics of the order alone (auc, ...)
     threshold_evals: int = 101
     sl: SLConfig = field(default_factory=SLConfig)
+    reloss: ReLossConfig = field(default_factory=ReLossConfig)
 
     def build(self, name: str) -> Sibling:
         """Return a method of `SIBLINGS` with these settings; see `EmbedderSiblingsConfig.build`."""
@@ -158,6 +221,9 @@ class SiblingsConfig(EmbedderSiblingsConfig):
         if isinstance(method, SurrogateLearning):
             with config_section("siblings.sl"):
                 return self.sl.build(method)
+        if isinstance(method, ReLoss):
+            with config_section("siblings.reloss"):
+                return self.reloss.build(method)
         return super().build(name)
 
     def check(self, names: list[str]) -> None:
@@ -212,6 +278,32 @@ def sibling_method(
         return MethodResult(tuple(reached))
 
     return run
+
+
+def learned_losses(folder: Path, names: Sequence[str]) -> dict[str, ScoreLoss]:
+    """Return the losses that sibling methods learned, by their titles.
+
+    Args:
+        folder: Where `sibling_method` left them.
+        names: The methods that ran.
+
+    Raises:
+        FileFormatError: A file can't be read.
+    """
+    losses: dict[str, ScoreLoss] = {}
+    for name in names:
+        method, file = SIBLINGS[name], folder / f"{name}.safetensors"
+        if isinstance(method, SurrogateLearning):
+            losses[METHODS[name].title] = _on_its_own(load_set_loss(file))
+        elif isinstance(method, ReLoss):
+            losses[METHODS[name].title] = _on_its_own(load_relational_loss(file))
+    return losses
+
+
+def _on_its_own(loss: nn.Module) -> ScoreLoss:
+    """Return a learned loss as a function of scores and labels of any type and device."""
+    like = next(loss.parameters())
+    return lambda scores, labels: loss(scores.to(like), labels.to(like.device))
 
 
 def plot_histories(folder: Path, seeds: Sequence[int]) -> list[Path]:

@@ -11,10 +11,22 @@ from torch import Tensor, nn
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.compare import compare
 from metricopt_ext.evidence.method import METHODS, Method
-from metricopt_ext.evidence.siblings import ALAConfig, EmbedderSiblingsConfig, SiblingsConfig, SLConfig, sibling_method
+from metricopt_ext.evidence.siblings import (
+    ALAConfig,
+    EmbedderSiblingsConfig,
+    ReLossConfig,
+    SiblingsConfig,
+    SLConfig,
+    learned_losses,
+    sibling_method,
+)
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
+from metricopt_ext.methods.siblings.checkpoints import Checkpoints
 from metricopt_ext.methods.siblings.loss_policy import LossPolicy
+from metricopt_ext.methods.siblings.ranked_batches import BatchSource, RandomOutputs
 from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS, SIBLINGS
+from metricopt_ext.methods.siblings.relational_loss import RelationalLoss, RelationalTraining
+from metricopt_ext.methods.siblings.reloss import ReLoss
 from metricopt_ext.methods.siblings.set_loss import SetLoss
 from metricopt_ext.methods.siblings.sibling import Sibling
 from metricopt_ext.methods.siblings.surrogate_learning import SurrogateLearning
@@ -97,6 +109,38 @@ def test_what_is_set_reaches_the_method(tmp_path: Path) -> None:
     assert scratch.begin is None
 
 
+def test_what_is_set_reaches_reloss(tmp_path: Path) -> None:
+    RelationalLoss("f1").save(tmp_path / "f1.safetensors")
+    ours: dict[str, Any] = {"steps": 7, "lr": 0.1, "evals": 3}
+    config = SiblingsConfig(
+        reloss=ReLossConfig(
+            **ours,
+            training=9,
+            heldout=4,
+            random=0.3,
+            scale=2.0,
+            checkpoints=3,
+            checkpoint_steps=5,
+            checkpoint_lr=0.2,
+            loss_steps=6,
+            loss_batches=8,
+            loss_lr=0.3,
+            weight_decay=0.4,
+            penalty=5.0,
+            steepness=6.0,
+            begin=str(tmp_path / "f1.safetensors"),
+        )
+    )
+    built = config.build("reloss_only")
+    assert isinstance(built, ReLoss)
+    assert not built.cross_entropy
+    assert {name: getattr(built, name) for name in ours} == ours
+    assert built.source == BatchSource(9, 4, 0.3, RandomOutputs(2.0), Checkpoints(5, 0.2, 3))
+    assert built.training == RelationalTraining(6, 8, 0.3, 0.4, 5.0, 6.0)
+    assert built.begin is not None
+    assert built.begin.metric == "f1"
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -106,11 +150,13 @@ def test_what_is_set_reaches_the_method(tmp_path: Path) -> None:
         (SiblingsConfig(sl=SLConfig(iterations=0)), "siblings.sl: iterations is 0; it must be at least 1"),
         (SiblingsConfig(sl=SLConfig(universal_steps=0)), "siblings.sl: steps is 0; it must be at least 1"),
         (SiblingsConfig(sl=SLConfig(clip=-1.0)), "siblings.sl: clip is -1.0; it must be above 0"),
+        (SiblingsConfig(reloss=ReLossConfig(random=2.0)), r"siblings.reloss: random is 2.0; it must be in \[0, 1\]"),
+        (SiblingsConfig(reloss=ReLossConfig(checkpoints=1)), "siblings.reloss: count is 1; it must be at least 2"),
     ],
 )
 def test_settings_out_of_range_are_refused_before_any_work(config: SiblingsConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config.check(["sl_u"])
+        config.check(["sl_u", "reloss"])
 
 
 def test_settings_of_ala_out_of_range_are_refused_before_any_work() -> None:
@@ -126,6 +172,21 @@ def test_settings_of_ala_out_of_range_are_refused_before_any_work() -> None:
 def test_a_surrogate_that_is_not_there_is_refused_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="does not exist"):
         SiblingsConfig(sl=SLConfig(begin=str(tmp_path / "none"))).check(["sl_r"])
+
+
+def test_learned_losses_take_scores_of_any_type(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    kept = {"sl_r": SetLoss(3, "f1"), "reloss": RelationalLoss("f1").double()}
+    for name, loss in kept.items():
+        loss.save(tmp_path / f"{name}.safetensors")
+    found = learned_losses(tmp_path, ["sl_r", "reloss"])
+    assert list(found) == [METHODS[name].title for name in kept]
+    scores, labels = torch.randn(5, 3), torch.arange(5) % 3
+    for (name, loss), title in zip(kept.items(), found, strict=True):
+        like = next(loss.parameters())
+        for given in (scores, scores.double()):
+            expected = loss(scores.to(like), labels).item()
+            assert torch.as_tensor(found[title](given, labels)).item() == pytest.approx(expected, abs=1e-6), name
 
 
 class Nudge(Sibling):

@@ -43,6 +43,7 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
 from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
 from metricopt_ext.methods.siblings.registry import SIBLINGS
+from metricopt_ext.methods.siblings.relational_loss import load_relational_loss
 from metricopt_ext.methods.siblings.set_loss import SetLoss, load_set_loss
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.task import FinetuneTask
@@ -339,6 +340,39 @@ def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ridge_alone")
+def test_reloss_on_request_and_losses_beside_the_metric(tmp_path: Path) -> None:
+    reloss = {"steps": 4, "training": 20, "heldout": 8, "checkpoints": 2, "checkpoint_steps": 3, "loss_steps": 2}
+    overrides = [f"siblings.reloss.{name}={value}" for name, value in {**reloss, "loss_batches": 6, "evals": 2}.items()]
+    tool.run(config_of("methods=[reloss,reloss_only]", *overrides), tmp_path / "run", resume=False)
+    content = json.loads((tmp_path / "run" / "report.json").read_text())
+    folder, losses = tmp_path / "run" / "seed-0", ("cross-entropy", "ReLoss and cross-entropy", "ReLoss alone")
+    for name in ("reloss", "reloss_only"):
+        spent = content["methods"][name]
+        assert (spent["batch_queries"], spent["queries_total"]) == (28, 2)
+        assert load_relational_loss(folder / f"{name}.safetensors").metric == "accuracy"
+    (correlations,) = content["correlations"]
+    assert list(correlations) == list(losses)
+    assert all(-1 <= value <= 1 for each in correlations.values() for value in each.values())
+    lines = (tmp_path / "run" / "report.md").read_text().splitlines()
+    start = lines.index("| loss | Spearman | Kendall |")
+    for line, name in zip(lines[start + 2 :], losses, strict=False):
+        assert line == "| {} | {:.4f} | {:.4f} |".format(name, *correlations[name].values())
+    with Image.open(folder / "correlations.png") as picture:
+        picture.verify()
+
+
+@pytest.mark.parametrize(("counts", "size", "sizes"), [((9, 6), 5, [5, 5, 5]), ((9, 2), 3, [6, 5]), ((3, 1), 9, [4])])
+def test_parts_have_every_class(counts: tuple[int, int], size: int, sizes: list[int]) -> None:
+    y = torch.arange(2).repeat_interleave(torch.tensor(counts))
+    parts = build.stratified_parts(y, size, 0)
+    assert [len(part) for part in parts] == sizes
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(y)))
+    for label, count in enumerate(counts):
+        shares = [int((y[part] == label).sum()) for part in parts]
+        assert max(shares) - min(shares) <= 1
+        assert min(shares) >= count // len(parts) >= 1
+
+
 def test_a_sibling_method_on_ten_classes(tmp_path: Path) -> None:
     tool.run(config_of("methods=[sl_s]", *SL), tmp_path / "run", resume=False)
     content = json.loads((tmp_path / "run" / "report.json").read_text())["methods"]["sl_s"]
@@ -576,7 +610,10 @@ def table(folder: Path, positives: int) -> list[str]:
         (["population=0"], r"population=0: it must be at least 1"),
         (["search_queries=5", "adapter.dim=16"], r"search_queries=5: it must be at least 14 for adapter.dim=16, or 0"),
         (["refine_queries=5", "adapter.dim=4"], r"refine_queries=5: it must be at least 10 for adapter.dim=4, or 0"),
-        (["methods=[sl_x]"], r"methods=\['sl_x'\]: 'sl_x' is none of metricopt_learned, sl_u, sl_s, sl_r, ala"),
+        (
+            ["methods=[sl_x]"],
+            r"methods=\['sl_x'\]: 'sl_x' is none of metricopt_learned, sl_u, sl_s, sl_r, reloss, reloss_only, ala",
+        ),
         (["methods=[sl_r]", "siblings.trains=all"], r"siblings\.trains='all': it must be one of phi, model, scratch"),
         (["methods=[sl_r]", "siblings.sl.iterations=0"], r"siblings\.sl: iterations is 0; it must be at least 1"),
         (
@@ -1024,5 +1061,8 @@ def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
 
 
 def test_methods_that_train_embedders_are_not_for_classifiers() -> None:
-    with pytest.raises(ConfigError, match=r"'ala_focal' is none of metricopt_learned, sl_u, sl_s, sl_r, ala in this tool$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'ala_focal' is none of metricopt_learned, sl_u, sl_s, sl_r, reloss, reloss_only, ala in this tool$",
+    ):
         config_of("methods=[ala_focal]").check()

@@ -2,6 +2,7 @@
 
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
 from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS, SIBLINGS
+from metricopt_ext.methods.siblings.reloss import ReLoss
 from metricopt_ext.methods.siblings.sibling import Sibling
 from metricopt_ext.methods.siblings.surrogate_learning import SurrogateLearning
 
@@ -24,6 +25,14 @@ def test_surrogate_learning_has_the_settings_of_its_paper() -> None:
         assert method.model_lr == method.surrogate_lr == method.clip == 1e-5
         assert (method.universal.positive, method.universal.mean, method.universal.std) == (0.5, 0.0, 1.0)
         assert method.universal.lr == method.universal.clip == 1e-5
+
+
+def test_reloss_has_the_settings_of_its_paper() -> None:
+    for name, cross_entropy in {"reloss": True, "reloss_only": False}.items():
+        method = SIBLINGS[name]
+        assert isinstance(method, ReLoss)
+        assert method.cross_entropy == cross_entropy
+        assert (method.training.lr, method.training.weight_decay, method.training.penalty) == (0.01, 1e-4, 10.0)
 
 
 def test_adaptive_loss_alignment_has_the_settings_of_its_paper() -> None:

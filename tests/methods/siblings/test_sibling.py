@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.methods.siblings.checkpoints import Checkpoints
+from metricopt_ext.methods.siblings.ranked_batches import BatchSource
 from metricopt_ext.methods.siblings.registry import SIBLINGS
+from metricopt_ext.methods.siblings.relational_loss import RelationalTraining
 from metricopt_ext.methods.siblings.set_loss import UniversalTraining
 from metricopt_ext.methods.siblings.sibling import Sibling, Trained
 from metricopt_ext.methods.siblings.training import TRAINS, TrainingTask
@@ -60,6 +63,19 @@ SL_REFUSED = [
     ({"clip": 0.0}, "clip is 0.0; it must be above 0"),
     ({"iterations": 3, "evals": 4}, "evals is 4; it must be at most iterations = 3"),
 ]
+RELOSS = {
+    "steps": 4,
+    "lr": 0.01,
+    "evals": 2,
+    "source": BatchSource(8, 4, checkpoints=Checkpoints(3, count=2)),
+    "training": RelationalTraining(2, batches=4),
+}
+RELOSS_REFUSED = [
+    ({"steps": 0}, "steps is 0; it must be at least 1"),
+    ({"records": 0}, "records is 0; it must be at least 1"),
+    ({"lr": 0.0}, "lr is 0.0; it must be above 0"),
+    ({"steps": 3, "evals": 4}, "evals is 4; it must be at most steps = 3"),
+]
 ALA_REFUSED = [
     ({"loss": "triplet"}, "loss is 'triplet'; it must be one of classes, mixture, focal"),
     ({"optimizer": "rmsprop"}, "optimizer is 'rmsprop'; it must be one of sgd, adam"),
@@ -86,6 +102,8 @@ CASES = {
     "sl_u": Case(SL, {"history": 2}, {"universal": 5}, SL_REFUSED),
     "sl_s": Case(SL, {"history": 2}, {"surrogate": 40}, SL_REFUSED),
     "sl_r": Case(SL, {"history": 2}, {"universal": 5, "surrogate": 40}, SL_REFUSED),
+    "reloss": Case(RELOSS, {"history": 2}, {"reloss": 12}, RELOSS_REFUSED),
+    "reloss_only": Case(RELOSS, {"history": 2}, {"reloss": 12}, RELOSS_REFUSED),
     "ala": Case(ALA, {"reward": 27}, {}, ALA_REFUSED),
     "ala_mixture": Case(ALA, {"reward": 27}, {}, ALA_REFUSED, outputs=3),
     "ala_focal": Case(ALA, {"reward": 27}, {}, ALA_REFUSED, outputs=3),

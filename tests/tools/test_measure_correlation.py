@@ -1,0 +1,81 @@
+"""The tool that measures how well losses rank outputs as the metric does, on a tiny run."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from metricopt_ext.classification.build import untrained
+from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.methods.siblings.relational_loss import load_relational_loss
+from metricopt_ext.utils.config import load_config
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tools" / "measure_correlation.py"
+CONFIGS = ROOT / "configs" / "siblings"
+SETTINGS = {"training": 12, "heldout": 4, "checkpoints": 3, "checkpoint_steps": 4, "loss_steps": 2, "loss_batches": 6}
+TINY = [*(f"siblings.reloss.{key}={value}" for key, value in SETTINGS.items()), "device=cpu", "workers=1"]
+
+
+def load_tool() -> Any:
+    spec = importlib.util.spec_from_file_location("measure_correlation", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["measure_correlation"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+
+
+def call(*arguments: str | Path) -> None:
+    before, sys.argv = sys.argv, ["measure_correlation.py", *map(str, arguments)]
+    try:
+        tool.main()
+    finally:
+        sys.argv = before
+
+
+def test_it_reports_both_losses_for_each_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call("--config-file", CONFIGS / "reloss_digits.yaml", "--output-dir", tmp_path, *TINY, "seeds=2")
+    content = json.loads((tmp_path / "correlation.json").read_text())
+    assert content["seeds"] == [0, 1]
+    gains = []
+    for row in content["per_seed"]:
+        assert row["batch_queries"] == 16
+        assert row["outputs"] == 3 * 6  # three checkpoints, six batches of the 629 test images
+        assert list(row["correlations"]) == ["cross-entropy", "ReLoss"]
+        gains.append(row["correlations"]["ReLoss"]["spearman"] - row["correlations"]["cross-entropy"]["spearman"])
+    assert content["gain"]["mean"] == pytest.approx(sum(gains) / 2)
+    assert content["gain"]["low"] <= content["gain"]["mean"] <= content["gain"]["high"]
+    table = (tmp_path / "correlation.md").read_text()
+    assert "| ReLoss |" in table
+    assert f"{content['gain']['mean']:+.4f}" in table
+    assert f"{content['gain']['mean']:+.4f}" in capsys.readouterr().out
+    for seed in (0, 1):
+        assert load_relational_loss(tmp_path / f"seed-{seed}.safetensors").metric == "accuracy"
+        assert (tmp_path / f"seed-{seed}.png").stat().st_size > 1000
+
+
+def test_bad_settings_end_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        call(
+            *("--config-file", CONFIGS / "reloss_digits.yaml", "--output-dir", tmp_path),
+            "siblings.reloss.random=2",
+        )
+    assert caught.value.code == "error: siblings.reloss: random is 2.0; it must be in [0, 1]"
+
+
+@pytest.mark.parametrize("name", ["digits", "cifar10"])
+def test_the_committed_settings_are_usable(name: str) -> None:
+    config = load_config(ClassificationConfig, CONFIGS / f"reloss_{name}.yaml", ["data.root=FOLDER"])
+    config.check()
+    assert config.seeds == 5
+    assert (config.siblings.reloss.loss_lr, config.siblings.reloss.penalty) == (0.01, 10)
+    shape, classes = (torch.Size((1, 8, 8)) if name == "digits" else torch.Size((3, 32, 32))), 10
+    splits = type("Splits", (), {"train": type("Part", (), {"x": torch.zeros(1, *shape)}), "num_classes": classes})
+    assert untrained(config, splits, 0).eval()(torch.zeros(2, *shape)).shape == (2, classes)

@@ -1,0 +1,164 @@
+"""Measure how well losses rank a classifier's outputs as its metric does: cross-entropy against a learned ReLoss.
+
+    python tools/measure_correlation.py --config-file configs/siblings/reloss_digits.yaml --output-dir out/correlation
+    python tools/measure_correlation.py --config-file configs/siblings/reloss_cifar10.yaml --output-dir out/cifar10 \
+        data.root=FOLDER seeds=5
+
+Each seed learns a relational loss from random outputs and from a network's on train data, at checkpoints of its
+training (siblings.reloss in the config). Then another network is trained, and its outputs on test data at its own
+checkpoints, in batches of siblings.batch_size, are ranked by both losses and by the metric. Neither that network nor
+that data had a part in learning the loss. Writes correlation.json, correlation.md, and for each seed a plot and the
+loss; what is measured is one query of the batch metric for each batch, none of the metric of a model.
+"""
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from metricopt_ext.classification.build import (
+    batch_metric,
+    build_metric,
+    classification_loss,
+    cross_entropy,
+    load_splits,
+    model_metric,
+    stratified_parts,
+    try_metric,
+    untrained,
+)
+from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report
+from metricopt_ext.evidence.report import paired_interval, spread, versions
+from metricopt_ext.evidence.style import direction, markdown_table, print_table
+from metricopt_ext.methods.siblings.relational_loss import RelationalLoss
+from metricopt_ext.methods.siblings.training import TrainingTask
+from metricopt_ext.tasks.batches import BlockBatches
+from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.device import choose_device
+from metricopt_ext.utils.files import write_atomically, write_json
+from metricopt_ext.utils.machine import Machine, deterministic
+from metricopt_ext.utils.parallel import run_seeds
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.seeding import seeded_streams
+from metricopt_ext.utils.words import counted
+
+OTHER = 100_000  # what is added to a seed for the network whose outputs are judged
+HEADER = ("loss", "Spearman", "Kendall")
+
+
+def main() -> None:
+    """Parse the command line, run all seeds, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-file", required=True, help="YAML file; its keys are those of ClassificationConfig")
+    parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
+    parser.add_argument("overrides", nargs="*", help="key=value, e.g. seeds=5 data.root=FOLDER")
+    arguments = parser.parse_intermixed_args()
+    with errors_in_one_line():
+        config = load_config(ClassificationConfig, arguments.config_file, arguments.overrides)
+        measure_correlation(config, arguments.output_dir)
+
+
+def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str, Any]:
+    """Run every seed and write the report; returns its content."""
+    config.check()
+    config.siblings.check(["reloss"])
+    spec, seeds = build_metric(config.metric), range(config.seed, config.seed + config.seeds)
+    with deterministic(config.deterministic, config.threads):
+        machine = Machine.current(choose_device(config.device), config.threads)
+        run = partial(run_seed, config, folder)
+        most = config.siblings.reloss.training + config.siblings.reloss.heldout
+        rows = run_seeds(run, seeds, queries=most, workers=config.workers, threads=config.threads)
+    losses = list(rows[0]["correlations"])
+    gains = [
+        row["correlations"]["ReLoss"]["spearman"] - row["correlations"]["cross-entropy"]["spearman"] for row in rows
+    ]
+    gain = paired_interval(gains)
+    content = {
+        "metric": {"name": spec.name, "maximize": spec.maximize},
+        "seeds": list(seeds),
+        "per_seed": rows,
+        "gain": gain._asdict(),
+        "machine": vars(machine),
+        "versions": versions(),
+        "config": config.as_dict(),
+    }
+    table = [
+        [name, *(spread([row["correlations"][name][key] for row in rows]) for key in ("spearman", "kendall"))]
+        for name in losses
+    ]
+    queries, seconds = (np.mean([row[key] for row in rows]) for key in ("batch_queries", "seconds"))
+    interval = f", 95% interval [{gain.low:+.4f}, {gain.high:+.4f}]" if len(rows) > 1 else ""
+    notes = [
+        f"ReLoss's Spearman above cross-entropy's: {gain.mean:+.4f}{interval}, over {counted(len(rows), 'seed')}"
+        f" ({', '.join(f'{each:+.4f}' for each in gains)}).",
+        f"Learning it took {queries:.0f} batch queries and {seconds:.1f} seconds a seed, its network's training"
+        f" included; judged on {rows[0]['outputs']} batches of test data a seed. Computed on {machine}.",
+    ]
+    title = f"Losses against {spec.name} ({direction(spec.maximize)}): {config.model.name} on {config.data.name}"
+    lines = [f"# {title}", "", *markdown_table(HEADER, table), "", *(f"- {note}" for note in notes), ""]
+    write_json(folder / "correlation.json", content)
+    write_atomically(folder / "correlation.md", "\n".join(lines).encode())
+    print_table(HEADER, table, title=title)
+    print(*notes, sep="\n")
+    return content
+
+
+def run_seed(config: ClassificationConfig, folder: Path, seed: int, watcher: Watcher) -> dict[str, Any]:
+    """Learn a loss, judge it on another network's outputs, and return what came out."""
+    device = choose_device(config.device)
+    splits = load_splits(config, seed).to(device)
+    try_metric(config.metric, splits.test.y, splits.num_classes)
+    spec, settings = build_metric(config.metric), config.siblings
+    task = TrainingTask(
+        untrained(config, splits, seed),
+        trains="model",
+        batches=BlockBatches(splits.train.x, splits.train.y, settings.batch_size, balanced=True),
+        predict=lambda model, batch: (model(batch[0]), batch[1]),
+        batch_metric=batch_metric(spec),
+        metric=model_metric(spec, splits.validation),
+        loss=classification_loss,
+        build=lambda number: untrained(config, splits, number),
+    )
+    began = time.perf_counter()
+    with seeded_streams(seed, device):
+        loss = RelationalLoss(spec.name).to(task.parameters()[0])
+        training, heldout = settings.reloss.source().draw(task, seed, watcher)
+        history = settings.reloss.relational_training().learn(loss, training, heldout, seed=seed, watcher=watcher)
+    seconds = time.perf_counter() - began
+    loss.save(folder / f"seed-{seed}.safetensors")
+    watcher.stage("another network")
+    report = judged(config, task, loss, splits.test, seed)
+    report.plot(folder / f"seed-{seed}.png")
+    content = report.to_json()
+    watcher.query(task.batch_metric.ledger.spent, f"Spearman {report.correlations['ReLoss'].spearman:.4f}")
+    watcher.done()
+    return {
+        "correlations": content["correlations"],
+        "outputs": len(report.values),
+        "batch_queries": task.batch_metric.ledger.spent,
+        "seconds": seconds,
+        "history": history,
+    }
+
+
+def judged(
+    config: ClassificationConfig, task: TrainingTask, loss: RelationalLoss, test: Any, seed: int
+) -> CorrelationReport:
+    """Correlate both losses with the metric on test data, as another network predicts it while it is trained."""
+    rows, outputs = stratified_parts(test.y, config.siblings.batch_size, seed), []
+    with seeded_streams(seed + OTHER, task.device):
+        for model in config.siblings.reloss.source().checkpoints.models(task, seed + OTHER):
+            with torch.no_grad():
+                outputs += [(model(test.x[part]), test.y[part]) for part in rows]
+    metric = task.batch_metric.with_new_ledger()
+    return correlation_report({"cross-entropy": cross_entropy, "ReLoss": loss}, metric, outputs)
+
+
+if __name__ == "__main__":
+    main()
