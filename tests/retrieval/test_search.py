@@ -132,7 +132,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 @pytest.mark.outcome
 def test_a_search_from_a_trainer_ends_at_a_better_trunk() -> None:
-    """The mean gain of the 3 seeds was 0.243, its standard error 0.007."""
+    """The mean gain of the 3 seeds was 0.236, its standard error 0.007."""
     gains = []
     for seed in range(3):
         trunk, hooked = make_trunk(), []
@@ -140,7 +140,7 @@ def test_a_search_from_a_trainer_ends_at_a_better_trunk() -> None:
         adapter.set_phi(0.3 * rand(D, seed=3))  # which is ignored
         trainer, tester = make_trainer(trunk), make_tester(end_of_testing_hook=hooked.append)
         before, Counting.calls = everything(trainer), 0
-        run = search(trainer, tester, adapter, 40, seed=seed)
+        run = search(trainer, tester, adapter, 40, seed=seed, guard_confidence=0.5)  # few examples
         assert_same(before, everything(trainer))
         assert Counting.calls == sum(run.queries.values()) == 40
         assert not hooked
