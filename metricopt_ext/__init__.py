@@ -18,7 +18,8 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe, Setting
 from metricopt_ext.methods.result import MetricOptResult, Result, SearchRun
 from metricopt_ext.methods.rounds import meta_train
-from metricopt_ext.methods.siblings.learned import AlgorithmS1, LearnedResult, metricopt_learned
+from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
+from metricopt_ext.methods.siblings.learned import LearnedResult, metricopt_learned
 from metricopt_ext.methods.starts import Start, batchnorm_start, load_buffers
 from metricopt_ext.methods.tuning import Tuned, tune_start
 from metricopt_ext.search.direct import CMAES, GuidedES

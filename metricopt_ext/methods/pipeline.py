@@ -13,14 +13,20 @@ from metricopt_ext.methods.result import MetricOptResult, Result, SearchRun
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.run_folder import RunFolder, identity_of
 from metricopt_ext.methods.starts import Start, all_starts, same_buffers, set_buffers, with_start
-from metricopt_ext.methods.tuning import FRESH, choose, choose_setting, evaluate, finetune, query_callback, tune_start
+from metricopt_ext.methods.tuning import (
+    FRESH,
+    choose_setting,
+    evaluate,
+    finetune,
+    judge_ends,
+    query_callback,
+    tune_start,
+)
 from metricopt_ext.search.direct import Search
 from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
 from metricopt_ext.tasks.metric import Evaluation, stacked_halves
 from metricopt_ext.tasks.split_half import (
-    chance_of_gain,
     correlation_of_halves,
-    halves_where_used,
     split_half_correlation,
 )
 from metricopt_ext.tasks.task import FinetuneTask
@@ -343,23 +349,11 @@ def _as_printed(
         loss_only = finetune(task, algorithm.loss_only(), algorithm.steps, seed)[-1]
         followed = algorithm.meta_test(task, f, start, seed=seed, index=FRESH)[-1]
         before, ends = ledger.spent, {"start": start, "loss_finetune": loss_only, "metricopt": followed}
-        asked = {name: evaluate(counted, phi, "guard", f"end guard, {name}", watcher) for name, phi in ends.items()}
-    chance, value = chance_of_gain(asked["start"], halves_where_used(list(store))), task.metric.to_value
-    chosen = choose(asked, chance, confidence=confidence)
+        outcome = judge_ends(counted, ends, list(store), confidence, watcher)
     return MetricOptResult(
-        metric=task.metric.name,
-        before=value(asked["start"].cost),
-        after=value(asked[chosen].cost),
-        best=value(min(each.cost for each in asked.values())),
-        chosen=chosen,
-        chance=chance * task.metric.scale,
-        needed=deviates(confidence) * chance * task.metric.scale,
-        optimism=0.0,
+        **outcome,
         queries=dict(ledger.spent_on),
         queries_per_start=ledger.spent - before,
-        ends=ends,
-        reports_halves=asked["start"].halves is not None,
-        loss_finetune=value(asked["loss_finetune"].cost),
         setting=Setting(0.0, algorithm.metric_rate),
         split_half=split_half_correlation(list(store)),
         fit=Fit(f),

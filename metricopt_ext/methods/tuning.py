@@ -1,7 +1,8 @@
 """One start: finetune it under a value function, and keep the change only if the metric agrees beyond chance."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from metricopt_ext.methods.recipe import Recipe, Setting, checked_setting
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.rollout import Policy, rollout
-from metricopt_ext.tasks.split_half import chance_of_gain, optimism_of_gain
+from metricopt_ext.tasks.split_half import chance_of_gain, halves_where_used, optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.renamed import Renamed
@@ -134,6 +136,43 @@ def tune_start(
         ends["refined"], evaluations["refined"] = found.phi, Evaluation(found.cost)
     chance = chance_of_gain(evaluations["start"], fit.halves)
     return Tuned(ends, evaluations, choose(evaluations, chance, optimism, guard_confidence), chance, optimism)
+
+
+def judge_ends(
+    task: FinetuneTask,
+    ends: dict[str, Tensor],
+    trajectories: Sequence[Trajectory],
+    confidence: float,
+    watcher: Watcher,
+) -> dict[str, Any]:
+    """Ask the metric about each end, one query each, and choose one.
+
+    Args:
+        task: What is finetuned.
+        ends: phi, ``d``, of each candidate, including ``"start"`` and ``"loss_finetune"``.
+        trajectories: Where the metric was observed before; the halves of its answers there say how large chance is.
+        confidence: How sure to be that a gain is not chance, at least 0.5 and below 1.
+        watcher: Notified of the queries.
+
+    Returns:
+        The fields of a `Result` that follow, and ``loss_finetune``.
+    """
+    asked = {name: evaluate(task, phi, "guard", f"end guard, {name}", watcher) for name, phi in ends.items()}
+    chance, value = chance_of_gain(asked["start"], halves_where_used(trajectories)), task.metric.to_value
+    chosen = choose(asked, chance, confidence=confidence)
+    return {
+        "metric": task.metric.name,
+        "before": value(asked["start"].cost),
+        "after": value(asked[chosen].cost),
+        "best": value(min(each.cost for each in asked.values())),
+        "chosen": chosen,
+        "chance": chance * task.metric.scale,
+        "needed": deviates(confidence) * chance * task.metric.scale,
+        "optimism": 0.0,
+        "ends": ends,
+        "reports_halves": asked["start"].halves is not None,
+        "loss_finetune": value(asked["loss_finetune"].cost),
+    }
 
 
 def choose(

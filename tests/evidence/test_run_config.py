@@ -21,7 +21,7 @@ from metricopt_ext.evidence.run_config import (
 )
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.siblings.learned import AlgorithmS1
+from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.learned_objective import LearnedObjective
 from metricopt_ext.search.trust_region import GuidedTrustRegion
