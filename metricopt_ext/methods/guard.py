@@ -12,7 +12,7 @@ from metricopt_ext.tasks.metric import Evaluation, stacked_halves
 from metricopt_ext.tasks.split_half import chance_of_gain
 
 # How sure the guard must be, one-sided, that a gain is not chance.
-CONFIDENCE = 0.89
+CONFIDENCE = 0.93
 
 # How sure it must be of a start that a search begins from. It is one of few, and was made without asking the metric.
 START_CONFIDENCE = 0.6

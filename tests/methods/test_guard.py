@@ -206,10 +206,10 @@ def share_accepted(n: int, gain: float, confidence: float, runs: int) -> float:
 
 
 @pytest.mark.outcome
-@pytest.mark.parametrize(("confidence", "share"), [(0.84, 0.16), (0.89, 0.11), (0.95, 0.05), (0.99, 0.03)])
+@pytest.mark.parametrize(("confidence", "share"), [(0.84, 0.16), (0.93, 0.07), (0.95, 0.05), (0.99, 0.03)])
 @pytest.mark.parametrize("n", [10, 40, 200])
 def test_noise_alone_is_accepted_in_at_most_a_stated_share(n: int, confidence: float, share: float) -> None:
-    """Of 300 runs at n = 10, 40 and 200: 13%, 9%, 4% at 0.84; 9%, 5%, 3% at 0.89; 4%, 1%, 1% at 0.95.
+    """Of 300 runs at n = 10, 40 and 200: 13%, 9%, 4% at 0.84; 5%, 3%, 1% at 0.93; 4%, 1%, 1% at 0.95.
 
     At 0.99 2%, 0.3% and 0.3%.
     """
