@@ -1,4 +1,4 @@
-"""Measure how well losses rank a classifier's outputs as its metric does: cross-entropy against a learned ReLoss.
+"""Measure how well losses rank a classifier's outputs as its metric does: a learned ReLoss, cross-entropy, 1 - p.
 
     python tools/measure_correlation.py --config-file configs/siblings/reloss_digits.yaml --output-dir out/correlation
     python tools/measure_correlation.py --config-file configs/siblings/reloss_cifar10.yaml --output-dir out/cifar10 \
@@ -6,9 +6,10 @@
 
 Each seed learns a relational loss from random outputs and from a network's on train data, at checkpoints of its
 training (siblings.reloss in the config). Then another network is trained, and its outputs on test data at its own
-checkpoints, in batches of siblings.batch_size, are ranked by both losses and by the metric. Neither that network nor
-that data had a part in learning the loss. Writes correlation.json, correlation.md, and for each seed a plot and the
-loss; what is measured is one query of the batch metric for each batch, none of the metric of a model.
+checkpoints, in batches of siblings.batch_size, are ranked by the losses and by the metric; 1 - p is the mean of the
+probabilities of all classes but the true one. Neither that network nor that data had a part in learning the loss.
+Writes correlation.json, correlation.md, and for each seed a plot and the loss; what is measured is one query of the
+batch metric for each batch, none of the metric of a model.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from metricopt_ext.classification.build import (
     batch_metric,
@@ -36,6 +38,7 @@ from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report
 from metricopt_ext.evidence.report import paired_interval, spread, versions
 from metricopt_ext.evidence.style import direction, markdown_table, print_table
+from metricopt_ext.methods.siblings.ranked_batches import true_class_log_probability
 from metricopt_ext.methods.siblings.relational_loss import RelationalLoss
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.tasks.batches import BlockBatches
@@ -75,15 +78,17 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
         most = config.siblings.reloss.training + config.siblings.reloss.heldout
         rows = run_seeds(run, seeds, queries=most, workers=config.workers, threads=config.threads)
     losses = list(rows[0]["correlations"])
-    gains = [
-        row["correlations"]["ReLoss"]["spearman"] - row["correlations"]["cross-entropy"]["spearman"] for row in rows
-    ]
-    gain = paired_interval(gains)
+    rivals = [name for name in losses if name != "ReLoss"]
+    gains = {
+        name: [row["correlations"]["ReLoss"]["spearman"] - row["correlations"][name]["spearman"] for row in rows]
+        for name in rivals
+    }
+    intervals = {name: paired_interval(each) for name, each in gains.items()}
     content = {
         "metric": {"name": spec.name, "maximize": spec.maximize},
         "seeds": list(seeds),
         "per_seed": rows,
-        "gain": gain._asdict(),
+        "gains": {name: interval._asdict() for name, interval in intervals.items()},
         "machine": vars(machine),
         "versions": versions(),
         "config": config.as_dict(),
@@ -93,10 +98,8 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
         for name in losses
     ]
     queries, seconds = (np.mean([row[key] for row in rows]) for key in ("batch_queries", "seconds"))
-    interval = f", 95% interval [{gain.low:+.4f}, {gain.high:+.4f}]" if len(rows) > 1 else ""
     notes = [
-        f"ReLoss's Spearman above cross-entropy's: {gain.mean:+.4f}{interval}, over {counted(len(rows), 'seed')}"
-        f" ({', '.join(f'{each:+.4f}' for each in gains)}).",
+        *(gain_note(name, intervals[name], gains[name]) for name in rivals),
         f"Learning it took {queries:.0f} batch queries and {seconds:.1f} seconds a seed, its network's training"
         f" included; judged on {rows[0]['outputs']} batches of test data a seed. Computed on {machine}.",
     ]
@@ -107,6 +110,15 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
     print_table(HEADER, table, title=title)
     print(*notes, sep="\n")
     return content
+
+
+def gain_note(rival: str, gain: Any, gains: list[float]) -> str:
+    """Return a sentence about how far ReLoss's Spearman is above a rival's, over seeds."""
+    interval = f", 95% interval [{gain.low:+.4f}, {gain.high:+.4f}]" if len(gains) > 1 else ""
+    return (
+        f"ReLoss's Spearman above that of {rival}: {gain.mean:+.4f}{interval}, over {counted(len(gains), 'seed')}"
+        f" ({', '.join(f'{each:+.4f}' for each in gains)})."
+    )
 
 
 def run_seed(config: ClassificationConfig, folder: Path, seed: int, watcher: Watcher) -> dict[str, Any]:
@@ -150,14 +162,21 @@ def run_seed(config: ClassificationConfig, folder: Path, seed: int, watcher: Wat
 def judged(
     config: ClassificationConfig, task: TrainingTask, loss: RelationalLoss, test: Any, seed: int
 ) -> CorrelationReport:
-    """Correlate both losses with the metric on test data, as another network predicts it while it is trained."""
+    """Correlate the losses with the metric on test data, as another network predicts it while it is trained."""
     rows, outputs = stratified_parts(test.y, config.siblings.batch_size, seed), []
     with seeded_streams(seed + OTHER, task.device):
         for model in config.siblings.reloss.source().checkpoints.models(task, seed + OTHER):
             with torch.no_grad():
                 outputs += [(model(test.x[part]), test.y[part]) for part in rows]
     metric = task.batch_metric.with_new_ledger()
-    return correlation_report({"cross-entropy": cross_entropy, "ReLoss": loss}, metric, outputs)
+    return correlation_report(
+        {"cross-entropy": cross_entropy, "1 - p": expected_error, "ReLoss": loss}, metric, outputs
+    )
+
+
+def expected_error(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean probability that scores give to other classes than the true one: the smoothed error rate."""
+    return 1 - true_class_log_probability(scores, labels).exp().mean()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def call(*arguments: str | Path) -> None:
         sys.argv = before
 
 
-def test_it_reports_both_losses_for_each_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_reports_all_losses_for_each_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call("--config-file", CONFIGS / "reloss_digits.yaml", "--output-dir", tmp_path, *TINY, "seeds=2")
     content = json.loads((tmp_path / "correlation.json").read_text())
     assert content["seeds"] == [0, 1]
@@ -48,14 +49,15 @@ def test_it_reports_both_losses_for_each_seed(tmp_path: Path, capsys: pytest.Cap
     for row in content["per_seed"]:
         assert row["batch_queries"] == 16
         assert row["outputs"] == 3 * 6  # three checkpoints, six batches of the 629 test images
-        assert list(row["correlations"]) == ["cross-entropy", "ReLoss"]
+        assert list(row["correlations"]) == ["cross-entropy", "1 - p", "ReLoss"]
         gains.append(row["correlations"]["ReLoss"]["spearman"] - row["correlations"]["cross-entropy"]["spearman"])
-    assert content["gain"]["mean"] == pytest.approx(sum(gains) / 2)
-    assert content["gain"]["low"] <= content["gain"]["mean"] <= content["gain"]["high"]
+    gain = content["gains"]["cross-entropy"]
+    assert gain["mean"] == pytest.approx(sum(gains) / 2)
+    assert gain["low"] <= gain["mean"] <= gain["high"]
     table = (tmp_path / "correlation.md").read_text()
     assert "| ReLoss |" in table
-    assert f"{content['gain']['mean']:+.4f}" in table
-    assert f"{content['gain']['mean']:+.4f}" in capsys.readouterr().out
+    assert f"{gain['mean']:+.4f}" in table
+    assert f"{gain['mean']:+.4f}" in capsys.readouterr().out
     for seed in (0, 1):
         assert load_relational_loss(tmp_path / f"seed-{seed}.safetensors").metric == "accuracy"
         assert (tmp_path / f"seed-{seed}.png").stat().st_size > 1000
@@ -79,3 +81,9 @@ def test_the_committed_settings_are_usable(name: str) -> None:
     shape, classes = (torch.Size((1, 8, 8)) if name == "digits" else torch.Size((3, 32, 32))), 10
     splits = type("Splits", (), {"train": type("Part", (), {"x": torch.zeros(1, *shape)}), "num_classes": classes})
     assert untrained(config, splits, 0).eval()(torch.zeros(2, *shape)).shape == (2, classes)
+
+
+def test_the_expected_error_is_the_mean_of_1_minus_p() -> None:
+    scores, labels = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]]), torch.tensor([0, 1])
+    assert float(tool.expected_error(scores, labels)) == pytest.approx((0.5 + 0.75) / 2)
+    assert float(tool.expected_error(torch.tensor([0.0, math.log(4)]), labels)) == pytest.approx((0.5 + 0.2) / 2)
