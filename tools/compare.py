@@ -3,6 +3,7 @@
     python tools/compare.py --config-file configs/compare/digits_shifted.yaml --output-dir out/digits_shifted
     python tools/compare.py --config-file configs/compare/a9a_f1.yaml --output-dir out/a9a_f1 data.root=FOLDER
     python tools/compare.py --config-file configs/compare/digits_shifted.yaml --output-dir out/part --seeds 700-704
+    python tools/compare.py --join out/part other/part --output-dir out/all
     python tools/compare.py --summary out/digits_shifted out/a9a_f1 --output-dir out
 
 An override whose key is one of the comparison's own (task, config, overrides, methods, budgets, most, starts, seeds,
@@ -11,6 +12,7 @@ method costs the model is shown beside them, as passes over the metric's data + 
 comparison.json, comparison.md and comparison.png on all seeds that the folder holds; a row that is on file is not
 computed again, so that an interrupted comparison goes on where it stopped, and seeds can be run in several parts, at
 once or one after another.
+``--join`` reports on runs of the same comparison on different seeds, from another machine say, as on one.
 ``--summary`` writes what several comparisons show together to summary.md.
 """
 
@@ -26,7 +28,8 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.claims import summary
 from metricopt_ext.evidence.cli import TASKS, errors_in_one_line, experiment_of
 from metricopt_ext.evidence.contest import Plan, run_seed
-from metricopt_ext.evidence.contest_report import gather, load, print_report, write
+from metricopt_ext.evidence.contest_report import gather, load, paired, print_report, write
+from metricopt_ext.evidence.joined import joined
 from metricopt_ext.evidence.run_config import check_at_least
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils.config import load_config
@@ -88,13 +91,20 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, help="folder for all output files")
     parser.add_argument("--seeds", help="first and last seed, e.g. 700-709, overriding the config")
     parser.add_argument("--summary", type=Path, nargs="+", metavar="FOLDER", help="summarise these comparisons instead")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FOLDER", help="join these comparisons' seeds instead")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. budgets=[20,60] data.root=FOLDER")
     arguments = parser.parse_intermixed_args()
     with errors_in_one_line(ValueError):
-        if arguments.summary:
+        if arguments.summary or arguments.join:
+            option = "--summary" if arguments.summary else "--join"
             if arguments.config_file or arguments.overrides or arguments.seeds:
-                parser.error("--summary takes folders, and --output-dir, alone")
-            summarise(arguments.summary, arguments.output_dir)
+                parser.error(f"{option} takes folders, and --output-dir, alone")
+            if arguments.summary:
+                summarise(arguments.summary, arguments.output_dir)
+            else:
+                if not arguments.output_dir:
+                    parser.error("--join needs --output-dir")
+                report(join(arguments.join), arguments.output_dir)
             return
         if not arguments.config_file or not arguments.output_dir:
             parser.error("--config-file and --output-dir are required")
@@ -170,7 +180,16 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
             workers=config.workers,
             threads=config.threads,
         )
-    content = gather(folder, plan, about, {**asdict(config), "of_task": subject.as_dict()})
+    return report(gather(folder, plan, about, {**asdict(config), "of_task": subject.as_dict()}), folder)
+
+
+def join(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return what one comparison of the seeds of several would hold."""
+    return paired(joined([load(folder) for folder in folders], list(map(str, folders))))
+
+
+def report(content: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Write and print a comparison's report; returns its content."""
     paths = write(content, folder)
     print_report(content)
     print("wrote", *paths, sep="\n  ")
@@ -179,7 +198,7 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
 
 def summarise(folders: Sequence[Path], output: Path | None) -> str:
     """Print what several comparisons show together, and write it to summary.md if there is a folder for it."""
-    names = [folder.resolve().name for folder in folders]
+    names = [folder.stem if folder.is_file() else folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = list(map(str, folders))
     page = summary({name: load(folder) for name, folder in zip(names, folders, strict=True)})

@@ -79,18 +79,23 @@ def gather(folder: Path, plan: Plan, subject: Subject, config: dict[str, Any]) -
         "versions": versions(),
         "config": config,
     }
+    return paired(content)
+
+
+def paired(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a comparison's content with ours paired with each rival, at each budget."""
     return content | {"pairs": _pairs(content)}
 
 
-def load(folder: Path) -> dict[str, Any]:
-    """Read a folder's comparison.json.
+def load(path: Path) -> dict[str, Any]:
+    """Read a folder's comparison.json, or such a file.
 
     Raises:
         FileFormatError: It is missing or holds something else.
     """
-    file = folder / FILE
+    file = path if path.is_file() else path / FILE
     if not file.exists():
-        raise FileFormatError(f"{file} does not exist; run the comparison into {folder} first")
+        raise FileFormatError(f"{file} does not exist; run the comparison into {path} first")
     content: dict[str, Any] = read_json(file)
     if not {"metric", "budgets", "starts", "best_start", "methods", "guards"} <= content.keys():
         raise FileFormatError(f"{file} is not a comparison's")

@@ -9,8 +9,9 @@ import pytest
 from metricopt_ext.errors import DataError, FileFormatError
 from metricopt_ext.evidence.claims import summary
 from metricopt_ext.evidence.contest import Plan
-from metricopt_ext.evidence.contest_report import gather, load, markdown, print_report, standard_error, write
+from metricopt_ext.evidence.contest_report import gather, load, markdown, paired, print_report, standard_error, write
 from metricopt_ext.evidence.experiment import Subject
+from metricopt_ext.evidence.joined import joined
 
 SUBJECT = Subject("classification/toy", "net on toy", "accuracy", True)
 PLAN = Plan(("cma_es", "ours", "turbo"), (5, 20, 60))
@@ -142,7 +143,7 @@ def test_files_are_written_and_read(
 ) -> None:
     paths = write(content, tmp_path)
     assert [path.name for path in paths] == ["comparison.json", "comparison.md", "comparison.png"]
-    assert load(tmp_path) == content
+    assert load(tmp_path) == load(paths[0]) == content
     assert paths[2].stat().st_size > 10_000
     print_report(content)
     printed = capsys.readouterr().out
@@ -168,6 +169,26 @@ def test_without_ours_there_is_a_table_alone(tmp_path: Path) -> None:
     text = markdown(found)
     assert "## " not in text
     assert table(text)["CMA-ES on the metric"][3] == "**0.7000**"
+
+
+def test_joined_seeds_are_one_comparison(tmp_path: Path) -> None:
+    for seed, ours, cma in ((700, 0.9, 0.7), (701, 0.8, None), (702, 0.7, 0.75), (703, 0.6, 0.65)):
+        for folder in ("whole", "odd" if seed % 2 else "even"):
+            put(tmp_path / folder, seed, ours, cma)
+            if seed % 2:
+                (tmp_path / folder / f"seed-{seed}" / "turbo.json").unlink()
+    whole, even, odd = (gather(tmp_path / folder, PLAN, SUBJECT, {}) for folder in ("whole", "even", "odd"))
+    both = paired(joined([odd, even], ["odd", "even"]))
+    assert both["seeds"] == [700, 701, 702, 703]
+    assert both == whole
+    assert markdown(both) == markdown(whole)
+
+    with pytest.raises(
+        DataError, match=r"seeds \[700, 702\] are in more than one of odd, even, a copy: join each once"
+    ):
+        joined([odd, even, even], ["odd", "even", "a copy"])
+    with pytest.raises(DataError, match=r"even has budgets \[5\], odd has \[5, 20, 60\]"):
+        joined([odd, even | {"budgets": [5]}], ["odd", "even"])
 
 
 def test_the_standard_error_of_one_seed_is_no_band() -> None:

@@ -115,6 +115,11 @@ def test_shards_and_resuming_give_one_comparison(tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit, match="budgets was"):
         run(parts, "budgets=[6,20]")
 
+    assert "are in more than one of" in refused("--join", parts, tmp_path / "whole", "--output-dir", tmp_path / "all")
+    call("--join", parts, "--output-dir", tmp_path / "all")
+    assert numbers(json.loads((tmp_path / "all" / "comparison.json").read_text())) == numbers(whole)
+    assert (tmp_path / "all" / "comparison.md").exists()
+
 
 def test_a_failing_method_marks_its_cells_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -187,7 +192,8 @@ def test_configs_can_be_run(file: Path) -> None:
 
 def test_a_summary_takes_comparisons_alone(tmp_path: Path) -> None:
     assert "run the comparison into" in refused("--summary", tmp_path)
-    assert refused("--summary", tmp_path, "--config-file", DIGITS) == "2"  # argparse's own
+    for arguments in (("--summary", tmp_path, "--config-file", DIGITS), ("--join", tmp_path)):
+        assert refused(*arguments) == "2"  # argparse's own
     assert refused("--config-file", DIGITS) == "2"
     with pytest.raises(FileFormatError):
         tool.summarise([tmp_path], None)
