@@ -1,0 +1,72 @@
+"""The tool that measures what a search leaves behind, on a tiny run."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DIGITS = ROOT / "configs" / "classification" / "digits.yaml"
+TINY = [
+    *(
+        "data.name=breast_cancer",
+        "data.standardise=true",
+        "shift.kind=none",
+        "model.name=tabular_mlp",
+        "metric.name=f1",
+    ),
+    *("adapter.kind=input_bias", "adapter.layers=[]", "adapter.dim=4", "model.epochs=1", "recipe.steps=5"),
+    *("seeds=2", "workers=1", "device=cpu", "queries=30"),
+]
+
+
+def load_tool() -> Any:
+    spec = importlib.util.spec_from_file_location("measure_search", ROOT / "tools" / "measure_search.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["measure_search"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+
+
+def call(*arguments: str | Path) -> None:
+    before = sys.argv
+    sys.argv = ["measure_search.py", "--task", "classification", "--config-file", str(DIGITS), *map(str, arguments)]
+    try:
+        tool.main()
+    finally:
+        sys.argv = before
+
+
+def test_both_models_are_searched_and_f_is_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call("--output-dir", tmp_path, "--budgets", "25,20", *TINY)
+    content = json.loads((tmp_path / "search.json").read_text())
+    rows = content["per_seed"]
+    assert [row["seed"] for row in rows] == [content["config"]["seed"] + i for i in range(2)]
+    for row in rows:
+        assert set(row["second"]) == {"alone", "previous"}
+        for runs in row["second"].values():
+            assert list(runs) == ["20", "25"]
+            assert all(0 <= run["test"] <= 1 for run in runs.values())
+        assert all(run["begun_at"] != "previous" for run in row["second"]["alone"].values())
+    gaps = [row["followed"] - row["search"] for row in rows if row["followed"] is not None]
+    assert content["followed"]["seeds"] == len(gaps)
+    if gaps:
+        assert content["followed"]["mean"] == pytest.approx(sum(gaps) / len(gaps))
+    begun = sum(row["second"]["previous"]["20"]["begun_at"] == "previous" for row in rows)
+    table = (tmp_path / "search.md").read_text()
+    (line,) = [line for line in table.splitlines() if line.startswith("| 20 queries")]
+    assert line.endswith(f"| {begun} of 2 |")
+    assert line.split(" | ")[1] in capsys.readouterr().out
+
+
+def test_what_is_no_guided_search_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="strategy=paper: what is measured here is a guided search"):
+        call("--output-dir", tmp_path, "strategy=paper", *TINY)
