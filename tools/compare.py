@@ -13,7 +13,7 @@ comparison.json, comparison.md and comparison.png on all seeds that the folder h
 computed again, so that an interrupted comparison goes on where it stopped, and seeds can be run in several parts, at
 once or one after another.
 ``--join`` reports on runs of the same comparison on different seeds, from another machine say, as on one.
-``--summary`` writes what several comparisons show together to summary.md.
+``--summary`` writes what several comparisons show together, and their tables, to summary.md.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.claims import summary
 from metricopt_ext.evidence.cli import TASKS, errors_in_one_line, experiment_of
 from metricopt_ext.evidence.contest import Plan, run_seed
-from metricopt_ext.evidence.contest_report import gather, load, paired, print_report, write
+from metricopt_ext.evidence.contest_report import gather, load, paired, print_report, section, write
 from metricopt_ext.evidence.joined import joined
 from metricopt_ext.evidence.run_config import check_at_least
 from metricopt_ext.methods.run_folder import open_run
@@ -197,11 +197,12 @@ def report(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def summarise(folders: Sequence[Path], output: Path | None) -> str:
-    """Print what several comparisons show together, and write it to summary.md if there is a folder for it."""
+    """Print what several comparisons show together, and their tables; write it to summary.md if there is a folder."""
     names = [folder.stem if folder.is_file() else folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = list(map(str, folders))
-    page = summary({name: load(folder) for name, folder in zip(names, folders, strict=True)})
+    contents = {name: load(folder) for name, folder in zip(names, folders, strict=True)}
+    page = "\n".join([summary(contents), *(section(name, content) for name, content in contents.items())])
     print(page)
     if output is not None:
         write_atomically(output / "summary.md", page.encode())

@@ -113,20 +113,7 @@ def write(content: dict[str, Any], folder: Path) -> list[Path]:
 
 def markdown(content: dict[str, Any]) -> str:
     """Return the content of comparison.md."""
-    metric, seeds = content["metric"], content["seeds"]
-    header = ["method", "needs", *map(str, content["budgets"]), "seconds", "passes"]
-    rows = [[row.title, row.needs, *row.cells, row.seconds, row.passes] for row in _rows(content, "**{}**".format)]
-    lines = [
-        f"# {content['title']}: {metric['name']} ({direction(metric['maximize'])})",
-        "",
-        f"Mean on test over {counted(len(seeds), 'seed')} ({seeds[0]} to {seeds[-1]}), by metric queries; bold: the"
-        " best of a column.",
-        "",
-        *markdown_table(header, rows),
-        "",
-        *(f"- {line}" for line in notes(content)),
-        "",
-    ]
+    lines = [f"# {_title(content)}", "", *_means(content), "", *(f"- {line}" for line in notes(content)), ""]
     if content["pairs"]:
         lines += [
             f"## {METHODS[OURS].title} against each",
@@ -143,6 +130,24 @@ def markdown(content: dict[str, Any]) -> str:
             lines += [f"{heading}:", "", *(f"- {point}" for point in points), ""]
     computed = f"Computed on {'; '.join(content['machines'])}; other processors give other digits."
     return "\n".join([*lines, computed, ""])
+
+
+def section(name: str, content: dict[str, Any]) -> str:
+    """Return a comparison's table in Markdown under a heading, for a page of several."""
+    return "\n".join([f"## {name}", "", f"{_title(content)}.", "", *_means(content), ""])
+
+
+def _title(content: dict[str, Any]) -> str:
+    metric = content["metric"]
+    return f"{content['title']}: {metric['name']} ({direction(metric['maximize'])})"
+
+
+def _means(content: dict[str, Any]) -> list[str]:
+    """Return the table of means, with what it is of."""
+    seeds, header = content["seeds"], ["method", "needs", *map(str, content["budgets"]), "seconds", "passes"]
+    rows = [[row.title, row.needs, *row.cells, row.seconds, row.passes] for row in _rows(content, "**{}**".format)]
+    said = f"Mean on test over {counted(len(seeds), 'seed')} ({seeds[0]} to {seeds[-1]}), by metric queries; bold: the"
+    return [f"{said} best of a column.", "", *markdown_table(header, rows)]
 
 
 def print_report(content: dict[str, Any]) -> None:

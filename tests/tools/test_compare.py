@@ -112,6 +112,8 @@ def test_shards_and_resuming_give_one_comparison(tmp_path: Path, capsys: pytest.
     page = (tmp_path / "summary.md").read_text()
     assert "# MetricOpt, guided search over 2 tasks" in page
     assert "12 guarded runs" in page
+    assert page.count("| MetricOpt, guided search |") == 2
+    assert "## parts" in page
     with pytest.raises(SystemExit, match="budgets was"):
         run(parts, "budgets=[6,20]")
 
