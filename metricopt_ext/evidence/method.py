@@ -61,6 +61,7 @@ METHODS: dict[str, Entry] = {
     "transferred": Entry("f of another run", "#7f9c3c", "free", "another f"),
     "placebo": Entry("the same f, turned", "#b9c58f", "free", "another f"),
     "metricopt": Entry("MetricOpt", "#c02942", "queries"),
+    "metricopt_paper": Entry("MetricOpt, Algorithm 1", "#e57fb0", "queries"),
     "metricopt_learned": Entry("MetricOpt, learned", "#8e1b8e", "queries"),
     "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "queries", after="metricopt"),
     "second_round": Entry("MetricOpt, second round", "#7a1f3d", "queries", after="metricopt"),

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from metricopt_ext.evidence.contenders import Contender, best_of_loss_finetune, loss_path, usual_contenders
-from metricopt_ext.evidence.learned import learned_method
 from metricopt_ext.evidence.method import (
     Meter,
     Method,
@@ -18,7 +17,8 @@ from metricopt_ext.evidence.method import (
     ending_path,
     following_metricopt,
 )
-from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.evidence.run_config import VARIANTS, RunConfig
+from metricopt_ext.evidence.variants import variant_method
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import SearchRun
@@ -104,8 +104,8 @@ def usual_methods(
         contenders = usual_contenders(config)
         for name in ("guided_es", "cma_es"):
             methods[name] = following_start(contenders[name], config.search_queries, seed)
-    if "metricopt_learned" in config.methods:
-        methods["metricopt_learned"] = learned_method(config, seed, folder=folder, resume=resume, watcher=watcher)
+    for name in (name for name in config.methods if name in VARIANTS):
+        methods[name] = variant_method(name, config, seed, folder=folder, resume=resume, watcher=watcher)
     if config.refine_queries:
         methods["refined"] = following_metricopt(
             lambda task, result: CMAES()(task, result.ends[result.chosen], config.refine_queries, seed=seed).phi

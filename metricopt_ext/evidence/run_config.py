@@ -21,6 +21,10 @@ from metricopt_ext.value.reptile import ReptileLearner
 
 DEFAULT = Recipe()
 STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice")
+VARIANTS = (
+    "metricopt_paper",
+    "metricopt_learned",
+)  # the paper's own forms, beside the run's strategy
 LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
 DEFAULT_LEARNERS = [name for name, learner in LEARNERS.items() if learner in DEFAULT.learners]
 
@@ -255,8 +259,8 @@ class RunConfig:
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
     search_queries: int | str = 0
-    # Further methods to run, siblings of MetricOpt: metricopt_learned; for classifiers sl_u, sl_s, sl_r, reloss,
-    # reloss_only and ala, for embedders ala_mixture and ala_focal.
+    # Further methods to run: the paper's own metricopt_paper and metricopt_learned; siblings of MetricOpt, sl_u, sl_s,
+    # sl_r, reloss, reloss_only and ala for classifiers, ala_mixture and ala_focal for embedders.
     methods: list[str] = field(default_factory=list)
     refine_queries: int = 0  # of CMA-ES continuing from MetricOpt's end point; 0: none
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
@@ -297,12 +301,12 @@ class RunConfig:
 
     def further_methods(self) -> tuple[str, ...]:
         """Return what ``methods`` may name."""
-        return ("metricopt_learned",)
+        return VARIANTS
 
     @property
     def trained_methods(self) -> list[str]:
         """Those of ``methods`` that train a copy of the model by the siblings' protocol."""
-        return [name for name in self.methods if name != "metricopt_learned"]
+        return [name for name in self.methods if name not in VARIANTS]
 
     def least_dim(self) -> int:
         """Return the dimension of phi as far as it is known before the model."""
@@ -328,6 +332,8 @@ class RunConfig:
                 raise ConfigError(f"{name}={value}: it must be at least {least} for {phi}, or 0")
         if "metricopt_learned" in self.methods:
             self.learned.build(self.recipe.build()).iterations(self.learned.queries or self.queries)
+        if "metricopt_paper" in self.methods:
+            self.paper.build(self.recipe.build()).tasks(self.queries)
         strategy: Any = self.build_strategy()
         if self.strategy == "recipe":
             strategy.tasks_per_round(self.queries, dim)

@@ -183,13 +183,6 @@ def test_joined_seeds_are_one_comparison(tmp_path: Path) -> None:
     assert both == whole
     assert markdown(both) == markdown(whole)
 
-    with pytest.raises(
-        DataError, match=r"seeds \[700, 702\] are in more than one of odd, even, a copy: join each once"
-    ):
-        joined([odd, even, even], ["odd", "even", "a copy"])
-    with pytest.raises(DataError, match=r"even has budgets \[5\], odd has \[5, 20, 60\]"):
-        joined([odd, even | {"budgets": [5]}], ["odd", "even"])
-
 
 def test_the_standard_error_of_one_seed_is_no_band() -> None:
     assert standard_error([0.5]) == 0

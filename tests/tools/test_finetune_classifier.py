@@ -612,7 +612,7 @@ def table(folder: Path, positives: int) -> list[str]:
         (["refine_queries=5", "adapter.dim=4"], r"refine_queries=5: it must be at least 10 for adapter.dim=4, or 0"),
         (
             ["methods=[sl_x]"],
-            r"methods=\['sl_x'\]: 'sl_x' is none of metricopt_learned, sl_u, sl_s, sl_r, reloss, reloss_only, ala",
+            r"methods=\['sl_x'\]: 'sl_x' is none of metricopt_paper, metricopt_learned, sl_u, sl_s, sl_r, reloss, ",
         ),
         (["methods=[sl_r]", "siblings.trains=all"], r"siblings\.trains='all': it must be one of phi, model, scratch"),
         (["methods=[sl_r]", "siblings.sl.iterations=0"], r"siblings\.sl: iterations is 0; it must be at least 1"),
@@ -1063,6 +1063,6 @@ def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
 def test_methods_that_train_embedders_are_not_for_classifiers() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"'ala_focal' is none of metricopt_learned, sl_u, sl_s, sl_r, reloss, reloss_only, ala in this tool$",
+        match=r"'ala_focal' is none of metricopt_paper, metricopt_learned, .*, reloss_only, ala in this tool$",
     ):
         config_of("methods=[ala_focal]").check()

@@ -556,7 +556,9 @@ def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
 
 
 def test_methods_that_train_classifiers_are_not_for_embedders() -> None:
-    with pytest.raises(ConfigError, match=r"'sl_r' is none of metricopt_learned, ala_mixture, ala_focal in this tool$"):
+    with pytest.raises(
+        ConfigError, match=r"'sl_r' is none of metricopt_paper, .*, ala_mixture, ala_focal in this tool$"
+    ):
         config_of("methods=[sl_r]").check()
 
 

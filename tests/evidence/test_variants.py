@@ -1,4 +1,4 @@
-"""MetricOpt (learned) as a method of the tools."""
+"""The paper's own forms of MetricOpt as methods of the tools."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from metricopt_ext.errors import BudgetError, ConfigError
-from metricopt_ext.evidence.learned import learned_method
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.rivals import usual_methods
-from metricopt_ext.evidence.run_config import LearnedConfig, RecipeConfig, RunConfig
+from metricopt_ext.evidence.run_config import VARIANTS, LearnedConfig, PaperConfig, RecipeConfig, RunConfig
+from metricopt_ext.evidence.variants import variant_method
+from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.siblings.learned import metricopt_learned
 from metricopt_ext.search.update_rule import load_update_rule
 from metricopt_ext.utils.progress import Watcher
@@ -20,7 +21,7 @@ SMALL = LearnedConfig(tasks=2, pairs=2, hidden=4, queries=30)
 CONFIG = RunConfig(recipe=RecipeConfig(steps=5, evals=3, lr=0.2), learned=SMALL, methods=["metricopt_learned"])
 
 
-def test_it_runs_where_it_is_asked_for(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_learned_optimizer_runs_where_it_is_asked_for(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     CONFIG.check()
     task = quadratic(3)
     plain = usual_methods(RunConfig(), 5, inputs=[], batches=task.batches)
@@ -40,19 +41,41 @@ def test_it_runs_where_it_is_asked_for(quadratic: Callable[..., Any], tmp_path: 
     assert reached.queries_per_start == expected.queries_per_start == 5
     kept = load_update_rule(tmp_path / "metricopt_learned" / "update_rule.safetensors")
     assert torch.equal(kept.weights, expected.learned.rule.weights)
-    again = learned_method(CONFIG, 5, folder=tmp_path, resume=True)(quadratic(3), {})
+    again = variant_method("metricopt_learned", CONFIG, 5, folder=tmp_path, resume=True)(quadratic(3), {})
     assert again is not None
     assert torch.equal(again.path, result.path)  # type: ignore[arg-type]
 
 
-def test_it_is_in_the_table_of_methods() -> None:
-    assert METHODS["metricopt_learned"].kind == "queries"
+def test_algorithm_1_runs_beside_another_strategy(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    config = RunConfig(
+        recipe=CONFIG.recipe, queries=30, paper=PaperConfig(labels="observed"), methods=["metricopt_paper"], starts=[]
+    )
+    config.check()
+    assert config.strategy == "search"
+    task = quadratic(3)
+    methods = usual_methods(config, 5, starts={}, inputs=[], batches=task.batches, folder=tmp_path)
+    result = methods["metricopt_paper"](task, {})
+    assert result is not None
+    (reached,) = result.reached
+    expected = optimize_metric(
+        quadratic(3), queries=30, strategy=config.paper.build(config.recipe.build()), seed=5, watcher=Watcher()
+    )
+    assert isinstance(reached.end, torch.Tensor)
+    assert torch.equal(reached.end, expected.ends[expected.chosen])
+    assert reached.queries == task.queries == sum(expected.queries.values()) <= 30
+    assert (tmp_path / "metricopt_paper" / "value_function.safetensors").exists()
+
+
+def test_they_are_in_the_table_of_methods() -> None:
+    assert all(METHODS[name].kind == "queries" for name in VARIANTS)
 
 
 def test_too_little_is_refused_before_any_work() -> None:
     with pytest.raises(BudgetError, match="16 queries are too few"):
         RunConfig(recipe=CONFIG.recipe, learned=LearnedConfig(tasks=2, queries=16), methods=CONFIG.methods).check()
-    with pytest.raises(ConfigError, match=r"methods=\['learned'\]: 'learned' is none of metricopt_learned"):
+    with pytest.raises(ConfigError, match=r"methods=\['learned'\]: 'learned' is none of metricopt_paper, metricopt_l"):
         RunConfig(methods=["learned"]).check()
+    with pytest.raises(BudgetError, match="6 queries"):
+        RunConfig(recipe=CONFIG.recipe, queries=6, methods=["metricopt_paper"], starts=[]).check()
     with pytest.raises(ConfigError, match="learned: pairs is 1"):
         RunConfig(learned=LearnedConfig(pairs=1), methods=CONFIG.methods).check()

@@ -1,0 +1,69 @@
+"""The paper's own forms of MetricOpt as methods of the tools, beside the one that the run's strategy names."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from metricopt_ext.evidence.method import METHODS, Meter, Method, MethodResult
+from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.siblings.learned import LearnedResult, metricopt_learned
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.progress import Watcher
+
+
+def variant_method(
+    name: str,
+    config: RunConfig,
+    seed: int,
+    *,
+    folder: Path | None = None,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> Method:
+    """Return one of `run_config.VARIANTS`, from phi = 0.
+
+    Args:
+        name: ``metricopt_paper``, Algorithm 1 with the settings under ``paper``; or ``metricopt_learned``, an optimizer
+            that is learned by Algorithm S1, with those under ``learned``.
+        config: The run's settings.
+        seed: Seed of all draws.
+        folder: The seed's folder; the method keeps its work in a folder of its own name there.
+        resume: Continue what an interrupted run left there.
+        watcher: Told the stages alone: queries shown are MetricOpt's.
+    """
+    recipe, output_dir = config.recipe.build(), None if folder is None else folder / name
+
+    def run(task: FinetuneTask) -> Result:
+        if name == "metricopt_learned":
+            return metricopt_learned(
+                task,
+                queries=config.learned.queries or config.queries,
+                settings=config.learned.build(recipe),
+                lr=recipe.lr,
+                guard_confidence=config.guard_confidence,
+                seed=seed,
+                output_dir=output_dir,
+                resume=resume,
+                watcher=Watcher(),
+            )
+        return optimize_metric(
+            task,
+            queries=config.queries,
+            strategy=config.paper.build(recipe),
+            guard_confidence=config.guard_confidence,
+            seed=seed,
+            output_dir=output_dir,
+            resume=resume,
+            watcher=Watcher(),
+        )
+
+    def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
+        meter = Meter(task)
+        (watcher or Watcher()).stage(METHODS[name].title)
+        result = run(task)
+        reached = replace(meter.reached(result.ends[result.chosen]), queries_per_start=result.queries_per_start)
+        return MethodResult((reached,), result.path if isinstance(result, LearnedResult) else None)
+
+    return method
