@@ -9,7 +9,7 @@ from metricopt_ext.evidence.joined import joined
 
 
 def content(seeds: list[int], methods: dict[str, dict[str, list[float]]], machine: str = "A") -> dict[str, Any]:
-    """What comparison.json holds: a seed is its test metric as trained, and ten times that is that of the best start."""
+    """What comparison.json holds: a seed is its test metric as trained, and ten times that at the best start."""
 
     def cells(tests: dict[str, list[float]]) -> dict[str, Any]:
         return {
