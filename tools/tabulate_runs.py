@@ -1,0 +1,112 @@
+"""Put several runs of the finetune tools into one page: every method's test metric beside what it cost.
+
+    python tools/tabulate_runs.py out/a9a_mcr out/a9a_f1 out/omniglot --output-dir out
+
+Reads each folder's report.json. A run's table has a row for each method: mean and standard deviation of the test
+metric over seeds; the paired difference from the best of the other methods with its 95% interval, positive if this one
+is better; queries of the metric, evaluations of it on batches, and seconds. Writes table.md, or prints it alone.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.evidence.claims import shown
+from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.method import METHODS
+from metricopt_ext.evidence.report import paired_interval, spread
+from metricopt_ext.evidence.style import direction, markdown_table
+from metricopt_ext.utils.files import read_json, write_atomically
+from metricopt_ext.utils.words import counted
+
+HEADER = ["method", "test", "against the best other", "queries", "batch queries", "seconds"]
+
+
+def main() -> None:
+    """Parse the command line and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="FOLDER", help="output folder of a finetune tool")
+    parser.add_argument("--output-dir", type=Path, help="receives table.md")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="leave out all others")
+    arguments = parser.parse_args()
+    with errors_in_one_line():
+        page = tabulate(arguments.runs, arguments.methods)
+        print(page)
+        if arguments.output_dir is not None:
+            write_atomically(arguments.output_dir / "table.md", page.encode())
+
+
+def tabulate(runs: Sequence[Path], methods: Sequence[str] | None = None) -> str:
+    """Return the page, in Markdown.
+
+    Args:
+        runs: Folders of finished runs.
+        methods: The methods to show; all if None.
+
+    Raises:
+        FileFormatError: A folder holds no report.
+    """
+    return "\n".join(section(run.resolve().name, load(run), methods) for run in runs)
+
+
+def load(run: Path) -> dict[str, Any]:
+    """Read a run's report.json.
+
+    Raises:
+        FileFormatError: It is missing or holds something else.
+    """
+    file = run / "report.json"
+    if not file.exists():
+        raise FileFormatError(f"{file} does not exist; run a finetune tool into {run} first")
+    content: dict[str, Any] = read_json(file)
+    if not {"task", "metric", "seeds", "methods"} <= content.keys():
+        raise FileFormatError(f"{file} is not a report of a finetune tool")
+    return content
+
+
+def section(name: str, content: dict[str, Any], methods: Sequence[str] | None = None) -> str:
+    """Return a run's table under its heading.
+
+    Args:
+        name: What to call it.
+        content: What its report.json holds.
+        methods: The methods to show; all if None.
+    """
+    metric, sign = content["metric"], 1 if content["metric"]["maximize"] else -1
+    known = {name: own for name, own in content["methods"].items() if methods is None or name in methods}
+    means = {name: sign * float(np.mean(present(own["test"]))) for name, own in known.items()}
+    best, rows = max(means, key=means.__getitem__, default=None), []
+    for name_, own in known.items():
+        others = {other: mean for other, mean in means.items() if other != name_}
+        against = ""
+        if others:
+            rival = max(others, key=others.__getitem__)
+            pairs = zip(own["test"], known[rival]["test"], strict=True)
+            gains = [sign * (a - b) for a, b in pairs if a is not None and b is not None]
+            against = f"{shown(paired_interval(gains))} {METHODS[rival].title}" if gains else ""
+        value = spread(present(own["test"]))
+        rows.append(
+            [
+                METHODS[name_].title,
+                f"**{value}**" if name_ == best else value,
+                against,
+                str(own["queries_total"]),
+                str(own.get("batch_queries") or ""),
+                f"{own['seconds']:.0f}" if own["seconds"] else "",
+            ]
+        )
+    title = f"## {name}: {content['task']}, {metric['name']} ({direction(metric['maximize'])})"
+    return "\n".join([title, "", f"{counted(len(content['seeds']), 'seed')}.", "", *markdown_table(HEADER, rows), ""])
+
+
+def present(values: Sequence[float | None]) -> list[float]:
+    """Return the values of the seeds that have one."""
+    return [value for value in values if value is not None]
+
+
+if __name__ == "__main__":
+    main()
