@@ -300,6 +300,17 @@ def test_the_committed_settings_of_siblings_are_the_paper_s_and_shorter_ones() -
     assert (paper.seeds, short.seeds, short.siblings.sl.iterations) == (1, 5, 30_000)
 
 
+def test_the_committed_table_runs_each_system_on_about_as_many_queries() -> None:
+    config = load_config(
+        ClassificationConfig, ROOT / "configs" / "siblings" / "table_a9a.yaml", ["data.root=FOLDER", "metric.name=f1"]
+    )
+    config.check()
+    assert config.methods == ["metricopt_paper", "metricopt_learned", "sl_r", "reloss", "ala"]
+    assert (config.siblings.trains, config.search_queries) == ("model", "same")
+    ala = config.siblings.build("ala")
+    assert ala.children * (1 + ala.iterations // ala.action_steps * ala.reward_evals) == config.queries + 10
+
+
 SL = [
     "pictures=false",
     "siblings.sl.iterations=4",

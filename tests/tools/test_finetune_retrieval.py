@@ -553,6 +553,11 @@ def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
             ala = config.siblings.build(method)
             assert isinstance(ala, AdaptiveLossAlignment)
             assert ala.children * (1 + ala.iterations // ala.action_steps * ala.reward_evals) == total
+    table = load_config(RetrievalConfig, folder / "table_omniglot.yaml", ["data.root=FOLDER"])
+    table.check()
+    ala = table.siblings.build("ala_focal")
+    assert isinstance(ala, AdaptiveLossAlignment)
+    assert ala.children * (1 + ala.iterations // ala.action_steps * ala.reward_evals) <= table.queries
 
 
 def test_methods_that_train_classifiers_are_not_for_embedders() -> None:
