@@ -17,6 +17,9 @@ CONFIDENCE = 0.93
 # How sure it must be of a start that a search begins from. It is one of few, and was made without asking the metric.
 START_CONFIDENCE = 0.6
 
+# As likely as not: the gain that is expected is above 0.
+EXPECTED = 0.5
+
 # The candidates that the end is compared with: the best of the visited points, this share of them and at least so many.
 SHARE, LEAST = 1 / 4, 8
 
@@ -66,7 +69,8 @@ class Decision:
 
     Attributes:
         kept: Its name among the candidates.
-        verdict: What the guard thinks of the last candidate, the search's end, over what was kept before it.
+        verdict: What the guard thinks of the search's end: over the model as it was trained if that is what it was
+            refused for, or if no start was kept; and else over the start.
     """
 
     kept: str
@@ -79,23 +83,29 @@ def decide(
     confidence: float = CONFIDENCE,
     predicted: Callable[[str], float] = lambda kept: math.inf,
 ) -> Decision:
-    """Keep the first candidate, and each further one in turn if it gains on what was kept before it.
+    """Keep the model as it was trained, the start that the search began from, or the search's end.
+
+    What has to be made sure of is that the model is not worse than it was. So the end is held against the model as it
+    was trained. Start or end is then a choice between two changes: the one that is expected to be better is made.
 
     Args:
         candidates: Evaluations by name: of the model as it was trained, of the start that the search began from unless
-            it is the same, and of its end. At least two.
+            it is the same, and of its end.
         visited: Those of the points that the end was chosen from.
-        confidence: How sure to be of the end, at least 0.5 and below 1; of a start at most `START_CONFIDENCE` is asked.
+        confidence: How sure to be that the end gains on the model as it was trained, at least 0.5 and below 1; of a
+            start at most `START_CONFIDENCE` is asked.
         predicted: The gain of the search's end over another candidate as f sees it, by that one's name, in units of the
             cost; infinite if there is no f to ask. No f is asked about the other candidates.
     """
-    kept, *others = candidates
-    for name in others:
-        at_end = name == others[-1]
-        asked, sure = (predicted(kept), confidence) if at_end else (math.inf, min(confidence, START_CONFIDENCE))
-        verdict = judge(candidates[kept], candidates[name], visited, sure, asked)
-        kept = name if verdict.accepted else kept
-    return Decision(kept, verdict)
+    trained, *starts, end = candidates
+    kept = trained
+    for name in starts:
+        sure = min(confidence, START_CONFIDENCE)
+        kept = name if judge(candidates[trained], candidates[name], visited, sure).accepted else kept
+    verdict = judge(candidates[trained], candidates[end], visited, confidence, predicted(trained))
+    if verdict.accepted and kept != trained:
+        verdict = judge(candidates[kept], candidates[end], visited, EXPECTED, predicted(kept))
+    return Decision(end if verdict.accepted else kept, verdict)
 
 
 def judge(

@@ -48,7 +48,8 @@ def end(cost: float, promise: float = 100.0) -> SearchEnd:
     ("begun", "ended", "kept", "run", "best"),
     [
         (50.0, 0.0, "search", 7.0, 7.0),
-        (50.0, 49.9, "prior", 3.0, 7.0),
+        (50.0, 49.9, "search", 7.0, 7.0),
+        (50.0, 50.1, "prior", 3.0, 3.0),
         (99.9, 99.8, TRAINED, 0.0, 7.0),
         (99.9, 0.0, "search", 7.0, 7.0),
         (50.0, 60.0, "prior", 3.0, 3.0),
@@ -65,7 +66,7 @@ def test_a_whole_run_goes_from_the_model_as_it_was_trained(
     assert state.task is (trained if kept == TRAINED else started)
     assert float(state.phi) == HEIGHTS[kept]
     before = starts[TRAINED if kept == TRAINED or begun > 99 else "prior"].evaluation
-    verdict = judge(before, end(ended).evaluation, VISITED, 0.84)  # f has no objection
+    verdict = judge(before, end(ended).evaluation, VISITED)  # f has no objection
     assert [record[name] for name in ("gain", "chance", "optimism")] == [
         2 * verdict.gain,
         2 * verdict.chance,
@@ -81,7 +82,7 @@ def test_a_whole_run_goes_from_the_model_as_it_was_trained(
     }
 
 
-@pytest.mark.parametrize(("promise", "accepted"), [(0.1, False), (10.0, True)])
+@pytest.mark.parametrize(("promise", "accepted"), [(-0.1, False), (10.0, True)])
 def test_f_is_asked_about_points_of_its_own_model(
     quadratic: Callable[..., Any], promise: float, accepted: bool
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from metricopt_ext.methods.guard import (
     CONFIDENCE,
+    EXPECTED,
     LEAST,
     SHARE,
     START_CONFIDENCE,
@@ -144,38 +145,56 @@ def test_more_confidence_needs_a_larger_gain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "kept"),
+    ("start", "end", "kept", "over"),
     [
-        (50.0, 0.0, "search"),
-        (50.0, 49.9, "prior"),
-        (99.9, 99.8, "trained"),
-        (99.9, 0.0, "search"),
-        (50.0, 60.0, "prior"),
+        (50.0, 0.0, "search", "prior"),
+        (50.0, 49.9, "search", "prior"),  # surely above the model as trained, and no worse than the start
+        (50.0, 50.0, "prior", "prior"),
+        (50.0, 60.0, "prior", "prior"),
+        (99.0, 98.9, "prior", "trained"),  # a start is kept for less than an end
+        (99.9, 99.8, "trained", "trained"),
+        (99.9, 0.0, "search", "trained"),
     ],
 )
-def test_each_candidate_is_held_against_what_was_kept_before(start: float, end: float, kept: str) -> None:
+def test_the_end_is_held_against_the_model_as_trained_and_then_the_start(
+    start: float, end: float, kept: str, over: str
+) -> None:
     """The halves of each point are 1 away from it, so that less than about 1 may be chance."""
     visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
-    trained, begun, found = evaluations([(cost, cost) for cost in (100.0, start, end)])
-    decision = decide({"trained": trained, "prior": begun, "search": found}, visited, 0.84)
+    candidates = dict(
+        zip(("trained", "prior", "search"), evaluations([(c, c) for c in (100.0, start, end)]), strict=True)
+    )
+    decision = decide(candidates, visited, 0.95)
     assert decision.kept == kept
-    before = trained if kept == "trained" or start > 99 else begun
-    assert decision.verdict == judge(before, found, visited, 0.84)
-    assert 0.9 < decision.verdict.needed < 3
+    assert decision.verdict == judge(
+        candidates[over], candidates["search"], visited, 0.95 if over == "trained" else EXPECTED
+    )
+    assert judge(candidates["trained"], candidates["search"], visited, 0.95).needed > 1
 
 
-def test_f_is_asked_about_the_end_alone_and_by_what_was_kept() -> None:
+@pytest.mark.parametrize(
+    ("by_f", "kept"),
+    [
+        ({"trained": 9.0, "prior": 0.1}, "search"),
+        ({"trained": 9.0, "prior": -0.1}, "prior"),
+        ({"trained": 0.1, "prior": 9.0}, "prior"),
+    ],
+)
+def test_f_is_asked_about_the_end_alone(by_f: dict[str, float], kept: str) -> None:
     visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
     candidates = dict(zip(("trained", "prior", "search"), evaluations([(100, 100), (50, 50), (0, 0)]), strict=True))
     asked: list[str] = []
 
-    def predicted(kept: str) -> float:
-        asked.append(kept)
-        return 0.1
+    def predicted(name: str) -> float:
+        asked.append(name)
+        return by_f[name]
 
     decision = decide(candidates, visited, CONFIDENCE, predicted)
-    assert (decision.kept, asked) == ("prior", ["prior"])
-    assert decision.verdict == judge(candidates["prior"], candidates["search"], visited, CONFIDENCE, 0.1)
+    assert decision.kept == kept
+    assert asked == (["trained"] if by_f["trained"] < 1 else ["trained", "prior"])
+    over = asked[-1]
+    sure = CONFIDENCE if over == "trained" else EXPECTED
+    assert decision.verdict == judge(candidates[over], candidates["search"], visited, sure, by_f[over])
 
 
 def test_less_is_asked_of_a_start_than_of_an_end() -> None:
