@@ -74,11 +74,7 @@ class Result:
         spent = ", ".join(f"{purpose} {n}" for purpose, n in self.queries.items())
         lines = [f"{self.metric}: {self.before:.4f} -> {self.after:.4f}{self.beside()}; kept {kept(self.chosen)}"]
         if self.best != self.after:
-            lines.append(
-                f"the best candidate has {self.best:.4f}, but with so little data up to"
-                f" {self.needed + self.optimism:.4f} of a gain may be chance and optimism. Use more data"
-                " to see smaller gains"
-            )
+            lines.append(f"the best candidate has {self.best:.4f}, but {self.doubt()}")
         total = sum(self.queries.values())
         lines.append(f"queries: {total} ({spent}); {self.queries_per_start} for each further start")
         if not self.reports_halves:
@@ -87,6 +83,13 @@ class Result:
                 " (value, (half, half)), its values on all of its data and on two random halves of them"
             )
         return lines
+
+    def doubt(self) -> str:
+        """Say why the best candidate was not kept."""
+        return (
+            f"with so little data up to {self.needed + self.optimism:.4f} of a gain may be chance and optimism. Use"
+            " more data to see smaller gains"
+        )
 
     def beside(self) -> str:
         """Return what is printed next to the outcome."""
@@ -147,6 +150,12 @@ class SearchRun(Result):
     costs: tuple[float, ...]
     widened: float
     candidates: Mapping[str, Start]
+
+    def doubt(self) -> str:
+        """Say why the best candidate was not kept."""
+        if self.verdict.gain - self.verdict.optimism > self.verdict.needed:  # by the queries alone, it was better
+            return "f, which knows all points that were asked, does not expect it to be that much better"
+        return super().doubt()
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:

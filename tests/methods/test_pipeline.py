@@ -840,6 +840,13 @@ def test_the_guard_refuses_an_end_and_a_start_alike(halved: Callable[..., Any], 
     assert left.lines()[0].endswith("kept the model as it was")
 
 
+def test_an_end_that_f_does_not_believe_in_is_left_with_other_words(quadratic: Callable[..., Any]) -> None:
+    run = guided(quadratic())
+    unbelieved = replace(run, after=run.before, chosen="start", verdict=replace(run.verdict, predicted=-1.0))
+    assert f"the best candidate has {run.best:.4f}, but f, which knows all points" in str(unbelieved)
+    assert "may be chance and optimism" not in str(unbelieved)
+
+
 def test_a_search_that_finds_nothing_keeps_the_start_that_gained(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     result = guided(task, starts=starts_of(task, goal=1.0))
