@@ -79,7 +79,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def describe(cls, config: ClassificationConfig) -> Subject:
         """Return what a run is about."""
         metric, data = build_metric(config.metric), config.data.name
-        shown = data if config.shift.kind == "none" else f"shifted {data}"
+        shown = data if config.data.imbalance == 1 else f"long-tailed {data}"
+        shown = shown if config.shift.kind == "none" else f"shifted {shown}"
         arguments = ", ".join(f"{name}={value}" for name, value in config.metric.kwargs.items())
         explained = metric.description if config.metric.name in METRICS else arguments
         title = f"{config.model.name} on {shown}"

@@ -14,6 +14,8 @@ from metricopt_ext.utils.words import counted
 OURS, FEW, MANY = "ours", 60, 150
 LEVEL = 0.05
 
+COLOURS = {"prior": "#b07aa1", "prior_twice": "#79437d"}  # of free starts that are no methods
+
 # Rivals that search as ours does; the others set a threshold or offsets, follow a loss, or are free.
 SEARCHES = ("guided_es", "cma_es", "random_search", "ngopt", "turbo")
 
@@ -66,7 +68,8 @@ def t_test(differences: Sequence[float]) -> float:
 def entry_of(name: str) -> Entry:
     """Return how a method or a free start is shown."""
     renamed = {"batchnorm": "batchnorm_validation"}.get(name, name)
-    return METHODS.get(renamed, Entry(name.replace("_", " "), "#777777", "free"))
+    colour = COLOURS.get(name, "#777777")
+    return METHODS.get(renamed, Entry(name.replace("_", " "), colour, "free"))
 
 
 def tests(content: Mapping[str, Any], name: str, budget: int) -> list[float | None] | None:

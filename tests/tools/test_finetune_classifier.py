@@ -520,6 +520,8 @@ def test_a9a_under_another_class_ratio_and_cost(tmp_path: Path, capsys: pytest.C
     small = small_a9a(tmp_path)
     call("--config-file", A9A_SHIFTED, "--output-dir", tmp_path / "run", *TINY, *small)
     assert "tabular_mlp on shifted a9a: expected_cost" in capsys.readouterr().out
+    tail = load_config(ClassificationConfig, ROOT / "configs" / "classification" / "digits_longtail.yaml")
+    assert ClassificationExperiment.describe(tail).title == "small_cnn on long-tailed digits"
     content = json.loads((tmp_path / "run" / "report.json").read_text())
     assert content["metric"] == {"name": "expected_cost", "maximize": False}
     config = config_of(*small, file=A9A_SHIFTED)
