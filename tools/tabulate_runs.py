@@ -68,11 +68,11 @@ def load(run: Path) -> dict[str, Any]:
     return content
 
 
-def section(name: str, content: dict[str, Any], methods: Sequence[str] | None = None) -> str:
+def section(run: str, content: dict[str, Any], methods: Sequence[str] | None = None) -> str:
     """Return a run's table under its heading.
 
     Args:
-        name: What to call it.
+        run: What to call it.
         content: What its report.json holds.
         methods: The methods to show; all if None.
     """
@@ -80,8 +80,8 @@ def section(name: str, content: dict[str, Any], methods: Sequence[str] | None = 
     known = {name: own for name, own in content["methods"].items() if methods is None or name in methods}
     means = {name: sign * float(np.mean(present(own["test"]))) for name, own in known.items()}
     best, rows = max(means, key=means.__getitem__, default=None), []
-    for name_, own in known.items():
-        others = {other: mean for other, mean in means.items() if other != name_}
+    for name, own in known.items():
+        others = {other: mean for other, mean in means.items() if other != name}
         against = ""
         if others:
             rival = max(others, key=others.__getitem__)
@@ -91,15 +91,15 @@ def section(name: str, content: dict[str, Any], methods: Sequence[str] | None = 
         value = spread(present(own["test"]))
         rows.append(
             [
-                METHODS[name_].title,
-                f"**{value}**" if name_ == best else value,
+                METHODS[name].title,
+                f"**{value}**" if name == best else value,
                 against,
                 str(own["queries_total"]),
                 str(own.get("batch_queries") or ""),
                 f"{own['seconds']:.0f}" if own["seconds"] else "",
             ]
         )
-    title = f"## {name}: {content['task']}, {metric['name']} ({direction(metric['maximize'])})"
+    title = f"## {run}: {content['task']}, {metric['name']} ({direction(metric['maximize'])})"
     return "\n".join([title, "", f"{counted(len(content['seeds']), 'seed')}.", "", *markdown_table(HEADER, rows), ""])
 
 

@@ -45,10 +45,10 @@ def guarded(
         change: What going from one state to another changes on test.
 
     Returns:
-        The state that was kept, and a record of plain data: ``kept``, its name; of the search's step, from its start to
-        its end, whether it was ``accepted``, its ``gain`` on what was kept before it with the `Verdict`'s other terms,
-        in the metric's units, and its ``change`` on test with its ``error``; and ``whole``, of the whole run from
-        `TRAINED` on: whether anything else was ``accepted``, the ``change`` on test of what was kept with its
+        The state that was kept, and a record of plain data: ``kept``, its name; ``gain`` and the other terms of the
+        guard's `Verdict` on the end (see `Decision`), in the metric's units; of the search's step, from its start to
+        its end, whether it was ``accepted``, and its ``change`` on test with its ``error``; and ``whole``, of the whole
+        run from `TRAINED` on: whether anything else was ``accepted``, the ``change`` on test of what was kept with its
         ``error``, and that of the ``best`` by the metric of start and end, kept or not. It is None if `TRAINED` is not
         among the starts.
     """

@@ -5,8 +5,11 @@ from typing import Any
 
 from metricopt_ext.errors import DataError
 
-# What must be the same; machines and versions may differ, and are those of all.
+# What must be the same, besides the settings; machines and versions may differ.
 SAME = ("task", "metric", "budgets")
+
+# Settings that say on which seeds, where and how far something ran, not what.
+ELSEWHERE = ("seed", "seeds", "workers", "threads", "device", "root", "methods", "most")
 PER_METHOD = ("queries", "validation", "test", "seconds", "passes")
 
 
@@ -20,13 +23,17 @@ def joined(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[
         names: What to call them in an error.
 
     Raises:
-        DataError: They differ in task, metric or budgets, or share a seed.
+        DataError: They differ in task, metric, budgets or settings, or share a seed.
     """
     first = contents[0]
     for content, name in zip(contents, names, strict=True):
         for key in SAME:
             if content.get(key) != first.get(key):
                 raise DataError(f"{name} has {key} {content.get(key)}, {names[0]} has {first.get(key)}: no join")
+        ours, theirs = _settings(first.get("config", {})), _settings(content.get("config", {}))
+        for key in ours.keys() | theirs.keys():
+            if ours.get(key) != theirs.get(key):
+                raise DataError(f"{name} ran with {key}={theirs.get(key)}, {names[0]} with {ours.get(key)}: no join")
     seeds = [seed for content in contents for seed in content["seeds"]]
     twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
     if twice:
@@ -75,3 +82,12 @@ def joined(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[
 
 def _names(contents: Sequence[Mapping[str, Any]], key: str) -> list[str]:
     return list(dict.fromkeys(name for content in contents for name in content[key]))
+
+
+def _settings(config: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Return the settings that decide what ran, each by its key with dots."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if key not in ELSEWHERE:
+            found |= _settings(value, f"{section}{key}.") if isinstance(value, Mapping) else {section + key: value}
+    return found

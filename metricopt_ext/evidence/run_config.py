@@ -21,10 +21,7 @@ from metricopt_ext.value.reptile import ReptileLearner
 
 DEFAULT = Recipe()
 STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice")
-VARIANTS = (
-    "metricopt_paper",
-    "metricopt_learned",
-)  # the paper's own forms, beside the run's strategy
+VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside the strategy
 LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
 DEFAULT_LEARNERS = [name for name, learner in LEARNERS.items() if learner in DEFAULT.learners]
 

@@ -59,3 +59,18 @@ def test_what_is_no_more_of_the_same_is_refused() -> None:
     for key, value in (("task", "another"), ("budgets", [5]), ("metric", {"name": "f1", "maximize": False})):
         with pytest.raises(DataError, match=f"third has {key} "):
             joined([first, content([3], {}) | {key: value}], ["first", "third"])
+
+
+def test_settings_must_be_the_same_but_for_seeds_machines_and_methods() -> None:
+    config = {
+        "budgets": [20, 60],
+        "seed": 1,
+        "of_task": {"guard_confidence": 0.93, "data": {"name": "a9a", "root": "a"}},
+    }
+    first = content([1], {}) | {"config": config}
+    other = {"seed": 2, "workers": 2, "methods": ["ours"], "budgets": [20, 60]}
+    same = content([2], {}) | {"config": {**other, "of_task": {"guard_confidence": 0.93, "data": {"name": "a9a"}}}}
+    assert joined([first, same], ["first", "same"])["seeds"] == [1, 2]
+    unlike = content([2], {}) | {"config": {**other, "of_task": {"guard_confidence": 0.5, "data": {"name": "a9a"}}}}
+    with pytest.raises(DataError, match=r"unlike ran with of_task\.guard_confidence=0\.5, first with 0\.93: no join"):
+        joined([first, unlike], ["first", "unlike"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "configs" / "classification" / "digits.yaml"
@@ -65,6 +66,25 @@ def test_both_models_are_searched_and_f_is_followed(tmp_path: Path, capsys: pyte
     (line,) = [line for line in table.splitlines() if line.startswith("| 20 queries")]
     assert line.endswith(f"| {begun} of 2 |")
     assert line.split(" | ")[1] in capsys.readouterr().out
+
+
+def test_the_second_model_is_offered_where_the_first_one_s_search_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, asked = tool.guided_results, []
+
+    def spy(task: Any, budgets: Any, **options: Any) -> Any:
+        runs = list(original(task, budgets, **options))
+        asked.append((options["starts"], options["seed"], runs))
+        return iter(runs)
+
+    monkeypatch.setattr(tool, "guided_results", spy)
+    call("--output-dir", tmp_path, "--budgets", "25", *TINY, "seeds=1")
+    (first, seed, (run,)), (alone, other, _), (too, again, _) = asked
+    assert other == again == seed + tool.OTHER
+    assert list(first) == list(alone)
+    assert set(too) == {*alone, "previous"}
+    assert torch.equal(too["previous"].phi, run.ends["search"])
 
 
 def test_what_is_no_guided_search_is_refused(tmp_path: Path) -> None:
