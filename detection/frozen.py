@@ -1,9 +1,11 @@
 """What phi can't change in a detector if only its box head is modulated, computed once for each image."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -58,12 +60,31 @@ class Candidates:
     deltas: Tensor
 
 
-class FrozenFeatures:
-    """A toolkit for one adapted detector that runs only its box head, on pooled features kept in memory.
+@dataclass(eq=False)
+class Memory:
+    """What is kept of one model, as long as its layers before the box head stay as they are.
 
-    They are computed when an image is first seen, separately: once for detection, once for the loss. Detections,
-    proposals and the gradient of the loss are the same as without this memory, except for the padding if the detector
-    gets images of different sizes together. Any other detector is run whole.
+    Attributes:
+        state: What `state_before_head` was when it was computed.
+        proposals: By image, for detection.
+        candidates: By image, for the loss.
+        bytes: Memory that they take, by use.
+    """
+
+    state: tuple[tuple[int, int], ...]
+    proposals: dict[Example, Proposals] = field(default_factory=dict)
+    candidates: dict[Example, Candidates] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=lambda: {"detection": 0, "loss": 0})
+
+
+class FrozenFeatures:
+    """A toolkit for adapted detectors that runs only their box head, on pooled features kept in memory.
+
+    They are computed when a model first sees an image, separately: once for detection, once for the loss, and anew if
+    a layer before the box head changed (re-estimated BatchNorm, loaded weights). Detections, proposals and the
+    gradient of the loss are the same as without this memory, except for the padding if the detector gets images of
+    different sizes together. It serves any model with an adapter in the box head alone, such as the copy that a start
+    with other buffers is tried on, and forgets it when the model is gone; any other detector is run whole.
 
     With c channels in the feature pyramid, an image with p proposals takes ``196 c p`` bytes for detection, and as many
     for p candidates of the loss: 1.3 MB for 64 channels and 100 proposals, 50 MB for the 256 channels and 1000
@@ -71,9 +92,9 @@ class FrozenFeatures:
     whenever it is needed, to the same numbers; a warning says so once.
 
     Args:
-        toolkit: The detector's toolkit.
-        adapter: The adapter that is attached to it, to layers below ``roi_heads`` only.
-        gib: Maximum memory for the features, in GiB, on the detector's device; at least 0. Half of it is for detection
+        toolkit: The detectors' toolkit.
+        adapter: An adapter of one of them, attached to layers below ``roi_heads`` only.
+        gib: Maximum memory for the features, in GiB, on the detectors' device; at least 0. Half of it is for detection
             and half for the loss, which sees most images rarely.
 
     Raises:
@@ -87,12 +108,11 @@ class FrozenFeatures:
                     f"the adapter modulates {layer!r}, so features or proposals change with phi; only layers below"
                     f" {BOX_HEAD!r} leave them unchanged"
                 )
-        self.toolkit, self.model = toolkit, adapter.model
+        self.toolkit = toolkit
         self.build, self.film_layers = toolkit.build, toolkit.film_layers  # what this memory does not change
         self.inputs, self.export = toolkit.inputs, toolkit.export
-        self.proposals: dict[Example, Proposals] = {}
-        self.candidates: dict[Example, Candidates] = {}
-        self.gib, self.bytes, self.warned = gib, {"detection": 0, "loss": 0}, False
+        self.memories: WeakKeyDictionary[nn.Module, Memory] = WeakKeyDictionary()
+        self.gib, self.warned = gib, False
 
     def loss(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
         """Return the sum of the losses of classes and boxes, a scalar.
@@ -103,10 +123,10 @@ class FrozenFeatures:
         Raises:
             FloatingPointError: The loss is not finite.
         """
-        if model is not self.model:
+        if not served(model):
             return self.toolkit.loss(model, batch)
         heads: Any = model.roi_heads
-        candidates = [self._candidates(example) for example in batch]
+        candidates = [self._candidates(model, example) for example in batch]
         sampled = heads.subsample([each.labels for each in candidates])
         chosen = list(zip(candidates, sampled, strict=True))
         pooled = torch.cat([each.pooled[index] for each, index in chosen])
@@ -117,11 +137,11 @@ class FrozenFeatures:
 
     def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Detections]:
         """Return what the detector finds in each image, best first, in pixels of that image, without gradients."""
-        if model is not self.model:
+        if not served(model):
             return self.toolkit.detect(model, batch)
         detector: Any = model
         heads = detector.roi_heads
-        proposals = [self._proposals(example) for example in batch]
+        proposals = [self._proposals(model, example) for example in batch]
         boxes, sizes = [each.boxes for each in proposals], [each.size for each in proposals]
         with evaluating(model), torch.no_grad():
             logits, deltas = heads.box_predictor(heads.box_head(torch.cat([each.pooled for each in proposals])))
@@ -132,35 +152,70 @@ class FrozenFeatures:
 
     def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
         """Return the region proposals of each image, ``p x 4``, best first, without gradients."""
-        if model is not self.model:
+        if not served(model):
             return self.toolkit.propose(model, batch)
-        proposals = [self._proposals(example) for example in batch]
+        proposals = [self._proposals(model, example) for example in batch]
         return [to_pixels(each.boxes, each.size, example) for each, example in zip(proposals, batch, strict=True)]
 
-    def _proposals(self, example: Example) -> Proposals:
-        return self._remembered("detection", self.proposals, _proposals, example)
+    def _proposals(self, model: nn.Module, example: Example) -> Proposals:
+        return self._remembered("detection", self._memory(model).proposals, _proposals, model, example)
 
-    def _candidates(self, example: Example) -> Candidates:
-        return self._remembered("loss", self.candidates, _candidates, example)
+    def _candidates(self, model: nn.Module, example: Example) -> Candidates:
+        return self._remembered("loss", self._memory(model).candidates, _candidates, model, example)
+
+    def _memory(self, model: nn.Module) -> Memory:
+        """Return a model's memory, an empty one if it is new or has changed."""
+        memory, state = self.memories.get(model), state_before_head(model)
+        if memory is None or memory.state != state:
+            memory = self.memories[model] = Memory(state)
+        return memory
 
     def _remembered(
-        self, use: str, kept: dict[Example, Kept], compute: Callable[[nn.Module, Example], Kept], example: Example
+        self,
+        use: str,
+        kept: dict[Example, Kept],
+        compute: Callable[[nn.Module, Example], Kept],
+        model: nn.Module,
+        example: Example,
     ) -> Kept:
         if example in kept:
             return kept[example]
-        computed = compute(self.model, example)
+        computed = compute(model, example)
         size = sum(value.nbytes for value in vars(computed).values() if isinstance(value, Tensor))
-        if self.bytes[use] + size <= self.gib * 2**30 / 2:
+        used = sum(memory.bytes[use] for memory in self.memories.values())
+        if used + size <= self.gib * 2**30 / 2:
             kept[example] = computed
-            self.bytes[use] += size
+            self.memories[model].bytes[use] += size
         elif not self.warned:
             self.warned = True
             warnings.warn(
                 f"the features of {len(kept)} images for {use} fill their half of adapter.keep_gib={self.gib}; those of"
                 " further images are computed whenever they are needed",
-                stacklevel=4,
+                stacklevel=5,
             )
         return computed
+
+
+def served(model: nn.Module) -> bool:
+    """Whether phi acts in a model's box head alone, and what is before that is not trained."""
+    try:
+        layers = Adapter(model).layers
+    except AdapterError:
+        return False
+    in_box_head = all(layer.startswith(BOX_HEAD) for layer in layers)
+    return in_box_head and not any(tensor.requires_grad for tensor in before_head(model))
+
+
+def state_before_head(model: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Return where the tensors before the box head lie and how often each was changed in place."""
+    return tuple((tensor.data_ptr(), tensor._version) for tensor in before_head(model))
+
+
+def before_head(model: Any) -> Iterator[Tensor]:
+    """Go through parameters and buffers of the layers before the box head."""
+    return chain.from_iterable(
+        chain(part.parameters(), part.buffers()) for part in (model.transform, model.backbone, model.rpn)
+    )
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """Features in memory: detections, proposals and phi's gradient are those of the detector without them."""
 
+import copy
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +160,75 @@ def test_an_adapter_elsewhere_is_refused(placement: str) -> None:
     first = next(layer for layer in adapter.layers if not layer.startswith("roi_heads."))
     with pytest.raises(AdapterError, match=f"the adapter modulates '{first}'"):
         FrozenFeatures(toolkit, adapter)
+
+
+def shift_batchnorm(model: Any) -> None:
+    """Give BatchNorm other statistics, in place, as estimating them anew does."""
+    for name, buffer in model.backbone.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.add_(0.3)
+
+
+def test_a_copy_with_other_statistics_has_a_memory_of_its_own() -> None:
+    """A search may begin from the same detector with its BatchNorm estimated anew."""
+    toolkit, adapter = adapted()
+    frozen = FrozenFeatures(toolkit, adapter)
+    before = frozen.detect(adapter.model, SAME_SIZE)
+    other: Any = copy.deepcopy(adapter.model)
+    shift_batchnorm(other)
+    passes: list[int] = []
+    other.backbone.register_forward_hook(lambda *_: passes.append(1))
+    for _ in range(2):
+        found = frozen.detect(other, SAME_SIZE)
+    assert len(passes) == len(SAME_SIZE)
+    for ours, theirs in zip(found, toolkit.detect(other, SAME_SIZE), strict=True):
+        assert_same(ours, theirs)
+    assert not torch.equal(found[0].scores, before[0].scores)
+    for ours, theirs in zip(frozen.detect(adapter.model, SAME_SIZE), before, strict=True):
+        assert torch.equal(ours.scores, theirs.scores)
+
+
+@pytest.mark.parametrize("use", ["detect", "propose", "loss"])
+def test_what_changed_before_the_head_is_computed_anew(use: str) -> None:
+    """The best start's statistics are kept in the user's own model, whose features are in memory by then."""
+    toolkit, adapter = adapted()
+    frozen, fresh = FrozenFeatures(toolkit, adapter), FrozenFeatures(toolkit, adapter)
+
+    def numbers(by: FrozenFeatures) -> list[Tensor]:
+        if use == "detect":
+            return [tensor for each in by.detect(adapter.model, SAME_SIZE) for tensor in (each.boxes, each.scores)]
+        return (
+            by.propose(adapter.model, SAME_SIZE)
+            if use == "propose"
+            else [*gradient(detection_loss(by), adapter, SAME_SIZE)]
+        )
+
+    before = numbers(frozen)
+    shift_batchnorm(adapter.model)
+    after = numbers(frozen)
+    assert all(map(torch.equal, after, numbers(fresh)))
+    assert not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_a_model_that_is_gone_is_forgotten() -> None:
+    toolkit, adapter = adapted()
+    frozen = FrozenFeatures(toolkit, adapter)
+    other = copy.deepcopy(adapter.model)
+    frozen.detect(other, SAME_SIZE)
+    assert len(frozen.memories) == 1
+    del other
+    gc.collect()
+    assert len(frozen.memories) == 0
+
+
+def test_a_model_whose_backbone_is_trained_is_run_whole() -> None:
+    toolkit, adapter = adapted()
+    frozen = FrozenFeatures(toolkit, adapter)
+    frozen.loss(adapter.model, SAME_SIZE)
+    weight = next(adapter.model.backbone.parameters()).requires_grad_(True)
+    frozen.loss(adapter.model, SAME_SIZE).backward()
+    assert weight.grad is not None
+    assert (weight.grad != 0).any()
 
 
 def test_another_model_is_run_whole() -> None:
