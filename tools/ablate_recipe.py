@@ -43,7 +43,7 @@ from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.rollout import Policy
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
-from metricopt_ext.utils.files import read_json, write_atomically, write_json
+from metricopt_ext.utils.files import read_json, sole_writer, write_atomically, write_json
 from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
@@ -204,7 +204,7 @@ def main() -> None:
     if arguments.seeds < 1:
         parser.error(f"--seeds is {arguments.seeds}; it must be at least 1")
     tasks = arguments.task or [[str(ROOT / "configs" / "classification" / "digits.yaml")]]
-    with errors_in_one_line():
+    with errors_in_one_line(keeps=arguments.output_dir):
         seeds = range(arguments.seed, arguments.seed + arguments.seeds)
         ablate(tasks, arguments.output_dir, seeds, arguments.workers, arguments.strategy)
 
@@ -223,7 +223,7 @@ def ablate(
         print(f"{name}: {total} variants on {counted(len(seeds), 'seed')} from {seeds[0]} on")
         own = folder / name.replace(" ", "-")
         run = partial(ablate_seed, file, [*overrides, f"strategy={strategy}"], own)
-        with deterministic(config.deterministic, threads=1):
+        with deterministic(config.deterministic, threads=1), sole_writer(own):
             computed_on = str(Machine.current(choose_device(config.device), threads=1))
             open_run(own, {**config.as_dict(), "computed_on": computed_on}, resume=True)
             rows = run_seeds(run, seeds, queries=whole_runs + 1, workers=workers, threads=1)

@@ -33,7 +33,7 @@ from metricopt_ext.evidence.joined import joined
 from metricopt_ext.evidence.run_config import check_at_least
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.files import write_atomically
+from metricopt_ext.utils.files import sole_writer, write_atomically
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.words import counted
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--join", type=Path, nargs="+", metavar="FOLDER", help="join these comparisons' seeds instead")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. budgets=[20,60] data.root=FOLDER")
     arguments = parser.parse_intermixed_args()
-    with errors_in_one_line(ValueError):
+    with errors_in_one_line(ValueError, keeps=arguments.output_dir):
         if arguments.summary or arguments.join:
             option = "--summary" if arguments.summary else "--join"
             if arguments.config_file or arguments.overrides or arguments.seeds:
@@ -168,7 +168,7 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
     contenders = experiment.contenders(subject)
     plan.check(contenders)
     settings = {**subject.as_dict(), "task": config.task, "budgets": config.budgets, "starts": config.starts}
-    with deterministic(subject.deterministic, config.threads):
+    with deterministic(subject.deterministic, config.threads), sole_writer(folder):
         open_run(folder, settings, resume=True)
         print(f"{about.title}: {about.metric}, {counted(len(plan.methods), 'method')} from seed {config.seed} on")
         largest = max(plan.budgets)

@@ -42,7 +42,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
-from metricopt_ext.utils.files import read_json, write_atomically, write_json
+from metricopt_ext.utils.files import read_json, sole_writer, write_atomically, write_json
 from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=CONTENDERS, help="contenders, by their names in METHODS")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. metric.name=f1 data.root=FOLDER")
     arguments = parser.parse_intermixed_args()
-    with errors_in_one_line(ValueError):
+    with errors_in_one_line(ValueError, keeps=arguments.output_dir):
         check_at_least(1, **{"--starts": arguments.starts})
         config = load_config(experiment_of(arguments.task).config_type, arguments.config_file, arguments.overrides)
         plan = Plan(tuple(arguments.methods), tuple(arguments.budgets))
@@ -81,7 +81,7 @@ def compare_starts(task: str, config: Any, folder: Path, starts: int, plan: Plan
     plan.check(experiment.contenders(config))
     plan = replace(plan, methods=tuple(name for name in METHODS if name in (*ALWAYS, *plan.methods)))
     seeds = range(config.seed, config.seed + config.seeds)
-    with deterministic(config.deterministic, config.threads):
+    with deterministic(config.deterministic, config.threads), sole_writer(folder):
         computed_on = str(Machine.current(choose_device(config.device), config.threads))
         settings = {**config.as_dict(), "starts": starts, "budgets": list(plan.budgets), "computed_on": computed_on}
         open_run(folder, settings, resume=True)

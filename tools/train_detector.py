@@ -35,6 +35,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.machine import restart_deterministically
+from metricopt_ext.utils.stopping import ending_when_stopped
 
 try:
     from detectron2.checkpoint import DetectionCheckpointer
@@ -153,22 +154,23 @@ def run() -> None:
         parser.error("--config-file is needed, e.g. configs/detection/detectron2/scenes.yaml")
     if arguments.eval_only + arguments.search + (arguments.meta_train is not None) > 1:
         parser.error("--eval-only, --meta-train and --search are separate commands")
-    try:
-        if arguments.deterministic:
-            restart_deterministically(threads=1)
-        launch(
-            main,
-            arguments.num_gpus,
-            num_machines=arguments.num_machines,
-            machine_rank=arguments.machine_rank,
-            dist_url=arguments.dist_url,
-            args=(arguments,),
-        )
-    except (MetricOptError, FloatingPointError, OSError, ProcessRaisedException) as error:
-        said = in_one_line(str(error))
-        if said is None:
-            raise
-        sys.exit(f"error: {said}")
+    with ending_when_stopped(keeps=Path("OUTPUT_DIR"), resume="--resume"):
+        try:
+            if arguments.deterministic:
+                restart_deterministically(threads=1)
+            launch(
+                main,
+                arguments.num_gpus,
+                num_machines=arguments.num_machines,
+                machine_rank=arguments.machine_rank,
+                dist_url=arguments.dist_url,
+                args=(arguments,),
+            )
+        except (MetricOptError, FloatingPointError, OSError, ProcessRaisedException) as error:
+            said = in_one_line(str(error))
+            if said is None:
+                raise
+            sys.exit(f"error: {said}")
 
 
 def in_one_line(message: str) -> str | None:

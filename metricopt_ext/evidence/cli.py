@@ -17,8 +17,10 @@ from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.files import sole_writer
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
+from metricopt_ext.utils.stopping import ending_when_stopped
 from metricopt_ext.utils.words import counted
 
 TASKS = ("classification", "detection", "retrieval")
@@ -31,13 +33,20 @@ def experiment_of(task: str) -> type[Experiment[Any]]:
 
 
 @contextmanager
-def errors_in_one_line(*more: type[Exception]) -> Iterator[None]:
-    """End the process with one line for an error that a user can fix, or one of the given further types."""
+def errors_in_one_line(*more: type[Exception], keeps: Path | None = None, resume: str = "") -> Iterator[None]:
+    """End the process with one line for an error that a user can fix, and in a few when it is stopped.
+
+    Args:
+        *more: Types of further errors that a user can fix.
+        keeps: As in `ending_when_stopped`.
+        resume: As in `ending_when_stopped`.
+    """
     mendable: tuple[type[Exception], ...] = (MetricOptError, FloatingPointError, OSError, *more)
-    try:
-        yield
-    except mendable as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+    with ending_when_stopped(keeps, resume):
+        try:
+            yield
+        except mendable as error:
+            sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 def main_of(
@@ -64,7 +73,7 @@ def main_of(
         parser.add_argument(f"--{name}", choices=values, help="overrides the config")
     parser.add_argument("overrides", nargs="*", help=f"key=value, e.g. {overrides}")
     arguments = parser.parse_intermixed_args()  # overrides may come before, between or after the options
-    with errors_in_one_line():
+    with errors_in_one_line(keeps=arguments.output_dir, resume="--resume"):
         config = load_config(schema, arguments.config_file, arguments.overrides)
         for name in ("seed", *(choices or {})):
             if getattr(arguments, name) is not None:
@@ -82,7 +91,7 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
         resume: Continue an interrupted run in the folder.
     """
     config.check()
-    with deterministic(config.deterministic, config.threads):
+    with deterministic(config.deterministic, config.threads), sole_writer(folder):
         subject = experiment.describe(config)
         open_run(folder, config.as_dict(), resume)
         print(

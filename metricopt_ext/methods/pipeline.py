@@ -150,7 +150,7 @@ def optimize_metric(
         raise BudgetError(f"{queries} queries are too few: {strategy} in {task.dim} dimensions needs at least {least}")
     identity = identity_of(strategy, task, starts or {}, seed=seed, size=size)
     folder = RunFolder(output_dir, identity, resume, task.adapter.model)
-    with watched(watcher, task.metric.name, queries) as shown:
+    with folder.writing(), watched(watcher, task.metric.name, queries) as shown:
         if isinstance(strategy, GuidedTrustRegion):
             result: Result = _guided(task, queries, strategy, starts or {}, guard_confidence, seed, folder, shown)
         elif isinstance(strategy, Recipe):

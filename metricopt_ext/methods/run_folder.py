@@ -1,7 +1,7 @@
 """What a run keeps in its folder so that it can be resumed: its identity, trajectories and evaluations."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
-from metricopt_ext.utils.files import claim, fingerprint
+from metricopt_ext.utils.files import claim, fingerprint, sole_writer
 from metricopt_ext.value.value_function import ValueFunction
 
 IDENTITY, EVALUATIONS = "identity.json", "evaluations.json"
@@ -69,6 +69,12 @@ class RunFolder:
     def trajectories(self) -> TrajectoryStore:
         """What was collected, empty in a new run."""
         return TrajectoryStore() if self.path is None else TrajectoryStore(self.path / TRAJECTORIES, self.identity)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keep other processes from writing to the folder; see `sole_writer`."""
+        with nullcontext() if self.path is None else sole_writer(self.path):
+            yield
 
     @contextmanager
     def counted(self, metric: Metric, queries: int) -> Iterator[CachedMetric]:

@@ -5,7 +5,8 @@ import json
 import os
 import tempfile
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError, FileFormatError
+
+LOCK = ".lock"
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
@@ -99,6 +103,27 @@ def claim(path: str | Path, identity: dict[str, Any]) -> None:
                 f"{Path(path).parent} holds another run: {key} was {theirs.get(key)!r}, now {identity.get(key)!r};"
                 " continue with the old settings or use another output folder"
             )
+
+
+@contextmanager
+def sole_writer(folder: str | Path) -> Iterator[None]:
+    """Keep other processes from writing to a folder meanwhile; the lock ends with the process, however that ends.
+
+    Raises:
+        FileFormatError: Another process writes to it.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    lock = FileLock(Path(folder) / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise FileFormatError(
+            f"{folder} is being written by another process; wait until it has ended, or use another output folder"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, described: dict[str, Any]) -> None:

@@ -1,10 +1,13 @@
 """Runs the seeds of an experiment one after another or in parallel processes; the results are the same."""
 
 import multiprocessing
+import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import TypeVar
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,11 +17,16 @@ from metricopt_ext.utils.threads import num_threads
 
 Record = TypeVar("Record")
 
+_progress: Any = None  # in a worker: the queue on which it reports
+
 
 def run_seeds(
     run: Callable[[int, Watcher], Record], seeds: Sequence[int], *, queries: int, workers: int, threads: int
 ) -> list[Record]:
     """Run every seed and return what they return, in the order of the seeds.
+
+    Workers end with this process, however it ends: nothing goes on writing behind a user's back. Ctrl-C ends them at
+    once; after any other error, the seeds that were begun are finished.
 
     Args:
         run: ``run(seed, watcher)``; picklable if there are several workers.
@@ -39,30 +47,45 @@ def run_seeds(
             with num_threads(threads):
                 return [run(seed, bars.watch(_name(seed), queries)) for seed in seeds]
         context = multiprocessing.get_context("spawn")
-        with context.Manager() as manager:
-            queue = manager.Queue()
-            watchers = {_name(seed): bars.watch(_name(seed), queries) for seed in seeds}
-            relaying = threading.Thread(target=relay, args=(queue, watchers), daemon=True)
-            relaying.start()
-            try:
-                setting = threads, torch.are_deterministic_algorithms_enabled()
-                with ProcessPoolExecutor(
-                    min(workers, len(seeds)), context, initializer=_set_up, initargs=setting
-                ) as pool:
-                    futures = [pool.submit(run, seed, QueueWatcher(queue, _name(seed))) for seed in seeds]
-                    try:
-                        return [future.result() for future in futures]
-                    except BaseException:
-                        pool.shutdown(cancel_futures=True)
-                        raise
-            finally:
+        queue: Any = context.SimpleQueue()
+        watchers = {_name(seed): bars.watch(_name(seed), queries) for seed in seeds}
+        relaying = threading.Thread(target=relay, args=(queue, watchers), daemon=True)
+        relaying.start()
+        setting = queue, threads, torch.are_deterministic_algorithms_enabled()
+        pool = ProcessPoolExecutor(min(workers, len(seeds)), context, initializer=_set_up, initargs=setting)
+        try:
+            futures = [pool.submit(_run, run, seed) for seed in seeds]
+            return [future.result() for future in futures]
+        except (KeyboardInterrupt, BrokenProcessPool):
+            queue = None  # a process that was killed may have left it locked
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+            if queue is not None:
                 queue.put(None)
                 relaying.join()
 
 
-def _set_up(threads: int, deterministic: bool) -> None:
+def _run(run: Callable[[int, Watcher], Record], seed: int) -> Record:
+    return run(seed, QueueWatcher(_progress, _name(seed)))
+
+
+def _set_up(queue: Any, threads: int, deterministic: bool) -> None:
+    global _progress
+    _progress = queue
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # from this thread, nothing else ends the process
 
 
 def _name(seed: int) -> str:

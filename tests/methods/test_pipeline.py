@@ -600,6 +600,7 @@ def test_files(quadratic: Callable[..., Any], tmp_path: Path, learner: Any) -> N
     result = go(task, recipe=replace(RECIPE, learners=(learner,)), output_dir=tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {
+        ".lock",
         "trajectories",
         "identity.json",
         "evaluations.json",
@@ -938,6 +939,7 @@ def test_a_killed_search_is_resumed_bit_for_bit(quadratic: Callable[..., Any], t
     assert resumed.queries == 30 - after
     assert resumed.metric.ledger.spent_on == {"starts": 3, "search": 27}
     assert {path.name for path in tmp_path.iterdir()} == {
+        ".lock",
         "identity.json",
         "evaluations.json",
         "adapter.safetensors",

@@ -14,6 +14,7 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.run_folder import FORMAT, identity_of, load_kept, open_run
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.utils.files import sole_writer
 from metricopt_ext.utils.progress import Watcher
 
 
@@ -71,4 +72,17 @@ def test_an_adapter_without_buffers_beside_it_leaves_the_model_s_own(
 
 def test_only_a_recipe_s_run_has_trajectories(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     optimize_metric(quadratic(), queries=30, strategy=CMAES(), output_dir=tmp_path, watcher=Watcher())
-    assert {path.name for path in tmp_path.iterdir()} == {"identity.json", "evaluations.json", "adapter.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".lock",
+        "identity.json",
+        "evaluations.json",
+        "adapter.safetensors",
+    }
+
+
+@pytest.mark.parametrize("strategy", [CMAES(), Recipe(steps=5, evals=3), GuidedTrustRegion()])
+def test_two_runs_do_not_write_to_one_folder(quadratic: Callable[..., Any], strategy: Any, tmp_path: Path) -> None:
+    task = quadratic()
+    with sole_writer(tmp_path), pytest.raises(FileFormatError, match="is being written by another process"):
+        optimize_metric(task, queries=100, strategy=strategy, output_dir=tmp_path, resume=True, watcher=Watcher())
+    assert task.metric.ledger.spent == 0

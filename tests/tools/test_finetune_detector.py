@@ -175,6 +175,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_everything_is_written(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
+        ".lock",
         *("run.json", "report.json", "report.md", "events", "seed-0"),
         *("methods.png", "finetuning.png", "value_function.png"),
     }

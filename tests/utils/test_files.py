@@ -1,6 +1,8 @@
 """A model's weights, kept as a state dict and told from others by a fingerprint; JSON takes the numbers of NumPy."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from metricopt_ext.utils.files import claim, fingerprint, load_checkpoint, read_json, save_checkpoint, write_json
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.utils.files import (
+    claim,
+    fingerprint,
+    load_checkpoint,
+    read_json,
+    save_checkpoint,
+    sole_writer,
+    write_json,
+)
 
 STATE: dict[str, Any] = {
     "weight": torch.arange(6.0).reshape(2, 3),
@@ -78,3 +89,32 @@ def test_what_json_can_not_hold_is_refused_by_its_type(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"is a Tensor, which JSON can't hold"):
         write_json(tmp_path / "numbers.json", {"lr": torch.tensor(0.1)})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
+    busy = "run is being written by another process; wait until it has ended"
+    with sole_writer(tmp_path / "run"):
+        with pytest.raises(FileFormatError, match=busy), sole_writer(tmp_path / "run"):
+            pytest.fail("there are two writers")
+        with sole_writer(tmp_path / "other"):
+            pass
+    with sole_writer(tmp_path / "run"):
+        pass
+
+
+def test_a_dead_process_holds_no_lock(tmp_path: Path) -> None:
+    code = """
+import sys, time
+from metricopt_ext.utils.files import sole_writer
+with sole_writer(sys.argv[1]):
+    print("mine", flush=True)
+    time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "mine\n"
+        with pytest.raises(FileFormatError, match="another process"), sole_writer(tmp_path):
+            pytest.fail("there are two writers")
+        process.kill()
+    with sole_writer(tmp_path):
+        pass

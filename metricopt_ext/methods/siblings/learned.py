@@ -92,7 +92,7 @@ def metricopt_learned(
         )
     identity = {"learned": repr(settings), "lr": lr, "iterations": iterations, **identity_of_task(task, seed)}
     folder = RunFolder(output_dir, identity, resume, task.adapter.model)
-    with watched(watcher, task.metric.name, queries) as shown:
+    with folder.writing(), watched(watcher, task.metric.name, queries) as shown:
         with folder.counted(task.metric, queries) as cached:
             store, ledger, judged = folder.trajectories, cached.ledger, task.judged_by(cached)
             if len(store):
