@@ -148,7 +148,7 @@ def optimize_metric(
         size = {"queries": queries}
     else:
         raise BudgetError(f"{queries} queries are too few: {strategy} in {task.dim} dimensions needs at least {least}")
-    identity = identity_of(strategy, task, starts or {}, seed=seed, size=size)
+    identity = {} if output_dir is None else identity_of(strategy, task, starts or {}, seed=seed, size=size)
     folder = RunFolder(output_dir, identity, resume, task.adapter.model)
     with folder.writing(), watched(watcher, task.metric.name, queries) as shown:
         if isinstance(strategy, GuidedTrustRegion):

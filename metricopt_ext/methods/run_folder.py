@@ -21,13 +21,13 @@ from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
-from metricopt_ext.utils.files import claim, fingerprint, sole_writer
+from metricopt_ext.utils.files import claim, fingerprint, fingerprint_of_code, sole_writer
 from metricopt_ext.value.value_function import ValueFunction
 
 IDENTITY, EVALUATIONS = "identity.json", "evaluations.json"
 BUFFERS = "buffers.safetensors"
 
-FORMAT = 4  # of what is kept: a folder of another format is not resumed
+FORMAT = 5  # of what is kept: a folder of another format is not resumed
 
 # Settings of a tool's run that may change on resuming: which seeds to run, and how.
 RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device"}
@@ -38,7 +38,8 @@ class RunFolder:
 
     Args:
         path: The folder; None for memory only.
-        identity: What the run depends on; see `identity_of`. A folder that holds another run is rejected.
+        identity: What the run depends on; see `identity_of`. A folder that holds another run is rejected. Not looked
+            at without a path.
         resume: Continue what an interrupted run left there.
         model: The model that the identity is of.
 
@@ -161,15 +162,21 @@ def identity_of(
 
 
 def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
-    """Return what any run on a task depends on, whatever its method: format, seed, metric, adapter and weights."""
+    """Return what any run on a task depends on, whatever its method.
+
+    It is the format of what is kept, seed, metric, adapter and weights; of loss, labels and batches it is the loss of
+    the first one, and of the metric's function its own code. Data that the metric alone sees is not looked at.
+    """
     metric = task.metric
     return {
         "format": FORMAT,
         "seed": seed,
         "population": task.population,
         "metric": [metric.name, metric.maximize, metric.bounds],  # stored costs depend on the last two
+        "code of the metric": fingerprint_of_code(metric.function),
         "adapter": task.adapter.signature.to_json(),
         "weights": fingerprint(task.adapter.base_state_dict()),
+        "loss of the first batch": task.first_loss(seed),
     }
 
 

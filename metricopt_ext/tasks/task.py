@@ -17,7 +17,7 @@ from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.renamed import KnowsRenamed, Renamed
-from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.seeding import generator, seeded_streams
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -183,6 +183,15 @@ class FinetuneTask(KnowsRenamed):
             advice = "lower the lr" if step else "look at the loss and its batch"
             raise FloatingPointError(f"the loss or its gradient of task {worst} is not finite at step {step}; {advice}")
         return loss, gradient
+
+    def first_loss(self, seed: int) -> float:
+        """Return the loss at phi = 0 on the first batch of the first task, by which runs on other data are noticed.
+
+        What it draws at random is the same each time, and nobody's stream is moved.
+        """
+        phi = self.origin()
+        with seeded_streams(0, phi.device):
+            return float(self._loss(phi, self.batches(seed, 0, 0)).detach())
 
     def evaluate(self, phi: Tensor, purpose: str) -> Evaluation:
         """Evaluate the metric at one phi, ``d``; one query.

@@ -1,13 +1,18 @@
 """Files that are either complete or absent: safetensors and JSON written to a temporary name, synced, then renamed."""
 
 import hashlib
+import inspect
 import json
+import math
 import os
+import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -20,6 +25,7 @@ from torch import Tensor, nn
 from metricopt_ext.errors import DataError, FileFormatError
 
 LOCK = ".lock"
+ROUNDING = 1e-4
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
@@ -89,6 +95,8 @@ def fingerprint(state: dict[str, Any]) -> str:
 def claim(path: str | Path, identity: dict[str, Any]) -> None:
     """Record what a folder's content depends on, or check it against what an earlier run recorded.
 
+    Numbers with a fraction may differ by `ROUNDING` of their size: processors round differently.
+
     Raises:
         FileFormatError: The folder belongs to a run with other settings; the message names the first that differs.
     """
@@ -97,12 +105,51 @@ def claim(path: str | Path, identity: dict[str, Any]) -> None:
         write_json(path, identity)
         return
     theirs = read_json(path)
-    for key in sorted({*theirs, *identity}):
-        if theirs.get(key) != identity.get(key):
+    for key in {**identity, **theirs}:  # in the identity's order, so that causes can come before what follows from them
+        if not _same(theirs.get(key), identity.get(key)):
             raise FileFormatError(
                 f"{Path(path).parent} holds another run: {key} was {theirs.get(key)!r}, now {identity.get(key)!r};"
                 " continue with the old settings or use another output folder"
             )
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values of JSON are the same but for rounding."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=ROUNDING) or (math.isnan(a) and math.isnan(b))
+    return bool(a == b)
+
+
+def fingerprint_of_code(function: Any) -> str:
+    """Return what identifies a function's own code, under one version of Python; what it calls is not looked at.
+
+    Args:
+        function: Any callable. Of a partial function and a bound method it is the function's code, of an object that
+            is called that of its class; of one that is not written in Python, the name.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    called = function if hasattr(function, "__code__") or inspect.ismethod(function) else type(function).__call__
+    code = getattr(called, "__code__", None)
+    if code is None:
+        return getattr(function, "__qualname__", type(function).__qualname__)
+    digest = hashlib.blake2b(_described_code(code).encode(), digest_size=8).hexdigest()
+    return f"{digest} (Python {sys.version_info.major}.{sys.version_info.minor})"
+
+
+def _described_code(code: CodeType) -> str:
+    def described(constant: Any) -> str:
+        if isinstance(constant, frozenset):  # its order differs between processes
+            return repr(sorted(map(repr, constant)))
+        return _described_code(constant) if isinstance(constant, CodeType) else repr(constant)
+
+    constants = [described(each) for each in code.co_consts]
+    return repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
 
 
 @contextmanager

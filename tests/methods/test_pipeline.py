@@ -449,6 +449,20 @@ def other_weights(task: Any) -> Any:
     return task
 
 
+def inverted_metric(task: Any) -> Any:
+    return replace(
+        task, metric=Metric(lambda: 50 - task.distance(), maximize=False, bounds=(0.0, 50.0), name="distance")
+    )
+
+
+def other_loss(task: Any) -> Any:
+    return replace(task, loss=lambda model, batch: 2 * task.loss(model, batch))
+
+
+def other_labels(task: Any) -> Any:
+    return replace(task, batches=lambda *which: task.batches(*which) + 0.5)
+
+
 @pytest.mark.parametrize(
     ("key", "change", "arguments"),
     [
@@ -475,6 +489,9 @@ def other_weights(task: Any) -> Any:
         ("metric", other_metric(bounds=(0.0, 60.0)), {}),
         ("adapter", other_adapter, {}),
         ("weights", other_weights, {}),
+        ("code of the metric", inverted_metric, {}),
+        ("loss of the first batch", other_loss, {}),
+        ("loss of the first batch", other_labels, {}),
     ],
 )
 def test_a_run_is_not_resumed_under_other_settings(

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.utils.files import (
     claim,
     fingerprint,
+    fingerprint_of_code,
     load_checkpoint,
     read_json,
     save_checkpoint,
@@ -83,6 +85,63 @@ def test_numbers_of_numpy_are_numbers_in_json(tmp_path: Path) -> None:
     assert read_json(tmp_path / "numbers.json") == plain
     claim(tmp_path / "identity.json", numbers)
     claim(tmp_path / "identity.json", plain)
+
+
+def test_processors_may_round_differently(tmp_path: Path) -> None:
+    claim(tmp_path / "identity.json", {"steps": 3, "loss": 0.25, "of": {"each": [0.5, 1.0]}})
+    claim(tmp_path / "identity.json", {"steps": 3, "loss": 0.250001, "of": {"each": [0.500001, 1.0]}})
+    for other, said in [
+        ({"loss": 0.2502}, r"loss was 0\.25, now 0\.2502"),
+        ({"steps": 4}, "steps was 3, now 4"),
+        ({"of": {"each": [0.5, 1.1]}}, "of was"),
+        ({"of": {"each": [0.5]}}, "of was"),
+        ({"of": {"all": [0.5, 1.0]}}, "of was"),
+        ({"more": 1}, "more was None, now 1"),
+    ]:
+        with pytest.raises(FileFormatError, match=said):
+            claim(tmp_path / "identity.json", {"steps": 3, "loss": 0.25, "of": {"each": [0.5, 1.0]}, **other})
+
+
+def made(value: float) -> Any:
+    def function(model: Any) -> float:
+        return value if model in {"a", "b", "c"} else max(each for each in (value, 2.0))
+
+    return function
+
+
+class Judge:
+    def __call__(self, model: Any) -> float:
+        return 1.0
+
+    def judged(self, model: Any) -> float:
+        return 2.0
+
+
+def test_functions_are_told_by_their_code() -> None:
+    first = fingerprint_of_code(made(1.0))
+    assert first == fingerprint_of_code(made(2.0))  # what it closes over is not looked at
+    assert first == fingerprint_of_code(partial(made(1.0), 3))
+    others = [lambda model: 1.0, lambda model: 1 - 1.0, lambda: 1.0, Judge(), Judge().judged, len, max]
+    assert len({first, *map(fingerprint_of_code, others)}) == 1 + len(others)
+    assert fingerprint_of_code(Judge()) == fingerprint_of_code(Judge())
+
+
+def test_code_is_the_same_in_another_process() -> None:
+    code = """
+from metricopt_ext.utils.files import fingerprint_of_code
+from tests.utils.test_files import made
+print(fingerprint_of_code(made(1.0)))
+"""
+    for hash_seed in "12":
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == fingerprint_of_code(made(1.0))
 
 
 def test_what_json_can_not_hold_is_refused_by_its_type(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -90,7 +91,9 @@ def metricopt_learned(
         raise BudgetError(
             f"{counted(queries, 'query')} requested, {task.metric.ledger.left} left in the metric's own budget"
         )
-    identity = {"learned": repr(settings), "lr": lr, "iterations": iterations, **identity_of_task(task, seed)}
+    identity: dict[str, Any] = {}
+    if output_dir is not None:
+        identity = {"learned": repr(settings), "lr": lr, "iterations": iterations, **identity_of_task(task, seed)}
     folder = RunFolder(output_dir, identity, resume, task.adapter.model)
     with folder.writing(), watched(watcher, task.metric.name, queries) as shown:
         with folder.counted(task.metric, queries) as cached:
