@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
@@ -133,6 +134,10 @@ class ClassificationConfig(RunConfig):
     siblings: SiblingsConfig = field(default_factory=SiblingsConfig)
     batch_size: int = 100  # of the loss while finetuning
     balanced: bool = True  # of these batches too every class gets an equal share; model.balanced is for training
+
+    def data_files(self) -> list[Path]:
+        """Return the file or folder of the data, or nothing."""
+        return [Path(self.data.root)] if self.data.root else []
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`).

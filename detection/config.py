@@ -1,6 +1,7 @@
 """The settings of `tools/finetune_detector.py`; each key is a field here and nowhere else."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from omegaconf import MISSING
 
@@ -106,6 +107,11 @@ class DetectionConfig(RunConfig):
     classification_loss: str = TorchvisionToolkit.classification_loss  # of the box head; or ap
     batch_size: int = 4  # of finetuning
     population: int = 1  # detectors compute one task at a time
+
+    def data_files(self) -> list[Path]:
+        """Return the trees or zip files of the data, or the annotation files and the folder of the images."""
+        annotations = [each for each in self.data.splits if each] if self.data.name == "coco" else []
+        return [Path(each) for each in (self.data.root, *self.data.more_train, *annotations) if each]
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`)."""

@@ -1,6 +1,7 @@
 """The settings of `tools/finetune_retrieval.py`; each key is a field here and nowhere else."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
@@ -73,6 +74,10 @@ class RetrievalConfig(RunConfig):
     shift: ShiftConfig = field(default_factory=ShiftConfig)
     siblings: EmbedderSiblingsConfig = field(default_factory=EmbedderSiblingsConfig)
     population: int = 1  # tasks whose images are embedded together; on a CPU 1 is fastest for convolutions
+
+    def data_files(self) -> list[Path]:
+        """Return the file or folder of the data, or nothing."""
+        return [Path(self.data.root)] if self.data.root else []
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`)."""

@@ -225,7 +225,7 @@ def ablate(
         run = partial(ablate_seed, file, [*overrides, f"strategy={strategy}"], own)
         with deterministic(config.deterministic, threads=1), sole_writer(own):
             computed_on = str(Machine.current(choose_device(config.device), threads=1))
-            open_run(own, {**config.as_dict(), "computed_on": computed_on}, resume=True)
+            open_run(own, {**config.as_dict(), "computed_on": computed_on}, resume=True, files=config.data_files())
             rows = run_seeds(run, seeds, queries=whole_runs + 1, workers=workers, threads=1)
         variants = [variant for variant in rows[0] if all(variant in of_seed for of_seed in rows)]
         table[name] = {

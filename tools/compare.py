@@ -169,7 +169,7 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
     plan.check(contenders)
     settings = {**subject.as_dict(), "task": config.task, "budgets": config.budgets, "starts": config.starts}
     with deterministic(subject.deterministic, config.threads), sole_writer(folder):
-        open_run(folder, settings, resume=True)
+        open_run(folder, settings, resume=True, files=subject.data_files())
         print(f"{about.title}: {about.metric}, {counted(len(plan.methods), 'method')} from seed {config.seed} on")
         largest = max(plan.budgets)
         total = sum(largest if contenders[name].anytime else sum(plan.budgets) for name in plan.methods)

@@ -84,7 +84,7 @@ def compare_starts(task: str, config: Any, folder: Path, starts: int, plan: Plan
     with deterministic(config.deterministic, config.threads), sole_writer(folder):
         computed_on = str(Machine.current(choose_device(config.device), config.threads))
         settings = {**config.as_dict(), "starts": starts, "budgets": list(plan.budgets), "computed_on": computed_on}
-        open_run(folder, settings, resume=True)
+        open_run(folder, settings, resume=True, files=config.data_files())
         rows = run_seeds(
             partial(run_seed, experiment, config, folder, starts, plan),
             seeds,

@@ -93,7 +93,7 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
     config.check()
     with deterministic(config.deterministic, config.threads), sole_writer(folder):
         subject = experiment.describe(config)
-        open_run(folder, config.as_dict(), resume)
+        open_run(folder, config.as_dict(), resume, config.data_files())
         print(
             f"{subject.title}: {subject.metric} ({direction(subject.maximize)}),"
             f" {counted(config.seeds, 'seed')} of {counted(config.queries, 'query')}"

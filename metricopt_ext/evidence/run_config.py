@@ -1,6 +1,7 @@
 """The settings that the tools of all tasks share; each key is a field here and nowhere else."""
 
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from metricopt_ext.data.shift import ImageShift
@@ -358,6 +359,10 @@ class RunConfig:
         if self.strategy == "paper":
             return self.paper.build(recipe)
         raise ConfigError(f"strategy={self.strategy!r} must be search, recipe or paper")
+
+    def data_files(self) -> list[Path]:
+        """Return the files and folders that the data is read from; none for data that comes with a package."""
+        return []
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""

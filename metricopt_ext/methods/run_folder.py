@@ -1,6 +1,6 @@
 """What a run keeps in its folder so that it can be resumed: its identity, trajectories and evaluations."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
@@ -21,7 +21,7 @@ from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
-from metricopt_ext.utils.files import claim, fingerprint, fingerprint_of_code, sole_writer
+from metricopt_ext.utils.files import claim, fingerprint, fingerprint_of_code, fingerprint_of_files, sole_writer
 from metricopt_ext.value.value_function import ValueFunction
 
 IDENTITY, EVALUATIONS = "identity.json", "evaluations.json"
@@ -189,10 +189,16 @@ def _described(part: Any) -> str:
     return repr(part)
 
 
-def open_run(folder: Path, settings: dict[str, Any], resume: bool) -> None:
+def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequence[Path] = ()) -> None:
     """Claim the output folder for a tool's run; seeds may be added to a run, other settings may not change.
 
     A run that failed before it made a ``seed-N`` folder has no claim.
+
+    Args:
+        folder: The output folder.
+        settings: The run's.
+        resume: Continue what an earlier run left there.
+        files: Files and folders of the data, whose content may not change either.
 
     Raises:
         FileFormatError: The folder holds a run, and ``resume`` is False or its settings differ.
@@ -204,4 +210,5 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool) -> None:
         raise FileFormatError(f"{folder} holds seeds of a run without its settings, {file.name}; use another folder")
     elif not resume:
         raise FileFormatError(f"{folder} holds an earlier run: add --resume to continue it, or use another folder")
-    claim(file, {"format": FORMAT, **{key: settings[key] for key in sorted(settings.keys() - RUN_AGAIN_KEYS)}})
+    identity = {"format": FORMAT, **{key: settings[key] for key in sorted(settings.keys() - RUN_AGAIN_KEYS)}}
+    claim(file, identity | ({"content of the data's files": fingerprint_of_files(files)} if files else {}))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from metricopt_ext.errors import FileFormatError
+from metricopt_ext.errors import DataError, FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.run_folder import FORMAT, identity_of, load_kept, open_run
@@ -37,6 +37,42 @@ def test_a_run_folder_is_not_mixed(tmp_path: Path) -> None:
         "queries": 600,
         "recipe": {"steps": 50},
     }
+
+
+def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
+    tree, listed, folder = tmp_path / "tree", tmp_path / "list.txt", tmp_path / "run"
+    (tree / "images").mkdir(parents=True)
+    (tree / "images" / "a.png").write_bytes(b"12")
+    (tree / "b.txt").write_bytes(b"3")
+    listed.write_text("a\n")
+
+    def opened() -> None:
+        open_run(folder, {"queries": 600}, resume=True, files=[tree, listed])
+
+    opened()
+    (folder / "seed-3").mkdir()
+    opened()
+    tree.rename(tmp_path / "moved")
+    tree = tmp_path / "moved"
+    opened()
+    changes = [
+        lambda: (tree / "b.txt").write_bytes(b"4"),
+        lambda: (tree / "c.txt").write_bytes(b""),
+        lambda: (tree / "b.txt").rename(tree / "d.txt"),
+        lambda: listed.write_text("b\n"),
+    ]
+    kept = json.loads((folder / "run.json").read_text())
+    for change in changes:
+        change()
+        with pytest.raises(FileFormatError, match="holds another run: content of the data's files was"):
+            opened()
+        (folder / "run.json").unlink()
+        (folder / "seed-3").rmdir()
+        opened()  # what is there now is a run of its own
+        (folder / "seed-3").mkdir()
+        assert json.loads((folder / "run.json").read_text()) != kept
+    with pytest.raises(DataError, match="gone"):
+        open_run(folder, {"queries": 600}, resume=True, files=[tmp_path / "gone"])
 
 
 def test_seeds_without_their_settings_are_not_taken_for_the_run_s(tmp_path: Path) -> None:
