@@ -18,6 +18,9 @@ from metricopt_ext.utils.words import counted
 class Ledger:
     """Counts metric queries by purpose and refuses any beyond the budget.
 
+    A call of the metric that a kill or the metric's own error cut short is made again when the run is resumed, and
+    counts once: what the ledger has is the answers that the run used, not the calls that were lost.
+
     Args:
         budget: Maximum number of queries, at least 0; None for no limit.
 
