@@ -24,6 +24,7 @@ from metricopt_ext.detection.torchvision_toolkit import (
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.modes import evaluating, in_mode
 from metricopt_ext.utils.seeding import seeded_streams
+from metricopt_ext.utils.weights import where_and_how_often
 
 BOX_HEAD = "roi_heads."
 
@@ -208,7 +209,7 @@ def served(model: nn.Module) -> bool:
 
 def state_before_head(model: nn.Module) -> tuple[tuple[int, int], ...]:
     """Return where the tensors before the box head lie and how often each was changed in place."""
-    return tuple((tensor.data_ptr(), tensor._version) for tensor in before_head(model))
+    return tuple(map(where_and_how_often, before_head(model)))
 
 
 def before_head(model: Any) -> Iterator[Tensor]:

@@ -185,9 +185,7 @@ class Trace(Metric):
 
     def __init__(self, task: FinetuneTask) -> None:
         metric = task.metric
-        super().__init__(
-            metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name, ledger=metric.ledger
-        )
+        super().__init__(metric.function, **metric.settings, ledger=metric.ledger)
         self.metric, self.meter = metric, Meter(task)
         self.points: list[Point] = []
 
@@ -212,9 +210,7 @@ class Telling(Metric):
     """
 
     def __init__(self, metric: Metric, told: Callable[[float], None]) -> None:
-        super().__init__(
-            metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name, ledger=metric.ledger
-        )
+        super().__init__(metric.function, **metric.settings, ledger=metric.ledger)
         self.told = told
 
     def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:

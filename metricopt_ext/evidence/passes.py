@@ -72,7 +72,7 @@ class Noticing:
 def noticing(task: FinetuneTask) -> FinetuneTask:
     """Return the same task with an empty ledger and its passes counted from now on; see `passes_of`."""
     metric = task.metric
-    counted = Metric(Noticing(metric.function), maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
+    counted = Metric(Noticing(metric.function), **metric.settings)
     return replace(task, metric=counted, tally=Tally())
 
 

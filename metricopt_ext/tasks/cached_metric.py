@@ -27,9 +27,7 @@ class CachedMetric(Metric):
     """
 
     def __init__(self, metric: Metric, path: Path | None) -> None:
-        super().__init__(
-            metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name, ledger=metric.ledger
-        )
+        super().__init__(metric.function, **metric.settings, ledger=metric.ledger)
         self.metric = metric
         self.path = path
         self.evaluations: list[Evaluation] = []

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import BudgetError, MetricError
-from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.renamed import KnowsRenamed, Renamed
+from metricopt_ext.utils.time_limit import time_limit
+from metricopt_ext.utils.weights import kept_weights
 from metricopt_ext.utils.words import counted
 
 
@@ -139,6 +142,7 @@ class Metric(CostScale, KnowsRenamed):
             bounds: its cost is the value itself, negated if higher is better.
         name: Its name in tables.
         ledger: Counts the queries; give several metrics one ledger to share a budget.
+        timeout: Seconds that one evaluation may take, above 0; None for no limit. See `time_limit`.
 
     Attributes:
         takes_model: Whether ``function`` takes the model, and so can judge a copy of it.
@@ -157,19 +161,27 @@ class Metric(CostScale, KnowsRenamed):
         bounds: tuple[float, float] | None = (0.0, 1.0),
         name: str | None = None,
         ledger: Ledger | None = None,
+        timeout: float | None = None,
     ) -> None:
+        check_above(0, timeout=timeout)
         if not callable(function):
             raise TypeError(f"function is {function!r}; it must be a function that returns the metric of a model")
         name = name or getattr(function, "__name__", "metric").strip("<>")
         super().__init__(maximize=maximize, bounds=bounds, name=name, ledger=ledger)
-        self.function = function
+        self.function, self.timeout = function, timeout
         self.takes_model = _takes_model(function)
+        self._reported = False
 
     ask = Renamed("evaluate")
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it was made with besides the function and the ledger."""
+        return {"maximize": self.maximize, "bounds": self.bounds, "name": self.name, "timeout": self.timeout}
+
     def with_new_ledger(self) -> "Metric":
         """Return the same metric with an empty ledger and no budget."""
-        return Metric(self.function, maximize=self.maximize, bounds=self.bounds, name=self.name)
+        return Metric(self.function, **self.settings)
 
     def cost(self, model: nn.Module, purpose: str) -> float:
         """Evaluate the metric on the model as it is and return the cost; see `evaluate`."""
@@ -178,20 +190,28 @@ class Metric(CostScale, KnowsRenamed):
     def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
         """Evaluate the metric on the model as it is; one query.
 
+        A function that changes the model's weights or buffers, as a forward pass in training mode does, has them put
+        back, and a warning names them; a copy of them is kept for that.
+
         Args:
             model: The model to judge.
             purpose: What the ledger books the query under.
 
         Raises:
             BudgetError: The budget is spent; the metric was not evaluated.
-            MetricError: The metric raised, did not return a finite number, or left its bounds. The query still counts.
+            MetricError: The metric raised, took longer than its timeout, did not return a finite number, or left its
+                bounds. The query still counts.
         """
         self.ledger.spend(purpose)
+        weights = kept_weights(model)
         with evaluating(model), torch.no_grad():
             try:
-                returned = self.function(model) if self.takes_model else self.function()
+                with time_limit(self.timeout):
+                    returned = self.function(model) if self.takes_model else self.function()
             except Exception as error:
                 raise MetricError(f"metric {self.name!r} raised {type(error).__name__}: {error}") from error
+            finally:
+                self._report(weights.restore(model))
         try:
             value, halves = returned if isinstance(returned, tuple) else (returned, None)
             value, halves = float(value), None if halves is None else [float(half) for half in halves]
@@ -206,6 +226,17 @@ class Metric(CostScale, KnowsRenamed):
             return Evaluation(cost)
         first, second = (self.checked_cost(half, " on a half of its data") for half in halves)
         return Evaluation(cost, (first, second))
+
+    def _report(self, changed: Sequence[str]) -> None:
+        """Say once that the function changed the model."""
+        if changed and not self._reported:
+            self._reported = True
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            warnings.warn(
+                f"metric {self.name!r} changed the model's {changed[0]}{more}; all was put back. Leave the model in"
+                " evaluation mode, or evaluate a copy of it",
+                stacklevel=3,
+            )
 
 
 def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Tensor]) -> Any:

@@ -1,8 +1,12 @@
 """The black-box metric: cost mapping, counted queries, and the state it must leave alone."""
 
 import functools
+import inspect
 import math
+import time
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -289,3 +293,83 @@ def test_halves_are_turned_into_costs_for_one_query(maximize: bool, cost: float,
 def test_wrong_halves_are_refused(answer: Any, message: str) -> None:
     with pytest.raises(MetricError, match=message):
         Metric(lambda model: answer, maximize=True).evaluate(nn.Identity(), "x")
+
+
+def in_training_mode(model: nn.Module) -> float:
+    """Evaluate as people do by mistake, which moves BatchNorm's statistics."""
+    model.train()
+    model(torch.ones(4, 3))
+    return 0.5
+
+
+def noisy_weights(model: Any) -> float:
+    model[0].weight.add_(1.0)
+    return 0.5
+
+
+def in_half_precision(model: nn.Module) -> float:
+    model.half()
+    return 0.5
+
+
+def loaded(model: nn.Module) -> float:
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    return 0.5
+
+
+def failing(model: Any) -> float:
+    model[1].running_mean.zero_()
+    raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("function", [in_training_mode, noisy_weights, in_half_precision, loaded, failing])
+def test_a_model_that_the_metric_changed_is_put_back(function: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    metric = Metric(function, maximize=True)
+    for told in (1, 0):  # it is said once
+        with warnings.catch_warnings(record=True) as said, suppress(MetricError):
+            warnings.simplefilter("always")
+            metric.evaluate(model, "test")
+        assert len(said) == told
+        assert all("changed the model's" in str(each.message) for each in said)
+        after = model.state_dict()
+        assert all(
+            torch.equal(value, after[name]) and value.dtype == after[name].dtype for name, value in before.items()
+        )
+    nn.init.ones_(model[0].weight)  # a change between two evaluations is the user's own
+    with suppress(MetricError):
+        metric.evaluate(model, "test")
+    assert torch.equal(model[0].weight, torch.ones(2, 3))
+
+
+def test_a_metric_that_changes_nothing_is_not_reported(recwarn: pytest.WarningsRecorder) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    metric = Metric(lambda model: float(model(torch.ones(4, 3)).sum() * 0), maximize=True)
+    metric.evaluate(model, "test")
+    assert not recwarn.list
+
+
+def test_an_evaluation_may_not_take_too_long() -> None:
+    metric = Metric(lambda: time.sleep(60), maximize=True, name="slow", timeout=0.05)
+    began = time.monotonic()
+    with pytest.raises(MetricError, match=r"metric 'slow' raised TimeoutError: it took longer than 0\.05 s"):
+        metric.evaluate(nn.Identity(), "test")
+    assert time.monotonic() - began < 30
+    assert metric.ledger.spent == 1
+    assert Metric(constant(0.5), maximize=True, timeout=60).evaluate(nn.Identity(), "test").cost == 0.5
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan])
+def test_a_timeout_is_above_0(timeout: float) -> None:
+    with pytest.raises(ValueError, match="timeout is"):
+        Metric(constant(0.5), maximize=True, timeout=timeout)
+
+
+def test_a_metric_with_a_new_ledger_is_otherwise_the_same() -> None:
+    metric = Metric(constant(0.5), maximize=False, bounds=(0.0, 2.0), name="half", timeout=3.0)
+    assert metric.with_new_ledger().settings == metric.settings
+    assert set(metric.settings) == {
+        name for name in inspect.signature(Metric.__init__).parameters if name not in ("self", "function", "ledger")
+    }

@@ -48,7 +48,7 @@ def test_store(same: Callable[[Trajectory | None, Trajectory | None], bool], on_
         ({"seed": 1, "layers": ["a", "b"]}, r"layers was \['a'\], now \['a', 'b'\]"),
         ({"seed": 1}, r"layers was \['a'\], now None"),
         ({"seed": 1, "layers": ["a"], "steps": 3}, "steps was None, now 3"),
-        (None, "layers was"),
+        (None, "seed was"),
     ],
 )
 def test_another_identity_is_refused(
