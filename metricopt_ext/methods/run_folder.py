@@ -30,7 +30,7 @@ BUFFERS = "buffers.safetensors"
 FORMAT = 4  # of what is kept: a folder of another format is not resumed
 
 # Settings of a tool's run that may change on resuming: which seeds to run, and how.
-RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device"}
+RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device", "max_bytes", "max_pixels"}
 
 
 class RunFolder:

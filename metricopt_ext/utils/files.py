@@ -1,13 +1,18 @@
-"""Files that are either complete or absent: safetensors and JSON written to a temporary name, synced, then renamed."""
+"""Files that are either complete or absent: safetensors and JSON written to a temporary name, synced, then renamed.
+
+What is read may come from anywhere: memory and time are bounded by the file's size and by the constants below, and
+whatever its content is, errors are of `metricopt_ext.errors`.
+"""
 
 import hashlib
 import json
 import os
 import tempfile
-import textwrap
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import safetensors
@@ -15,7 +20,23 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.errors import DataError, FileFormatError
+from metricopt_ext.errors import DataError, FileFormatError, MetricOptError
+from metricopt_ext.utils.words import brief
+
+# The largest JSON file that is read. COCO's largest has 0.45 GB. Parsed, JSON takes up to 25 times as much.
+JSON_BYTES = 1 << 30
+
+# The deepest JSON. Our own has ten levels at most; parsers, comparisons and messages take a stack frame for each.
+JSON_LEVELS = 50
+
+# The largest header of a safetensors file, which has 100 bytes for a tensor: a detector's has 50 kB. Each tensor takes
+# about 1 kB more in memory.
+HEADER_BYTES = 1 << 24
+
+# What code raises that meets other content than it was written for; RuntimeError is PyTorch's.
+MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
@@ -64,12 +85,65 @@ def read_json(path: str | Path) -> Any:
         FileFormatError: The file is not JSON, or not a JSON object.
     """
     try:
-        content = json.loads(Path(path).read_text())
+        content = parse_json(read_bounded(path, JSON_BYTES))
     except ValueError as error:
-        raise FileFormatError(f"{path} is not valid JSON ({error}); delete it to regenerate it") from error
+        raise FileFormatError(f"{path} is not valid JSON ({brief(error)}); delete it to regenerate it") from error
     if not isinstance(content, dict):
         raise FileFormatError(f"{path} holds a {type(content).__name__}, not a JSON object; delete it to regenerate it")
     return content
+
+
+def read_bounded(path: str | Path, most: int) -> bytes:
+    """Read a file of at most so many bytes.
+
+    Raises:
+        ValueError: It is larger.
+        OSError: It can't be read.
+    """
+    with open(path, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than the {most} bytes that are read at most")
+    return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON of at most `JSON_LEVELS` levels.
+
+    Raises:
+        ValueError: It is not JSON, or nested more deeply.
+    """
+    deep = f"it is nested more deeply than {JSON_LEVELS} levels"
+    try:
+        content = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(deep) from error
+    level = [content]
+    for _ in range(JSON_LEVELS + 1):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+        if not level:
+            return content
+    raise ValueError(deep)
+
+
+@contextmanager
+def content_of(path: str | Path, meant: str) -> Iterator[None]:
+    """Turn what code raises that meets other content than it was written for into an error that names the file.
+
+    Args:
+        path: The file.
+        meant: What it should hold.
+
+    Raises:
+        FileFormatError: The code raised one of `MISFITS`.
+    """
+    try:
+        yield
+    except MetricOptError:
+        raise
+    except MISFITS as error:
+        raise FileFormatError(f"{path} is corrupt: it holds no {meant} ({brief(error)})") from error
 
 
 def fingerprint(state: dict[str, Any]) -> str:
@@ -111,26 +185,88 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, descr
 def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what `write_tensors` wrote.
 
+    The tensors take as much memory as the file; nothing that the description says is allocated.
+
     Raises:
         FileFormatError: The file is missing, truncated, corrupt, or of another kind.
     """
     if not Path(path).is_file():
         raise FileFormatError(f"{path} does not exist")
     try:
+        check_header(path)
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+            if metadata.get("format") == kind:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     except Exception as error:
-        raise FileFormatError(f"{path} is truncated or not a safetensors file ({error})") from error
+        raise FileFormatError(f"{path} is truncated or not a safetensors file ({brief(error)})") from error
     if metadata.get("format") != kind:
         raise FileFormatError(
-            f"{path} has format {metadata.get('format')!r}, expected {kind!r}: it holds something else, or was"
+            f"{path} has format {brief(metadata.get('format'))}, expected {kind!r}: it holds something else, or was"
             " written by another version and must be made anew"
         )
     try:
-        return tensors, json.loads(metadata["described"])
+        described = parse_json(metadata["described"])
     except (KeyError, ValueError) as error:
-        raise FileFormatError(f"{path} is corrupt: its description can't be read ({error})") from error
+        raise FileFormatError(f"{path} is corrupt: its description can't be read ({brief(error)})") from error
+    if not isinstance(described, dict):
+        raise FileFormatError(f"{path} is corrupt: its description is {brief(described)}, not a JSON object")
+    return tensors, described
+
+
+def check_header(path: str | Path) -> None:
+    """Reject a safetensors file whose header, which is parsed as a whole, is larger than `HEADER_BYTES`.
+
+    Raises:
+        ValueError: The file says so.
+    """
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > HEADER_BYTES:
+        raise ValueError(f"its header should have {size} bytes; at most {HEADER_BYTES} are read")
+
+
+def check_tensors(path: str | Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Iterable[int]]) -> None:
+    """Reject a file that holds other tensors than it describes, or than what it is for has.
+
+    Args:
+        path: The file.
+        tensors: What it holds.
+        expected: The shape of each tensor that it should hold.
+
+    Raises:
+        FileFormatError: A tensor is missing, unknown or of another shape.
+    """
+    for name in sorted(tensors.keys() | expected.keys()):
+        if name not in tensors:
+            raise FileFormatError(f"{path} is corrupt: it has no tensor {brief(name)}")
+        if name not in expected:
+            raise FileFormatError(f"{path} is corrupt: it has a tensor {brief(name)}, which it does not describe")
+        theirs, ours = tuple(tensors[name].shape), tuple(expected[name])
+        if theirs != ours:
+            raise FileFormatError(
+                f"{path} is corrupt: tensor {brief(name)} has shape {brief(theirs)}, but should have {brief(ours)}"
+            )
+
+
+def module_of(path: str | Path, tensors: Mapping[str, Tensor], make: Callable[[], Module]) -> Module:
+    """Build a module and load its tensors, but only if they are all of its own, by name and shape.
+
+    Until then nothing is allocated, however large the module would be.
+
+    Args:
+        path: The file, for messages.
+        tensors: What it holds.
+        make: Builds the module that the file describes.
+
+    Raises:
+        FileFormatError: The file does not hold the tensors of this module.
+    """
+    with torch.device("meta"):  # shapes without memory
+        module = make()
+    check_tensors(path, tensors, {name: value.shape for name, value in module.state_dict().items()})
+    module.to_empty(device="cpu").load_state_dict(tensors)
+    return module
 
 
 def save_checkpoint(path: str | Path, state: dict[str, Tensor]) -> None:
@@ -141,7 +277,8 @@ def save_checkpoint(path: str | Path, state: dict[str, Tensor]) -> None:
 def load_checkpoint(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -> None:
     """Load a state dict into a model, from a safetensors file or a torch file without pickled code.
 
-    A Detectron2 checkpoint works too: its state dict is the entry ``model``.
+    A Detectron2 checkpoint works too: its state dict is the entry ``model``. Memory is bounded by the file's size for
+    safetensors; a torch file is read by PyTorch's restricted unpickler, and must not be compressed.
 
     Args:
         model: The model.
@@ -153,15 +290,25 @@ def load_checkpoint(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -
     """
     try:
         if path.suffix == ".safetensors":
+            check_header(path)
             state = safetensors.torch.load_file(path)
         else:
+            _check_uncompressed(path)
             loaded = torch.load(path, map_location="cpu", weights_only=True)
             state = loaded.get("model", loaded)
         own = model.state_dict()
         model.load_state_dict({**state, **{name: own[name] for name in keep}})
     except Exception as error:
-        why = textwrap.shorten(str(error), 300, placeholder=" ...")
-        raise DataError(f"{path} holds no weights for {type(model).__name__}: {why}") from error
+        raise DataError(f"{path} holds no weights for {type(model).__name__}: {brief(error)}") from error
+
+
+def _check_uncompressed(path: Path) -> None:
+    """Reject a torch file whose parts are compressed: torch writes none, and a small one could fill the memory."""
+    if not zipfile.is_zipfile(path):
+        return  # of an early version of torch, which has no parts
+    with zipfile.ZipFile(path) as archive:
+        if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+            raise ValueError("it is compressed; write it again by torch.save")
 
 
 def existing(*candidates: str | os.PathLike[str]) -> Path:
