@@ -23,14 +23,14 @@ from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Split, check_bytes
 from metricopt_ext.data.splits import Splits, check_fractions
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import check_at_least
-from metricopt_ext.utils.files import existing
+from metricopt_ext.utils.files import existing, read_at_most
 from metricopt_ext.utils.words import brief, counted
 
 StrPath = str | os.PathLike[str]
 Array = npt.NDArray[Any]
 
-# Text may have this part of the bytes that the inputs may take: a line of two characters takes 16 and more when parsed.
-TEXT_SHARE = 8
+# Text may have this part of the bytes that the inputs may take: while it is parsed, it takes up to 30 times its size.
+TEXT_SHARE = 16
 
 _SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
 _BLANK = {"", "?"}  # how tables mark a missing value
@@ -142,7 +142,7 @@ def load_libsvm(
     Args:
         paths: One file or several.
         num_features: Number of features d; by default the largest index found.
-        max_bytes: Most bytes of the inputs in memory; of the text, unzipped, an eighth of it.
+        max_bytes: Most bytes of the inputs in memory; of the text, unzipped, a sixteenth of it.
 
     Returns:
         Inputs ``n x d`` float32, and classes numbered in ascending order of their labels in the file (-1 before +1).
@@ -204,8 +204,7 @@ def load_csv(
         drop: Names of columns to leave out.
         delimiter: Character between cells; whitespace around cells is ignored.
         max_categories: Maximum number of values in a text column, or of classes in the target.
-        max_bytes: Most bytes of the inputs in memory; of the file an eighth of it, as a cell takes 50 bytes while it
-            is read.
+        max_bytes: Most bytes of the inputs in memory; of the file a sixteenth of it.
 
     Returns:
         Inputs ``n x d`` float32, and classes named by their values.
@@ -343,10 +342,10 @@ def _text(path: Path, most: int) -> bytes:
     opener = openers.get(path.suffix, open)
     try:
         with opener(path, "rb") as file:
-            text = file.read(most + 1)
+            text = read_at_most(file, most)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {brief(error)}") from error
-    if len(text) > most:
+    if text is None:
         raise DataError(
             f"{path} has more than {most} bytes of text, as many as are left of the {TEXT_SHARE}th part of max_bytes;"
             " if that is right, raise max_bytes"

@@ -25,9 +25,11 @@ ENDS = ("xmin", "ymin", "xmax", "ymax")
 FLAGS = {"": False, "0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 NAMED = 5  # files listed in a warning
 
-# The largest XML file or list of images that is read: a thousand objects take 0.3 MB. Parsed, XML takes up to 100 times
-# as much.
-FILE_BYTES = 1 << 24
+# The largest XML file that is read: a thousand objects take 0.3 MB. Parsed, XML takes up to 100 times as much.
+XML_BYTES = 1 << 22
+
+# The largest list of images: ten million names.
+LIST_BYTES = 1 << 27
 
 Folder = Path | zipfile.Path
 Box = tuple[float, float, float, float]
@@ -163,7 +165,7 @@ def _read_split(tree: Folder, split: str, annotated: Container[str], archive: Ar
         known = sorted(each.name.removesuffix(".txt") for each in folder.iterdir()) if folder.is_dir() else []
         raise DataError(f"there is no split {split!r} in {folder}; it has {', '.join(known) or 'none'}")
     try:
-        lines = _read_bytes(file, archive).decode("utf-8-sig").splitlines()
+        lines = _read_bytes(file, archive, LIST_BYTES).decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8 ({error})") from error
     names = [line.strip() for line in lines if line.strip()]
@@ -176,21 +178,21 @@ def _read_split(tree: Folder, split: str, annotated: Container[str], archive: Ar
     return stems
 
 
-def _read_bytes(file: Folder, archive: Archive | None) -> bytes:
+def _read_bytes(file: Folder, archive: Archive | None, most: int) -> bytes:
     if not isinstance(file, Path):
         assert archive is not None
         content = archive.read(file.at)
-        if len(content) > FILE_BYTES:
-            raise DataError(f"{file} can't be read (it has more than the {FILE_BYTES} bytes that are read at most)")
+        if len(content) > most:
+            raise DataError(f"{file} can't be read (it has more than the {most} bytes that are read at most)")
         return content
     try:
-        return read_bounded(file, FILE_BYTES)
+        return read_bounded(file, most)
     except (*UNREADABLE, ValueError) as error:
         raise DataError(f"{file} can't be read ({error})") from error
 
 
 def _parse(file: Folder, archive: Archive | None) -> _Annotation:
-    content = _read_bytes(file, archive)
+    content = _read_bytes(file, archive, XML_BYTES)
     try:
         top = ET.fromstring(content)
     except (ET.ParseError, LookupError, ValueError) as error:

@@ -187,7 +187,8 @@ def _check_matrices(
     known, expected = dict(model.named_modules()), {"phi": [described.dim]}
     for name in layers:
         if name not in known:  # attaching would take it for a pattern
-            raise AdapterError(f"{path}: {brief(name)} is no layer of the model{_nearest(name[:100], list(known))}")
+            nearest = _nearest(name[:100], [each for each in known if each])
+            raise AdapterError(f"{path}: {brief(name)} is no layer of the model{nearest}")
         if (why := _unusable(known[name])) is not None:
             raise AdapterError(f"{path}: layer {name!r} {why}")
         channels = affine(known[name])[0].shape[0]

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import safetensors
@@ -93,6 +93,11 @@ def read_json(path: str | Path) -> Any:
     return content
 
 
+def holds(content: Mapping[str, Any], kinds: Mapping[str, type]) -> bool:
+    """Tell whether a JSON object has values of these types under these keys, and perhaps others."""
+    return all(isinstance(content.get(key), kind) for key, kind in kinds.items())
+
+
 def read_bounded(path: str | Path, most: int) -> bytes:
     """Read a file of at most so many bytes.
 
@@ -101,10 +106,22 @@ def read_bounded(path: str | Path, most: int) -> bytes:
         OSError: It can't be read.
     """
     with open(path, "rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
+        content = read_at_most(file, most)
+    if content is None:
         raise ValueError(f"it has more than the {most} bytes that are read at most")
     return content
+
+
+def read_at_most(file: IO[bytes], most: int) -> bytes | None:
+    """Return the rest of an open file, or None if that has more than so many bytes.
+
+    The size that a file or a zipped stream says it has need not be the one it has, so none is trusted.
+    """
+    parts, left = [], most + 1
+    while left > 0 and (part := file.read(min(left, 1 << 20))):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts) if left > 0 else None
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -176,10 +193,15 @@ def claim(path: str | Path, identity: dict[str, Any]) -> None:
 
 
 def write_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, described: dict[str, Any]) -> None:
-    """Write tensors and their description to a safetensors file, atomically."""
+    """Write tensors and their description to a safetensors file, atomically; the same bytes for the same content."""
     contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    content = safetensors.torch.save(contiguous)
+    # Not as its `metadata`, which safetensors writes in an order that changes from call to call.
+    end = 8 + int.from_bytes(content[:8], "little")
     metadata = {"format": kind, "described": _to_json(described)}
-    write_atomically(path, safetensors.torch.save(contiguous, metadata=metadata))
+    header = json.dumps({"__metadata__": metadata, **json.loads(content[8:end])}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8
+    write_atomically(path, len(header).to_bytes(8, "little") + header + content[end:])
 
 
 def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
