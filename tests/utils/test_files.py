@@ -9,7 +9,21 @@ import pytest
 import torch
 from torch import nn
 
-from metricopt_ext.utils.files import claim, fingerprint, load_checkpoint, read_json, save_checkpoint, write_json
+from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.utils import files
+from metricopt_ext.utils.files import (
+    check_tensors,
+    claim,
+    content_of,
+    fingerprint,
+    load_checkpoint,
+    module_of,
+    read_json,
+    read_tensors,
+    save_checkpoint,
+    write_json,
+    write_tensors,
+)
 
 STATE: dict[str, Any] = {
     "weight": torch.arange(6.0).reshape(2, 3),
@@ -78,3 +92,67 @@ def test_what_json_can_not_hold_is_refused_by_its_type(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"is a Tensor, which JSON can't hold"):
         write_json(tmp_path / "numbers.json", {"lr": torch.tensor(0.1)})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_json_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    nested: Any = {}
+    for _ in range(files.JSON_LEVELS):
+        nested = {"a": nested}
+    write_json(path, nested)
+    assert read_json(path) == nested
+    write_json(path, {"a": nested})
+    with pytest.raises(FileFormatError, match=r"a.json is not valid JSON \(it is nested more deeply than 50 levels\)"):
+        read_json(path)
+    write_json(path, {"a": 1})
+    monkeypatch.setattr(files, "JSON_BYTES", path.stat().st_size)
+    assert read_json(path) == {"a": 1}
+    monkeypatch.setattr(files, "JSON_BYTES", path.stat().st_size - 1)
+    with pytest.raises(FileFormatError, match="it has more than the 12 bytes that are read at most"):
+        read_json(path)
+
+
+def test_a_description_and_tensors_come_back_and_are_aligned(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    for name in ("a", "ab", "abc", "abcdefgh"):
+        tensors = {name: torch.arange(3.0), "z": torch.tensor([True])}
+        write_tensors(path, tensors, "kind/1", {"ä": name})
+        found, described = read_tensors(path, "kind/1")
+        assert described == {"ä": name}
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[key], value) for key, value in tensors.items())
+        assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+
+
+def test_other_tensors_are_named() -> None:
+    tensors = {"a": torch.zeros(2, 3)}
+    check_tensors("f", tensors, {"a": (2, 3)})
+    for expected, message in (
+        ({"a": (2, 3), "b": ()}, "f is corrupt: it has no tensor 'b'"),
+        ({}, "f is corrupt: it has a tensor 'a', which it does not describe"),
+        ({"a": (3, 2)}, r"f is corrupt: tensor 'a' has shape \(2, 3\), but should have \(3, 2\)"),
+    ):
+        with pytest.raises(FileFormatError, match=message):
+            check_tensors("f", tensors, expected)
+
+
+def test_a_module_is_built_of_its_own_tensors_alone() -> None:
+    model = nn.BatchNorm1d(3).double()
+    model(torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    loaded = module_of("f", model.state_dict(), lambda: nn.BatchNorm1d(3))
+    assert all(torch.equal(value, model.state_dict()[key].to(value)) for key, value in loaded.state_dict().items())
+    assert loaded.weight.dtype == torch.float32
+    with pytest.raises(FileFormatError, match=r"should have \(1000000000000,\)"):  # 16 TB, had it been built
+        module_of("f", model.state_dict(), lambda: nn.BatchNorm1d(10**12))
+
+
+def test_what_code_raises_on_other_content_names_the_file() -> None:
+    with (
+        pytest.raises(FileFormatError, match=r"^f is corrupt: it holds no thing \(KeyError\('a'\)\)$"),
+        content_of("f", "thing"),
+    ):
+        {}["a"]
+    with pytest.raises(AdapterError, match=r"^mine$"), content_of("f", "thing"):
+        raise AdapterError("mine")
+    with pytest.raises(KeyboardInterrupt), content_of("f", "thing"):
+        raise KeyboardInterrupt
