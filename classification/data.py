@@ -29,8 +29,8 @@ from metricopt_ext.utils.words import brief, counted
 StrPath = str | os.PathLike[str]
 Array = npt.NDArray[Any]
 
-# Text may have this part of the bytes that the inputs may take: while it is parsed, it takes up to 30 times its size.
-TEXT_SHARE = 16
+# Text may have max_bytes divided by this: while it is parsed, it takes up to 30 times its size.
+TEXT_SHARE = 32
 
 _SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
 _BLANK = {"", "?"}  # how tables mark a missing value
@@ -142,7 +142,7 @@ def load_libsvm(
     Args:
         paths: One file or several.
         num_features: Number of features d; by default the largest index found.
-        max_bytes: Most bytes of the inputs in memory; of the text, unzipped, a sixteenth of it.
+        max_bytes: Most bytes of the inputs in memory; of the text, unzipped, a 32nd part of it.
 
     Returns:
         Inputs ``n x d`` float32, and classes numbered in ascending order of their labels in the file (-1 before +1).
@@ -204,7 +204,7 @@ def load_csv(
         drop: Names of columns to leave out.
         delimiter: Character between cells; whitespace around cells is ignored.
         max_categories: Maximum number of values in a text column, or of classes in the target.
-        max_bytes: Most bytes of the inputs in memory; of the file a sixteenth of it.
+        max_bytes: Most bytes of the inputs in memory; of the file a 32nd part of it.
 
     Returns:
         Inputs ``n x d`` float32, and classes named by their values.
@@ -347,8 +347,8 @@ def _text(path: Path, most: int) -> bytes:
         raise DataError(f"cannot read {path}: {brief(error)}") from error
     if text is None:
         raise DataError(
-            f"{path} has more than {most} bytes of text, as many as are left of the {TEXT_SHARE}th part of max_bytes;"
-            " if that is right, raise max_bytes"
+            f"{path} has more than {most} bytes of text; all text may have max_bytes / {TEXT_SHARE}, so raise max_bytes"
+            " if that is right"
         )
     return text
 

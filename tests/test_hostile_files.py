@@ -592,7 +592,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], str]] = 
     "gzipped text": (
         text("x.gz", gzip.compress(b"1\n" * 50_000_000)),
         lambda p: load_libsvm(p, max_bytes=1 << 27),
-        "has more than 8388608 bytes of text",
+        "has more than 4194304 bytes of text; all text may have max_bytes / 32",
     ),
     "a long cell": (text("x.csv", WIDE), lambda p: load_csv(p, "y", max_categories=1), "must have at most 1 distinct"),
     "categories": (
