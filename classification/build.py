@@ -36,7 +36,7 @@ from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_c
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
-from metricopt_ext.data.images import load_image_folder
+from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
@@ -52,18 +52,19 @@ from metricopt_ext.utils.seeding import generator
 EVALUATION_BATCH = 2048
 
 SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
-LOADERS: dict[str, Callable[[DataConfig], Labelled]] = {
-    "a9a": lambda data: load_a9a(data.root),
-    "csv": lambda data: load_csv(
+LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the settings and the bounds
+    "a9a": lambda data, limits: load_a9a(data.root, max_bytes=limits["max_bytes"]),
+    "csv": lambda data, limits: load_csv(
         data.root,
         data.target,
         drop=data.drop,
         delimiter=data.delimiter.replace(r"\t", "\t"),
         max_categories=data.max_categories,
+        max_bytes=limits["max_bytes"],
     ),
-    "image_folder": lambda data: load_image_folder(data.root, data.image_size or None),
-    "libsvm": lambda data: load_libsvm(data.root),
-    **{name: lambda data, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
+    "image_folder": lambda data, limits: load_image_folder(data.root, data.image_size or None, **limits),
+    "libsvm": lambda data, limits: load_libsvm(data.root, max_bytes=limits["max_bytes"]),
+    **{name: lambda data, limits, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
 }
 
 
@@ -237,7 +238,7 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
         DataError: The data are missing or unusable.
     """
     with config_section("data"):
-        splits = _divided(config.data, seed)
+        splits = _divided(config.data, config.limits, seed)
     if config.data.positive:
         splits = with_positive(splits, config.data.positive)
     if config.data.imbalance != 1 or config.data.largest_class:
@@ -344,16 +345,16 @@ def _check_adapter(adapter: Adapter, config: ClassificationConfig) -> None:
     adapter.merge()
 
 
-def _divided(data: DataConfig, seed: int) -> Splits:
+def _divided(data: DataConfig, limits: Limits, seed: int) -> Splits:
     if data.name != "cifar10" and data.name not in LOADERS:
         raise ConfigError(f"data.name={data.name!r} is none of cifar10, {', '.join(LOADERS)}")
     if data.name not in SKLEARN_SETS and not data.root:
         raise ConfigError(f"data.name={data.name} needs data.root=PATH, the file or folder that holds it")
     if data.name == "cifar10":
-        train, test = load_cifar10(data.root)
+        train, test = load_cifar10(data.root, **limits)
         rest, validation = hold_out(train, data.validation_size, seed)
         return Splits(rest, validation, test, train.class_names)
-    whole = LOADERS[data.name](data)
+    whole = LOADERS[data.name](data, limits)
     return split(whole.x, whole.y, data.fractions, seed, class_names=whole.class_names)
 
 

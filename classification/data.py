@@ -1,30 +1,36 @@
 """Labelled data in memory: loaders of common formats, and the three parts that finetuning for a metric needs."""
 
+import bz2
 import csv
 import difflib
+import gzip
+import io
 import os
 import reprlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.images import load_image_folder
-from metricopt_ext.data.labelled import Labelled, Split
+from metricopt_ext.data.images import MAX_PIXELS, load_image_folder
+from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Split, check_bytes
 from metricopt_ext.data.splits import Splits, check_fractions
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import check_at_least
-from metricopt_ext.utils.files import existing
-from metricopt_ext.utils.words import counted
+from metricopt_ext.utils.files import existing, read_at_most
+from metricopt_ext.utils.words import brief, counted
 
 StrPath = str | os.PathLike[str]
 Array = npt.NDArray[Any]
+
+# Text may have max_bytes divided by this: while it is parsed, it takes up to 30 times its size.
+TEXT_SHARE = 32
 
 _SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
 _BLANK = {"", "?"}  # how tables mark a missing value
@@ -128,49 +134,66 @@ def with_positive(splits: Splits, name: str) -> Splits:
     return replace(splits.map(lambda part, _: Split(part.x, 1 - part.y)), class_names=names[::-1])
 
 
-def load_libsvm(paths: StrPath | Sequence[StrPath], num_features: int | None = None) -> Labelled:
+def load_libsvm(
+    paths: StrPath | Sequence[StrPath], num_features: int | None = None, *, max_bytes: int = MAX_BYTES
+) -> Labelled:
     """Read files in LIBSVM (SVMlight) format, gzipped if named ``.gz``, and stack them.
 
     Args:
         paths: One file or several.
         num_features: Number of features d; by default the largest index found.
+        max_bytes: Most bytes of the inputs in memory; of the text, unzipped, a 32nd part of it.
 
     Returns:
         Inputs ``n x d`` float32, and classes numbered in ascending order of their labels in the file (-1 before +1).
 
     Raises:
-        DataError: For a file that is missing or malformed, or has more than d features.
+        DataError: For a file that is missing or malformed, or has more than d features, or more bytes than allowed.
     """
     from sklearn.datasets import load_svmlight_files
 
     files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    named, left = ", ".join(map(str, files)), max_bytes // TEXT_SHARE
+    texts = []
     for file in files:
-        existing(file)
+        texts.append(_text(existing(file), left))
+        left -= len(texts[-1])
     try:
-        loaded = load_svmlight_files([os.fspath(file) for file in files], n_features=num_features, dtype=np.float32)
-    except (ValueError, OSError, EOFError, zlib.error) as error:
-        raise DataError(f"cannot read {', '.join(map(str, files))} as LIBSVM data: {error}") from error
+        loaded = load_svmlight_files(list(map(io.BytesIO, texts)), n_features=num_features, dtype=np.float32)
+    except Exception as error:  # it indexes and converts whatever it reads, with errors of many types
+        raise DataError(f"cannot read {named} as LIBSVM data: {brief(error)}") from error
+    del texts
+    rows, features = sum(part.shape[0] for part in loaded[::2]), loaded[0].shape[1]
+    check_bytes(f"{named}, of {rows} rows and {features} features,", 4 * rows * features, max_bytes)
     x = np.concatenate([part.toarray() for part in loaded[::2]])
     labels, y = np.unique(np.concatenate(loaded[1::2]), return_inverse=True)
     if len(y) == 0:
-        raise DataError(f"{', '.join(map(str, files))} holds no examples")
+        raise DataError(f"{named} holds no examples")
     return Labelled(torch.from_numpy(x), torch.from_numpy(y), tuple(f"{label:g}" for label in labels))
 
 
-def load_a9a(root: StrPath) -> Labelled:
+def load_a9a(root: StrPath, *, max_bytes: int = MAX_BYTES) -> Labelled:
     """Read the two files of a9a (Adult), 48,842 rows of 123 features; class 1 earns more than 50,000.
 
     Args:
         root: Folder of ``a9a`` and ``a9a.t``, each gzipped (``.gz``) or not.
+        max_bytes: As in `load_libsvm`.
 
     Raises:
         DataError: For a missing or malformed file.
     """
-    return load_libsvm([existing(Path(root, name), Path(root, f"{name}.gz")) for name in ("a9a", "a9a.t")], 123)
+    files = [existing(Path(root, name), Path(root, f"{name}.gz")) for name in ("a9a", "a9a.t")]
+    return load_libsvm(files, 123, max_bytes=max_bytes)
 
 
 def load_csv(
-    path: StrPath, target: str, *, drop: Sequence[str] = (), delimiter: str = ",", max_categories: int = 100
+    path: StrPath,
+    target: str,
+    *,
+    drop: Sequence[str] = (),
+    delimiter: str = ",",
+    max_categories: int = 100,
+    max_bytes: int = MAX_BYTES,
 ) -> Labelled:
     """Read a table with a header row; numeric columns are kept, each other column becomes one 0/1 column per value.
 
@@ -181,24 +204,26 @@ def load_csv(
         drop: Names of columns to leave out.
         delimiter: Character between cells; whitespace around cells is ignored.
         max_categories: Maximum number of values in a text column, or of classes in the target.
+        max_bytes: Most bytes of the inputs in memory; of the file a 32nd part of it.
 
     Returns:
         Inputs ``n x d`` float32, and classes named by their values.
 
     Raises:
         DataError: For a missing or malformed file, a name not in the header or a column without a name, a missing
-            number (an empty cell, ``?``, ``NA``, ...), a decimal comma, an empty cell or ``?`` in the target, or a
-            column with too many values.
+            number (an empty cell, ``?``, ``NA``, ...), a decimal comma, an empty cell or ``?`` in the target, a
+            column with too many values, or more bytes than allowed.
     """
     if len(delimiter) != 1:
         raise DataError(f"data.delimiter={delimiter!r} must be one character")
-    rows = _table(path, delimiter)
+    rows = _table(path, delimiter, max_bytes // TEXT_SHARE)
     header = rows[0][1]
     _check_header(path, header, target, drop)
     lines = [line for line, _ in rows[1:]]
     columns = list(zip(header, zip(*(row for _, row in rows[1:]), strict=True), strict=True))
 
     features: list[Array] = []
+    width = 0
     for name, column in columns:
         if name == target or name in drop:
             continue
@@ -207,12 +232,16 @@ def load_csv(
             if _numbers([cell.replace(",", ".") for cell in column]) is not None:
                 comma = next(cell for cell in column if "," in cell)
                 raise DataError(f"{path}: numbers must have a decimal point, got {comma!r} in column {name!r}")
-            values, codes = np.unique(column, return_inverse=True)
+            values, codes = _coded(column)
             if len(values) > max_categories:
                 raise DataError(
                     f"{path}: {_too_many('text column', name, values, max_categories)}; leave it out"
                     f" (data.drop=[{name}]) or raise data.max_categories"
                 )
+            width += len(values)
+            check_bytes(
+                f"{path}, of {len(codes)} rows and at least {width} features,", 4 * width * len(codes), max_bytes
+            )
             features.append(codes[:, None] == np.arange(len(values)))
             continue
         invalid = np.flatnonzero(~np.isfinite(numbers))
@@ -222,7 +251,8 @@ def load_csv(
                 f"{path}: column {name!r} must be a finite number in each row, got {column[at]!r} in row {lines[at]}; "
                 f"fill it in, or leave out the row or the column (data.drop=[{name}])"
             )
-        features.append(numbers[:, None])
+        width += 1
+        features.append(numbers[:, None].astype(np.float32))
     if not features:
         raise DataError(f"{path} must have a feature column besides the target {target!r}, got {header}")
 
@@ -230,27 +260,35 @@ def load_csv(
     for line, label in zip(lines, labels, strict=True):
         if label in _BLANK:
             raise DataError(f"{path}: {target!r} must be given in each row, but is {label!r} in row {line}")
-    classes, y = np.unique(labels, return_inverse=True)
+    classes, y = _coded(labels)
     if len(classes) > max_categories:
         raise DataError(
             f"{path}: {_too_many('target', target, classes, max_categories)}; it must hold classes, not a quantity"
             " (or raise data.max_categories)"
         )
-    numbers = _numbers(classes.tolist())
+    numbers = _numbers(classes)
     if numbers is not None:
         order = np.argsort(numbers, kind="stable")
-        classes, y = classes[order], np.argsort(order)[y]
-    x = np.concatenate(features, axis=1).astype(np.float32)
-    return Labelled(torch.from_numpy(x), torch.from_numpy(y), tuple(classes.tolist()))
+        classes, y = [classes[i] for i in order], np.argsort(order)[y]
+    x = np.concatenate(features, axis=1, dtype=np.float32)
+    return Labelled(torch.from_numpy(x), torch.from_numpy(y), tuple(classes))
 
 
-def load_cifar10(root: StrPath, limit_per_class: int | None = None) -> tuple[Labelled, Labelled]:
+def load_cifar10(
+    root: StrPath,
+    limit_per_class: int | None = None,
+    *,
+    max_bytes: int = MAX_BYTES,
+    max_pixels: int = MAX_PIXELS,
+) -> tuple[Labelled, Labelled]:
     """Read the train and test sets of CIFAR-10, 50,000 and 10,000 images of ten classes.
 
     Args:
         root: Folder that holds either ``cifar-10-batches-py``, or ``train`` and ``test``, each a folder or a ``.zip``
             of ``<class>/<file>`` images.
         limit_per_class: Keep only the first this many of each class in each set; at least 1.
+        max_bytes: As in `load_image_folder`.
+        max_pixels: As in `load_image_folder`.
 
     Returns:
         Train and test, with inputs ``n x 3 x 32 x 32`` uint8 (RGB).
@@ -262,7 +300,12 @@ def load_cifar10(root: StrPath, limit_per_class: int | None = None) -> tuple[Lab
     if Path(root, "cifar-10-batches-py").is_dir():
         return _cifar10_batches(root, True, limit_per_class), _cifar10_batches(root, False, limit_per_class)
     train, test = (
-        load_image_folder(existing(Path(root, name), Path(root, f"{name}.zip")), None, limit_per_class)
+        load_image_folder(
+            existing(Path(root, name), Path(root, f"{name}.zip")),
+            limit_per_class=limit_per_class,
+            max_bytes=max_bytes,
+            max_pixels=max_pixels,
+        )
         for name in ("train", "test")
     )
     if train.class_names != test.class_names:
@@ -293,13 +336,30 @@ def load_sklearn(name: str) -> Labelled:
     return Labelled(x, torch.tensor(bunch.target, dtype=torch.int64), tuple(map(str, bunch.target_names)))
 
 
-def _table(path: StrPath, delimiter: str) -> list[tuple[int, list[str]]]:
+def _text(path: Path, most: int) -> bytes:
+    """A file's content, unzipped if it is named ``.gz`` or ``.bz2``: at most so many bytes."""
+    openers: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".bz2": bz2.open}  # type: ignore[dict-item]
+    opener = openers.get(path.suffix, open)
+    try:
+        with opener(path, "rb") as file:
+            text = read_at_most(file, most)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {path}: {brief(error)}") from error
+    if text is None:
+        raise DataError(
+            f"{path} has more than {most} bytes of text; all text may have max_bytes / {TEXT_SHARE}, so raise max_bytes"
+            " if that is right"
+        )
+    return text
+
+
+def _table(path: StrPath, delimiter: str, most: int) -> list[tuple[int, list[str]]]:
     """The rows that are not blank, header first, each with its number and its cells stripped."""
     try:
-        with existing(path).open(newline="", encoding="utf-8-sig") as file:
-            read = list(csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True))
-    except (csv.Error, UnicodeDecodeError, OSError) as error:
-        raise DataError(f"cannot read {path} as CSV: {error}") from error
+        lines = io.StringIO(_text(existing(path), most).decode("utf-8-sig"), newline="")
+        read = list(csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path} as CSV: {brief(error)}") from error
     rows = [(number, [cell.strip() for cell in row]) for number, row in enumerate(read, start=1) if row]
     if len(rows) < 2:
         raise DataError(f"{path} must hold a header and at least one row, got {counted(len(rows), 'row')}")
@@ -314,7 +374,9 @@ def _check_header(path: StrPath, header: list[str], target: str, drop: Sequence[
     for name in (target, *drop):
         if header.count(name) == 1:
             continue
-        near = ", ".join(map(reprlib.repr, difflib.get_close_matches(name, header, n=3, cutoff=0.0)))
+        near = ", ".join(
+            map(brief, difflib.get_close_matches(name, [cell[:100] for cell in header[:1000]], cutoff=0.0))
+        )
         why = f"{path} must have one column {name!r}, got {header.count(name)}; nearest among {len(header)}: {near}"
         if len(header) == 1:
             why += "; is data.delimiter the character between its cells?"
@@ -339,8 +401,15 @@ def _numbers(column: Sequence[str]) -> Array | None:
         return None
 
 
-def _too_many(what: str, name: str, values: Array, limit: int) -> str:
-    shown = reprlib.repr(values[:3].tolist())
+def _coded(column: Sequence[str]) -> tuple[list[str], Array]:
+    """The distinct values in alphabetical order, and the place of each cell's. NumPy would make all as long as one."""
+    values = sorted(set(column))
+    places = {value: place for place, value in enumerate(values)}
+    return values, np.array([places[cell] for cell in column])
+
+
+def _too_many(what: str, name: str, values: Sequence[str], limit: int) -> str:
+    shown = reprlib.repr(values[:3])
     return f"{what} {name!r} must have at most {limit} distinct values, got {len(values)} such as {shown}"
 
 

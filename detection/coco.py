@@ -1,7 +1,6 @@
 """Annotated images and detections in COCO's JSON formats."""
 
 import json
-import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -11,11 +10,14 @@ from typing import Any
 
 import torch
 
-from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.detection.records import LONGEST_SIDE, Annotated, Detections, DetectionSet
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import write_atomically
+from metricopt_ext.utils.files import JSON_BYTES, parse_json, read_bounded, write_atomically
+from metricopt_ext.utils.words import brief
 
 NAMED = 5  # images listed in a warning
+
+LARGEST = 1e30  # of a coordinate or score: sums of two are finite in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +36,11 @@ class CocoSet(DetectionSet):
 
 
 def read_coco(
-    annotations: str | Path, images_dir: str | Path | None = None, *, dtype: torch.dtype = torch.float32
+    annotations: str | Path,
+    images_dir: str | Path | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_bytes: int = JSON_BYTES,
 ) -> CocoSet:
     """Read annotated images in COCO's format: images and classes in the order of their ids, as in pycocotools.
 
@@ -46,12 +52,13 @@ def read_coco(
         annotations: The JSON file.
         images_dir: Folder of the images; None if only the boxes are needed; the images are then not looked for.
         dtype: Type of the boxes; float64 keeps all decimals of the file.
+        max_bytes: Most bytes of the JSON file, which takes up to 25 times as much memory.
 
     Raises:
-        DataError: The file is truncated, not JSON of this format or without images; an id is duplicate or unknown; a
-            box or size is not a number; an image is missing.
+        DataError: The file is truncated, too large, not JSON of this format or without images; an id is duplicate or
+            unknown; a box or size is not a number; an image is missing.
     """
-    content = _load(Path(annotations))
+    content = _load(Path(annotations), max_bytes)
     wrong = [key for key in ("images", "annotations", "categories") if not isinstance(_get(content, key), list)]
     if wrong:
         raise DataError(f"{annotations} has no list {wrong[0]!r}; COCO's format needs images, annotations, categories")
@@ -74,7 +81,7 @@ def read_coco(
             flat.append(str(images[image]["file_name"]))
         else:
             crowd = bool(each.get("iscrowd", 0))
-            objects[image].append(([x, y, x + width, y + height], labels[category], crowd))
+            objects[image].append(([float(edge) for edge in (x, y, x + width, y + height)], labels[category], crowd))
     if flat:
         more = f" and {len(flat) - NAMED} more" if len(flat) > NAMED else ""
         warnings.warn(
@@ -82,9 +89,9 @@ def read_coco(
         )
     folder = Path() if images_dir is None else Path(images_dir)
     if images_dir is not None:
-        missing = [image["file_name"] for image in images.values() if not (folder / image["file_name"]).is_file()]
+        missing = [image["file_name"] for image in images.values() if not _is_file(folder / image["file_name"])]
         if missing:
-            raise DataError(f"{folder} lacks {len(missing)} of {len(images)} images, first {missing[0]}")
+            raise DataError(f"{folder} lacks {len(missing)} of {len(images)} images, first {missing[0][:200]}")
     annotated = [
         Annotated(
             image_id=key,
@@ -101,7 +108,7 @@ def read_coco(
     return CocoSet(tuple(each["name"] for each in categories.values()), annotated, tuple(categories))
 
 
-def read_detections(results: str | Path, dataset: DetectionSet) -> list[Detections]:
+def read_detections(results: str | Path, dataset: DetectionSet, *, max_bytes: int = JSON_BYTES) -> list[Detections]:
     """Read COCO's results format: a list of ``{image_id, category_id, bbox: [x, y, width, height], score}``.
 
     An image is identified by its ``image_id`` in the set: VOC's are strings, the file names without suffix. A class is
@@ -111,15 +118,16 @@ def read_detections(results: str | Path, dataset: DetectionSet) -> list[Detectio
     Args:
         results: The JSON file.
         dataset: The images that the detections are of.
+        max_bytes: Most bytes of the JSON file, which takes up to 25 times as much memory.
 
     Returns:
         The detections in each image of the set, in float64 and in the file's order.
 
     Raises:
-        DataError: The file is truncated or not a list in this format, has an unknown image or category, or a box or
-            score that is not a finite number.
+        DataError: The file is truncated, too large or not a list in this format, has an unknown image or category, or a
+            box or score that is not a finite number.
     """
-    content = _load(Path(results))
+    content = _load(Path(results), max_bytes)
     if not isinstance(content, list):
         raise DataError(f"{results} holds a {type(content).__name__}; COCO's results are a list of detections")
     places = {image.image_id: place for place, image in enumerate(dataset.images)}
@@ -136,8 +144,8 @@ def read_detections(results: str | Path, dataset: DetectionSet) -> list[Detectio
         x, y, width, height = _box(each, where)
         score = each.get("score")
         if not _is_finite(score):
-            raise DataError(f"{where} has the score {score!r}; it must be a finite number")
-        found[place].append(([x, y, x + width, y + height], score, label))
+            raise DataError(f"{where} has the score {brief(score)}; it must be a finite number")
+        found[place].append(([float(edge) for edge in (x, y, x + width, y + height)], float(score), label))
     return [
         Detections(
             torch.tensor([box for box, _, _ in each], dtype=torch.float64).reshape(-1, 4),
@@ -212,13 +220,13 @@ def _write(path: str | Path, content: Any) -> Path:
     return Path(path)
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path, max_bytes: int) -> Any:
     if not path.is_file():
         raise DataError(f"{path} does not exist")
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(read_bounded(path, max_bytes))
     except ValueError as error:
-        raise DataError(f"{path} is truncated or not JSON ({error})") from error
+        raise DataError(f"{path} is truncated or not JSON ({brief(error)})") from error
 
 
 def _get(entry: Any, key: str) -> Any:
@@ -230,10 +238,16 @@ def _by_id(entries: list[Any], keys: Sequence[str], what: str) -> dict[Any, dict
     for entry in entries:
         for key in ("id", *keys):
             if _get(entry, key) is None:
-                raise DataError(f"{what} has no {key!r}: {json.dumps(entry)[:100]}")
-        for key in {"id", "width", "height"} & {"id", *keys}:
+                raise DataError(f"{what} has no {key!r}: {brief(entry)}")
+        for key in sorted({"id", "width", "height"} & {"id", *keys}):
             if type(entry[key]) is not int:
-                raise DataError(f"{what} has the {key} {entry[key]!r}; it must be an integer")
+                raise DataError(f"{what} has the {key} {brief(entry[key])}; it must be an integer")
+        for key in sorted({"width", "height"} & {*keys}):
+            if not 1 <= entry[key] <= LONGEST_SIDE:
+                raise DataError(f"{what} has the {key} {brief(entry[key])}; it must be from 1 to {LONGEST_SIDE}")
+        for key in sorted({"name", "file_name"} & {*keys}):
+            if not isinstance(entry[key], str):
+                raise DataError(f"{what} has the {key} {brief(entry[key])}; it must be text")
     ids = Counter(entry["id"] for entry in entries)
     double = [key for key, count in ids.items() if count > 1]
     if double:
@@ -248,16 +262,25 @@ def _known(entry: Any, key: str, known: dict[Any, Any], where: str) -> Any:
         raise DataError(f"{where} has no {key!r}")
     if isinstance(value, list | dict) or value not in known:
         examples = ", ".join(repr(each) for each in list(known)[:NAMED])
-        raise DataError(f"{where} has the unknown {key} {value!r}; known: {examples}{', ...' * (len(known) > NAMED)}")
+        raise DataError(
+            f"{where} has the unknown {key} {brief(value)}; known: {examples}{', ...' * (len(known) > NAMED)}"
+        )
     return value
 
 
 def _box(entry: Any, where: str) -> list[float]:
     box = _get(entry, "bbox")
     if not isinstance(box, list) or len(box) != 4 or not all(map(_is_finite, box)):
-        raise DataError(f"{where} has the bbox {box!r}; it must be 4 finite numbers")
+        raise DataError(f"{where} has the bbox {brief(box)}; it must be 4 finite numbers, each at most {LARGEST:.0e}")
     return box
 
 
 def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= LARGEST  # NaN is not
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False

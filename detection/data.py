@@ -57,7 +57,7 @@ def load_splits(config: DetectionConfig, seed: int, folder: Path) -> DetectionSp
             raise DataError(
                 f"none of the {len(part)} images for {name} has a box that is neither difficult nor a crowd region"
             )
-    return DetectionSplits(classes, *(load_examples(part, config.data.size or None) for part in drawn))
+    return DetectionSplits(classes, *(load_examples(part, config.data.size or None, **config.limits) for part in drawn))
 
 
 def _read(config: DetectionConfig, seed: int, folder: Path) -> tuple[DetectionSet, DetectionSet, DetectionSet]:

@@ -1,6 +1,5 @@
 """Annotated images and detections, in the form shared by all parts of the detection tools."""
 
-import io
 import lzma
 import zipfile
 import zlib
@@ -13,10 +12,16 @@ import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 
+from metricopt_ext.data.archives import MEMBER_BYTES, open_zip
+from metricopt_ext.data.images import MAX_PIXELS, opened
 from metricopt_ext.errors import DataError
+from metricopt_ext.utils.files import read_bounded
+from metricopt_ext.utils.words import brief
 
 # What reading a file raises, on disk or in a zip file: missing, corrupt, encrypted, compressed in an unknown way.
 UNREADABLE = (OSError, KeyError, EOFError, RuntimeError, lzma.LZMAError, zipfile.BadZipFile, zlib.error)
+# Pixels on the longest side of an image that an annotation may tell of; float32 still counts them one by one.
+LONGEST_SIDE = 1 << 24
 # Not `ImageOps.exif_transpose`: it rewrites the EXIF data, which fails if a field is odd.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -58,18 +63,21 @@ class Annotated:
     crowd: Tensor
     archive: Path | None = None
 
-    def load(self) -> Tensor:
+    def load(self, max_pixels: int = MAX_PIXELS) -> Tensor:
         """Return the image, ``3 x height x width``, uint8 RGB, rotated as its EXIF orientation says.
 
+        Args:
+            max_pixels: Most pixels that it may have.
+
         Raises:
-            DataError: The file is missing, truncated, not an image, of more than 8 bits per channel, or, once rotated,
-                of a different size from its annotation.
+            DataError: The file is missing, truncated, not an image, of more than 8 bits per channel, of more pixels,
+                or, once rotated, of a different size from its annotation.
         """
         try:
-            with Image.open(io.BytesIO(self._read())) as image:
+            with opened(self._read(), max_pixels) as image:
                 mode, pixels = image.mode, np.array(_turned(image).convert("RGB"))
-        except (*UNREADABLE, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise DataError(f"{self.path} can't be read as an image: {error}") from error
+        except (DataError, OSError, ValueError) as error:
+            raise DataError(f"{self.path} can't be read as an image: {brief(error)}") from error
         if mode.startswith(("I", "F")):  # PIL would clip their values to 255
             raise DataError(f"{self.path} is of PIL's mode {mode}; convert it to 8 bits per channel")
         if pixels.shape[:2] != (self.height, self.width):
@@ -82,8 +90,8 @@ class Annotated:
 
     def _read(self) -> bytes:
         if self.archive is None:
-            return self.path.read_bytes()
-        with zipfile.ZipFile(self.archive) as archive:
+            return read_bounded(self.path, MEMBER_BYTES)
+        with open_zip(self.archive) as archive:
             return archive.read(self.path.as_posix())
 
 

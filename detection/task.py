@@ -1,40 +1,57 @@
 """Detectors in a `FinetuneTask`: examples in memory, batches of them, and a loss that can be replayed."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.data.images import MAX_PIXELS
+from metricopt_ext.data.labelled import MAX_BYTES, check_bytes
+from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.batches import IndexSampler
 from metricopt_ext.utils.seeding import seeded_streams
+from metricopt_ext.utils.words import counted
 
 
-def load_examples(dataset: DetectionSet, size: int | None = None) -> list[Example]:
+def load_examples(
+    dataset: DetectionSet, size: int | None = None, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIXELS
+) -> list[Example]:
     """Read images into memory.
 
     Args:
         dataset: The images with their boxes.
         size: Longer side in pixels, at least 1; larger images are scaled down to it, and their boxes with them. None
             leaves all unchanged.
+        max_bytes: Most bytes of all images in memory.
+        max_pixels: Most pixels of an image as it is stored.
 
     Raises:
-        DataError: An image can't be read.
+        DataError: An image can't be read, or there are more bytes or pixels than allowed.
     """
     if size is not None and size < 1:
         raise ConfigError(f"images can't be scaled to size={size}; it must be at least 1 pixel")
-    return [_within(Example(truth.load(), truth), size) for truth in dataset.images]
+    pixels = sum(math.prod(_scaled(truth, size)) for truth in dataset.images)
+    check_bytes(f"the set of {counted(len(dataset), 'image')}", 3 * pixels, max_bytes)
+    return [_within(Example(truth.load(max_pixels), truth), size) for truth in dataset.images]
+
+
+def _scaled(truth: Annotated, size: int | None) -> tuple[int, int]:
+    """The width and height of an image in memory."""
+    longer = max(truth.width, truth.height)
+    if size is None or longer <= size:
+        return truth.width, truth.height
+    return max(1, round(truth.width * size / longer)), max(1, round(truth.height * size / longer))
 
 
 def _within(example: Example, size: int | None) -> Example:
     truth = example.truth
-    longer = max(truth.width, truth.height)
-    if size is None or longer <= size:
+    width, height = _scaled(truth, size)
+    if (width, height) == (truth.width, truth.height):
         return example
-    width, height = (max(1, round(side * size / longer)) for side in (truth.width, truth.height))
     pixels = F.interpolate(example.image[None].float(), (height, width), mode="bilinear", antialias=True)[0]
     scale = truth.boxes.new_tensor([width / truth.width, height / truth.height] * 2)
     scaled = replace(truth, width=width, height=height, boxes=truth.boxes * scale)

@@ -10,7 +10,7 @@ from torch import nn
 from metricopt_ext.detection.toolkit import Toolkit
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.tasks.batches import Batches
-from metricopt_ext.utils.files import read_tensors, write_tensors
+from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 from metricopt_ext.utils.seeding import generator, seeded_streams
 
 FILE_FORMAT = "metricopt_ext.detector_training"
@@ -104,13 +104,21 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.SGD, settings: di
             raise FileFormatError(
                 f"{path} is from another run: {key} was {theirs.get(key)!r}, now {value!r}; delete it to train anew"
             )
-    state = {key: value for key, value in tensors.items() if key.startswith("model.")}
+    state = {key.removeprefix("model."): value for key, value in tensors.items() if key.startswith("model.")}
+    own = model.state_dict()
     try:
-        model.load_state_dict({key.removeprefix("model."): value for key, value in state.items()})
-    except RuntimeError as error:
+        check_tensors(path, state, {name: value.shape for name, value in own.items()})
+    except FileFormatError as error:
         raise FileFormatError(f"{path} is from another detector; delete it to train anew ({error})") from error
-    for name, parameter in model.named_parameters():
-        if f"momentum.{name}" in tensors:
-            optimizer.state[parameter]["momentum_buffer"] = tensors[f"momentum.{name}"].to(parameter)
-    losses: list[float] = tensors["losses"].tolist()
+    moving = {name: value for name, value in model.named_parameters() if f"momentum.{name}" in tensors}
+    check_tensors(
+        path,
+        {name: tensors[f"momentum.{name}"] for name in moving},
+        {name: value.shape for name, value in moving.items()},
+    )
+    with content_of(path, "state of a detector's training"):
+        losses: list[float] = [float(loss) for loss in tensors["losses"]]
+        model.load_state_dict(state)
+    for name, parameter in moving.items():
+        optimizer.state[parameter]["momentum_buffer"] = tensors[f"momentum.{name}"].to(parameter)
     return losses

@@ -13,15 +13,23 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet
+from metricopt_ext.data.archives import Archive, open_zip
+from metricopt_ext.detection.records import LONGEST_SIDE, UNREADABLE, Annotated, DetectionSet
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import write_atomically
+from metricopt_ext.utils.files import read_bounded, write_atomically
+from metricopt_ext.utils.words import brief
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".JPG", ".JPEG", ".PNG")
 ENDS = ("xmin", "ymin", "xmax", "ymax")
 FLAGS = {"": False, "0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 NAMED = 5  # files listed in a warning
+
+# The largest XML file that is read: a thousand objects take 0.3 MB. Parsed, XML takes up to 100 times as much.
+XML_BYTES = 1 << 22
+
+# The largest list of images: ten million names.
+LIST_BYTES = 1 << 27
 
 Folder = Path | zipfile.Path
 Box = tuple[float, float, float, float]
@@ -84,19 +92,16 @@ def read_voc(
         return _read_tree(root, None, split, classes, keep_difficult)
     if not root.exists():
         raise DataError(f"{root} does not exist; it should be a folder or a zip file in Pascal VOC's format")
-    try:
-        with zipfile.ZipFile(root) as archive:
-            return _read_tree(zipfile.Path(archive), root, split, classes, keep_difficult)
-    except zipfile.BadZipFile as error:
-        raise DataError(f"{root} is neither a folder nor a complete zip file ({error})") from error
+    with open_zip(root) as archive:
+        return _read_tree(zipfile.Path(archive.file), archive, split, classes, keep_difficult)
 
 
 def _read_tree(
-    root: Folder, archive: Path | None, split: str | None, classes: Sequence[str] | None, keep_difficult: bool
+    root: Folder, archive: Archive | None, split: str | None, classes: Sequence[str] | None, keep_difficult: bool
 ) -> DetectionSet:
     tree = _find_tree(root)
     files = {file.name.removesuffix(".xml"): file for file in (tree / "Annotations").iterdir() if _is_xml(file)}
-    stems = sorted(files) if split is None else _read_split(tree, split, files)
+    stems = sorted(files) if split is None else _read_split(tree, split, files, archive)
     missing = [stem for stem in stems if stem not in files]
     if missing:
         raise DataError(f"{tree / 'Annotations'} lacks {missing[0]}.xml, which the split {split!r} names")
@@ -104,7 +109,7 @@ def _read_tree(
         raise DataError(f"{tree / 'Annotations'} holds no .xml file")
 
     # Without given classes all files are read, so that every split gets the same labels.
-    annotations = {stem: _parse(files[stem]) for stem in (sorted(files) if classes is None else stems)}
+    annotations = {stem: _parse(files[stem], archive) for stem in (sorted(files) if classes is None else stems)}
     if classes is None:
         classes = sorted({thing.name for annotation in annotations.values() for thing in annotation.objects})
     images_dir = tree / "JPEGImages"
@@ -128,7 +133,7 @@ def _read_tree(
                 labels=torch.tensor([label for _, label, _ in objects], dtype=torch.int64),
                 difficult=torch.tensor([difficult for _, _, difficult in objects], dtype=torch.bool),
                 crowd=torch.zeros(len(objects), dtype=torch.bool),
-                archive=archive,
+                archive=None if archive is None else archive.path,
             )
         )
     mended.warn(tree)
@@ -152,7 +157,7 @@ def _is_xml(file: Folder) -> bool:
     return file.name.endswith(".xml") and not file.name.startswith(".")
 
 
-def _read_split(tree: Folder, split: str, annotated: Container[str]) -> list[str]:
+def _read_split(tree: Folder, split: str, annotated: Container[str], archive: Archive | None) -> list[str]:
     """The names in a split's file: whole lines that are a name, and the first word of others (name and flag)."""
     folder = tree / "ImageSets" / "Main"
     file = folder / f"{split}.txt"
@@ -160,7 +165,7 @@ def _read_split(tree: Folder, split: str, annotated: Container[str]) -> list[str
         known = sorted(each.name.removesuffix(".txt") for each in folder.iterdir()) if folder.is_dir() else []
         raise DataError(f"there is no split {split!r} in {folder}; it has {', '.join(known) or 'none'}")
     try:
-        lines = _read_bytes(file).decode("utf-8-sig").splitlines()
+        lines = _read_bytes(file, archive, LIST_BYTES).decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8 ({error})") from error
     names = [line.strip() for line in lines if line.strip()]
@@ -173,28 +178,37 @@ def _read_split(tree: Folder, split: str, annotated: Container[str]) -> list[str
     return stems
 
 
-def _read_bytes(file: Folder) -> bytes:
+def _read_bytes(file: Folder, archive: Archive | None, most: int) -> bytes:
+    if not isinstance(file, Path):
+        assert archive is not None
+        content = archive.read(file.at)
+        if len(content) > most:
+            raise DataError(f"{file} can't be read (it has more than the {most} bytes that are read at most)")
+        return content
     try:
-        return file.read_bytes()
-    except UNREADABLE as error:
+        return read_bounded(file, most)
+    except (*UNREADABLE, ValueError) as error:
         raise DataError(f"{file} can't be read ({error})") from error
 
 
-def _parse(file: Folder) -> _Annotation:
-    content = _read_bytes(file)
+def _parse(file: Folder, archive: Archive | None) -> _Annotation:
+    content = _read_bytes(file, archive, XML_BYTES)
     try:
         top = ET.fromstring(content)
     except (ET.ParseError, LookupError, ValueError) as error:
-        raise DataError(f"{file} is truncated or not XML ({error})") from error
+        raise DataError(f"{file} is truncated or not XML ({brief(error)})") from error
     width, height = (_number(top, f"size/{side}", file) for side in ("width", "height"))
-    if min(width, height) < 1:
-        raise DataError(f"{file} says that its image has {width:g} x {height:g} pixels; it needs the image's size")
+    if not (1 <= width <= LONGEST_SIDE and 1 <= height <= LONGEST_SIDE):
+        raise DataError(
+            f"{file} says that its image has {width:g} x {height:g} pixels; it needs the image's size, at most"
+            f" {LONGEST_SIDE} on a side"
+        )
     objects = []
     for thing in top.findall("object"):
         left, top_edge, right, bottom = (_number(thing, f"bndbox/{end}", file) for end in ENDS)
         flag = (thing.findtext("difficult") or "").strip()
         if flag.lower() not in FLAGS:
-            raise DataError(f"{file} has {flag!r} as <difficult>; it must be 0 or 1")
+            raise DataError(f"{file} has {brief(flag)} as <difficult>; it must be 0 or 1")
         corners = (left, top_edge, right, bottom)
         objects.append(_Object(_text(thing, "name", file), corners, FLAGS[flag.lower()]))
     return _Annotation(file, (top.findtext("filename") or "").strip(), int(width), int(height), objects)
@@ -214,7 +228,7 @@ def _number(element: ET.Element, path: str, file: Folder) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(f"{file} has {text!r} as <{path}>; it must be a number")
+        raise DataError(f"{file} has {brief(text)} as <{path}>; it must be a number")
     return number
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.data.images import load_image_folder
+from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
@@ -35,10 +35,10 @@ from metricopt_ext.utils.seeding import generator
 
 EVALUATION_BATCH = 256
 
-LOADERS: dict[str, Callable[[DataConfig], Labelled]] = {
-    "class_folders": lambda data: load_image_folder(data.root, data.image_size or None),
-    "digits": lambda data: load_digits(),
-    "omniglot": lambda data: load_omniglot(data.root, data.image_size or None),
+LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the settings and the bounds
+    "class_folders": lambda data, limits: load_image_folder(data.root, data.image_size or None, **limits),
+    "digits": lambda data, limits: load_digits(),
+    "omniglot": lambda data, limits: load_omniglot(data.root, data.image_size or None, **limits),
 }
 
 
@@ -156,7 +156,7 @@ def load_splits(config: RetrievalConfig, seed: int) -> Splits:
         DataError: The data are missing or unusable.
     """
     with config_section("data"):
-        splits = _divided(config.data, seed)
+        splits = _divided(config.data, config.limits, seed)
     with config_section("shift"):
         if config.shift.kind == "none":
             return splits
@@ -214,15 +214,15 @@ def attach(model: nn.Module, config: RetrievalConfig, seed: int) -> Adapter:
     return attach_film(model, config.adapter.layers or None, dim=config.adapter.dim, seed=seed)
 
 
-def _divided(data: DataConfig, seed: int) -> Splits:
+def _divided(data: DataConfig, limits: Limits, seed: int) -> Splits:
     if data.name != "stanford_online_products" and data.name not in LOADERS:
         raise ConfigError(f"data.name={data.name!r} is none of {', '.join(LOADERS)}, stanford_online_products")
     if data.name != "digits" and not data.root:
         raise ConfigError(f"data.name={data.name} needs data.root=PATH, the file or folder that holds it")
     if data.name == "stanford_online_products":
-        train, test = load_stanford_online_products(data.root, data.image_size or 224)
+        train, test = load_stanford_online_products(data.root, data.image_size or 224, **limits)
         return hold_out_classes(train, test, data.validation_share, seed)
-    whole = LOADERS[data.name](data)
+    whole = LOADERS[data.name](data, limits)
     return split_classes(whole, data.fractions, seed, last_test=data.last_test, test_classes=data.test_classes)
 
 

@@ -8,14 +8,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.images import load_image_folder, read_images, reader
-from metricopt_ext.data.labelled import Labelled, Split
+from metricopt_ext.data.images import MAX_PIXELS, Limits, load_image_folder, read_images, reader
+from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Split
 from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import existing
+from metricopt_ext.utils.files import existing, read_bounded
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import brief
 
 StrPath = str | os.PathLike[str]
+
+# The largest list of Stanford Online Products that is read; its own have 4 MB. A line takes ten times that in memory.
+LIST_BYTES = 1 << 28
 
 _COLUMNS = ["image_id", "class_id", "super_class_id", "path"]  # of the lists of Stanford Online Products
 
@@ -118,12 +122,16 @@ def load_digits() -> Labelled:
     return Labelled(x, torch.tensor(bunch.target, dtype=torch.int64), tuple(map(str, bunch.target_names)))
 
 
-def load_omniglot(root: StrPath, image_size: int | None = 28) -> Labelled:
+def load_omniglot(
+    root: StrPath, image_size: int | None = 28, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIXELS
+) -> Labelled:
     """Read Omniglot, ``<alphabet>/<character>/<file>.png``; a class is a character of an alphabet.
 
     Args:
         root: The folder of the alphabets, a zip file of them, or a folder that holds nothing but such a zip file.
         image_size: Pixels per side to reduce to; None for the original 105.
+        max_bytes: As in `load_image_folder`.
+        max_pixels: As in `load_image_folder`.
 
     Returns:
         Images ``n x 1 x h x w`` uint8, ink 255 on 0.
@@ -139,16 +147,20 @@ def load_omniglot(root: StrPath, image_size: int | None = 28) -> Labelled:
                 f"{path} must hold the folders of the alphabets or one zip file of them, got {len(archives)} zip files"
             )
         path = archives[0]
-    data = load_image_folder(path, image_size, depth=2, mode="L")
+    data = load_image_folder(path, image_size, depth=2, mode="L", max_bytes=max_bytes, max_pixels=max_pixels)
     return Labelled(255 - data.x, data.y, data.class_names)
 
 
-def load_stanford_online_products(root: StrPath, image_size: int = 224) -> tuple[Labelled, Labelled]:
+def load_stanford_online_products(
+    root: StrPath, image_size: int = 224, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIXELS
+) -> tuple[Labelled, Labelled]:
     """Read the train and test parts of Stanford Online Products from its own lists.
 
     Args:
         root: The folder of ``Ebay_train.txt`` and ``Ebay_test.txt`` and of the images they name.
         image_size: Pixels per side to resize to.
+        max_bytes: As in `load_image_folder`, of each part.
+        max_pixels: As in `load_image_folder`.
 
     Returns:
         Train and test, images ``n x 3 x h x w`` uint8; all 120,053 of 224 pixels take 18 GB.
@@ -156,7 +168,8 @@ def load_stanford_online_products(root: StrPath, image_size: int = 224) -> tuple
     Raises:
         DataError: For a missing or malformed list, or an image that is missing or unreadable.
     """
-    train, test = (_listed_images(Path(root), f"Ebay_{part}.txt", image_size) for part in ("train", "test"))
+    limits = Limits(max_bytes=max_bytes, max_pixels=max_pixels)
+    train, test = (_listed_images(Path(root), f"Ebay_{part}.txt", image_size, limits) for part in ("train", "test"))
     return train, test
 
 
@@ -172,18 +185,18 @@ def _of_classes(whole: Labelled, classes: Tensor) -> Split:
     return whole.take(torch.isin(whole.y, classes))
 
 
-def _listed_images(root: Path, name: str, image_size: int) -> Labelled:
+def _listed_images(root: Path, name: str, image_size: int, limits: Limits) -> Labelled:
     file = existing(root / name)
     try:
-        header, *lines = file.read_text(encoding="utf-8").splitlines()
+        header, *lines = read_bounded(file, LIST_BYTES).decode().splitlines()
     except (ValueError, OSError) as error:
-        raise DataError(f"cannot read {file}: {error}") from error
+        raise DataError(f"cannot read {file}: {brief(error)}") from error
     if header.split() != _COLUMNS or not lines:
-        raise DataError(f"{file} must list {' '.join(_COLUMNS)}, got {header!r} and {len(lines)} images")
+        raise DataError(f"{file} must list {' '.join(_COLUMNS)}, got {brief(header)} and {len(lines)} images")
     rows = [line.split(maxsplit=3) for line in lines]
     for number, row in enumerate(rows, start=2):
-        if len(row) != 4 or not row[1].isdecimal():
-            raise DataError(f"{file}: line {number} must be {' '.join(_COLUMNS)}, got {row}")
+        if len(row) != 4 or not row[1].isdecimal() or len(row[1]) > 18:  # 18 digits fit into 64 bits
+            raise DataError(f"{file}: line {number} must be {' '.join(_COLUMNS)}, got {brief(row)}")
     classes, y = torch.tensor([int(row[1]) for row in rows]).unique(return_inverse=True)
-    x = read_images(root, [row[3] for row in rows], reader(root), image_size)
+    x = read_images(root, [row[3] for row in rows], reader(root), image_size, **limits)
     return Labelled(x, y, tuple(map(str, classes.tolist())))

@@ -13,7 +13,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = ("classification", "detection", "retrieval")
-FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml")
+FILES = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "Makefile",
+    "README.md",
+    "SECURITY.md",
+    "pyproject.toml",
+)
 FOLDERS = ("metricopt_ext", "configs", "tests", "tools", *TASKS)
 HEAVY = ("detectron2", "faiss", "gpytorch", "matplotlib", "pytorch_metric_learning", "sklearn", "torchvision")
 

@@ -42,8 +42,10 @@ from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.rollout import Policy
 from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.device import choose_device
-from metricopt_ext.utils.files import read_json, sole_writer, write_atomically, write_json
+from metricopt_ext.utils.files import content_of, read_json, write_atomically, write_json
+from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
@@ -251,7 +253,10 @@ def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watche
     folder = folder / f"seed-{seed}"
     config = load_config(ClassificationConfig, file, overrides)
     record = folder / "rows.json"
-    rows = {name: Row(**row) for name, row in read_json(record).items()} if record.exists() else {}
+    rows: dict[str, Row] = {}
+    if record.exists():
+        with content_of(record, "rows of an ablation"):
+            rows = from_json(dict[str, Row], read_json(record))
 
     def remember(name: str, compute: Callable[[], Row]) -> None:
         if name not in rows:

@@ -33,7 +33,8 @@ from metricopt_ext.evidence.joined import joined
 from metricopt_ext.evidence.run_config import check_at_least
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.files import sole_writer, write_atomically
+from metricopt_ext.utils.files import content_of, write_atomically
+from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.words import counted
@@ -185,7 +186,10 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
 
 def join(folders: Sequence[Path]) -> dict[str, Any]:
     """Return what one comparison of the seeds of several would hold."""
-    return paired(joined([load(folder) for folder in folders], list(map(str, folders))))
+    names = list(map(str, folders))
+    contents = [load(folder) for folder in folders]
+    with content_of(", ".join(names), "comparisons"):
+        return paired(joined(contents, names))
 
 
 def report(content: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -202,7 +206,8 @@ def summarise(folders: Sequence[Path], output: Path | None) -> str:
     if len(set(names)) < len(names):
         names = list(map(str, folders))
     contents = {name: load(folder) for name, folder in zip(names, folders, strict=True)}
-    page = "\n".join([summary(contents), *(section(name, content) for name, content in contents.items())])
+    with content_of(", ".join(names), "comparisons"):
+        page = "\n".join([summary(contents), *(section(name, content) for name, content in contents.items())])
     print(page)
     if output is not None:
         write_atomically(output / "summary.md", page.encode())

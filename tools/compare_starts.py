@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.cli import TASKS, errors_in_one_line, experiment_of
 from metricopt_ext.evidence.compare import judge
 from metricopt_ext.evidence.contenders import Contender, at_each_budget, loss_path
@@ -42,7 +43,8 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
-from metricopt_ext.utils.files import read_json, sole_writer, write_atomically, write_json
+from metricopt_ext.utils.files import holds, read_json, write_atomically, write_json
+from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
@@ -121,6 +123,8 @@ def run_seed(
     folder = folder / f"seed-{seed}"
     record = folder / "points.json"
     row: dict[str, Any] = read_json(record) if record.exists() else {"points": {}}
+    if not holds(row, {"points": dict}):
+        raise FileFormatError(f"{record} holds no points of a comparison; delete it to regenerate it")
     missing = [name for name in plan.methods if name not in row["points"]]
     if missing:
         watcher.stage("train the model")

@@ -34,6 +34,7 @@ from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.evidence.style import print_table
 from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.words import brief
 
 Items = tuple[Any, Any]  # embeddings and labels
 Gallery = tuple[str, Items | None]  # its name, and its items unless they are the queries
@@ -203,7 +204,7 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
     def embedded(path: Path) -> Items:
         nonlocal model
         mode: Literal["L", "RGB"] = "L" if arguments.grey else "RGB"
-        images = load_image_folder(path, config.data.image_size or None, mode=mode)
+        images = load_image_folder(path, config.data.image_size or None, mode=mode, **config.limits)
         if model is None:
             settings = config.model
             model = build_model(settings.name, images.x.shape[1:], settings.embedding, settings.width)
@@ -307,21 +308,27 @@ def read_array(path: Path, name: str) -> Any:
         raise DataError(f"{path} does not exist")
     if path.suffix == ".npy":
         try:
-            return np.load(path, allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise DataError(f"{path} is not a .npy file of numbers ({error})") from error
+            # Mapped, as then no more memory is taken than the file has, whatever shape it declares.
+            return np.array(np.lib.format.open_memmap(path, mode="r"))
+        except Exception as error:  # its header is parsed as Python, with errors of many types
+            raise DataError(f"{path} is not a .npy file of numbers ({brief(error)})") from error
     if path.suffix != ".safetensors":
         raise DataError(f"{path} must be a .npy or .safetensors file")
 
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
+
+    from metricopt_ext.utils.files import check_header
 
     try:
+        check_header(path)
         with safe_open(path, framework="pt") as file:
             if name not in (names := list(file.keys())):
                 raise DataError(f"{path} has no tensor {name!r}, only {', '.join(map(repr, names))}")
             return file.get_tensor(name)
-    except SafetensorError as error:
-        raise DataError(f"{path} is truncated or not a safetensors file ({error})") from error
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path} is truncated or not a safetensors file ({brief(error)})") from error
 
 
 def print_rows(rows: list[Row], searched: str) -> None:

@@ -20,7 +20,7 @@ from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.report import paired_interval, spread
 from metricopt_ext.evidence.style import direction, markdown_table
-from metricopt_ext.utils.files import read_json, write_atomically
+from metricopt_ext.utils.files import content_of, holds, read_json, write_atomically
 from metricopt_ext.utils.words import counted
 
 HEADER = ["method", "test", "against the best other", "queries", "batch queries", "seconds"]
@@ -50,7 +50,12 @@ def tabulate(runs: Sequence[Path], methods: Sequence[str] | None = None) -> str:
     Raises:
         FileFormatError: A folder holds no report.
     """
-    return "\n".join(section(run.resolve().name, load(run), methods) for run in runs)
+    sections = []
+    for run in runs:
+        content = load(run)
+        with content_of(run / "report.json", "report of a finetune tool"):
+            sections.append(section(run.resolve().name, content, methods))
+    return "\n".join(sections)
 
 
 def load(run: Path) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def load(run: Path) -> dict[str, Any]:
     if not file.exists():
         raise FileFormatError(f"{file} does not exist; run a finetune tool into {run} first")
     content: dict[str, Any] = read_json(file)
-    if not {"task", "metric", "seeds", "methods"} <= content.keys():
+    if not holds(content, {"task": str, "metric": dict, "seeds": list, "methods": dict}):
         raise FileFormatError(f"{file} is not a report of a finetune tool")
     return content
 

@@ -12,10 +12,11 @@ from detectron2.config import CfgNode, get_cfg
 from metricopt_ext.detection.ap50 import Definition
 from metricopt_ext.detection.ap_loss import ClassificationLoss
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
-from metricopt_ext.errors import ConfigError
+from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.methods.recipe import LEAST_TASKS
 from metricopt_ext.search.optimizer import MetricOpt
-from metricopt_ext.utils.config import default_of
+from metricopt_ext.utils.config import check_yaml, default_of
+from metricopt_ext.utils.files import MISFITS
 
 Node = TypeVar("Node")
 
@@ -302,8 +303,12 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
     cfg = get_cfg()
     add_metricopt_config(cfg)
     try:
+        if Path(path).is_file():  # Detectron2 knows other places too
+            check_yaml(path)
         cfg.merge_from_file(str(path), allow_unsafe=False)  # no Python objects in YAML
         cfg.merge_from_list(list(overrides))
-    except (OSError, KeyError, ValueError, AssertionError, yaml.YAMLError) as error:
+    except MetricOptError:
+        raise
+    except (OSError, AssertionError, yaml.YAMLError, *MISFITS) as error:
         raise ConfigError(f"{path}: {error}") from error
     return cfg

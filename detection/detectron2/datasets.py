@@ -2,7 +2,6 @@
 
 import io
 import re
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -14,6 +13,7 @@ from detectron2.structures import BoxMode
 from detectron2.utils import comm
 from detectron2.utils.file_io import PathHandler, PathManager
 
+from metricopt_ext.data.archives import open_zip
 from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.detectron2.config import DatasetsNode
 from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet
@@ -37,7 +37,7 @@ class ZipHandler(PathHandler):  # type: ignore[misc]
 
     def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
         archive, _, member = path[len(self.PREFIX) :].partition("!")
-        with zipfile.ZipFile(archive) as file:
+        with open_zip(Path(archive)) as file:
             content = io.BytesIO(file.read(member))
         return content if "b" in mode else io.TextIOWrapper(content)
 

@@ -31,7 +31,7 @@ from metricopt_ext.errors import ConfigError, FileFormatError, MetricOptError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import learn_in_rounds
 from metricopt_ext.tasks.trajectory import Trajectory
-from metricopt_ext.utils.files import claim
+from metricopt_ext.utils.identity import claim
 from metricopt_ext.utils.progress import Bars, Watcher
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit

@@ -26,7 +26,7 @@ from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.files import claim
+from metricopt_ext.utils.identity import claim
 from metricopt_ext.utils.modes import in_mode
 from metricopt_ext.utils.seeding import generator, seeded_streams
 

@@ -29,7 +29,7 @@ from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
-from metricopt_ext.utils.files import claim
+from metricopt_ext.utils.identity import claim
 from metricopt_ext.utils.seeding import generator
 
 

@@ -4,18 +4,27 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.modulation import CONTEXT_NAME, GENERATOR, MODULATION_NAME, Context, Modulation
+from metricopt_ext.adapters.modulation import (
+    CONTEXT_NAME,
+    GENERATOR,
+    MODULATION_NAME,
+    AdapterKind,
+    Context,
+    Modulation,
+)
 from metricopt_ext.adapters.signature import Outputs, Signature
-from metricopt_ext.errors import AdapterError
-from metricopt_ext.utils.files import read_tensors, write_tensors
-from metricopt_ext.utils.words import shortened
+from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.described import from_json
+from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
+from metricopt_ext.utils.words import brief, shortened
 
 FILE_FORMAT = "metricopt_ext/adapter/1"
 
@@ -181,8 +190,8 @@ class Adapter:
         for name, (_, modulation) in zip(self.layers, self.modulations(), strict=True):
             tensors.update({f"{name}.{key}": value for key, value in modulation.named_buffers()})
         context = self.context
-        described = {**self._place(), "seed": context.seed, "generator": context.generator}
-        write_tensors(path, tensors, FILE_FORMAT, described)
+        described = Described(**self._place(), seed=context.seed, generator=context.generator)
+        write_tensors(path, tensors, FILE_FORMAT, asdict(described))
 
     def load(self, path: str | Path) -> None:
         """Read phi and the matrices from a file that `save` wrote for an adapter of the same kind, dim and layers.
@@ -193,17 +202,30 @@ class Adapter:
             FileFormatError: The file is corrupt or not an adapter file.
             AdapterError: The file's adapter differs from this one.
         """
-        tensors, described = read_tensors(path, FILE_FORMAT)
-        described, context = complete(described), self.context
+        described, tensors = read_adapter(path)
+        self.load_described(path, described, tensors)
+
+    @torch.no_grad()
+    def load_described(self, path: str | Path, described: "Described", tensors: dict[str, Tensor]) -> None:
+        """Set phi and the matrices to what `read_adapter` read; on an error nothing is changed.
+
+        Raises:
+            FileFormatError: The tensors are not those of the adapter that the file describes.
+            AdapterError: The file's adapter differs from this one.
+        """
         for key, mine in self._place().items():
-            if described[key] != mine:
-                raise AdapterError(f"{path}: {key} is {described[key]}, but the attached adapter's is {mine}")
-        self.set_phi(tensors["phi"])
+            theirs = getattr(described, key)
+            if theirs != mine:
+                raise AdapterError(f"{path}: {key} is {brief(theirs)}, but the attached adapter's is {brief(mine)}")
+        own = {"phi": self.phi.detach()}
         for name, (_, modulation) in zip(self.layers, self.modulations(), strict=True):
-            for key, buffer in modulation.named_buffers():
-                buffer.copy_(tensors[f"{name}.{key}"])
-        context.seed = described["seed"]  # the seed of the matrices just copied
-        context.generator = described["generator"]
+            own.update({f"{name}.{key}": buffer for key, buffer in modulation.named_buffers()})
+        check_tensors(path, tensors, {name: value.shape for name, value in own.items()})
+        for name, value in own.items():
+            value.copy_(tensors[name])
+        context = self.context
+        context.seed = described.seed  # the seed of the matrices just copied
+        context.generator = described.generator
         context.signature[0] = context.seed
         self._tag_phi()
 
@@ -214,7 +236,7 @@ class Adapter:
             "kind": context.kind,
             "dim": self.dim,
             "layers": context.layers,
-            "outputs": None if context.outputs is None else asdict(context.outputs),
+            "outputs": context.outputs,
             "matrix_dim": context.offsets.start,
         }
 
@@ -226,9 +248,45 @@ class Adapter:
         return f"Adapter({context.kind}, dim={self.dim}, layers={layers}, seed={context.seed}{outputs})"
 
 
-def complete(described: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of an adapter's file with what files of earlier versions do not say."""
-    return {"generator": GENERATOR, "outputs": None, "matrix_dim": described["dim"], **described}
+@dataclass(frozen=True)
+class Described:
+    """What an adapter's file says besides its tensors.
+
+    Attributes:
+        kind: What the matrices do.
+        dim: Dimension d of phi.
+        layers: Names of the modulated layers, that of the logits last.
+        outputs: How phi acts on the logits; None if it doesn't, as in files of earlier versions, which do not say it.
+        matrix_dim: Number of phi's coordinates that the matrices multiply.
+        seed: Seed of the matrices.
+        generator: How the matrices were drawn.
+    """
+
+    kind: AdapterKind
+    dim: int
+    layers: list[str]
+    outputs: Outputs | None
+    matrix_dim: int
+    seed: int
+    generator: str
+
+
+def read_adapter(path: str | Path) -> tuple[Described, dict[str, Tensor]]:
+    """Read what `Adapter.save` wrote: the description, and phi and the matrices.
+
+    Raises:
+        FileFormatError: The file is corrupt or not an adapter file.
+    """
+    tensors, described = read_tensors(path, FILE_FORMAT)
+    with content_of(path, "adapter"):
+        if described["kind"] not in get_args(AdapterKind):
+            kinds = ", ".join(map(repr, get_args(AdapterKind)))
+            raise FileFormatError(f"{path}: unknown adapter kind {brief(described['kind'])}, expected one of {kinds}")
+        # What files of earlier versions do not say.
+        earlier = {"generator": GENERATOR, "outputs": None, "matrix_dim": described["dim"]}
+        content = from_json(Described, {**earlier, **described})
+        check_integer(0, dim=content.dim, matrix_dim=content.matrix_dim, seed=content.seed)
+    return content, tensors
 
 
 def signature_of(parameter: Tensor) -> Signature | None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from metricopt_ext.adapters.adapter import FILE_FORMAT, Adapter, complete
+from metricopt_ext.adapters.adapter import Adapter, Described, read_adapter
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
+    MATRICES,
     MODULATION_NAME,
     TOOLKIT_NORMS,
     AdapterKind,
@@ -25,11 +26,11 @@ from metricopt_ext.adapters.modulation import (
     channel_axis,
 )
 from metricopt_ext.adapters.signature import Outputs
-from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.files import read_tensors
+from metricopt_ext.utils.files import check_tensors, content_of
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.words import shortened
+from metricopt_ext.utils.words import brief, shortened
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -157,23 +158,42 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
     """Attach an adapter that `Adapter.save` wrote to a bare model.
 
     Raises:
-        FileFormatError: The file is corrupt or not an adapter file.
-        AdapterError: The model lacks a layer that the file names.
+        FileFormatError: The file is corrupt or not an adapter file. The model is then as it was.
+        AdapterError: The model lacks a layer that the file names, or has an adapter. The model is then as it was.
     """
-    described = complete(read_tensors(path, FILE_FORMAT)[1])
-    kind, layers, dim, seed = (described[key] for key in ("kind", "layers", "matrix_dim", "seed"))
-    outputs = None if described["outputs"] is None else Outputs(**described["outputs"])
-    if kind == "film":
-        film = layers if outputs is None else layers[:-1]
-        adapter = attach_film(model, film, dim=dim, seed=seed, outputs=outputs)
-    elif kind == "input_bias":
-        adapter = attach_input_bias(model, layers[0], dim=dim, seed=seed, outputs=outputs)
-    elif kind == "outputs":
-        adapter = attach_outputs(model, outputs)
-    else:
-        raise FileFormatError(f"{path}: unknown adapter kind {kind!r}, expected 'film', 'input_bias' or 'outputs'")
-    adapter.load(path)
+    described, tensors = read_adapter(path)
+    kind, dim, seed, outputs = described.kind, described.matrix_dim, described.seed, described.outputs
+    layers = described.layers if outputs is None else described.layers[:-1]
+    _check_matrices(model, path, described, layers, tensors)
+    with content_of(path, "adapter"):
+        if kind == "film":
+            adapter = attach_film(model, layers, dim=dim, seed=seed, outputs=outputs)
+        elif kind == "input_bias":
+            adapter = attach_input_bias(model, layers[0], dim=dim, seed=seed, outputs=outputs)
+        else:
+            adapter = attach_outputs(model, outputs)
+    try:
+        adapter.load_described(path, described, tensors)
+    except BaseException:
+        adapter.remove()
+        raise
     return adapter
+
+
+def _check_matrices(
+    model: nn.Module, path: str | Path, described: Described, layers: Sequence[str], tensors: dict[str, Tensor]
+) -> None:
+    """Check that a file holds the matrices of an adapter before it is attached, which allocates as many."""
+    known, expected = dict(model.named_modules()), {"phi": [described.dim]}
+    for name in layers:
+        if name not in known:  # attaching would take it for a pattern
+            nearest = _nearest(name[:100], [each for each in known if each])
+            raise AdapterError(f"{path}: {brief(name)} is no layer of the model{nearest}")
+        if (why := _unusable(known[name])) is not None:
+            raise AdapterError(f"{path}: layer {name!r} {why}")
+        channels = affine(known[name])[0].shape[0]
+        expected |= {f"{name}.{key}": [channels, described.matrix_dim] for key in MATRICES[described.kind]}
+    check_tensors(path, tensors, expected)
 
 
 def _attach(

@@ -13,6 +13,9 @@ from metricopt_ext.adapters.signature import Outputs
 
 AdapterKind = Literal["film", "input_bias", "outputs"]
 
+# The random matrices of each modulated layer, by kind: names of buffers.
+MATRICES: dict[AdapterKind, tuple[str, ...]] = {"film": ("A", "B"), "input_bias": ("C",), "outputs": ()}
+
 CONTEXT_NAME = "metricopt"
 MODULATION_NAME = "metricopt_modulation"
 

@@ -1,11 +1,12 @@
 """What a vector phi means: which layers of a model it modulates, by which random matrices, and how the logits."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.checks import check_above
+from metricopt_ext.utils.described import from_json
 
 
 @dataclass(frozen=True)
@@ -64,19 +65,13 @@ class Signature:
     outputs: Outputs | None = None
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any] | None) -> "Signature | None":
-        """Return what `to_json` described."""
-        if content is None:
-            return None
-        outputs = content.get("outputs")  # earlier files do not say it
-        return cls(
-            **{
-                **content,
-                "layers": tuple(content["layers"]),
-                "channels": tuple(content["channels"]),
-                "outputs": None if outputs is None else Outputs(**outputs),
-            }
-        )
+    def from_json(cls, content: Any) -> "Signature | None":
+        """Return what `to_json` described; None of None.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        return None if content is None else from_json(cls, content)  # earlier files lack the outputs
 
     def to_json(self) -> dict[str, Any]:
         """Return the attributes as JSON."""

@@ -17,7 +17,7 @@ from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.files import sole_writer
+from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.stopping import ending_when_stopped

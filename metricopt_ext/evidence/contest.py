@@ -20,7 +20,7 @@ from metricopt_ext.methods.starts import Start, best_start, with_start
 from metricopt_ext.search.trust_region import SearchEnd
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.files import read_json, write_json
+from metricopt_ext.utils.files import holds, read_json, write_json
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.progress import Watcher
 
@@ -162,7 +162,7 @@ def read_row(file: Path) -> dict[str, Any]:
         FileFormatError: The file holds something else.
     """
     row: dict[str, Any] = read_json(file)
-    if not {"seed", "method", "cells", "errors", "least"} <= row.keys():
+    if not holds(row, {"seed": int, "method": str, "cells": dict, "errors": dict, "least": int}):
         raise FileFormatError(f"{file} is not a row of a comparison; delete it to regenerate it")
     return row
 

@@ -21,7 +21,7 @@ from metricopt_ext.evidence.style import (
     print_table,
     save_figure,
 )
-from metricopt_ext.utils.files import read_json, write_atomically, write_json
+from metricopt_ext.utils.files import content_of, holds, read_json, write_atomically, write_json
 from metricopt_ext.utils.words import counted
 
 FILE = "comparison.json"
@@ -45,6 +45,13 @@ def gather(folder: Path, plan: Plan, subject: Subject, config: dict[str, Any]) -
     if not seeds:
         raise DataError(f"{folder} holds no seed of a comparison")
     begun = [read_json(folder / f"seed-{seed}" / STARTS) for seed in seeds]
+    with content_of(folder, "comparison"):
+        return _gathered(folder, plan, subject, config, seeds, begun)
+
+
+def _gathered(
+    folder: Path, plan: Plan, subject: Subject, config: dict[str, Any], seeds: list[int], begun: list[dict[str, Any]]
+) -> dict[str, Any]:
     names = list(dict.fromkeys(name for each in begun for name in each["test"]))
     present = [name for name in METHODS if any((folder / f"seed-{seed}" / f"{name}.json").exists() for seed in seeds)]
     rows = {name: [_row(folder / f"seed-{seed}" / f"{name}.json") for seed in seeds] for name in present}
@@ -97,7 +104,8 @@ def load(path: Path) -> dict[str, Any]:
     if not file.exists():
         raise FileFormatError(f"{file} does not exist; run the comparison into {path} first")
     content: dict[str, Any] = read_json(file)
-    if not {"metric", "budgets", "starts", "best_start", "methods", "guards"} <= content.keys():
+    kinds = {"metric": dict, "budgets": list, "starts": dict, "best_start": dict, "methods": dict, "guards": list}
+    if not holds(content, kinds):
         raise FileFormatError(f"{file} is not a comparison's")
     return content
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.recipe import Setting
+from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import read_json, write_json
 from metricopt_ext.utils.machine import Machine
+from metricopt_ext.utils.words import brief
 from metricopt_ext.value.value_function import Quality
 
 
@@ -84,16 +86,8 @@ class SeedRecord:
         """
         content = read_json(path)
         try:
-            content["outcomes"] = {
-                name: [Outcome(**outcome) for outcome in outcomes] for name, outcomes in content["outcomes"].items()
-            }
-            for name in ("candidates", "trivial"):
-                content[name] = {kind: Quality(**quality) for kind, quality in content[name].items()}
-            content["quality"] = None if content["quality"] is None else Quality(**content["quality"])
-            content["setting"] = None if content["setting"] is None else Setting(*content["setting"])
-            content["machine"] = Machine(**content["machine"])
-            return cls(**content)
-        except (KeyError, TypeError, AttributeError) as error:
+            return from_json(cls, content)
+        except ValueError as error:
             raise FileFormatError(
-                f"{path} is not the record of a seed: {error!r}; delete it to regenerate it"
+                f"{path} is not the record of a seed: {brief(error)}; delete it to regenerate it"
             ) from error

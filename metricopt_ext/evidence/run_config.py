@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from metricopt_ext.data.images import MAX_PIXELS, Limits
+from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
@@ -267,9 +269,17 @@ class RunConfig:
     workers: int = 1  # seeds that run in parallel, each in its own process
     threads: int = 1  # CPU threads of each
     device: str = "auto"  # auto, cpu, cuda, cuda:0, ...
+    # What files of data may take, so that a small one can't fill the memory. They have no influence on results.
+    max_bytes: int = MAX_BYTES  # of memory, for a set as it is loaded, or a part of one that comes in parts
+    max_pixels: int = MAX_PIXELS  # of an image as it is stored
     # The kernels and number of threads that every processor has, deterministic algorithms on a GPU; slower. Whether
     # processors of different makers then give the same digits is not tested.
     deterministic: bool = False
+
+    @property
+    def limits(self) -> Limits:
+        """Return what loaders of images take as their bounds."""
+        return Limits(max_bytes=self.max_bytes, max_pixels=self.max_pixels)
 
     def check(self) -> None:
         """Reject what would only fail after work has been done.
@@ -278,6 +288,7 @@ class RunConfig:
             ConfigError: A value is out of range.
             BudgetError: There are too few queries; the message says how many are needed.
         """
+        check_at_least(1, {"max_bytes": self.max_bytes, "max_pixels": self.max_pixels})
         check_at_least(1, {n: getattr(self, n) for n in ("population", "best_evals", "seeds", "workers", "threads")})
         check_at_least(1, {"adapter.dim": self.adapter.dim})
         check_at_least(0, {"seed": self.seed})

@@ -26,7 +26,7 @@ from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.config import config_section
-from metricopt_ext.utils.files import read_json
+from metricopt_ext.utils.files import content_of, read_json
 from metricopt_ext.utils.progress import Watcher
 
 TRAINS = ("phi", "model", "scratch")
@@ -317,14 +317,19 @@ def plot_histories(folder: Path, seeds: Sequence[int]) -> list[Path]:
         The picture, ``siblings.png``; nothing if no sibling method ran.
     """
     files = [(name, folder / f"seed-{seed}" / f"{name}.json") for name in SIBLINGS for seed in seeds]
-    histories = [(name, read_json(file)["history"]) for name, file in files if file.exists()]
+    histories = []
+    for name, file in files:
+        if file.exists():
+            with content_of(file, "history of a sibling method"):
+                history = read_json(file)["history"]
+                histories.append((name, {each: np.array(history[each]).reshape(-1, 2) for each in history}))
     quantities = list(dict.fromkeys(quantity for _, history in histories for quantity in history))
     if not quantities:
         return []
     figure, (row,) = new_figure(4.0 * len(quantities), 3.6, columns=len(quantities))
     for axes, quantity in zip(row, quantities, strict=True):
         for name, history in histories:
-            axes.plot(*np.array(history.get(quantity, [])).reshape(-1, 2).T, color=METHODS[name].colour, linewidth=0.9)
+            axes.plot(*history.get(quantity, np.empty((0, 2))).T, color=METHODS[name].colour, linewidth=0.9)
         axes.set_title(quantity, fontsize=9)
         axes.set_xlabel("iteration")
     for name in dict.fromkeys(name for name, _ in histories):

@@ -21,7 +21,7 @@ from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
-from metricopt_ext.utils.files import claim, fingerprint, fingerprint_of_code, fingerprint_of_files, sole_writer
+from metricopt_ext.utils.identity import claim, fingerprint, fingerprint_of_code, fingerprint_of_files, sole_writer
 from metricopt_ext.value.value_function import ValueFunction
 
 IDENTITY, EVALUATIONS = "identity.json", "evaluations.json"
@@ -30,7 +30,7 @@ BUFFERS = "buffers.safetensors"
 FORMAT = 5  # of what is kept: a folder of another format is not resumed
 
 # Settings of a tool's run that may change on resuming: which seeds to run, and how.
-RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device"}
+RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device", "max_bytes", "max_pixels"}
 
 
 class RunFolder:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.errors import FileFormatError
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
-from metricopt_ext.utils.files import read_tensors, write_tensors
+from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 from metricopt_ext.utils.seeding import generator
 
 FILE_FORMAT = "metricopt_ext/update_rule/1"
@@ -95,14 +94,13 @@ class UpdateRule(nn.Module):
             raise ValueError(f"momentum is {momentum}; it must be below 1")
         self.dim, self.hidden, self.step, self.momentum = dim, int(hidden), float(step), float(momentum)
         self.sees_loss, self.sees_metric = bool(sees_loss), bool(sees_metric)
-        self.inputs = (1 if dim is None else dim) * VECTORS + SCALARS
-        self.outputs = 1 + (1 if dim is None else dim)
+        self.inputs, self.outputs = _widths(dim)
         self.weights = nn.Parameter(self._initial(seed))
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """Shapes of the two layers' matrices, the row of biases last in each."""
-        return (self.inputs + 1, self.hidden), (self.hidden + 1, self.outputs)
+        return _shapes(self.dim, self.hidden)
 
     def _initial(self, seed: int) -> Tensor:
         """Draw weights of variance 1 / inputs, biases 0; coordinatewise, two units pass on the averaged gradient."""
@@ -211,12 +209,24 @@ def load_update_rule(path: str | Path) -> UpdateRule:
         FileFormatError: The file is corrupt or holds something else.
     """
     tensors, described = read_tensors(path, FILE_FORMAT)
-    try:
+    with content_of(path, "update rule"):
+        # Before a rule is made, as it draws weights of these shapes.
+        (rows, hidden), (_, outputs) = _shapes(described["dim"], described["hidden"])
+        check_tensors(path, tensors, {"weights": [rows * hidden + (hidden + 1) * outputs]})
         rule = UpdateRule(**described)
         rule.to(tensors["weights"].dtype).load_state_dict(tensors)
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise FileFormatError(f"{path} is corrupt: it holds no update rule ({error})") from error
     return rule.requires_grad_(False)
+
+
+def _widths(dim: int | None) -> tuple[int, int]:
+    """Return how many numbers the MLP is given, and how many it gives, for a row of its inputs."""
+    coordinates = 1 if dim is None else dim
+    return coordinates * VECTORS + SCALARS, 1 + coordinates
+
+
+def _shapes(dim: int | None, hidden: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    inputs, outputs = _widths(dim)
+    return (inputs + 1, hidden), (hidden + 1, outputs)
 
 
 def _ratio(value: Tensor, to: Tensor, seen: bool) -> Tensor:

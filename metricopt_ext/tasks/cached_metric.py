@@ -1,12 +1,15 @@
 """A metric whose evaluations are kept in a file, so that an interrupted run pays for none of them twice."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import read_json, write_json
+from metricopt_ext.utils.words import brief
 
 
 class CachedMetric(Metric):
@@ -46,17 +49,18 @@ class CachedMetric(Metric):
         return evaluation
 
 
+@dataclass(frozen=True)
+class _File:
+    """What the file holds."""
+
+    evaluations: list[Evaluation]
+
+
 def _read(path: Path) -> list[Evaluation]:
+    content = read_json(path)
     try:
-        return [
-            Evaluation(cost, None if halves is None else _pair(*halves))
-            for cost, halves in read_json(path)["evaluations"]
-        ]
-    except (KeyError, TypeError, ValueError) as error:
+        return from_json(_File, content).evaluations
+    except ValueError as error:
         raise FileFormatError(
-            f"{path} holds no evaluations of a metric: {error!r}; delete it to evaluate again"
+            f"{path} holds no evaluations of a metric: {brief(error)}; delete it to evaluate again"
         ) from error
-
-
-def _pair(a: float, b: float) -> tuple[float, float]:
-    return a, b

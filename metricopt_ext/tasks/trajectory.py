@@ -11,7 +11,10 @@ from torch import Tensor
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.tasks.metric import Evaluation, stacked_halves
-from metricopt_ext.utils.files import claim, read_tensors, write_tensors
+from metricopt_ext.utils.described import from_json
+from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
+from metricopt_ext.utils.identity import claim
+from metricopt_ext.utils.words import brief
 
 FILE_FORMAT = "metricopt_ext/trajectory/2"
 
@@ -139,6 +142,15 @@ def _read_all(folder: Path) -> list[Trajectory]:
     return [_read(path) for path in sorted(folder.glob("round-*.safetensors"))]
 
 
+@dataclass(frozen=True)
+class _Described:
+    """What a trajectory's file says besides its tensors."""
+
+    round: int
+    index: int
+    signature: Signature | None
+
+
 def _write(path: Path, trajectory: Trajectory) -> None:
     tensors = {name: getattr(trajectory, name) for name in ("phi", "loss", "observed", "cost")}
     if trajectory.halves is not None:
@@ -149,6 +161,14 @@ def _write(path: Path, trajectory: Trajectory) -> None:
 
 
 def _read(path: Path) -> Trajectory:
-    tensors, described = read_tensors(path, FILE_FORMAT)
-    signature = Signature.from_json(described["signature"])
-    return Trajectory(described["round"], described["index"], **tensors, signature=signature)
+    tensors, content = read_tensors(path, FILE_FORMAT)
+    with content_of(path, "trajectory"):
+        described = from_json(_Described, content)
+        points, dim = tensors["phi"].shape
+        evaluations = len(tensors["observed"])
+        shapes = {"phi": (points, dim), "loss": (points - 1,), "observed": (evaluations,), "cost": (evaluations,)}
+        check_tensors(path, tensors, {**shapes, **({"halves": (evaluations, 2)} if "halves" in tensors else {})})
+        observed = tensors["observed"]
+        if observed.dtype != torch.int64 or not bool(((observed >= 0) & (observed < points)).all()):
+            raise ValueError(f"its observed steps are {brief(observed.tolist())}, not steps from 0 to {points - 1}")
+    return Trajectory(described.round, described.index, **tensors, signature=described.signature)

@@ -7,6 +7,8 @@ import math
 from numbers import Integral
 from typing import Any, SupportsFloat
 
+from metricopt_ext.utils.words import brief
+
 
 def check_integer(least: int, **values: Any) -> None:
     """Reject what is not an integer, of Python's or NumPy's, or is below ``least``; a bool is no number.
@@ -28,8 +30,12 @@ def check_finite(**values: Any) -> None:
     """
     for name, value in values.items():
         number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
-        if value is not None and not (number and math.isfinite(value)):
-            raise ValueError(f"{name} is {value!r}; it must be a finite number")
+        try:
+            finite = number and math.isfinite(value)
+        except OverflowError:  # an integer that no float can hold
+            finite = False
+        if value is not None and not finite:
+            raise ValueError(f"{name} is {brief(value)}; it must be a finite number")
 
 
 def check_at_least(least: float, **values: Any) -> None:

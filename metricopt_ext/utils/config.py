@@ -7,9 +7,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, NoReturn, TypeVar, get_origin
 
 from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.utils.files import MISFITS, read_bounded
+from metricopt_ext.utils.words import brief
+
+# Bounds on a config file, ten times what one of ours has at most. Nodes are counted with aliases replaced by what they
+# stand for, which can double them with every line; so can interpolations, whose number bounds the growth to 3^4.
+YAML_BYTES = 1 << 18
+YAML_NODES = 20_000
+YAML_LEVELS = 20
+YAML_INTERPOLATIONS = 12
 
 Schema = TypeVar("Schema")
 
@@ -42,6 +51,7 @@ def load_config(
         elif file is not None:
             if not Path(file).is_file():
                 raise ConfigError(f"config file {file} does not exist")
+            check_yaml(file)
             content = OmegaConf.load(file)
             if not isinstance(content, DictConfig):
                 raise ConfigError(f"{file} holds a list; it must hold keys with values")
@@ -62,12 +72,60 @@ def load_config(
                 config = OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
         where = in_file
         return OmegaConf.to_object(config)  # type: ignore[return-value]
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+    except MetricOptError:
+        raise
+    except (OmegaConfBaseException, YAMLError, *MISFITS) as error:
         key = getattr(error, "full_key", None) or ""
         if key and key.partition("[")[0] not in known:
             raise ConfigError(f"{where}unknown key {key!r}{_nearest(key, known)}") from error
         named = f"{key}: " if key and where == in_file else ""
         raise ConfigError(f"{where}{named}{' '.join(str(error).partition('    full_key:')[0].split())}") from error
+
+
+def check_yaml(file: str | Path) -> None:
+    """Reject a YAML file that would grow when it is read: by aliases, by interpolations or by deep nesting.
+
+    Args:
+        file: The file, which exists.
+
+    Raises:
+        ConfigError: It has more than `YAML_BYTES` bytes, `YAML_INTERPOLATIONS` interpolations, `YAML_LEVELS` levels, or
+            `YAML_NODES` nodes once its aliases are replaced by what they stand for; or it is no YAML.
+    """
+    from yaml import SafeLoader, YAMLError, parse
+    from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, NodeEvent
+
+    def reject(what: str, most: int) -> NoReturn:
+        raise ConfigError(f"{file} has more than {most} {what}, too many for a config file")
+
+    try:
+        text = read_bounded(file, YAML_BYTES)
+        if text.count(b"${") > YAML_INTERPOLATIONS:
+            reject("interpolations, ${...}", YAML_INTERPOLATIONS)
+        sizes: dict[str, int] = {}  # nodes below each anchor
+        stack: list[tuple[str | None, int]] = [(None, 0)]  # of each collection that is open, its anchor and its nodes
+        for event in parse(text, SafeLoader):
+            if isinstance(event, CollectionStartEvent):
+                stack.append((event.anchor, 1))
+            elif isinstance(event, NodeEvent | CollectionEndEvent):
+                anchor, size = getattr(event, "anchor", None), 1
+                if isinstance(event, AliasEvent):
+                    if event.anchor not in sizes:
+                        raise ConfigError(f"{file} has an alias *{event.anchor} of a part that holds it, or of none")
+                    anchor, size = None, sizes[event.anchor]
+                elif isinstance(event, CollectionEndEvent):
+                    anchor, size = stack.pop()
+                if anchor is not None:
+                    sizes[anchor] = size
+                stack[-1] = stack[-1][0], stack[-1][1] + size
+            if len(stack) > YAML_LEVELS:
+                reject("levels", YAML_LEVELS)
+            if stack[-1][1] > YAML_NODES:
+                reject("nodes", YAML_NODES)
+    except (YAMLError, *MISFITS) as error:
+        if isinstance(error, MetricOptError):
+            raise
+        raise ConfigError(f"{file}: {brief(error)}") from error
 
 
 def default_of(function: Callable[..., Any], argument: str) -> Any:

@@ -1,31 +1,41 @@
-"""Files that are either complete or absent: safetensors and JSON written to a temporary name, synced, then renamed."""
+"""Files that are either complete or absent: safetensors and JSON written to a temporary name, synced, then renamed.
 
-import hashlib
-import inspect
+What is read may come from anywhere: memory and time are bounded by the file's size and by the constants below, and
+whatever its content is, errors are of `metricopt_ext.errors`.
+"""
+
 import json
-import math
 import os
-import sys
 import tempfile
-import textwrap
-from collections.abc import Iterable, Iterator
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from types import CodeType
-from typing import Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
-from metricopt_ext.errors import DataError, FileFormatError
+from metricopt_ext.errors import DataError, FileFormatError, MetricOptError
+from metricopt_ext.utils.words import brief
 
-LOCK = ".lock"
-ROUNDING = 1e-4
+# The largest JSON file that is read. COCO's largest has 0.45 GB. Parsed, JSON takes up to 25 times as much.
+JSON_BYTES = 1 << 30
+
+# The deepest JSON. Our own has ten levels at most; parsers, comparisons and messages take a stack frame for each.
+JSON_LEVELS = 50
+
+# The largest header of a safetensors file, which has 100 bytes for a tensor: a detector's has 50 kB. Each tensor takes
+# about 1 kB more in memory.
+HEADER_BYTES = 1 << 24
+
+# What code raises that meets other content than it was written for; RuntimeError is PyTorch's.
+MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
@@ -53,10 +63,10 @@ def _umask() -> int:
 
 def write_json(path: str | Path, content: Any) -> None:
     """Write indented JSON atomically."""
-    write_atomically(path, (_to_json(content, indent=2) + "\n").encode())
+    write_atomically(path, (to_json(content, indent=2) + "\n").encode())
 
 
-def _to_json(content: Any, **layout: Any) -> str:
+def to_json(content: Any, **layout: Any) -> str:
     """Return JSON; a number of NumPy's is written like Python's."""
 
     def plain(value: Any) -> Any:
@@ -74,132 +84,100 @@ def read_json(path: str | Path) -> Any:
         FileFormatError: The file is not JSON, or not a JSON object.
     """
     try:
-        content = json.loads(Path(path).read_text())
+        content = parse_json(read_bounded(path, JSON_BYTES))
     except ValueError as error:
-        raise FileFormatError(f"{path} is not valid JSON ({error}); delete it to regenerate it") from error
+        raise FileFormatError(f"{path} is not valid JSON ({brief(error)}); delete it to regenerate it") from error
     if not isinstance(content, dict):
         raise FileFormatError(f"{path} holds a {type(content).__name__}, not a JSON object; delete it to regenerate it")
     return content
 
 
-def fingerprint(state: dict[str, Any]) -> str:
-    """Return 16 hexadecimal digits that identify a state dict's names and tensors, whatever the device."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, value in sorted(state.items()):
-        if isinstance(value, Tensor):
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def holds(content: Mapping[str, Any], kinds: Mapping[str, type]) -> bool:
+    """Tell whether a JSON object has values of these types under these keys, and perhaps others."""
+    return all(isinstance(content.get(key), kind) for key, kind in kinds.items())
 
 
-def fingerprint_of_files(paths: Iterable[Path]) -> str:
-    """Return 16 hexadecimal digits that identify files, and all files in folders, by name, size and content.
-
-    Names count from each path on, so that a folder may be moved; everything is read once.
+def read_bounded(path: str | Path, most: int) -> bytes:
+    """Read a file of at most so many bytes.
 
     Raises:
-        DataError: A path does not exist.
+        ValueError: It is larger.
+        OSError: It can't be read.
     """
-    digest = hashlib.blake2b(digest_size=8)
-    for path in map(existing, paths):
-        found = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
-        for file in found:
-            with file.open("rb") as opened:
-                content = hashlib.file_digest(opened, "blake2b").hexdigest()
-            digest.update(f"{file.relative_to(path)} {file.stat().st_size} {content}\n".encode())
-    return digest.hexdigest()
+    with open(path, "rb") as file:
+        content = read_at_most(file, most)
+    if content is None:
+        raise ValueError(f"it has more than the {most} bytes that are read at most")
+    return content
 
 
-def claim(path: str | Path, identity: dict[str, Any]) -> None:
-    """Record what a folder's content depends on, or check it against what an earlier run recorded.
+def read_at_most(file: IO[bytes], most: int) -> bytes | None:
+    """Return the rest of an open file, or None if that has more than so many bytes.
 
-    Numbers with a fraction may differ by `ROUNDING` of their size: processors round differently.
+    The size that a file or a zipped stream says it has need not be the one it has, so none is trusted.
+    """
+    parts, left = [], most + 1
+    while left > 0 and (part := file.read(min(left, 1 << 20))):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts) if left > 0 else None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON of at most `JSON_LEVELS` levels.
 
     Raises:
-        FileFormatError: The folder belongs to a run with other settings; the message names the first that differs.
+        ValueError: It is not JSON, or nested more deeply.
     """
-    identity = json.loads(_to_json(identity))
-    if not Path(path).exists():
-        write_json(path, identity)
-        return
-    theirs = read_json(path)
-    for key in {**identity, **theirs}:  # in the identity's order, so that causes can come before what follows from them
-        if not _same(theirs.get(key), identity.get(key)):
-            raise FileFormatError(
-                f"{Path(path).parent} holds another run: {key} was {theirs.get(key)!r}, now {identity.get(key)!r};"
-                " continue with the old settings or use another output folder"
-            )
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two values of JSON are the same but for rounding."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=ROUNDING) or (math.isnan(a) and math.isnan(b))
-    return bool(a == b)
-
-
-def fingerprint_of_code(function: Any) -> str:
-    """Return what identifies a function's own code, under one version of Python; what it calls is not looked at.
-
-    Args:
-        function: Any callable. Of a partial function and a bound method it is the function's code, of an object that
-            is called that of its class; of one that is not written in Python, the name.
-    """
-    while isinstance(function, partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    called = function if hasattr(function, "__code__") or inspect.ismethod(function) else type(function).__call__
-    code = getattr(called, "__code__", None)
-    if code is None:
-        return getattr(function, "__qualname__", type(function).__qualname__)
-    digest = hashlib.blake2b(_described_code(code).encode(), digest_size=8).hexdigest()
-    return f"{digest} (Python {sys.version_info.major}.{sys.version_info.minor})"
-
-
-def _described_code(code: CodeType) -> str:
-    def described(constant: Any) -> str:
-        if isinstance(constant, frozenset):  # its order differs between processes
-            return repr(sorted(map(repr, constant)))
-        return _described_code(constant) if isinstance(constant, CodeType) else repr(constant)
-
-    constants = [described(each) for each in code.co_consts]
-    return repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
+    deep = f"it is nested more deeply than {JSON_LEVELS} levels"
+    try:
+        content = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(deep) from error
+    level = [content]
+    for _ in range(JSON_LEVELS + 1):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+        if not level:
+            return content
+    raise ValueError(deep)
 
 
 @contextmanager
-def sole_writer(folder: str | Path) -> Iterator[None]:
-    """Keep other processes from writing to a folder meanwhile; the lock ends with the process, however that ends.
+def content_of(path: str | Path, meant: str) -> Iterator[None]:
+    """Turn what code raises that meets other content than it was written for into an error that names the file.
+
+    Args:
+        path: The file.
+        meant: What it should hold.
 
     Raises:
-        FileFormatError: Another process writes to it.
+        FileFormatError: The code raised one of `MISFITS`.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    lock = FileLock(Path(folder) / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise FileFormatError(
-            f"{folder} is being written by another process; wait until it has ended, or use another output folder"
-        ) from error
     try:
         yield
-    finally:
-        lock.release()
+    except MetricOptError:
+        raise
+    except MISFITS as error:
+        raise FileFormatError(f"{path} is corrupt: it holds no {meant} ({brief(error)})") from error
 
 
 def write_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, described: dict[str, Any]) -> None:
-    """Write tensors and their description to a safetensors file, atomically."""
+    """Write tensors and their description to a safetensors file, atomically; the same bytes for the same content."""
     contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    metadata = {"format": kind, "described": _to_json(described)}
-    write_atomically(path, safetensors.torch.save(contiguous, metadata=metadata))
+    content = safetensors.torch.save(contiguous)
+    # Not as its `metadata`, which safetensors writes in an order that changes from call to call.
+    end = 8 + int.from_bytes(content[:8], "little")
+    metadata = {"format": kind, "described": to_json(described)}
+    header = json.dumps({"__metadata__": metadata, **json.loads(content[8:end])}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8
+    write_atomically(path, len(header).to_bytes(8, "little") + header + content[end:])
 
 
 def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what `write_tensors` wrote.
+
+    The tensors take as much memory as the file; nothing that the description says is allocated.
 
     Raises:
         FileFormatError: The file is missing, truncated, corrupt, or of another kind.
@@ -207,20 +185,80 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
     if not Path(path).is_file():
         raise FileFormatError(f"{path} does not exist")
     try:
+        check_header(path)
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+            if metadata.get("format") == kind:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     except Exception as error:
-        raise FileFormatError(f"{path} is truncated or not a safetensors file ({error})") from error
+        raise FileFormatError(f"{path} is truncated or not a safetensors file ({brief(error)})") from error
     if metadata.get("format") != kind:
         raise FileFormatError(
-            f"{path} has format {metadata.get('format')!r}, expected {kind!r}: it holds something else, or was"
+            f"{path} has format {brief(metadata.get('format'))}, expected {kind!r}: it holds something else, or was"
             " written by another version and must be made anew"
         )
     try:
-        return tensors, json.loads(metadata["described"])
+        described = parse_json(metadata["described"])
     except (KeyError, ValueError) as error:
-        raise FileFormatError(f"{path} is corrupt: its description can't be read ({error})") from error
+        raise FileFormatError(f"{path} is corrupt: its description can't be read ({brief(error)})") from error
+    if not isinstance(described, dict):
+        raise FileFormatError(f"{path} is corrupt: its description is {brief(described)}, not a JSON object")
+    return tensors, described
+
+
+def check_header(path: str | Path) -> None:
+    """Reject a safetensors file whose header, which is parsed as a whole, is larger than `HEADER_BYTES`.
+
+    Raises:
+        ValueError: The file says so.
+    """
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > HEADER_BYTES:
+        raise ValueError(f"its header should have {size} bytes; at most {HEADER_BYTES} are read")
+
+
+def check_tensors(path: str | Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Iterable[int]]) -> None:
+    """Reject a file that holds other tensors than it describes, or than what it is for has.
+
+    Args:
+        path: The file.
+        tensors: What it holds.
+        expected: The shape of each tensor that it should hold.
+
+    Raises:
+        FileFormatError: A tensor is missing, unknown or of another shape.
+    """
+    for name in sorted(tensors.keys() | expected.keys()):
+        if name not in tensors:
+            raise FileFormatError(f"{path} is corrupt: it has no tensor {brief(name)}")
+        if name not in expected:
+            raise FileFormatError(f"{path} is corrupt: it has a tensor {brief(name)}, which it does not describe")
+        theirs, ours = tuple(tensors[name].shape), tuple(expected[name])
+        if theirs != ours:
+            raise FileFormatError(
+                f"{path} is corrupt: tensor {brief(name)} has shape {brief(theirs)}, but should have {brief(ours)}"
+            )
+
+
+def module_of(path: str | Path, tensors: Mapping[str, Tensor], make: Callable[[], Module]) -> Module:
+    """Build a module and load its tensors, but only if they are all of its own, by name and shape.
+
+    Until then nothing is allocated, however large the module would be.
+
+    Args:
+        path: The file, for messages.
+        tensors: What it holds.
+        make: Builds the module that the file describes.
+
+    Raises:
+        FileFormatError: The file does not hold the tensors of this module.
+    """
+    with torch.device("meta"):  # shapes without memory
+        module = make()
+    check_tensors(path, tensors, {name: value.shape for name, value in module.state_dict().items()})
+    module.to_empty(device="cpu").load_state_dict(tensors)
+    return module
 
 
 def save_checkpoint(path: str | Path, state: dict[str, Tensor]) -> None:
@@ -231,7 +269,8 @@ def save_checkpoint(path: str | Path, state: dict[str, Tensor]) -> None:
 def load_checkpoint(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -> None:
     """Load a state dict into a model, from a safetensors file or a torch file without pickled code.
 
-    A Detectron2 checkpoint works too: its state dict is the entry ``model``.
+    A Detectron2 checkpoint works too: its state dict is the entry ``model``. Memory is bounded by the file's size for
+    safetensors; a torch file is read by PyTorch's restricted unpickler, and must not be compressed.
 
     Args:
         model: The model.
@@ -243,15 +282,25 @@ def load_checkpoint(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -
     """
     try:
         if path.suffix == ".safetensors":
+            check_header(path)
             state = safetensors.torch.load_file(path)
         else:
+            _check_uncompressed(path)
             loaded = torch.load(path, map_location="cpu", weights_only=True)
             state = loaded.get("model", loaded)
         own = model.state_dict()
         model.load_state_dict({**state, **{name: own[name] for name in keep}})
     except Exception as error:
-        why = textwrap.shorten(str(error), 300, placeholder=" ...")
-        raise DataError(f"{path} holds no weights for {type(model).__name__}: {why}") from error
+        raise DataError(f"{path} holds no weights for {type(model).__name__}: {brief(error)}") from error
+
+
+def _check_uncompressed(path: Path) -> None:
+    """Reject a torch file whose parts are compressed: torch writes none, and a small one could fill the memory."""
+    if not zipfile.is_zipfile(path):
+        return  # of an early version of torch, which has no parts
+    with zipfile.ZipFile(path) as archive:
+        if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+            raise ValueError("it is compressed; write it again by torch.save")
 
 
 def existing(*candidates: str | os.PathLike[str]) -> Path:

@@ -1,4 +1,10 @@
-"""Words for numbers and names in messages."""
+"""Words for numbers, names and values in messages."""
+
+import reprlib
+import textwrap
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 80
 
 
 def counted(count: int, noun: str) -> str:
@@ -21,3 +27,18 @@ def shortened(names: list[str]) -> str:
         ("['a']", "['a', 'b', 'c', 'd', 'e', ... 7 in all]")
     """
     return str(names) if len(names) <= 6 else f"[{', '.join(map(repr, names[:5]))}, ... {len(names)} in all]"
+
+
+def brief(value: object) -> str:
+    """Format a value from a file on one line of a message, however long or nested it is.
+
+    An exception is its message, with its type where that alone would not tell, as for a missing key.
+
+    Example:
+        >>> brief(list(range(100))), brief(KeyError("dim")), brief(ValueError("so  it is"))
+        ('[0, 1, 2, 3, 4, 5, ...]', "KeyError('dim')", 'so it is')
+    """
+    if not isinstance(value, BaseException):
+        return _BRIEF.repr(value)
+    text = repr(value) if isinstance(value, KeyError) or not str(value) else str(value)
+    return textwrap.shorten(text, 300, placeholder=" ...")

@@ -274,8 +274,8 @@ def test_file_of_another_adapter_is_refused(
 @pytest.mark.parametrize(
     ("mine", "named"),
     [
-        (None, "outputs is .*'scale': 2.0.* the attached adapter's is None"),
-        (Outputs("6", 3.0), "outputs is .*'scale': 2.0.*'scale': 3.0"),
+        (None, "outputs is .*scale=2.0.* the attached adapter's is None"),
+        (Outputs("6", 3.0), "outputs is .*scale=2.0.*scale=3.0"),
     ],
 )
 def test_file_of_other_outputs_is_refused(

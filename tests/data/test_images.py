@@ -59,7 +59,7 @@ def test_damaged_zip(lay: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read cat/2\.png"):
         load_image_folder(path)
     path.write_bytes(b"not a zip")
-    with pytest.raises(DataError, match="folder or a zip"):
+    with pytest.raises(DataError, match="neither a folder nor a complete zip"):
         load_image_folder(path)
 
 

@@ -14,7 +14,7 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.run_folder import FORMAT, identity_of, load_kept, open_run
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.utils.files import sole_writer
+from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.progress import Watcher
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.utils.config import known_keys, load_config
+from metricopt_ext.utils.config import check_yaml, known_keys, load_config
 
 
 @dataclass
@@ -156,3 +156,34 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     for text in ("- count\n- title\n", "count: [1\n", b"\xff\xfe\x00count", "inner: 3\n", "plain text\n"):
         file = written(tmp_path, text)
         assert str(file) in error_of(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: " + "[" * 30, "x.yaml has more than 20 levels, too many for a config file"),
+        ("a: [" + "1, " * 30_000 + "1]", "x.yaml has more than 20000 nodes"),
+        ("# " + "x" * (1 << 18), "x.yaml: it has more than the 262144 bytes that are read at most"),
+        ("a: " + "${b}" * 13, "x.yaml has more than 12 interpolations"),
+        ("a: *b", r"x.yaml has an alias \*b of a part that holds it, or of none"),
+        ("a: &b [*b]", r"x.yaml has an alias \*b of a part that holds it, or of none"),
+        ("a: [", "x.yaml: while parsing"),
+        ("a: '\udcff'", "x.yaml: "),
+    ],
+)
+def test_a_file_that_would_grow_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=message):
+        check_yaml(path)
+
+
+def test_anchors_and_aliases_are_counted_as_what_they_stand_for(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    for aliases, fits in ((187, True), (188, False)):  # 113 nodes and 106 for each *a
+        path.write_text(f"a: &a [{'1, ' * 105}]\nb: &b 3\nc: [*b, {'*a, ' * aliases}]\n")
+        if fits:
+            check_yaml(path)
+        else:
+            with pytest.raises(ConfigError, match="more than 20000 nodes"):
+                check_yaml(path)

@@ -1,9 +1,6 @@
 """A model's weights, kept as a state dict and told from others by a fingerprint; JSON takes the numbers of NumPy."""
 
 import os
-import subprocess
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from metricopt_ext.errors import FileFormatError
+from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.utils import files
 from metricopt_ext.utils.files import (
-    claim,
-    fingerprint,
-    fingerprint_of_code,
+    check_tensors,
+    content_of,
     load_checkpoint,
+    module_of,
     read_json,
+    read_tensors,
     save_checkpoint,
-    sole_writer,
     write_json,
+    write_tensors,
 )
+from metricopt_ext.utils.identity import claim
 
 STATE: dict[str, Any] = {
     "weight": torch.arange(6.0).reshape(2, 3),
@@ -41,13 +41,6 @@ def test_a_saved_checkpoint_is_loaded_as_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in other.state_dict().items())
 
 
-def test_the_same_state_has_the_same_fingerprint() -> None:
-    assert len(fingerprint(STATE)) == 16
-    strided = STATE["weight"].T.contiguous().T
-    kept_otherwise = {**STATE, "weight": torch.nn.Parameter(strided), "_extra_state": "no tensor"}
-    assert fingerprint(dict(reversed(kept_otherwise.items()))) == fingerprint(STATE)
-
-
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
 def test_others_may_read_a_file_if_the_umask_lets_them(umask: int, mode: int, tmp_path: Path) -> None:
     before = os.umask(umask)
@@ -56,21 +49,6 @@ def test_others_may_read_a_file_if_the_umask_lets_them(umask: int, mode: int, tm
     finally:
         assert os.umask(before) == umask
     assert (tmp_path / "a.json").stat().st_mode & 0o777 == mode
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"weight": torch.tensor([[0.0, 1, 2], [3, 4, 5.000001]])},
-        {"weight": torch.arange(6.0).reshape(3, 2)},
-        {"half": torch.ones(3, dtype=torch.float16)},
-        {"count": torch.tensor(5)},
-        {"mask": torch.tensor([False, True])},
-        {"more": torch.zeros(0)},
-    ],
-)
-def test_another_state_has_another_fingerprint(change: dict[str, Any]) -> None:
-    assert fingerprint({**STATE, **change}) != fingerprint(STATE)
 
 
 def test_numbers_of_numpy_are_numbers_in_json(tmp_path: Path) -> None:
@@ -87,93 +65,71 @@ def test_numbers_of_numpy_are_numbers_in_json(tmp_path: Path) -> None:
     claim(tmp_path / "identity.json", plain)
 
 
-def test_processors_may_round_differently(tmp_path: Path) -> None:
-    claim(tmp_path / "identity.json", {"steps": 3, "loss": 0.25, "of": {"each": [0.5, 1.0]}})
-    claim(tmp_path / "identity.json", {"steps": 3, "loss": 0.250001, "of": {"each": [0.500001, 1.0]}})
-    for other, said in [
-        ({"loss": 0.2502}, r"loss was 0\.25, now 0\.2502"),
-        ({"steps": 4}, "steps was 3, now 4"),
-        ({"of": {"each": [0.5, 1.1]}}, "of was"),
-        ({"of": {"each": [0.5]}}, "of was"),
-        ({"of": {"all": [0.5, 1.0]}}, "of was"),
-        ({"more": 1}, "more was None, now 1"),
-    ]:
-        with pytest.raises(FileFormatError, match=said):
-            claim(tmp_path / "identity.json", {"steps": 3, "loss": 0.25, "of": {"each": [0.5, 1.0]}, **other})
-
-
-def made(value: float) -> Any:
-    def function(model: Any) -> float:
-        return value if model in {"a", "b", "c"} else max(each for each in (value, 2.0))
-
-    return function
-
-
-class Judge:
-    def __call__(self, model: Any) -> float:
-        return 1.0
-
-    def judged(self, model: Any) -> float:
-        return 2.0
-
-
-def test_functions_are_told_by_their_code() -> None:
-    first = fingerprint_of_code(made(1.0))
-    assert first == fingerprint_of_code(made(2.0))  # what it closes over is not looked at
-    assert first == fingerprint_of_code(partial(made(1.0), 3))
-    others = [lambda model: 1.0, lambda model: 1 - 1.0, lambda: 1.0, Judge(), Judge().judged, len, max]
-    assert len({first, *map(fingerprint_of_code, others)}) == 1 + len(others)
-    assert fingerprint_of_code(Judge()) == fingerprint_of_code(Judge())
-
-
-def test_code_is_the_same_in_another_process() -> None:
-    code = """
-from metricopt_ext.utils.files import fingerprint_of_code
-from tests.utils.test_files import made
-print(fingerprint_of_code(made(1.0)))
-"""
-    for hash_seed in "12":
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout.strip() == fingerprint_of_code(made(1.0))
-
-
 def test_what_json_can_not_hold_is_refused_by_its_type(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"is a Tensor, which JSON can't hold"):
         write_json(tmp_path / "numbers.json", {"lr": torch.tensor(0.1)})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_has_one_writer(tmp_path: Path) -> None:
-    busy = "run is being written by another process; wait until it has ended"
-    with sole_writer(tmp_path / "run"):
-        with pytest.raises(FileFormatError, match=busy), sole_writer(tmp_path / "run"):
-            pytest.fail("there are two writers")
-        with sole_writer(tmp_path / "other"):
-            pass
-    with sole_writer(tmp_path / "run"):
-        pass
+def test_json_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    nested: Any = {}
+    for _ in range(files.JSON_LEVELS):
+        nested = {"a": nested}
+    write_json(path, nested)
+    assert read_json(path) == nested
+    write_json(path, {"a": nested})
+    with pytest.raises(FileFormatError, match=r"a.json is not valid JSON \(it is nested more deeply than 50 levels\)"):
+        read_json(path)
+    write_json(path, {"a": 1})
+    monkeypatch.setattr(files, "JSON_BYTES", path.stat().st_size)
+    assert read_json(path) == {"a": 1}
+    monkeypatch.setattr(files, "JSON_BYTES", path.stat().st_size - 1)
+    with pytest.raises(FileFormatError, match="it has more than the 12 bytes that are read at most"):
+        read_json(path)
 
 
-def test_a_dead_process_holds_no_lock(tmp_path: Path) -> None:
-    code = """
-import sys, time
-from metricopt_ext.utils.files import sole_writer
-with sole_writer(sys.argv[1]):
-    print("mine", flush=True)
-    time.sleep(600)
-"""
-    with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "mine\n"
-        with pytest.raises(FileFormatError, match="another process"), sole_writer(tmp_path):
-            pytest.fail("there are two writers")
-        process.kill()
-    with sole_writer(tmp_path):
-        pass
+def test_a_description_and_tensors_come_back_and_are_aligned(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    for name in ("a", "ab", "abc", "abcdefgh"):
+        tensors = {name: torch.arange(3.0), "z": torch.tensor([True])}
+        write_tensors(path, tensors, "kind/1", {"ä": name})
+        found, described = read_tensors(path, "kind/1")
+        assert described == {"ä": name}
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[key], value) for key, value in tensors.items())
+        assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+
+
+def test_other_tensors_are_named() -> None:
+    tensors = {"a": torch.zeros(2, 3)}
+    check_tensors("f", tensors, {"a": (2, 3)})
+    for expected, message in (
+        ({"a": (2, 3), "b": ()}, "f is corrupt: it has no tensor 'b'"),
+        ({}, "f is corrupt: it has a tensor 'a', which it does not describe"),
+        ({"a": (3, 2)}, r"f is corrupt: tensor 'a' has shape \(2, 3\), but should have \(3, 2\)"),
+    ):
+        with pytest.raises(FileFormatError, match=message):
+            check_tensors("f", tensors, expected)
+
+
+def test_a_module_is_built_of_its_own_tensors_alone() -> None:
+    model = nn.BatchNorm1d(3).double()
+    model(torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    loaded = module_of("f", model.state_dict(), lambda: nn.BatchNorm1d(3))
+    assert all(torch.equal(value, model.state_dict()[key].to(value)) for key, value in loaded.state_dict().items())
+    assert loaded.weight.dtype == torch.float32
+    with pytest.raises(FileFormatError, match=r"should have \(1000000000000,\)"):  # 16 TB, had it been built
+        module_of("f", model.state_dict(), lambda: nn.BatchNorm1d(10**12))
+
+
+def test_what_code_raises_on_other_content_names_the_file() -> None:
+    with (
+        pytest.raises(FileFormatError, match=r"^f is corrupt: it holds no thing \(KeyError\('a'\)\)$"),
+        content_of("f", "thing"),
+    ):
+        {}["a"]
+    with pytest.raises(AdapterError, match=r"^mine$"), content_of("f", "thing"):
+        raise AdapterError("mine")
+    with pytest.raises(KeyboardInterrupt), content_of("f", "thing"):
+        raise KeyboardInterrupt

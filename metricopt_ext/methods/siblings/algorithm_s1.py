@@ -25,7 +25,7 @@ from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
-from metricopt_ext.utils.files import read_tensors, write_tensors
+from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
@@ -457,17 +457,25 @@ class _Training:
             FileFormatError: The file is corrupt.
         """
         tensors, described = read_tensors(path, CHECKPOINT_FORMAT)
-        self.iteration = described["iteration"]
-        self.rule.weights.data.copy_(tensors["rule"])
-        self.adam.state[self.rule.weights] = {
-            name.removeprefix("adam."): value.to(self.rule.weights) if value.dim() else value  # steps stay on the CPU
-            for name, value in tensors.items()
-            if name.startswith("adam.")
-        }
-        self.value.load_state_dict(
-            {name.removeprefix("value."): v for name, v in tensors.items() if name.startswith("value.")}
-        )
-        self.predicted, self.objectives = [tensors["predicted"]], tensors["objectives"].tolist()
-        latest = max(1, self.settings.replay // self.settings.tasks)
-        for iteration in range(max(0, self.iteration - latest), self.iteration):
-            self._label([t for t in self.store if t.round == iteration])
+        with content_of(path, "state of a joint training"):
+            check_integer(1, iteration=described["iteration"])
+            adam = {name.removeprefix("adam."): t for name, t in tensors.items() if name.startswith("adam.")}
+            value = {name.removeprefix("value."): t for name, t in tensors.items() if name.startswith("value.")}
+            shape = self.rule.weights.shape
+            check_tensors(path, adam, {"step": (), "exp_avg": shape, "exp_avg_sq": shape})
+            check_tensors(path, value, {name: own.shape for name, own in self.value.state_dict().items()})
+            iteration = described["iteration"]
+            observed = sum(len(t.cost) for t in self.store if t.round < iteration)
+            own = {"rule": shape, "predicted": (observed,), "objectives": (iteration * self.settings.updates,)}
+            check_tensors(path, {name: tensors[name] for name in own}, own)
+            self.iteration = iteration
+            self.rule.weights.data.copy_(tensors["rule"])
+            self.adam.state[self.rule.weights] = {
+                name: each.to(self.rule.weights) if each.dim() else each  # steps stay on the CPU
+                for name, each in adam.items()
+            }
+            self.value.load_state_dict(value)
+            self.predicted, self.objectives = [tensors["predicted"]], tensors["objectives"].tolist()
+            latest = max(1, self.settings.replay // self.settings.tasks)
+            for iteration in range(max(0, self.iteration - latest), self.iteration):
+                self._label([t for t in self.store if t.round == iteration])

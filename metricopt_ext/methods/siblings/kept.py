@@ -7,7 +7,7 @@ from torch import nn
 
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.siblings.sibling import Trained
-from metricopt_ext.utils.files import load_checkpoint, read_json, save_checkpoint, write_json
+from metricopt_ext.utils.files import content_of, load_checkpoint, read_json, save_checkpoint, write_json
 
 NUMBERS = [field.name for field in fields(Trained) if field.name not in ("model", "product")]
 
@@ -39,6 +39,9 @@ def load_kept(model: nn.Module, folder: Path, name: str) -> Trained | None:
     content = read_json(file)
     if sorted(content) != sorted(NUMBERS):
         raise FileFormatError(f"{file} is not what a sibling method left; delete it to run the method again")
+    with content_of(file, "history of a sibling method"):
+        history = {
+            key: [(int(step), float(value)) for step, value in points] for key, points in content["history"].items()
+        }
     load_checkpoint(model, folder / f"{name}_model.safetensors")
-    history = {key: [(int(step), float(value)) for step, value in points] for key, points in content["history"].items()}
     return Trained(model.eval(), product=None, **{**content, "history": history})

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.siblings.adaptive_losses import AdaptiveLoss
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.files import read_tensors, write_tensors
+from metricopt_ext.utils.files import content_of, module_of, read_tensors, write_tensors
 
 FILE_FORMAT = "metricopt_ext/loss_policy/1"
 HIDDEN = (32, 32)  # ReLU units (section 5)
@@ -75,12 +74,8 @@ def load_loss_policy(path: str | Path) -> LossPolicy:
         FileFormatError: The file is corrupt or holds something else.
     """
     tensors, described = read_tensors(path, FILE_FORMAT)
-    try:
-        policy = LossPolicy(**described)
-        policy.load_state_dict(tensors)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise FileFormatError(f"{path} does not hold the policy that it describes: {error}") from error
-    return policy
+    with content_of(path, "policy that it describes"):
+        return module_of(path, tensors, lambda: LossPolicy(**described))
 
 
 class States:

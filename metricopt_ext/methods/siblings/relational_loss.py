@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.siblings.ranked_batches import RankedBatches, true_class_log_probability
 from metricopt_ext.methods.siblings.sibling import History
 from metricopt_ext.methods.siblings.soft_spearman import soft_spearman, spearman
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
-from metricopt_ext.utils.files import read_tensors, write_tensors
+from metricopt_ext.utils.files import content_of, module_of, read_tensors, write_tensors
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
@@ -74,12 +73,9 @@ def load_relational_loss(path: str | Path) -> RelationalLoss:
         FileFormatError: The file is corrupt or holds something else.
     """
     tensors, described = read_tensors(path, FILE_FORMAT)
-    try:
-        loss = RelationalLoss(described["metric"])
-        loss.load_state_dict(tensors)
-    except (KeyError, RuntimeError) as error:
-        raise FileFormatError(f"{path} does not hold the relational loss that it describes: {error}") from error
-    return loss.to(next(iter(tensors.values())))
+    with content_of(path, "relational loss that it describes"):
+        loss = module_of(path, tensors, lambda: RelationalLoss(described["metric"]))
+        return loss.to(next(iter(tensors.values())))
 
 
 def gradient_penalty(losses: Tensor, inputs: Tensor) -> Tensor:

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metricopt_ext.errors import DataError, FileFormatError
+from metricopt_ext.errors import DataError
 from metricopt_ext.methods.siblings.clipped_adam import ClippedAdam
 from metricopt_ext.methods.siblings.sibling import History
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
-from metricopt_ext.utils.files import read_tensors, write_tensors
+from metricopt_ext.utils.files import content_of, module_of, read_tensors, write_tensors
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
@@ -161,12 +161,8 @@ def load_set_loss(path: str | Path) -> SetLoss:
         FileFormatError: The file is corrupt or holds something else.
     """
     tensors, described = read_tensors(path, FILE_FORMAT)
-    try:
-        surrogate = SetLoss(described["outputs"], described["metric"])
-        surrogate.load_state_dict(tensors)
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise FileFormatError(f"{path} does not hold the surrogate loss that it describes: {error}") from error
-    return surrogate
+    with content_of(path, "surrogate loss that it describes"):
+        return module_of(path, tensors, lambda: SetLoss(described["outputs"], described["metric"]))
 
 
 @dataclass(frozen=True)

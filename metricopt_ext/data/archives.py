@@ -1,0 +1,89 @@
+"""Zip files of data, read without unpacking them, within bounds that their own headers can't lift."""
+
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from metricopt_ext.data.labelled import MAX_BYTES
+from metricopt_ext.errors import DataError
+from metricopt_ext.utils.words import brief
+
+# The largest file within a zip file that is read: a photograph has 10 MB, and zeros shrink a thousandfold when zipped.
+MEMBER_BYTES = 1 << 28
+
+# The longest name of a file within one, folders included; Python's zipfile lists all folders of each name.
+NAME_CHARACTERS = 1000
+
+
+class Archive:
+    """A zip file that is open for reading.
+
+    Args:
+        path: Its path.
+        file: The open file.
+        max_bytes: Most bytes that all files read from it may have together.
+    """
+
+    def __init__(self, path: Path, file: zipfile.ZipFile, max_bytes: int) -> None:
+        self.path, self.file, self.max_bytes = path, file, max_bytes
+        self._left = max_bytes
+
+    def names(self) -> list[str]:
+        """Return the names of its files and folders."""
+        return self.file.namelist()
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            DataError: There is none of this name; it is corrupt, encrypted, or larger than `MEMBER_BYTES`; or the files
+                read so far have more bytes than allowed.
+        """
+        where = f"{self.path / name} can't be read"
+        try:
+            size = self.file.getinfo(name).file_size  # no more is unpacked, whatever there is
+        except KeyError as error:
+            raise DataError(f"{where}: the zip file has no such file") from error
+        if size > MEMBER_BYTES:
+            raise DataError(f"{where}: it has {size} bytes; at most {MEMBER_BYTES} are read from a file in a zip file")
+        self._left -= size
+        if self._left < 0:
+            raise DataError(
+                f"{where}: the files read from the zip file have more than {self.max_bytes} bytes; if that is right,"
+                " raise max_bytes"
+            )
+        try:
+            return self.file.read(name)
+        except Exception as error:  # a decompressor's own errors are of many types
+            raise DataError(f"{where} ({brief(error)})") from error
+
+
+@contextmanager
+def open_zip(path: Path, max_bytes: int = MAX_BYTES) -> Iterator[Archive]:
+    """Open a zip file.
+
+    Args:
+        path: The file.
+        max_bytes: Most bytes that all files read from it may have together.
+
+    Yields:
+        The open archive.
+
+    Raises:
+        DataError: It is no complete zip file, or has a name of more than `NAME_CHARACTERS` characters or with an empty
+            folder's name in it.
+    """
+    try:
+        file = zipfile.ZipFile(path)
+    except Exception as error:  # of a corrupt directory: of many types
+        raise DataError(f"{path} is neither a folder nor a complete zip file ({brief(error)})") from error
+    with file:
+        for name in file.namelist():
+            # Python before 3.12.6 never ends on a name such as "//a".
+            if len(name) > NAME_CHARACTERS or name.startswith("/") or "//" in name:
+                raise DataError(
+                    f"{path} has a file named {brief(name)}; a name must have at most {NAME_CHARACTERS} characters, and"
+                    " none of its folders an empty name"
+                )
+        yield Archive(path, file, max_bytes)

@@ -1,0 +1,98 @@
+"""Dataclasses from parsed JSON, whose values must be of the types that the fields declare."""
+
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from metricopt_ext.utils.words import brief
+
+T = TypeVar("T")
+
+
+def from_json(kind: type[T], content: Any) -> T:
+    """Make a dataclass, or a NamedTuple, of what JSON holds of one.
+
+    A whole number may stand for a float. A NamedTuple is a list; so is a tuple.
+
+    Args:
+        kind: The class; its fields may be of bool, int, float, str, None, lists, tuples, dicts by str,
+            and such classes.
+        content: What was parsed.
+
+    Raises:
+        ValueError: A field is missing, unknown, or of another type, or the class rejects its value.
+    """
+    value: T = _typed(kind, content, kind.__name__)
+    return value
+
+
+def _typed(hint: Any, value: Any, name: str) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        if value is None and types.NoneType in arguments:
+            return None
+        (hint,) = (each for each in arguments if each is not types.NoneType)
+        return _typed(hint, value, name)
+    if origin is Literal:
+        fits = any(value == each and type(value) is type(each) for each in arguments)
+        return value if fits else _reject(name, value, f"one of {', '.join(map(repr, arguments))}")
+    if origin is tuple and arguments[-1] is not ...:
+        if len(_list(value, name)) != len(arguments):
+            _reject(name, value, f"a list of {len(arguments)} values")
+        return tuple(
+            _typed(each, item, f"{name}[{i}]") for i, (each, item) in enumerate(zip(arguments, value, strict=True))
+        )
+    if origin in (list, tuple):
+        return origin(_typed(arguments[0], each, f"{name}[{i}]") for i, each in enumerate(_list(value, name)))
+    if origin is dict:
+        return {key: _typed(arguments[1], each, f"{name}.{key}") for key, each in _dict(value, name).items()}
+    if is_dataclass(hint):
+        return _of_fields(hint, _dict(value, name), name)
+    if issubclass(hint, tuple):  # a NamedTuple
+        return hint(*_typed(tuple[tuple(get_type_hints(hint).values())], value, name))  # type: ignore[misc]
+    return _scalar(hint, value, name)
+
+
+def _of_fields(kind: Any, content: Mapping[str, Any], name: str) -> Any:
+    hints = get_type_hints(kind)
+    known = {field.name: field for field in fields(kind)}
+    for key in content:
+        if key not in known:
+            _reject(name, key, f"no key but {', '.join(known)}")
+    values = {}
+    for key, field in known.items():
+        if key in content:
+            values[key] = _typed(hints[key], content[key], f"{name}.{key}")
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{name} has no {key!r}")
+    return kind(**values)
+
+
+def _scalar(hint: type, value: Any, name: str) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is float and number:
+        try:
+            float(value)
+        except OverflowError:
+            _reject(name, value, "a number below 1.8e308")
+        return value
+    if type(value) is not hint:
+        _reject(name, value, f"of type {hint.__name__}")
+    if hint is int and not -(2**63) <= value < 2**63:
+        _reject(name, value, "an integer of 64 bits")
+    return value
+
+
+def _list(value: Any, name: str) -> Any:
+    return value if isinstance(value, list) else _reject(name, value, "a list")
+
+
+def _dict(value: Any, name: str) -> Any:
+    return value if isinstance(value, dict) else _reject(name, value, "a JSON object")
+
+
+def _reject(name: str, value: Any, right: str) -> Any:
+    raise ValueError(f"{name} is {brief(value)}; it must be {right}")

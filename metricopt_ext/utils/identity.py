@@ -1,0 +1,132 @@
+"""Whose a folder is: what its content depends on, and which process writes to it."""
+
+import hashlib
+import inspect
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.utils.files import existing, read_json, to_json, write_json
+
+LOCK = ".lock"
+ROUNDING = 1e-4  # far above what processors differ by in float32, far below what a change of settings does
+
+
+def claim(path: str | Path, identity: dict[str, Any]) -> None:
+    """Record what a folder's content depends on, or check it against what an earlier run recorded.
+
+    Numbers with a fraction may differ by `ROUNDING` of their size: processors round differently.
+
+    Raises:
+        FileFormatError: The folder belongs to a run with other settings; the message names the first that differs.
+    """
+    identity = json.loads(to_json(identity))
+    if not Path(path).exists():
+        write_json(path, identity)
+        return
+    theirs = read_json(path)
+    for key in {**identity, **theirs}:  # in the identity's order, so that causes can come before what follows from them
+        if not _same(theirs.get(key), identity.get(key)):
+            raise FileFormatError(
+                f"{Path(path).parent} holds another run: {key} was {theirs.get(key)!r}, now {identity.get(key)!r};"
+                " continue with the old settings or use another output folder"
+            )
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values of JSON are the same but for rounding."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=ROUNDING) or (math.isnan(a) and math.isnan(b))
+    return bool(a == b)
+
+
+def fingerprint(state: dict[str, Any]) -> str:
+    """Return 16 hexadecimal digits that identify a state dict's names and tensors, whatever the device."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(state.items()):
+        if isinstance(value, Tensor):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def fingerprint_of_code(function: Any) -> str:
+    """Return what identifies a function's own code, under one version of Python; what it calls is not looked at.
+
+    Args:
+        function: Any callable. Of a partial function and a bound method it is the function's code, of an object that
+            is called that of its class; of one that is not written in Python, the name.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    called = function if hasattr(function, "__code__") or inspect.ismethod(function) else type(function).__call__
+    code = getattr(called, "__code__", None)
+    if code is None:
+        return getattr(function, "__qualname__", type(function).__qualname__)
+    digest = hashlib.blake2b(_described_code(code).encode(), digest_size=8).hexdigest()
+    return f"{digest} (Python {sys.version_info.major}.{sys.version_info.minor})"
+
+
+def _described_code(code: CodeType) -> str:
+    def described(constant: Any) -> str:
+        if isinstance(constant, frozenset):  # its order differs between processes
+            return repr(sorted(map(repr, constant)))
+        return _described_code(constant) if isinstance(constant, CodeType) else repr(constant)
+
+    constants = [described(each) for each in code.co_consts]
+    return repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
+
+
+def fingerprint_of_files(paths: Iterable[Path]) -> str:
+    """Return 16 hexadecimal digits that identify files, and all files in folders, by name, size and content.
+
+    Names count from each path on, so that a folder may be moved; everything is read once.
+
+    Raises:
+        DataError: A path does not exist.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for path in map(existing, paths):
+        found = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+        for file in found:
+            with file.open("rb") as opened:
+                content = hashlib.file_digest(opened, "blake2b").hexdigest()
+            digest.update(f"{file.relative_to(path)} {file.stat().st_size} {content}\n".encode())
+    return digest.hexdigest()
+
+
+@contextmanager
+def sole_writer(folder: str | Path) -> Iterator[None]:
+    """Keep other processes from writing to a folder meanwhile; the lock ends with the process, however that ends.
+
+    Raises:
+        FileFormatError: Another process writes to it.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    lock = FileLock(Path(folder) / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise FileFormatError(
+            f"{folder} is being written by another process; wait until it has ended, or use another output folder"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,75 @@
+"""Dataclasses from JSON: values of the declared types come through, all others are named."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import pytest
+
+from metricopt_ext.utils.described import from_json
+
+
+class Pair(NamedTuple):
+    a: float
+    b: float | None
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: str
+    flag: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name == "bad":
+            raise ValueError("name is bad")
+
+
+@dataclass(frozen=True)
+class Outer:
+    kind: Literal["x", "y"]
+    number: int
+    inner: Inner | None
+    many: dict[str, list[Inner]]
+    pair: Pair
+    tuples: tuple[str, ...]
+    halves: tuple[float, float] | None = None
+    rest: list[Any] = field(default_factory=list)
+
+
+OUTER = Outer("x", 3, Inner("i"), {"k": [Inner("j", True)]}, Pair(1.5, None), ("a", "b"), (0.5, 1.0), [None, {}])
+CONTENT = json.loads(json.dumps(asdict(OUTER)))
+
+
+def test_what_was_written_comes_back() -> None:
+    assert from_json(Outer, CONTENT) == OUTER
+
+
+def test_what_has_a_default_may_be_missing_and_a_whole_number_may_be_a_float() -> None:
+    content = {key: value for key, value in CONTENT.items() if key not in ("halves", "rest")}
+    found = from_json(Outer, {**content, "inner": None, "pair": [1, 2]})
+    assert (found.halves, found.rest, found.inner, found.pair) == (None, [], None, Pair(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "z"}, "Outer.kind is 'z'; it must be one of 'x', 'y'"),
+        ({"kind": ["x"]}, r"Outer.kind is \['x'\]; it must be one of"),
+        ({"number": 3.0}, "Outer.number is 3.0; it must be of type int"),
+        ({"number": True}, "Outer.number is True; it must be of type int"),
+        ({"number": 2**63}, "Outer.number is 9223372036854775808; it must be an integer of 64 bits"),
+        ({"inner": []}, r"Outer.inner is \[\]; it must be a JSON object"),
+        ({"inner": {}}, "Outer.inner has no 'name'"),
+        ({"inner": {"name": "bad"}}, "name is bad"),
+        ({"inner": {"name": None}}, "Outer.inner.name is None; it must be of type str"),
+        ({"many": {"k": [{"name": "j", "more": 1}]}}, r"Outer.many.k\[0\] is 'more'; it must be no key but name, flag"),
+        ({"pair": [1]}, r"Outer.pair is \[1\]; it must be a list of 2 values"),
+        ({"pair": [10**400, 1]}, r"Outer.pair\[0\] is 1000.*; it must be a number below 1.8e308"),
+        ({"pair": ["1", 1]}, r"Outer.pair\[0\] is '1'; it must be of type float"),
+        ({"halves": [1, 2, 3]}, r"Outer.halves is \[1, 2, 3\]; it must be a list of 2 values"),
+        ({"tuples": "ab"}, "Outer.tuples is 'ab'; it must be a list"),
+    ],
+)
+def test_what_has_another_type_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_json(Outer, {**CONTENT, **change})
