@@ -1,5 +1,8 @@
 """A metric whose evaluations are kept in a file, so that an interrupted run pays for none of them twice."""
 
+import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +11,7 @@ from torch import nn
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.utils.described import from_json
-from metricopt_ext.utils.files import read_json, write_json
+from metricopt_ext.utils.files import read_json, to_json, write_json
 from metricopt_ext.utils.words import brief
 
 
@@ -34,7 +37,7 @@ class CachedMetric(Metric):
         self.metric = metric
         self.path = path
         self.evaluations: list[Evaluation] = []
-        self._on_file = [] if path is None or not path.exists() else _read(path)
+        self._on_file = [] if path is None or not path.exists() else _read(path, metric)
 
     def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
         """Return the next evaluation on file, or evaluate the metric (see `Metric.evaluate`) and store the result."""
@@ -45,7 +48,7 @@ class CachedMetric(Metric):
             evaluation = self.metric.evaluate(model, purpose)
         self.evaluations.append(evaluation)
         if self.path is not None and len(self.evaluations) > len(self._on_file):
-            write_json(self.path, {"evaluations": self.evaluations})
+            write_json(self.path, {"checksum": _checksum(self.evaluations), "evaluations": self.evaluations})
         return evaluation
 
 
@@ -53,14 +56,26 @@ class CachedMetric(Metric):
 class _File:
     """What the file holds."""
 
+    checksum: str
     evaluations: list[Evaluation]
 
 
-def _read(path: Path) -> list[Evaluation]:
+def _read(path: Path, metric: Metric) -> list[Evaluation]:
     content = read_json(path)
     try:
-        return from_json(_File, content).evaluations
+        kept = from_json(_File, content)
+        if kept.checksum != _checksum(kept.evaluations):
+            raise ValueError("its checksum is another than when it was written")
+        for cost, halves in kept.evaluations:
+            for each in (cost, *(halves or ())):
+                if not math.isfinite(each) or (metric.bounds is not None and not 0 <= each <= 1):
+                    raise ValueError(f"{each} is no cost of a metric with bounds {metric.bounds}")
     except ValueError as error:
         raise FileFormatError(
-            f"{path} holds no evaluations of a metric: {brief(error)}; delete it to evaluate again"
+            f"{path} holds no evaluations of the metric: {brief(error)}; delete it to evaluate again"
         ) from error
+    return kept.evaluations
+
+
+def _checksum(evaluations: Sequence[Evaluation]) -> str:
+    return hashlib.blake2b(to_json(evaluations).encode(), digest_size=8).hexdigest()

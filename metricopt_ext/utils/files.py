@@ -4,6 +4,7 @@ What is read may come from anywhere: memory and time are bounded by the file's s
 whatever its content is, errors are of `metricopt_ext.errors`.
 """
 
+import hashlib
 import json
 import os
 import tempfile
@@ -163,12 +164,15 @@ def content_of(path: str | Path, meant: str) -> Iterator[None]:
 
 
 def write_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, described: dict[str, Any]) -> None:
-    """Write tensors and their description to a safetensors file, atomically; the same bytes for the same content."""
+    """Write tensors and their description to a safetensors file, atomically; the same bytes for the same content.
+
+    A checksum of both is kept with them.
+    """
     contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     content = safetensors.torch.save(contiguous)
     # Not as its `metadata`, which safetensors writes in an order that changes from call to call.
     end = 8 + int.from_bytes(content[:8], "little")
-    metadata = {"format": kind, "described": to_json(described)}
+    metadata = {"format": kind, "described": (text := to_json(described)), "checksum": _checksum(text, content[end:])}
     header = json.dumps({"__metadata__": metadata, **json.loads(content[8:end])}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8
     write_atomically(path, len(header).to_bytes(8, "little") + header + content[end:])
@@ -180,7 +184,7 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
     The tensors take as much memory as the file; nothing that the description says is allocated.
 
     Raises:
-        FileFormatError: The file is missing, truncated, corrupt, or of another kind.
+        FileFormatError: The file is missing, truncated, corrupt, of another kind, or not as it was written.
     """
     if not Path(path).is_file():
         raise FileFormatError(f"{path} does not exist")
@@ -197,6 +201,9 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
             f"{path} has format {brief(metadata.get('format'))}, expected {kind!r}: it holds something else, or was"
             " written by another version and must be made anew"
         )
+    kept = metadata.get("checksum")  # files of earlier versions have none
+    if kept is not None and kept != _checksum(metadata.get("described", ""), _after_header(path)):
+        raise FileFormatError(f"{path} is damaged: its checksum is another than when it was written; make it anew")
     try:
         described = parse_json(metadata["described"])
     except (KeyError, ValueError) as error:
@@ -204,6 +211,16 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
     if not isinstance(described, dict):
         raise FileFormatError(f"{path} is corrupt: its description is {brief(described)}, not a JSON object")
     return tensors, described
+
+
+def _checksum(described: str, tensors: bytes) -> str:
+    return hashlib.blake2b(described.encode() + tensors, digest_size=8).hexdigest()
+
+
+def _after_header(path: str | Path) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        return file.read()
 
 
 def check_header(path: str | Path) -> None:

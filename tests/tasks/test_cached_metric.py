@@ -7,8 +7,9 @@ import pytest
 from torch import nn
 
 from metricopt_ext.errors import FileFormatError, MetricError
-from metricopt_ext.tasks.cached_metric import CachedMetric
+from metricopt_ext.tasks.cached_metric import CachedMetric, _checksum
 from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
+from metricopt_ext.utils.files import write_json
 
 
 def counting(stop: int = 99, halves: bool = False) -> Metric:
@@ -67,9 +68,47 @@ def test_a_metric_with_an_ask_of_its_own_is_asked_by_it() -> None:
     assert metric.ledger.spent == 2
 
 
+def test_a_changed_answer_is_not_believed(tmp_path: Path) -> None:
+    path, model = tmp_path / "evaluations.json", nn.Identity()
+    metric = CachedMetric(counting(), path)
+    for _ in range(2):
+        metric.cost(model, "x")
+    content = json.loads(path.read_text())
+    content["evaluations"][1][0] = 0.2
+    path.write_text(json.dumps(content))
+    with pytest.raises(FileFormatError, match="its checksum is another than when it was written"):
+        CachedMetric(counting(), path)
+
+
+@pytest.mark.parametrize(
+    ("cost", "bounds", "believed"),
+    [
+        (0.5, (0.0, 1.0), True),
+        (1.0, (0.1, 0.7), True),  # 0.7 - 1.0 * (0.7 - 0.1) is below 0.1
+        (-7.0, (0.0, 1.0), False),
+        (1.5, (0.0, 9.0), False),
+        (-7.0, None, True),
+        (float("nan"), (0.0, 1.0), False),
+        (float("inf"), None, False),
+    ],
+)
+def test_an_answer_outside_its_range_is_not_believed(
+    tmp_path: Path, cost: float, bounds: tuple[float, float] | None, believed: bool
+) -> None:
+    path = tmp_path / "evaluations.json"
+    kept = [Evaluation(cost)]
+    write_json(path, {"checksum": _checksum(kept), "evaluations": kept})
+    metric = Metric(lambda: 0.5, maximize=False, bounds=bounds)
+    if believed:
+        assert CachedMetric(metric, path).cost(nn.Identity(), "x") == cost
+        return
+    with pytest.raises(FileFormatError, match=rf"{cost} is no cost of a metric with bounds"):
+        CachedMetric(metric, path)
+
+
 @pytest.mark.parametrize("content", ['{"other": 1}', '{"evaluations": [1]}', '{"evaluations": [[0.5, [1]]]}'])
 def test_a_foreign_file_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "evaluations.json"
     path.write_text(content)
-    with pytest.raises(FileFormatError, match="holds no evaluations of a metric"):
+    with pytest.raises(FileFormatError, match="holds no evaluations of the metric"):
         CachedMetric(counting(), path)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -99,6 +100,27 @@ def test_a_description_and_tensors_come_back_and_are_aligned(tmp_path: Path) -> 
         assert found.keys() == tensors.keys()
         assert all(torch.equal(found[key], value) for key, value in tensors.items())
         assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+
+
+@pytest.mark.parametrize("place", ["tensors", "description"])
+def test_a_flipped_byte_is_noticed(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"a": torch.arange(3.0)}, "kind/1", {"steps": 11})
+    content = bytearray(path.read_bytes())
+    at = len(content) - 2 if place == "tensors" else content.index(b"11")
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FileFormatError, match=r"a\.safetensors is damaged: its checksum is another"):
+        read_tensors(path, "kind/1")
+
+
+def test_a_file_without_a_checksum_can_be_read(tmp_path: Path) -> None:
+    """Adapters of earlier versions have none."""
+    metadata = {"format": "kind/1", "described": '{"steps": 11}'}
+    (tmp_path / "a.safetensors").write_bytes(safetensors.torch.save({"a": torch.arange(3.0)}, metadata=metadata))
+    tensors, described = read_tensors(tmp_path / "a.safetensors", "kind/1")
+    assert torch.equal(tensors["a"], torch.arange(3.0))
+    assert described == {"steps": 11}
 
 
 def test_other_tensors_are_named() -> None:
