@@ -210,7 +210,14 @@ def test_a_run_leaves_its_report_pictures_and_seeds(
         *(str(tmp_path / name) for name in named),
         f"and {tmp_path}/seed-*/",
     ]
-    assert {path.name for path in tmp_path.iterdir()} == {*named[:-1], "run.json", "events", "seed-3", "seed-4"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *named[:-1],
+        "run.json",
+        ".lock",
+        "events",
+        "seed-3",
+        "seed-4",
+    }
 
     content = json.loads((tmp_path / "report.json").read_text())
     assert (content["task"], content["seeds"]) == ("toy/square", [3, 4])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from metricopt_ext.errors import DataError, FileFormatError
+from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.run_folder import FORMAT, identity_of, load_kept, open_run
@@ -71,8 +71,9 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
         opened()  # what is there now is a run of its own
         (folder / "seed-3").mkdir()
         assert json.loads((folder / "run.json").read_text()) != kept
-    with pytest.raises(DataError, match="gone"):
-        open_run(folder, {"queries": 600}, resume=True, files=[tmp_path / "gone"])
+    tree.rename(tmp_path / "gone")
+    with pytest.raises(FileFormatError, match="content of the data's files was"):
+        opened()
 
 
 def test_seeds_without_their_settings_are_not_taken_for_the_run_s(tmp_path: Path) -> None:
