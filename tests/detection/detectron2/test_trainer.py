@@ -734,12 +734,14 @@ def test_killed_meta_training_goes_on(
     (tmp_path / "again.safetensors").touch()  # by a run that finished
     meta_train(cfg, tmp_path / "again.safetensors", resume=True)
     assert runs == [5, 6, 7]
+    weights = Path(cfg.MODEL.WEIGHTS).read_bytes()
     detector = torch.load(cfg.MODEL.WEIGHTS)
     detector["model"]["backbone.fpn_output2.bias"] += 1
     torch.save(detector, cfg.MODEL.WEIGHTS)
     with pytest.raises(FileFormatError, match=r"MODEL\.WEIGHTS was 'detector\.pth \(\w{16}\)', now 'detector\.pth \("):
         meta_train(cfg, tmp_path / "again.safetensors", resume=True)
     assert runs == [5, 6, 7]
+    Path(cfg.MODEL.WEIGHTS).write_bytes(weights)
     contents["f"] = load_file(tmp_path / "f.safetensors")
     again = {file.name: load_file(file) for file in folder.glob("round-*")}
     again["f"] = load_file(tmp_path / "again.safetensors")
