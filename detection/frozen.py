@@ -1,10 +1,10 @@
 """What phi can't change in a detector if only its box head is modulated, computed once for each image."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,8 +27,6 @@ from metricopt_ext.utils.seeding import seeded_streams
 from metricopt_ext.utils.weights import where_and_how_often
 
 BOX_HEAD = "roi_heads."
-
-Kept = TypeVar("Kept", "Proposals", "Candidates")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,14 +65,12 @@ class Memory:
 
     Attributes:
         state: What `state_before_head` was when it was computed.
-        proposals: By image, for detection.
-        candidates: By image, for the loss.
+        kept: For ``"detection"`` the `Proposals` of each image, for the ``"loss"`` its `Candidates`.
         bytes: Memory that they take, by use.
     """
 
     state: tuple[tuple[int, int], ...]
-    proposals: dict[Example, Proposals] = field(default_factory=dict)
-    candidates: dict[Example, Candidates] = field(default_factory=dict)
+    kept: dict[str, dict[Example, Any]] = field(default_factory=lambda: {"detection": {}, "loss": {}})
     bytes: dict[str, int] = field(default_factory=lambda: {"detection": 0, "loss": 0})
 
 
@@ -127,7 +123,7 @@ class FrozenFeatures:
         if not served(model):
             return self.toolkit.loss(model, batch)
         heads: Any = model.roi_heads
-        candidates = [self._candidates(model, example) for example in batch]
+        candidates = self._remembered("loss", model, batch)
         sampled = heads.subsample([each.labels for each in candidates])
         chosen = list(zip(candidates, sampled, strict=True))
         pooled = torch.cat([each.pooled[index] for each, index in chosen])
@@ -142,7 +138,7 @@ class FrozenFeatures:
             return self.toolkit.detect(model, batch)
         detector: Any = model
         heads = detector.roi_heads
-        proposals = [self._proposals(model, example) for example in batch]
+        proposals = self._remembered("detection", model, batch)
         boxes, sizes = [each.boxes for each in proposals], [each.size for each in proposals]
         with evaluating(model), torch.no_grad():
             logits, deltas = heads.box_predictor(heads.box_head(torch.cat([each.pooled for each in proposals])))
@@ -155,14 +151,8 @@ class FrozenFeatures:
         """Return the region proposals of each image, ``p x 4``, best first, without gradients."""
         if not served(model):
             return self.toolkit.propose(model, batch)
-        proposals = [self._proposals(model, example) for example in batch]
+        proposals = self._remembered("detection", model, batch)
         return [to_pixels(each.boxes, each.size, example) for each, example in zip(proposals, batch, strict=True)]
-
-    def _proposals(self, model: nn.Module, example: Example) -> Proposals:
-        return self._remembered("detection", self._memory(model).proposals, _proposals, model, example)
-
-    def _candidates(self, model: nn.Module, example: Example) -> Candidates:
-        return self._remembered("loss", self._memory(model).candidates, _candidates, model, example)
 
     def _memory(self, model: nn.Module) -> Memory:
         """Return a model's memory, an empty one if it is new or has changed."""
@@ -171,30 +161,32 @@ class FrozenFeatures:
             memory = self.memories[model] = Memory(state)
         return memory
 
-    def _remembered(
-        self,
-        use: str,
-        kept: dict[Example, Kept],
-        compute: Callable[[nn.Module, Example], Kept],
-        model: nn.Module,
-        example: Example,
-    ) -> Kept:
-        if example in kept:
-            return kept[example]
-        computed = compute(model, example)
+    def _remembered(self, use: str, model: nn.Module, batch: Sequence[Example]) -> list[Any]:
+        """Return what a use needs of each image, `Proposals` or `Candidates`."""
+        memory = self._memory(model)
+        kept, compute = memory.kept[use], {"detection": _proposals, "loss": _candidates}[use]
+        found = []
+        for example in batch:
+            each: Any = kept.get(example)
+            if each is None:
+                each = compute(model, example)
+                self._keep(memory, use, example, each)
+            found.append(each)
+        return found
+
+    def _keep(self, memory: Memory, use: str, example: Example, computed: Proposals | Candidates) -> None:
         size = sum(value.nbytes for value in vars(computed).values() if isinstance(value, Tensor))
-        used = sum(memory.bytes[use] for memory in self.memories.values())
+        used = sum(each.bytes[use] for each in self.memories.values())
         if used + size <= self.gib * 2**30 / 2:
-            kept[example] = computed
-            self.memories[model].bytes[use] += size
+            memory.kept[use][example] = computed
+            memory.bytes[use] += size
         elif not self.warned:
             self.warned = True
             warnings.warn(
-                f"the features of {len(kept)} images for {use} fill their half of adapter.keep_gib={self.gib}; those of"
-                " further images are computed whenever they are needed",
-                stacklevel=5,
+                f"the features of {len(memory.kept[use])} images for {use} fill their half of"
+                f" adapter.keep_gib={self.gib}; those of further images are computed whenever they are needed",
+                stacklevel=4,
             )
-        return computed
 
 
 def served(model: nn.Module) -> bool:

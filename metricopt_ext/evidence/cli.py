@@ -4,7 +4,7 @@ import argparse
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,8 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
         resume: Continue an interrupted run in the folder.
     """
     config.check()
-    with deterministic(config.deterministic, config.threads), ExitStack() as stack:
-        subject = experiment.describe(config)  # refuses settings before the folder is taken
-        stack.enter_context(sole_writer(folder))
+    subject = experiment.describe(config)  # refuses settings before the folder is taken
+    with deterministic(config.deterministic, config.threads), sole_writer(folder):
         open_run(folder, config.as_dict(), resume, config.data_files())
         print(
             f"{subject.title}: {subject.metric} ({direction(subject.maximize)}),"

@@ -160,7 +160,9 @@ def content_of(path: str | Path, meant: str) -> Iterator[None]:
     except MetricOptError:
         raise
     except MISFITS as error:
-        raise FileFormatError(f"{path} is corrupt: it holds no {meant} ({brief(error)})") from error
+        # With its type: should the code be wrong and not the file, this says where to look.
+        why = brief(error) if isinstance(error, KeyError) else f"{type(error).__name__}: {brief(error)}"
+        raise FileFormatError(f"{path} is corrupt: it holds no {meant} ({why})") from error
 
 
 def write_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, described: dict[str, Any]) -> None:

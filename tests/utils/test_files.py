@@ -25,14 +25,6 @@ from metricopt_ext.utils.files import (
 )
 from metricopt_ext.utils.identity import claim
 
-STATE: dict[str, Any] = {
-    "weight": torch.arange(6.0).reshape(2, 3),
-    "half": torch.ones(3, dtype=torch.bfloat16),
-    "count": torch.tensor(4),
-    "mask": torch.tensor([True, False]),
-    "empty": torch.zeros(0),
-}
-
 
 def test_a_saved_checkpoint_is_loaded_as_it_was(tmp_path: Path) -> None:
     model, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
