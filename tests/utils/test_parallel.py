@@ -80,7 +80,19 @@ def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     script = folder / "tool.py"
     script.write_text(TOOL)
     command = [sys.executable, script, folder, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heed_interrupts,
+    )
+
+
+def heed_interrupts() -> None:
+    """Undo what a shell does to its background jobs, which may have started the tests: these ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def workers(folder: Path) -> list[int]:

@@ -4,11 +4,20 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from metricopt_ext.utils.stopping import ending_when_stopped
+
+
+@pytest.fixture(autouse=True)
+def heeded_interrupts() -> Iterator[None]:
+    """Undo what a shell does to its background jobs, which may have started the tests: these ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
