@@ -8,6 +8,7 @@ __all__ = [
     "FileFormatError",
     "MetricError",
     "MetricOptError",
+    "RankError",
     "ValueFunctionError",
 ]
 
@@ -34,6 +35,10 @@ class ValueFunctionError(MetricOptError, ValueError):
 
 class FileFormatError(MetricOptError, ValueError):
     """A file is truncated, corrupt, or belongs to another run."""
+
+
+class RankError(MetricOptError, RuntimeError):
+    """Another rank of a run under torchrun has ended, or has not come."""
 
 
 class DataError(MetricOptError, ValueError):

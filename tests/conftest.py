@@ -2,8 +2,10 @@
 
 import io
 import sqlite3
+import subprocess
+import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -227,3 +229,32 @@ def double_nms(monkeypatch: pytest.MonkeyPatch) -> None:
     box_ops = pytest.importorskip("torchvision.ops.boxes")
     suppress = box_ops.batched_nms
     monkeypatch.setattr(box_ops, "batched_nms", lambda boxes, scores, *rest: suppress(boxes.to(scores), scores, *rest))
+
+
+Launched = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Launched]:
+    """Start a script in so many processes, as ``torchrun`` does; their output is one stream."""
+    launched: list[subprocess.Popen[str]] = []
+
+    def launch(script: str, world: int, *arguments: str, options: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
+        path = tmp_path / "script.py"
+        path.write_text(script)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        launched.append(
+            subprocess.Popen(
+                [*torchrun, *options, str(path), *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+        return launched[-1]
+
+    yield launch
+    for process in launched:
+        if process.poll() is None:
+            process.terminate()  # it ends its children
+            process.communicate(timeout=60)

@@ -24,7 +24,7 @@ from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.metric import Evaluation, Item, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.identity import claim
 from metricopt_ext.utils.modes import in_mode
@@ -164,13 +164,14 @@ class WrittenMetric(Metric):
         writers = default_writers(output_dir, queries)
         self.writers = [writer for writer in writers if not isinstance(writer, CommonMetricPrinter)]  # the log has it
 
-    def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
-        """Evaluate the metric (see `Metric.evaluate`), log and write it."""
-        evaluation = super().evaluate(model, purpose)
-        value, number = value_of(self, evaluation.cost), self.ledger.spent
-        LOGGER.info("%s: %.4f at query %d of %d", self.name, value, number, self.queries)
-        self.write(number, {self.name: value})
-        return evaluation
+    def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
+        """Evaluate the metric (see `Metric.each`), log and write its values."""
+        for evaluation in super().each(judged, items, purpose):
+            self.number += 1
+            value = value_of(self, evaluation.cost)
+            LOGGER.info("%s: %.4f at query %d of %d", self.name, value, self.number, self.queries)
+            self.write(self.number, {self.name: value})
+            yield evaluation
 
     def write(self, iteration: int, scalars: dict[str, float]) -> None:
         """Have the writers write some scalars."""

@@ -110,9 +110,17 @@ class Adapter:
     @torch.no_grad()
     def set_phi(self, phi: Tensor) -> None:
         """Copy ``phi``, ``d``, into the model."""
+        self.check_phi(phi)
+        self.phi.copy_(phi)
+
+    def check_phi(self, phi: Tensor) -> None:
+        """Check that phi is ``d``.
+
+        Raises:
+            AdapterError: It is not.
+        """
         if phi.shape != self.phi.shape:
             raise AdapterError(f"phi has shape {tuple(phi.shape)}, this adapter's is {tuple(self.phi.shape)}")
-        self.phi.copy_(phi)
 
     @contextmanager
     def using(self, phi: Tensor) -> Iterator[nn.Module]:

@@ -24,7 +24,7 @@ from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
 from metricopt_ext.search.turbo import TuRBO
-from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
+from metricopt_ext.tasks.metric import Evaluation, Item, Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
 # (task, start phi ``d``, budgets in ascending order, seed) -> where it stood at each budget, in that order.
@@ -189,11 +189,17 @@ class Trace(Metric):
         self.metric, self.meter = metric, Meter(task)
         self.points: list[Point] = []
 
-    def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
-        """Evaluate the metric (see `Metric.evaluate`) and keep the point."""
-        evaluation = self.metric.evaluate(model, purpose)
-        self.points.append(Point(evaluation.cost, self.meter.reached(Adapter(model).phi.detach().clone())))
-        return evaluation
+    def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
+        """Evaluate the metric (see `Metric.each`) and keep the points."""
+        for item, evaluation in zip(items, self.metric.each(judged, items, purpose), strict=True):
+            phi = Adapter(item).phi if isinstance(item, nn.Module) else item
+            assert isinstance(phi, Tensor)
+            self.points.append(Point(evaluation.cost, self.meter.reached(phi.detach().clone())))
+            yield evaluation
+
+    def judge(self, model: nn.Module) -> Evaluation:
+        """Have the metric itself judge the model; nothing is booked or kept."""
+        return self.metric.judge(model)
 
     def best(self, queries: int) -> Reached:
         """Return what was reached by the first so many queries: the best phi, ``d``, the first of equals."""
@@ -213,11 +219,11 @@ class Telling(Metric):
         super().__init__(metric.function, **metric.settings, ledger=metric.ledger)
         self.told = told
 
-    def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
-        """Evaluate the metric (see `Metric.evaluate`) and tell its value."""
-        evaluation = super().evaluate(model, purpose)
-        self.told(self.to_value(evaluation.cost))
-        return evaluation
+    def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
+        """Evaluate the metric (see `Metric.each`) and tell its values."""
+        for evaluation in super().each(judged, items, purpose):
+            self.told(self.to_value(evaluation.cost))
+            yield evaluation
 
     def with_new_ledger(self) -> "Telling":
         """Return the same metric with an empty ledger and no budget."""

@@ -18,6 +18,7 @@ from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.rollout import Policy, collect, rollout
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
@@ -131,7 +132,7 @@ class Algorithm1:
             seed=seed,
             on_query=on_query,
         )
-        return self.learn(trajectories, seed)
+        return ranks.on_first(lambda: self.learn(trajectories, seed))
 
     def tasks(self, queries: int) -> int:
         """Return how many tasks can be learned from, with `END_QUERIES` queries kept for the ends.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import overload
 
@@ -30,6 +31,7 @@ from metricopt_ext.tasks.split_half import (
     split_half_correlation,
 )
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_instance, check_integer
 from metricopt_ext.utils.progress import Watcher, watched
 from metricopt_ext.utils.words import counted
@@ -103,6 +105,9 @@ def optimize_metric(
     the metric sees it never ends up worse than it was trained. Any phi that it held before is ignored: continue from
     it by ``starts``, or `Adapter.merge` it and attach a new adapter.
 
+    Where torch.distributed has several processes, as under torchrun, each calls this with the same arguments; they
+    share the evaluations and rollouts and all return what one process would (docs/scale.md).
+
     Args:
         task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end;
             a failed run that keeps its work in ``output_dir`` is charged once resumed.
@@ -148,9 +153,13 @@ def optimize_metric(
         size = {"queries": queries}
     else:
         raise BudgetError(f"{queries} queries are too few: {strategy} in {task.dim} dimensions needs at least {least}")
-    identity = {} if output_dir is None else identity_of(strategy, task, starts or {}, seed=seed, size=size)
-    folder = RunFolder(output_dir, identity, resume, task.adapter.model)
-    with folder.writing(), watched(watcher, task.metric.name, queries) as shown:
+    kept = output_dir is not None or ranks.several()
+    identity = identity_of(strategy, task, starts or {}, seed=seed, size=size) if kept else {}
+    with ExitStack() as run:
+        run.enter_context(ranks.sharing({"queries": queries, **identity}))
+        folder = RunFolder(output_dir, identity, resume, task.adapter.model)
+        run.enter_context(folder.writing())
+        shown = run.enter_context(watched(watcher, task.metric.name, queries))
         if isinstance(strategy, GuidedTrustRegion):
             result: Result = _guided(task, queries, strategy, starts or {}, guard_confidence, seed, folder, shown)
         elif isinstance(strategy, Recipe):
@@ -159,6 +168,7 @@ def optimize_metric(
             result = _as_printed(task, queries, strategy, size["tasks"], guard_confidence, seed, folder, shown)
         else:
             result = _search_directly(task, queries, strategy, guard_confidence, seed, folder, shown)
+        result = ranks.on_first(lambda: result)
         task.adapter.set_phi(result.ends[result.chosen])
         buffers = result.buffers if isinstance(result, SearchRun) else {}
         set_buffers(task.adapter.model, buffers)

@@ -14,8 +14,9 @@ from metricopt_ext.tasks.rollout import Policy, collect
 from metricopt_ext.tasks.split_half import halves_where_used, seen_on_half
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.progress import Watcher, watched
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction
 
@@ -51,7 +52,14 @@ def meta_train(
     """
     recipe = recipe or Recipe()
     store = TrajectoryStore() if store is None else store
-    watcher = watcher or Watcher()
+    with ranks.sharing({"tasks": tasks, "seed": seed}), watched(watcher or Watcher(), task.metric.name, 0) as shown:
+        return _meta_train(task, tasks, recipe, seed, store, shown)
+
+
+def _meta_train(
+    task: FinetuneTask, tasks: int, recipe: Recipe, seed: int, store: TrajectoryStore, watcher: Watcher
+) -> Fit:
+    store.share()
 
     def collect_round(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
         collect(
@@ -110,10 +118,10 @@ def learn_in_rounds(
         skill = "loss only" if fit is None or fit.f.quality is None else f"f at {fit.f.quality.spearman:.2f}"
         watcher.stage(f"round {round + 1}/{recipe.rounds}, {skill}")
         seen = collect(round, range(round * tasks, (round + 1) * tasks), fit)
-        fit = recipe.fit(seen, seed)
+        fit = ranks.on_first(partial(recipe.fit, seen, seed))
         fit.f.to(device)
     assert fit is not None
-    half_fits = tuple(f.to(device) for f in _fit_halves(seen, recipe, seed))
+    half_fits = tuple(f.to(device) for f in ranks.on_first(lambda: _fit_halves(seen, recipe, seed)))
     watcher.say(f"value function ({fit.f.kind}): {fit.f.quality}")
     return replace(fit, halves=halves_where_used(seen), half_fits=half_fits)
 

@@ -1,7 +1,7 @@
 """What a run keeps in its folder so that it can be resumed: its identity, trajectories and evaluations."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.identity import claim, fingerprint, fingerprint_of_code, fingerprint_of_files, sole_writer
 from metricopt_ext.value.value_function import ValueFunction
 
@@ -35,6 +36,8 @@ RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device", "max_bytes", "max_pixels
 
 class RunFolder:
     """The folder of one run of `optimize_metric`; without a path nothing is kept.
+
+    Of ranks that share a run, the first alone reads and writes it.
 
     Args:
         path: The folder; None for memory only.
@@ -51,12 +54,15 @@ class RunFolder:
     def __init__(self, path: str | Path | None, identity: dict[str, Any], resume: bool, model: nn.Module) -> None:
         self.path = None if path is None else Path(path)
         self.identity = identity
+        ranks.on_first(lambda: self._claim(resume, model))
+
+    def _claim(self, resume: bool, model: nn.Module) -> None:
         if self.path is None:
             return
         if not resume and any((self.path / name).exists() for name in (IDENTITY, TRAJECTORIES, EVALUATIONS)):
             raise FileFormatError(f"{self.path} holds an earlier run; resume it, or use another output folder")
         try:
-            claim(self.path / IDENTITY, identity)  # guards the evaluations too: another strategy must not reuse them
+            claim(self.path / IDENTITY, self.identity)  # guards the evaluations too: another strategy must not reuse them
         except FileFormatError as error:
             left = self.path / BUFFERS
             if left.exists() and holds_buffers(model, read_buffers(left)):
@@ -69,12 +75,15 @@ class RunFolder:
     @cached_property
     def trajectories(self) -> TrajectoryStore:
         """What was collected, empty in a new run."""
-        return TrajectoryStore() if self.path is None else TrajectoryStore(self.path / TRAJECTORIES, self.identity)
+        folder = None if self.path is None else self.path / TRAJECTORIES
+        return ranks.on_first(lambda: TrajectoryStore(folder, self.identity))
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Keep other processes from writing to the folder; see `sole_writer`."""
-        with nullcontext() if self.path is None else sole_writer(self.path):
+        with ExitStack() as held:
+            if (path := self.path) is not None:
+                ranks.on_first(lambda: held.enter_context(sole_writer(path)))
             yield
 
     @contextmanager
@@ -105,6 +114,9 @@ class RunFolder:
 
     def keep(self, task: FinetuneTask, f: ValueFunction | None, buffers: Mapping[str, Tensor]) -> None:
         """Write the adapter, with its current phi, and the value function and replaced buffers, if there are any."""
+        ranks.on_first(lambda: self._write(task, f, buffers))
+
+    def _write(self, task: FinetuneTask, f: ValueFunction | None, buffers: Mapping[str, Tensor]) -> None:
         if self.path is None:
             return
         task.adapter.save(self.path / "adapter.safetensors")

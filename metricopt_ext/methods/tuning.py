@@ -207,8 +207,9 @@ def choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int, watc
     trial_tasks = [FRESH + 1 + recipe.trials, *indices] * m
     points, _ = rollout(task, starts.repeat(m, 1), policy, steps=recipe.steps, seed=seed, indices=trial_tasks)
     costs: list[float] = []
-    for phi in points[:, -1]:
-        costs.append(evaluate(task, phi, "choose", f"choosing settings, trial {len(costs)}", watcher).cost)
+    for evaluation in task.evaluate_each(points[:, -1], "choose", lambda trial: f"choosing settings, trial {trial}"):
+        costs.append(evaluation.cost)
+        query_callback(task, watcher)(evaluation.cost)
     return recipe.settings[int(torch.tensor(costs).view(m, n).mean(1).argmin())]
 
 

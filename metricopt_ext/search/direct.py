@@ -204,16 +204,17 @@ class _Counted:
 
     def __call__(self, points: Tensor) -> Tensor:
         """Return the costs, ``n``, of points, ``n x d``."""
-        costs = []
-        for point in points:
-            costs.append(self.task.costs_at(point[None], "search", f"query {self.spent + 1} of {self.queries}; "))
+        first, costs = self.spent + 1, []
+        found = self.task.evaluate_each(points, "search", lambda i: f"query {first + i} of {self.queries}")
+        for point, evaluation in zip(points, found, strict=True):
+            costs.append(evaluation.cost)
             self.spent += 1
-            if costs[-1] < self.cost:
-                self.best, self.cost = point.clone(), float(costs[-1])
+            if evaluation.cost < self.cost:
+                self.best, self.cost = point.clone(), evaluation.cost
                 self.curve.append((self.spent, self.cost))
             if self.on_query is not None:
-                self.on_query(float(costs[-1]))
-        return torch.cat(costs)
+                self.on_query(evaluation.cost)
+        return torch.tensor(costs, dtype=torch.float64)
 
     def one(self, point: Tensor) -> Tensor:
         """Evaluate one point, ``d``, and return the point."""
@@ -223,8 +224,9 @@ class _Counted:
     def finish(self, centres: Sequence[Tensor]) -> SearchResult:
         """Spend what is left on points from the last centre to the mean of the later half of the centres."""
         last, mean = centres[-1], torch.stack(list(centres[(len(centres) - 1) // 2 :])).mean(0)
-        for share in torch.linspace(0, 1, self.left + 1)[1:].tolist():
-            self.one(torch.lerp(last, mean, share))
+        shares = torch.linspace(0, 1, self.left + 1)[1:].tolist()
+        if shares:
+            self(torch.stack([torch.lerp(last, mean, share) for share in shares]))
         return SearchResult(self.best, self.cost, tuple(self.curve))
 
 

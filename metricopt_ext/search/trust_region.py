@@ -17,6 +17,7 @@ from metricopt_ext.search.direct import SearchResult, Told
 from metricopt_ext.search.probe import Probe, probe
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
@@ -169,20 +170,24 @@ class GuidedTrustRegion:
         seen = probe(task, start, seed)
         visited = Visited(start, GPLearner(seen.scale, seen.spectrum))
 
-        def query(point: Tensor) -> Evaluation:
-            where = f"query {len(visited.points) + 1} of {checkpoints[-1]}; "
-            (evaluation,) = task.evaluate_at(point[None], "search", where)
-            if on_query is not None:
-                on_query(evaluation.cost)
-            return evaluation
+        def query(points: Tensor) -> Iterator[Evaluation]:
+            first = len(visited.points) + 1
+            where = f"query {{}} of {checkpoints[-1]}".format
+            for evaluation in task.evaluate_each(points, "search", lambda i: where(first + i)):
+                if on_query is not None:
+                    on_query(evaluation.cost)
+                yield evaluation
 
-        for point, evaluation in known or [(start, query(start))]:
+        for point, evaluation in known or zip([start], query(start[None]), strict=True):
             visited.add(point, evaluation)
-        proposals = self._proposals(visited, seen, generator(seed, "trust_region"))
+        proposals, proposed = self._proposals(visited, seen, generator(seed, "trust_region")), start[:0]
         for queries in checkpoints:
-            while len(visited.points) < queries - 1:
-                point = next(proposals).to(start)
-                visited.add(point, query(point))
+            while (left := queries - 1 - len(visited.points)) > 0:
+                if not len(proposed):
+                    proposed = ranks.on_first(lambda: next(proposals).to(start))
+                batch, proposed = proposed[:left], proposed[left:]
+                for point, evaluation in zip(batch, query(batch), strict=True):
+                    visited.add(point, evaluation)
             end = self._end(visited, query)
             if end.f is not None:
                 end.f.signature = task.adapter.signature
@@ -202,7 +207,7 @@ class GuidedTrustRegion:
             raise BudgetError(f"{counted(asked, 'query')} requested, {left} left in the metric's budget")
 
     def _proposals(self, visited: "Visited", seen: Probe, rng: torch.Generator) -> Iterator[Tensor]:
-        """Yield the points to query, without end; each must be in ``visited`` before the next is drawn."""
+        """Yield the points to query, ``m x d``, without end; all must be in ``visited`` before the next are drawn."""
         root = seen.spectrum.root(1.0)
 
         def design(points: int) -> Tensor:
@@ -210,10 +215,10 @@ class GuidedTrustRegion:
             offsets = visited.widened * seen.scale * drawn @ root.T
             return visited.start + torch.cat([offsets, -offsets])
 
-        yield from design(self.design_size(len(root)))
+        yield design(self.design_size(len(root)))
         while not visited.reacts():
             visited.widened = min(WIDEST, 2 * visited.widened)
-            yield from design(self.batch + self.batch % 2)
+            yield design(self.batch + self.batch % 2)
         unit = visited.widened * seen.scale * math.sqrt(len(root))
         radius, centre, began = self.radius, -1, 0
         while True:
@@ -225,7 +230,7 @@ class GuidedTrustRegion:
                 radius = min(max(radius, self.least_radius), self.largest_radius)
             began, batch = len(visited.points), self._batch(f, visited.phi[centre], radius * unit, rng)
             visited.predict(f, batch)
-            yield from batch
+            yield batch
 
     @num_threads(1)  # the tensors are small
     def _batch(self, f: GPValueFunction, centre: Tensor, radius: float, rng: torch.Generator) -> Tensor:
@@ -245,9 +250,9 @@ class GuidedTrustRegion:
         best = values.view(self.batch, STARTS).argmin(1) + STARTS * torch.arange(self.batch, device=values.device)
         return ends[best]
 
-    def _end(self, visited: "Visited", query: Callable[[Tensor], Evaluation]) -> SearchEnd:
+    def _end(self, visited: "Visited", query: Callable[[Tensor], Iterator[Evaluation]]) -> SearchEnd:
         """Ask whether the mean of the best points by f is as good as the best of them."""
-        f = visited.fit(last=True) if visited.varies() else None
+        f = ranks.on_first(lambda: visited.fit(last=True)) if visited.varies() else None
         if f is None:
             point, evaluation = visited.begun
         else:
@@ -255,7 +260,7 @@ class GuidedTrustRegion:
             share = int(END_SHARE * len(order))
             mean = visited.phi[order[: min(max(share, LEAST_END), MOST_END)]].mean(0).to(visited.start)
             point, evaluation = visited.points[int(order[0])], visited.evaluations[int(order[0])]
-            asked = query(mean)
+            (asked,) = query(mean[None])
             if asked.cost <= evaluation.cost + f.noise_std:
                 point, evaluation = mean, asked
             visited.complete(f, point)

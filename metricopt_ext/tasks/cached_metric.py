@@ -2,14 +2,15 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.metric import Evaluation, Item, Metric
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import read_json, to_json, write_json
 from metricopt_ext.utils.words import brief
@@ -37,19 +38,24 @@ class CachedMetric(Metric):
         self.metric = metric
         self.path = path
         self.evaluations: list[Evaluation] = []
-        self._on_file = [] if path is None or not path.exists() else _read(path, metric)
+        self._on_file = ranks.on_first(lambda: [] if path is None or not path.exists() else _read(path, metric))
 
-    def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
-        """Return the next evaluation on file, or evaluate the metric (see `Metric.evaluate`) and store the result."""
-        if len(self.evaluations) < len(self._on_file):
+    def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
+        """Yield the next evaluations on file; then evaluate the metric (see `Metric.each`) and store the results."""
+        kept = self._on_file[len(self.evaluations) :][: len(items)]
+        for evaluation in kept:
             self.ledger.spend(purpose)
-            evaluation = self._on_file[len(self.evaluations)]
-        else:
-            evaluation = self.metric.evaluate(model, purpose)
-        self.evaluations.append(evaluation)
-        if self.path is not None and len(self.evaluations) > len(self._on_file):
-            write_json(self.path, {"checksum": _checksum(self.evaluations), "evaluations": self.evaluations})
-        return evaluation
+            self.evaluations.append(evaluation)
+            yield evaluation
+        for evaluation in self.metric.each(judged, items[len(kept) :], purpose):
+            self.evaluations.append(evaluation)
+            if self.path is not None and ranks.rank() == 0:
+                write_json(self.path, {"checksum": _checksum(self.evaluations), "evaluations": self.evaluations})
+            yield evaluation
+
+    def judge(self, model: nn.Module) -> Evaluation:
+        """Have the metric itself judge the model; nothing is booked or stored."""
+        return self.metric.judge(model)
 
 
 @dataclass(frozen=True)

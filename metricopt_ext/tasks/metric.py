@@ -3,19 +3,22 @@
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.renamed import KnowsRenamed, Renamed
 from metricopt_ext.utils.time_limit import time_limit
 from metricopt_ext.utils.weights import kept_weights
 from metricopt_ext.utils.words import counted
+
+Item = TypeVar("Item")
 
 
 class Ledger:
@@ -190,19 +193,48 @@ class Metric(CostScale, KnowsRenamed):
     def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
         """Evaluate the metric on the model as it is; one query.
 
-        A function that changes the model's weights or buffers, as a forward pass in training mode does, has them put
-        back, and a warning names them; a copy of them is kept for that.
-
         Args:
             model: The model to judge.
             purpose: What the ledger books the query under.
 
         Raises:
             BudgetError: The budget is spent; the metric was not evaluated.
-            MetricError: The metric raised, took longer than its timeout, did not return a finite number, or left its
-                bounds. The query still counts.
+            MetricError: As from `judge`. The query still counts.
         """
-        self.ledger.spend(purpose)
+        (evaluation,) = self.each(self.judge, [model], purpose)
+        return evaluation
+
+    def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
+        """Yield the evaluation of each item, in order; one query each.
+
+        Ranks that share the work (`ranks`) evaluate as many items at once as there are of them, and each books all.
+
+        Args:
+            judged: ``judged(item)`` has `judge` evaluate a model.
+            items: Models, or phi, ``d``.
+            purpose: What the ledger books the queries under.
+
+        Raises:
+            BudgetError: The budget is spent; the next item was not evaluated.
+            MetricError: As from `judge`. What was evaluated at once with it counts too.
+        """
+        at = 0
+        while at < len(items):
+            wave = items[at : at + int(max(1, min(ranks.world(), self.ledger.left)))]
+            self.ledger.spend(purpose, len(wave))
+            yield from ranks.each(judged, wave)
+            at += len(wave)
+
+    def judge(self, model: nn.Module) -> Evaluation:
+        """Evaluate the metric on the model as it is, without booking the query.
+
+        A function that changes the model's weights or buffers, as a forward pass in training mode does, has them put
+        back, and a warning names them; a copy of them is kept for that.
+
+        Raises:
+            MetricError: The metric raised, took longer than its timeout, did not return a finite number, or left its
+                bounds.
+        """
         weights = kept_weights(model)
         with evaluating(model), torch.no_grad():
             try:

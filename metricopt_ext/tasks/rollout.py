@@ -1,14 +1,15 @@
 """Rollouts: finetuning a population of phi for T steps, and observing the metric along them (Algorithm 1, line 3)."""
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 
@@ -92,6 +93,7 @@ def collect(
 
     No step depends on the metric, so each chunk of ``task.population`` tasks runs first and is evaluated afterwards,
     task by task; each task is stored once its K queries are done. Tasks already in the store are not evaluated again.
+    Ranks that share the work run as many chunks at once as there are of them, and then as many evaluations.
 
     Args:
         task: What is finetuned.
@@ -112,21 +114,37 @@ def collect(
         BudgetError: The metric's budget ran out; finished trajectories are in the store.
         MetricError: The metric failed; finished trajectories are in the store.
     """
-    for at in range(0, len(indices), task.population):
-        chunk = indices[at : at + task.population]
-        missing = [row for row, index in enumerate(chunk) if store.get(round, index) is None]
-        if not missing:
-            continue
-        starts = task.starts(start_std, seed, chunk)
+    chunks = [indices[at : at + task.population] for at in range(0, len(indices), task.population)]
+    unfinished = [chunk for chunk in chunks if any(store.get(round, index) is None for index in chunk)]
+
+    def run(chunk: Sequence[int]) -> tuple[Tensor, Tensor, int]:
+        before, starts = task.tally.count, task.starts(start_std, seed, chunk)
         phi, loss = rollout(task, starts, policy_of(chunk), steps=steps, seed=seed, indices=chunk)
-        for row in missing:
-            observed = observation_steps(steps, evals, seed, chunk[row])
-            evaluations: list[Evaluation] = []
-            for step in observed.tolist():
-                where = f"round {round}, task {chunk[row]}, step {step}; {len(store)} finished trajectories are kept; "
-                evaluations += task.evaluate_at(phi[row, step][None], "collect", where)
-                on_query(evaluations[-1].cost)
-            points, losses = phi[row].cpu(), loss[row].cpu()
+        return phi, loss, task.tally.count - before
+
+    for at in range(0, len(unfinished), ranks.world()):
+        together, before = unfinished[at : at + ranks.world()], task.tally.count
+        runs = list(ranks.each(run, together))
+        task.tally.count = before + sum(batches for _, _, batches in runs)  # those of the other ranks too
+        missing = [
+            (index, phi[row], loss[row], observation_steps(steps, evals, seed, index))
+            for chunk, (phi, loss, _) in zip(together, runs, strict=True)
+            for row, index in enumerate(chunk)
+            if store.get(round, index) is None
+        ]
+
+        def where(i: int, missing: Sequence[tuple[int, Tensor, Tensor, Tensor]] = missing) -> str:
+            index, _, _, observed = missing[i // evals]
+            step = int(observed[i % evals])
+            return f"round {round}, task {index}, step {step}; {len(store)} finished trajectories are kept"
+
+        points = torch.cat([phi[observed] for _, phi, _, observed in missing])
+        evaluations = task.evaluate_each(points, "collect", where)
+        for index, phi, loss, observed in missing:
+            own = []
+            for evaluation in islice(evaluations, evals):
+                own.append(evaluation)
+                on_query(evaluation.cost)
             signature = task.adapter.signature
-            store.add(Trajectory.of(round, chunk[row], points, losses, observed, evaluations, signature))
+            store.add(Trajectory.of(round, index, phi.cpu(), loss.cpu(), observed, own, signature))
     return [trajectory for index in indices if (trajectory := store.get(round, index)) is not None]

@@ -1,7 +1,7 @@
 """The finetuning task: one frozen model with its loss, its batches and its metric (paper, section 3.1)."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.renamed import KnowsRenamed, Renamed
 from metricopt_ext.utils.seeding import generator, seeded_streams
@@ -194,17 +195,10 @@ class FinetuneTask(KnowsRenamed):
             return float(self._loss(phi, self.batches(seed, 0, 0)).detach())
 
     def evaluate(self, phi: Tensor, purpose: str) -> Evaluation:
-        """Evaluate the metric at one phi, ``d``; one query.
-
-        phi is copied into the model's own parameter meanwhile, so that a metric that exports the model or reads its
-        state dict judges the right one.
-        """
-        before = self.adapter.phi.detach().clone()
-        self.adapter.set_phi(phi)
-        try:
-            return self.metric.evaluate(self.adapter.model, purpose)
-        finally:
-            self.adapter.set_phi(before)
+        """Evaluate the metric at one phi, ``d``; one query."""
+        self.adapter.check_phi(phi)
+        (evaluation,) = self.metric.each(self._judge, phi[None], purpose)
+        return evaluation
 
     def cost(self, phi: Tensor, purpose: str) -> float:
         """Evaluate the metric at one phi, ``d``, and return the cost alone; see `evaluate`."""
@@ -216,13 +210,43 @@ class FinetuneTask(KnowsRenamed):
         Raises:
             MetricError: The metric failed; the message says at which point.
         """
-        evaluations = []
-        for i, point in enumerate(phi):
+        return list(self.evaluate_each(phi, purpose, lambda i: f"{where}point {i} of {len(phi)}"))
+
+    def evaluate_each(self, phi: Tensor, purpose: str, where: Callable[[int], str]) -> Iterator[Evaluation]:
+        """Yield the metric's evaluations at ``n x d`` points, one by one; n queries.
+
+        Ranks that share the work evaluate as many at once as there are of them, at the first rank's points.
+
+        Args:
+            phi: The points.
+            purpose: What the ledger books the queries under.
+            where: Says in an error's message where point ``i`` belongs.
+
+        Raises:
+            MetricError: The metric failed.
+            BudgetError: The budget is spent.
+        """
+        points = ranks.on_first(lambda: phi)
+        for point in points[:1]:
+            self.adapter.check_phi(point)
+        evaluations = self.metric.each(self._judge, points, purpose)
+        for i, point in enumerate(points):
             try:
-                evaluations.append(self.evaluate(point, purpose))
+                yield next(evaluations)
             except MetricError as error:
-                raise MetricError(f"{error} ({where}point {i} of {len(phi)}, |phi| = {point.norm():.3g})") from error
-        return evaluations
+                raise MetricError(f"{error} ({where(i)}, |phi| = {point.norm():.3g})") from error
+
+    def _judge(self, phi: Tensor) -> Evaluation:
+        """Judge the model at phi, which is copied into the model's own parameter meanwhile.
+
+        So a metric that exports the model, or reads its state dict, judges the right one.
+        """
+        before = self.adapter.phi.detach().clone()
+        self.adapter.set_phi(phi)
+        try:
+            return self.metric.judge(self.adapter.model)
+        finally:
+            self.adapter.set_phi(before)
 
     def costs_at(self, phi: Tensor, purpose: str, where: str = "") -> Tensor:
         """Evaluate the metric at ``n x d`` points and return the costs alone, ``n``, float64; see `evaluate_at`."""

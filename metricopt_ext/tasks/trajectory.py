@@ -11,6 +11,7 @@ from torch import Tensor
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.tasks.metric import Evaluation, stacked_halves
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 from metricopt_ext.utils.identity import claim
@@ -98,13 +99,20 @@ class TrajectoryStore:
         return self._items.get((round, index))
 
     def add(self, trajectory: Trajectory) -> None:
-        """Store a finished trajectory; once this returns, it survives a kill."""
+        """Store a finished trajectory; once this returns, it survives a kill.
+
+        Ranks that share the work all store it, the first one in the folder.
+        """
         key = trajectory.round, trajectory.index
         if key in self._items:
             raise ValueError(f"trajectory {trajectory.index} of round {trajectory.round} is already stored")
-        if self.folder is not None:
+        if self.folder is not None and ranks.rank() == 0:
             _write(self.folder / f"round-{trajectory.round}-task-{trajectory.index:05d}.safetensors", trajectory)
         self._items[key] = trajectory
+
+    def share(self) -> None:
+        """Take what the first of the ranks that share the work has."""
+        self._items = ranks.on_first(lambda: self._items)
 
     @property
     def queries(self) -> int:

@@ -37,19 +37,19 @@ def claim(path: str | Path, identity: dict[str, Any]) -> None:
         return
     theirs = read_json(path)
     for key in {**identity, **theirs}:  # in the identity's order, so that causes can come before what follows from them
-        if not _same(theirs.get(key), identity.get(key)):
+        if not same(theirs.get(key), identity.get(key)):
             raise FileFormatError(
                 f"{Path(path).parent} holds another run: {key} was {theirs.get(key)!r}, now {identity.get(key)!r};"
                 " continue with the old settings or use another output folder"
             )
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Whether two values of JSON are the same but for rounding."""
+def same(a: Any, b: Any) -> bool:
+    """Whether two values of JSON are the same, numbers but for `ROUNDING`."""
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=ROUNDING) or (math.isnan(a) and math.isnan(b))
     return bool(a == b)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from metricopt_ext.utils import ranks
+
 INTERVAL = 30.0  # seconds between two lines of a log, unless a tenth of the queries was spent
 
 
@@ -83,7 +85,13 @@ def _bars_on(console: Any) -> Any:
 
 @contextmanager
 def watched(watcher: Watcher | None, name: str, total: int) -> Iterator[Watcher]:
-    """Yield the watcher or, if there is none, one that shows a run of ``total`` queries on the terminal."""
+    """Yield the watcher or, if there is none, one that shows a run of ``total`` queries on the terminal.
+
+    Of ranks that share the run, the first alone shows it.
+    """
+    if ranks.rank() > 0:
+        yield Watcher()
+        return
     if watcher is not None:
         yield watcher
         return

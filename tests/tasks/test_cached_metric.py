@@ -56,8 +56,8 @@ def test_without_a_file_it_is_the_metric(tmp_path: Path) -> None:
 
 def test_a_metric_with_an_ask_of_its_own_is_asked_by_it() -> None:
     class Doubled(Metric):
-        def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
-            return Evaluation(2 * super().evaluate(model, purpose).cost)
+        def judge(self, model: nn.Module) -> Evaluation:
+            return Evaluation(2 * super().judge(model).cost)
 
     metric = Doubled(lambda: 0.25, maximize=False)
     assert (

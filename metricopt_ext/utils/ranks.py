@@ -1,0 +1,221 @@
+"""The processes of a run under torchrun, its ranks: they share the evaluations and rollouts, and end with one result.
+
+All ranks run the same program. What costs time is dealt among them by `each`, what must not be done twice is left to
+the first by `on_first`; both return the same on every rank, so that all go on alike. A single process runs the same
+code. Only the first rank reads and writes a run's folder, so that ranks need no file system in common.
+"""
+
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import distributed
+
+from metricopt_ext.errors import ConfigError, RankError
+from metricopt_ext.utils.identity import same
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+MEETING = timedelta(minutes=30)  # how long the first rank to arrive waits for the others
+WORKING = timedelta(days=30)  # how long one may work on its share; a rank that dies is noticed at once, all the same
+
+_sharing = _apart = False  # whether work is shared right now, or must not be
+_groups: dict[Any, Any] = {}  # our own group of all processes, by torch's
+
+
+class _Outcome(NamedTuple):
+    value: Any = None
+    error: Exception | None = None
+
+
+def world() -> int:
+    """Return how many processes share the work right now; 1 outside `sharing`."""
+    return distributed.get_world_size() if _sharing else 1
+
+
+def rank() -> int:
+    """Return which of them this is, from 0; 0 outside `sharing`."""
+    return distributed.get_rank() if _sharing else 0
+
+
+def several() -> bool:
+    """Whether `sharing` would share the work with other processes, or does."""
+    return not _apart and distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+@contextmanager
+def sharing(alike: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Share the work with the other processes of torch's process group, if there is one.
+
+    Each process has to enter this at the same point of the same program. Inside another one it does nothing.
+
+    Args:
+        alike: What must be the same on every rank, by name.
+
+    Raises:
+        RankError: A rank has not come within half an hour.
+        ConfigError: Something differs on a rank.
+    """
+    global _sharing
+    if _sharing or not several():
+        yield
+        return
+    try:
+        distributed.monitored_barrier(_group(), timeout=MEETING, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise RankError(f"not every rank has come to this point ({error}); call it on all ranks") from error
+    _sharing = True
+    try:
+        _refuse_differences(dict(alike or {}))
+        yield
+    finally:
+        _sharing = False
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Work on something of this process's own for a while: `sharing` has no effect inside."""
+    global _apart, _sharing
+    before, _apart, _sharing = (_apart, _sharing), True, False
+    try:
+        yield
+    finally:
+        _apart, _sharing = before
+
+
+def each(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+    """Yield ``function(item)`` for each item, in order; ranks take turns, so as many items as ranks run at once.
+
+    Args:
+        function: Its results depend on the item alone. It runs `apart`.
+        items: As many on every rank.
+
+    Raises:
+        Exception: What the function raised, on every rank, after the results before it.
+    """
+    for at in range(0, len(items), world()):
+        wave = items[at : at + world()]
+        own = _tried(partial(function, wave[rank()])) if rank() < len(wave) else _Outcome()
+        for outcome in _gathered(own)[: len(wave)]:
+            yield _value(outcome)
+
+
+def on_first(function: Callable[[], Result]) -> Result:
+    """Return what a function returns on the first rank, which alone runs it, `apart`; or raise its error on all."""
+    own = _tried(function) if rank() == 0 else _Outcome()
+    if world() > 1:
+        sent = [_packed(own) if rank() == 0 else b""]
+        with _all_there():
+            distributed.broadcast_object_list(sent, src=0, group=_group())
+        own = own if rank() == 0 else _unpacked(sent[0])
+    result: Result = _value(own)
+    return result
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """Join the process group that torchrun has prepared, if this process is one of its; leave it at the end.
+
+    A process that has joined one already, such as one of Detectron2's, stays as it is.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or distributed.is_initialized():
+        yield
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    store, own, number = next(distributed.rendezvous("env://", timeout=MEETING))
+    # The launcher may keep its store when it starts processes again, with addresses in it of those that are gone.
+    store = distributed.PrefixStore(f"metricopt_ext/{_restarts()}", store)
+    distributed.init_process_group("gloo", store=store, rank=own, world_size=number, timeout=WORKING)
+    try:
+        yield
+    finally:
+        _groups.clear()
+        distributed.destroy_process_group()
+
+
+def restarted() -> bool:
+    """Whether torchrun has started this program again (``--max-restarts``), after a rank has died."""
+    return _restarts() > 0
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def _refuse_differences(own: dict[str, Any]) -> None:
+    for other, theirs in enumerate(_gathered(own)):
+        for name, value in own.items():
+            if not same(theirs.get(name), value):
+                raise ConfigError(
+                    f"{name} is {value!r} on rank {rank()}, {theirs.get(name)!r} on rank {other}; give all ranks the"
+                    " same"
+                )
+
+
+def _tried(function: Callable[[], Any]) -> _Outcome:
+    try:
+        with apart() if world() > 1 else nullcontext():
+            return _Outcome(function())
+    except Exception as error:
+        return _Outcome(error=error)
+
+
+def _value(outcome: _Outcome) -> Any:
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value
+
+
+def _gathered(own: Any) -> list[Any]:
+    """Return what each rank has, in their order."""
+    if world() == 1:
+        return [own]
+    parts: list[Any] = [None] * world()
+    sent = _packed(own)
+    with _all_there():
+        distributed.all_gather_object(parts, sent, _group())
+    return [own if other == rank() else _unpacked(part) for other, part in enumerate(parts)]
+
+
+@contextmanager
+def _all_there() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(f"another rank has ended ({error}); its own message says why") from error
+
+
+def _group() -> Any:
+    """Return a group of all processes that exchanges objects, whatever torch's own group is made for."""
+    whole = distributed.group.WORLD
+    if whole not in _groups:
+        _groups.clear()
+        _groups[whole] = distributed.new_group(backend="gloo", timeout=WORKING)
+    return _groups[whole]
+
+
+def _packed(value: Any) -> bytes:
+    packed = io.BytesIO()
+    try:
+        torch.save(value, packed)
+    except Exception as error:  # of any kind: an object decides itself how it is pickled
+        if not isinstance(value, _Outcome) or value.error is None:
+            raise TypeError(f"{type(value).__name__} can't be sent to other ranks: {error}") from error
+        return _packed(_Outcome(error=RuntimeError(f"{type(value.error).__name__}: {value.error}")))
+    return packed.getvalue()
+
+
+def _unpacked(packed: bytes) -> Any:
+    """Return what another rank packed, its tensors on this rank's own device of the same kind."""
+
+    def placed(storage: Any, location: str) -> Any:
+        return storage.cuda() if location.startswith("cuda") else storage
+
+    return torch.load(io.BytesIO(packed), map_location=placed, weights_only=False)

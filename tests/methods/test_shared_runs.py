@@ -1,0 +1,115 @@
+"""Runs that several ranks share: bit for bit what one process returns, and they go on after a kill."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+import metricopt_ext as mo
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.methods.paper import Algorithm1
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
+from metricopt_ext.utils import ranks
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.value.learners import RidgeLearner
+
+torch.set_num_threads(1)
+out, dies_at = Path(sys.argv[1]), int(sys.argv[2])
+STRATEGIES = {
+    "search": (None, 45),
+    "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),)), 62),
+    "paper": (Algorithm1(steps=6, evals=3), 40),
+    "cma_es": (CMAES(), 45),
+    "guided_es": (GuidedES(), 45),
+}
+
+x = torch.randn(90, 4, generator=torch.Generator().manual_seed(0))
+y = torch.randint(3, (90,), generator=torch.Generator().manual_seed(1))
+asked = 0
+
+def score(model):
+    global asked
+    asked += 1
+    if own == world - 1 and asked == dies_at and not ranks.restarted():
+        os.kill(os.getpid(), signal.SIGKILL)
+    right = (model(x).argmax(1) == y).double() + 0.3 * model(x).softmax(1)[:, 0].double().sigmoid()
+    return float(right.mean()), (float(right[::2].mean()), float(right[1::2].mean()))
+
+def run(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    task = FinetuneTask(
+        attach_film(model, "1", dim=6, seed=0),
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        batches=TensorBatches(x, y, batch_size=30),
+        metric=Metric(score, maximize=True, bounds=(0, 2), name="score"),
+        population=3,
+    )
+    strategy, queries = STRATEGIES[name]
+    run = mo.optimize_metric(
+        task, queries=queries, strategy=strategy, seed=1, output_dir=out / name, watcher=Watcher(),
+        resume=ranks.restarted(),
+    )
+    kept = {"phi": task.adapter.phi.detach(), "before": run.before, "after": run.after, "best": run.best,
+            "queries": run.queries, "spent": task.metric.ledger.spent_on, "text": str(run),
+            **{f"end {name}": end for name, end in run.ends.items()}}
+    fit = getattr(run, "fit", None)
+    if fit is not None:
+        kept |= {f"f {name}": value for name, value in fit.f.state_dict().items()}
+        kept |= {"quality": repr(fit.f.quality), "predicted": fit.predicted}
+    return kept
+
+with errors_in_one_line(keeps=out), ranks.joined():
+    own, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    ends = {name: run(name) for name in STRATEGIES}
+    torch.save({"ends": ends, "asked": asked}, out / f"{own}.pt")
+"""
+
+
+def finished(folder: Path, process: "subprocess.Popen[str]", world: int) -> list[dict[str, Any]]:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def assert_same(a: Any, b: Any, where: str = "") -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for name, value in a.items():
+            assert_same(value, b[name], f"{where} {name}")
+    else:
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, where
+
+
+@pytest.mark.slow
+def test_the_result_does_not_depend_on_the_number_of_ranks(torchrun: Any, tmp_path: Path) -> None:
+    def results(world: int, dies_at: int = 0, *options: str) -> tuple[list[Any], dict[str, bytes]]:
+        folder = tmp_path / f"{world}-{dies_at}"
+        folder.mkdir()
+        ends = finished(folder, torchrun(SCRIPT, world, str(folder), str(dies_at), options=options), world)
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
+        return ends, files
+
+    (alone,), files = results(1)
+    assert len(files) == 5 + 3 + 16 + 12  # adapters, functions, and the trajectories of recipe and paper
+    for world, dies_at, options in ((2, 0, ()), (4, 0, ()), (2, 60, ("--max-restarts=1",))):
+        ends, same_files = results(world, dies_at, *options)
+        for each in ends:
+            assert_same(alone["ends"], each["ends"])
+        assert same_files == files
+        if not dies_at:  # they share the work: nothing is asked twice, and each has its part
+            assert sum(each["asked"] for each in ends) == alone["asked"]
+            assert min(each["asked"] for each in ends) > alone["asked"] / world / 2

@@ -1,0 +1,149 @@
+"""Processes under torchrun: what they share, what they refuse, and how they end when one of them dies."""
+
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from metricopt_ext.utils import ranks
+
+# Each rank says what it saw; the script ends with an error if a rank saw something else than it should.
+SHARED = """
+import os
+import torch
+from metricopt_ext.errors import ConfigError, MetricError
+from metricopt_ext.utils import ranks
+
+assert (ranks.world(), ranks.rank(), ranks.several()) == (1, 0, False)
+with ranks.joined():
+    number, own = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    assert ranks.several() == (number > 1)
+    assert (ranks.world(), ranks.rank()) == (1, 0)
+    with ranks.sharing({"seed": 3, "loss": 0.5 + 1e-7 * own}), ranks.sharing():
+        assert (ranks.world(), ranks.rank()) == (number, own)
+
+        ran = []
+        def square(item):
+            assert (ranks.world(), ranks.rank()) == (1, 0)
+            ran.append(item)
+            return torch.tensor(item) ** 2
+        assert [int(x) for x in ranks.each(square, range(7))] == [0, 1, 4, 9, 16, 25, 36]
+        assert ran == list(range(own, 7, number)), ran
+        assert list(ranks.each(square, [])) == []
+
+        def failing(item):
+            if item == 2:
+                raise MetricError(f"item {item} on rank {own}")
+            return item
+        seen = []
+        try:
+            for x in ranks.each(failing, range(6)):
+                seen.append(x)
+        except MetricError as error:
+            assert str(error) == f"item 2 on rank {2 % number}", error
+        assert seen == [0, 1]
+
+        assert ranks.on_first(lambda: (own, torch.full((2,), 1 / 3)))[0] == 0
+        try:
+            ranks.on_first(lambda: failing(2))
+            raise SystemExit("no error")
+        except MetricError as error:
+            assert str(error) == "item 2 on rank 0"
+        class Local(Exception):
+            def __reduce__(self):
+                raise TypeError("not to be sent")
+        def unsent():
+            raise Local("what happened")
+        try:
+            ranks.on_first(unsent)
+            raise SystemExit("no error")
+        except (Local, RuntimeError) as error:
+            assert "what happened" in str(error), error
+        with ranks.apart():
+            assert ranks.world() == 1 and not ranks.several()
+            with ranks.sharing({"own": own}):
+                assert ranks.world() == 1
+        assert ranks.world() == number
+    try:
+        with ranks.sharing({"queries": 60 + own}):
+            assert number == 1
+    except ConfigError as error:
+        assert "queries is " in str(error) and "give all ranks the same" in str(error), error
+    assert ranks.world() == 1
+print(f"rank {own} is done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_what_is_shared_is_the_same_on_every_rank(torchrun: Any, world: int) -> None:
+    process = torchrun(SHARED, world)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert sorted(re.findall(r"rank (\d) is done", output)) == [str(rank) for rank in range(world)]
+
+
+def test_a_process_alone_shares_with_nobody() -> None:
+    assert (ranks.world(), ranks.rank(), ranks.several(), ranks.restarted()) == (1, 0, False, False)
+    with ranks.joined(), ranks.sharing({"seed": 0}):
+        assert (ranks.world(), ranks.rank()) == (1, 0)
+        ran: list[int] = []
+        results = ranks.each(lambda item: ran.append(item) or item, [1, 2, 3])
+        assert next(results) == 1
+        assert ran == [1]  # the next one runs when it is asked for
+        assert list(results) == [2, 3]
+        tensor = torch.zeros(2)
+        assert ranks.on_first(lambda: tensor) is tensor
+
+
+WAITING = """
+import os, sys, time
+from pathlib import Path
+from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.utils import ranks
+
+folder = Path(sys.argv[1])
+
+def work(item):
+    (folder / f"{ranks.restarted()}-{item}-{os.getpid()}").touch()
+    time.sleep(0 if ranks.restarted() else 600 * (item == 1))
+    return item
+
+with errors_in_one_line(), ranks.joined(), ranks.sharing():
+    assert list(ranks.each(work, range(4))) == [0, 1, 2, 3]
+    print("went on" if ranks.restarted() else "ended", flush=True)
+"""
+
+
+def killed(folder: Any, torchrun: Any, options: tuple[str, ...] = ()) -> tuple[Any, str, float]:
+    """Kill the rank that works on item 1, while the other waits for it; return the run's end and its seconds."""
+    process = torchrun(WAITING, 2, str(folder), options=options)
+    until = time.monotonic() + 120
+    while not (working := list(folder.glob("False-1-*"))):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.05)
+    os.kill(int(working[0].name.rpartition("-")[2]), signal.SIGKILL)
+    began = time.monotonic()
+    output, _ = process.communicate(timeout=120)
+    return process, output, time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_others(torchrun: Any, tmp_path: Any) -> None:
+    process, output, seconds = killed(tmp_path, torchrun)
+    assert process.returncode != 0
+    assert seconds < 60  # not the ten minutes that its item takes; the launcher looks every few seconds
+    assert "error: another rank has ended" in output
+    assert "went on" not in output
+
+
+@pytest.mark.slow
+def test_torchrun_starts_them_again(torchrun: Any, tmp_path: Any) -> None:
+    process, output, _ = killed(tmp_path, torchrun, ("--max-restarts=1",))
+    assert process.returncode == 0, output
+    assert output.count("went on") == 2
+    assert len(list(tmp_path.glob("True-*"))) == 4
