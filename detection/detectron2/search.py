@@ -1,6 +1,6 @@
 """Searches for phi with what a trainer class of Detectron2's has: its data loader, its loss and its evaluator."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,7 @@ class WrittenMetric(Metric):
 
     def __init__(self, metric: Metric, output_dir: str, queries: int) -> None:
         super().__init__(metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
-        self.queries, self.storage = queries, EventStorage()
+        self.queries, self.number, self.storage = queries, 0, EventStorage()
         writers = default_writers(output_dir, queries)
         self.writers = [writer for writer in writers if not isinstance(writer, CommonMetricPrinter)]  # the log has it
 

@@ -4,7 +4,7 @@ import argparse
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from metricopt_ext.evidence.report import Report, write_events
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction
 from metricopt_ext.methods.run_folder import open_run
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
@@ -36,6 +37,8 @@ def experiment_of(task: str) -> type[Experiment[Any]]:
 def errors_in_one_line(*more: type[Exception], keeps: Path | None = None, resume: str = "") -> Iterator[None]:
     """End the process with one line for an error that a user can fix, and in a few when it is stopped.
 
+    An error that several ranks share is told by the one that met it.
+
     Args:
         *more: Types of further errors that a user can fix.
         keeps: As in `ending_when_stopped`.
@@ -46,6 +49,8 @@ def errors_in_one_line(*more: type[Exception], keeps: Path | None = None, resume
         try:
             yield
         except mendable as error:
+            if ranks.is_of_another(error):
+                sys.exit(1)
             sys.exit(f"error: {' '.join(str(error).split())}")
 
 
@@ -73,16 +78,18 @@ def main_of(
         parser.add_argument(f"--{name}", choices=values, help="overrides the config")
     parser.add_argument("overrides", nargs="*", help=f"key=value, e.g. {overrides}")
     arguments = parser.parse_intermixed_args()  # overrides may come before, between or after the options
-    with errors_in_one_line(keeps=arguments.output_dir, resume="--resume"):
+    with errors_in_one_line(keeps=arguments.output_dir, resume="--resume"), ranks.joined():
         config = load_config(schema, arguments.config_file, arguments.overrides)
         for name in ("seed", *(choices or {})):
             if getattr(arguments, name) is not None:
                 setattr(config, name, getattr(arguments, name))
-        run_and_report(experiment, config, arguments.output_dir, arguments.resume)
+        run_and_report(experiment, config, arguments.output_dir, arguments.resume or ranks.restarted())
 
 
 def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, resume: bool) -> Report:
     """Run every seed, write report, plots and events, and print the outcome.
+
+    Processes of torchrun take the seeds, or share each of them if there are fewer.
 
     Args:
         experiment: What each seed runs.
@@ -92,28 +99,36 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
     """
     config.check()
     subject = experiment.describe(config)  # refuses settings before the folder is taken
-    with deterministic(config.deterministic, config.threads), sole_writer(folder):
-        open_run(folder, config.as_dict(), resume, config.data_files())
-        print(
-            f"{subject.title}: {subject.metric} ({direction(subject.maximize)}),"
-            f" {counted(config.seeds, 'seed')} of {counted(config.queries, 'query')}"
-        )
-        if subject.explained:
-            print(f"{subject.metric}: {subject.explained}")
+    with deterministic(config.deterministic, config.threads), ranks.sharing(config.as_dict()), ExitStack() as held:
+        ranks.only_first(partial(held.enter_context, sole_writer(folder)))
+        ranks.only_first(lambda: open_run(folder, config.as_dict(), resume, config.data_files()))
+        if ranks.rank() == 0:
+            print(
+                f"{subject.title}: {subject.metric} ({direction(subject.maximize)}),"
+                f" {counted(config.seeds, 'seed')} of {counted(config.queries, 'query')}"
+            )
+            if subject.explained:
+                print(f"{subject.metric}: {subject.explained}")
         seeds = range(config.seed, config.seed + config.seeds)
         run = partial(run_seed, experiment, config, folder, resume)
-        records = run_seeds(run, seeds, queries=config.queries, workers=config.workers, threads=config.threads)
+        records = run_seeds(
+            run, seeds, queries=config.queries, workers=config.workers, threads=config.threads, shared=True
+        )
         report = Report(subject.task, subject.metric, subject.maximize, records, config.as_dict())
-        written = [
-            *report.write(folder),
-            plot_methods(report, folder / "methods.png"),
-            plot_search(report, folder / "search.png")
-            if report.searched
-            else plot_finetuning(report, folder / "finetuning.png"),
-            plot_value_function(report, folder / "value_function.png"),
-            *experiment.plot_seeds(folder, seeds),
-        ]
-        write_events(report, folder / "events")
-        report.print()
-        print("wrote", *written, f"and {folder}/seed-*/", sep="\n  ")
+        ranks.only_first(lambda: _show(experiment, report, folder, seeds))
         return report
+
+
+def _show(experiment: type[Experiment[Any]], report: Report, folder: Path, seeds: Sequence[int]) -> None:
+    written = [
+        *report.write(folder),
+        plot_methods(report, folder / "methods.png"),
+        plot_search(report, folder / "search.png")
+        if report.searched
+        else plot_finetuning(report, folder / "finetuning.png"),
+        plot_value_function(report, folder / "value_function.png"),
+        *experiment.plot_seeds(folder, seeds),
+    ]
+    write_events(report, folder / "events")
+    report.print()
+    print("wrote", *written, f"and {folder}/seed-*/", sep="\n  ")

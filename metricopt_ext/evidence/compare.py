@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
@@ -10,6 +11,7 @@ from metricopt_ext.evidence.method import METHODS, End, Method, MethodResult, Re
 from metricopt_ext.evidence.record import Outcome
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.words import counted
 
 
@@ -31,6 +33,8 @@ class Comparison:
 def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Method]) -> Comparison:
     """Run methods one after another, then judge all of their ends.
 
+    Of ranks that share the work, the first alone runs the methods that can't be shared, and judges.
+
     Args:
         task: The task; its metric looks at the validation data.
         test_metric: The same metric on the test data.
@@ -42,7 +46,9 @@ def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Metho
     check_known(methods)
     results: dict[str, MethodResult] = {}
     for name, method in methods.items():
-        result, entry = method(task.judged_by(task.metric.with_new_ledger()), results), METHODS[name]
+        entry = METHODS[name]
+        run = partial(method, task.judged_by(task.metric.with_new_ledger()), results)
+        result = run() if entry.shared else ranks.only_first(run)
         if result is None:
             continue
         if entry.kind == "free" and result.reached[-1].queries:
@@ -51,6 +57,10 @@ def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Metho
         before = results[entry.after].reached[-1] if entry.after else None
         reached = tuple(each.after(before) if before else each for each in result.reached)
         results[name] = replace(result, reached=reached)
+    return ranks.only_first(lambda: _judged(task, test_metric, results)) or Comparison(results, {}, {})
+
+
+def _judged(task: FinetuneTask, test_metric: Metric, results: dict[str, MethodResult]) -> Comparison:
     validation, test = task.judged_by(task.metric.with_new_ledger()), task.judged_by(test_metric)
 
     def outcome(each: Reached) -> Outcome:

@@ -3,14 +3,15 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from metricopt_ext.evidence.compare import compare
+from metricopt_ext.evidence.compare import Comparison, compare
 from metricopt_ext.evidence.contenders import Contender, at_each_budget, loss_path, usual_contenders
 from metricopt_ext.evidence.correlation import CorrelationReport
 from metricopt_ext.evidence.method import End, Method
@@ -23,6 +24,7 @@ from metricopt_ext.methods.starts import Start, batchnorm_start, set_buffers
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.files import save_checkpoint
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.progress import Watcher
@@ -184,6 +186,8 @@ def run_seed(
 ) -> SeedRecord:
     """Run one seed and keep all of it in ``folder/seed-N``; a seed whose record exists is not run again.
 
+    Of ranks that share a seed, each trains the model, and then takes the first one's; that one alone keeps anything.
+
     Args:
         experiment_type: What to run.
         config: The settings.
@@ -197,18 +201,34 @@ def run_seed(
     """
     folder = folder / f"seed-{seed}"
     record_file = folder / "record.json"
-    if resume and record_file.exists():
+    if record := ranks.on_first(lambda: SeedRecord.load(record_file) if resume and record_file.exists() else None):
         watcher.stage("on file")
-        record = SeedRecord.load(record_file)
         before, after = (record.outcomes[name][-1] for name in ("pretrained", "metricopt"))
         metric = experiment_type.describe(config).metric
         watcher.query(after.queries_total, f"{metric} {before.validation:.4f} -> {after.validation:.4f}")
         watcher.done()
         return record
     watcher.stage("train the model")
-    experiment = experiment_type(config, folder, seed)
-    comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, watcher))
-    task, result = experiment.task, comparison.results["metricopt"].details
+    with nullcontext(folder) if ranks.rank() == 0 else TemporaryDirectory() as own:
+        experiment = experiment_type(config, Path(own), seed)
+        _share_weights(experiment.task)
+        comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, watcher))
+        record = ranks.on_first(lambda: _recorded(experiment, comparison))
+    watcher.done()
+    return record
+
+
+def _share_weights(task: FinetuneTask) -> None:
+    """Give all ranks the first one's weights: another kind of processor trains others."""
+    if ranks.world() > 1:
+        model = task.adapter.model
+        model.load_state_dict(ranks.on_first(model.state_dict))
+
+
+def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord:
+    """Set MetricOpt's end, and write the record, the first seed's pictures and the tuned model."""
+    config, folder, seed, task = experiment.config, experiment.folder, experiment.seed, experiment.task
+    result = comparison.results["metricopt"].details
     assert result is not None
     task.adapter.set_phi(result.ends[result.chosen])
     to_value = task.metric.to_value
@@ -246,6 +266,5 @@ def run_seed(
         paths = {name: path for name, path in shown if path is not None}
         draw_value_function(task.judged_by(task.metric.with_new_ledger()), result, paths, folder)
     experiment.finish()
-    record.save(record_file)
-    watcher.done()
+    record.save(folder / "record.json")
     return record

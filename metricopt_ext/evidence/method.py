@@ -31,6 +31,7 @@ class Entry:
             too; or the value function of another run; or the metric of any scores and labels, to ask on training
             batches.
         after: The method that it continues from: what that one spent counts as its own too.
+        shared: Whether ranks share its work (`ranks`), by `optimize_metric`.
     """
 
     title: str
@@ -38,6 +39,7 @@ class Entry:
     kind: Kind
     needs: Needs = "scores"
     after: str = ""
+    shared: bool = False
 
 
 # Every method that a comparison can run, by name, in the order of tables.
@@ -60,8 +62,8 @@ METHODS: dict[str, Entry] = {
     "ours": Entry("MetricOpt, guided search", "#d7191c", "queries"),
     "transferred": Entry("f of another run", "#7f9c3c", "free", "another f"),
     "placebo": Entry("the same f, turned", "#b9c58f", "free", "another f"),
-    "metricopt": Entry("MetricOpt", "#c02942", "queries"),
-    "metricopt_paper": Entry("MetricOpt, Algorithm 1", "#e57fb0", "queries"),
+    "metricopt": Entry("MetricOpt", "#c02942", "queries", shared=True),
+    "metricopt_paper": Entry("MetricOpt, Algorithm 1", "#e57fb0", "queries", shared=True),
     "metricopt_learned": Entry("MetricOpt, learned", "#8e1b8e", "queries"),
     "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "queries", after="metricopt"),
     "second_round": Entry("MetricOpt, second round", "#7a1f3d", "queries", after="metricopt"),

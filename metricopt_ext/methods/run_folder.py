@@ -62,7 +62,7 @@ class RunFolder:
         if not resume and any((self.path / name).exists() for name in (IDENTITY, TRAJECTORIES, EVALUATIONS)):
             raise FileFormatError(f"{self.path} holds an earlier run; resume it, or use another output folder")
         try:
-            claim(self.path / IDENTITY, self.identity)  # guards the evaluations too: another strategy must not reuse them
+            claim(self.path / IDENTITY, self.identity)  # it guards the evaluations too
         except FileFormatError as error:
             left = self.path / BUFFERS
             if left.exists() and holds_buffers(model, read_buffers(left)):

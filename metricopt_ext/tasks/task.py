@@ -197,7 +197,7 @@ class FinetuneTask(KnowsRenamed):
     def evaluate(self, phi: Tensor, purpose: str) -> Evaluation:
         """Evaluate the metric at one phi, ``d``; one query."""
         self.adapter.check_phi(phi)
-        (evaluation,) = self.metric.each(self._judge, phi[None], purpose)
+        (evaluation,) = self.metric.each(self._judge, [phi], purpose)
         return evaluation
 
     def cost(self, phi: Tensor, purpose: str) -> float:
@@ -226,7 +226,7 @@ class FinetuneTask(KnowsRenamed):
             MetricError: The metric failed.
             BudgetError: The budget is spent.
         """
-        points = ranks.on_first(lambda: phi)
+        points = ranks.on_first(lambda: list(phi))
         for point in points[:1]:
             self.adapter.check_phi(point)
         evaluations = self.metric.each(self._judge, points, purpose)

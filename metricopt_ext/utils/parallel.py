@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.progress import Bars, QueueWatcher, Watcher, relay
 from metricopt_ext.utils.threads import num_threads
 
@@ -21,9 +22,17 @@ _progress: Any = None  # in a worker: the queue on which it reports
 
 
 def run_seeds(
-    run: Callable[[int, Watcher], Record], seeds: Sequence[int], *, queries: int, workers: int, threads: int
+    run: Callable[[int, Watcher], Record],
+    seeds: Sequence[int],
+    *,
+    queries: int,
+    workers: int,
+    threads: int,
+    shared: bool = False,
 ) -> list[Record]:
     """Run every seed and return what they return, in the order of the seeds.
+
+    Ranks that share the work (`ranks`) take the seeds in turn, in place of workers.
 
     Workers end with this process, however it ends: nothing goes on writing behind a user's back. Ctrl-C ends them at
     once; after any other error, the seeds that were begun are finished.
@@ -35,6 +44,7 @@ def run_seeds(
         workers: Number of processes, at least 1. Each has its own copy of data and model.
         threads: CPU threads of each worker, at least 1. Small models run fastest on one thread, and the same
             number everywhere makes runs repeatable to the last bit.
+        shared: Whether ranks can share a seed, which they do where there are fewer seeds than ranks.
 
     Raises:
         ConfigError: ``workers`` or ``threads`` is below 1.
@@ -42,6 +52,8 @@ def run_seeds(
     """
     if workers < 1 or threads < 1:
         raise ConfigError(f"workers={workers}, threads={threads}: both must be at least 1")
+    if ranks.world() > 1:
+        return _run_on_ranks(run, seeds, queries, threads, shared)
     with Bars() as bars:
         if workers == 1 or len(seeds) == 1:
             with num_threads(threads):
@@ -66,6 +78,19 @@ def run_seeds(
             if queue is not None:
                 queue.put(None)
                 relaying.join()
+
+
+def _run_on_ranks(
+    run: Callable[[int, Watcher], Record], seeds: Sequence[int], queries: int, threads: int, shared: bool
+) -> list[Record]:
+    together = shared and len(seeds) < ranks.world()
+    silent = together and ranks.rank() > 0
+    with Bars(lines=True) as bars, num_threads(threads):
+
+        def watched(seed: int) -> Record:
+            return run(seed, Watcher() if silent else bars.watch(_name(seed), queries))
+
+        return [watched(seed) for seed in seeds] if together else list(ranks.each(watched, seeds))
 
 
 def _run(run: Callable[[int, Watcher], Record], seed: int) -> Record:

@@ -35,18 +35,21 @@ class Bars(AbstractContextManager["Bars"]):
     Args:
         console: rich's console; by default the standard output.
         clock: Returns seconds, to space the lines out.
+        lines: Show lines on a terminal too, which other processes may write to.
 
     Example:
         >>> with Bars() as bars:
         ...     bars.watch("seed 0", total=600).query(1, "accuracy 0.71")  # doctest: +SKIP
     """
 
-    def __init__(self, console: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Any = None, clock: Callable[[], float] = time.monotonic, *, lines: bool = False
+    ) -> None:
         from rich.console import Console
 
         self._console, self._clock = console or Console(), clock
         drawable = self._console.is_interactive or self._console.is_jupyter
-        self._progress = _bars_on(self._console) if drawable else None
+        self._progress = _bars_on(self._console) if drawable and not lines else None
 
     def watch(self, name: str, total: int) -> Watcher:
         """Show a run of ``total`` queries."""

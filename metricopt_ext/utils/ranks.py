@@ -46,7 +46,7 @@ def rank() -> int:
 
 def several() -> bool:
     """Whether `sharing` would share the work with other processes, or does."""
-    return not _apart and distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return not _apart and _initialized() and distributed.get_world_size() > 1
 
 
 @contextmanager
@@ -102,8 +102,8 @@ def each(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[
     for at in range(0, len(items), world()):
         wave = items[at : at + world()]
         own = _tried(partial(function, wave[rank()])) if rank() < len(wave) else _Outcome()
-        for outcome in _gathered(own)[: len(wave)]:
-            yield _value(outcome)
+        for other, outcome in enumerate(_gathered(own)[: len(wave)]):
+            yield _value(outcome, other)
 
 
 def on_first(function: Callable[[], Result]) -> Result:
@@ -118,20 +118,34 @@ def on_first(function: Callable[[], Result]) -> Result:
     return result
 
 
+def only_first(function: Callable[[], Result]) -> Result | None:
+    """Run a function on the first rank alone, `apart`, and return what it returns there, None on the others.
+
+    Raises:
+        Exception: What the function raised, on every rank.
+    """
+    own = _tried(function) if rank() == 0 else _Outcome()
+    on_first(partial(_value, own._replace(value=None)))
+    return own.value  # type: ignore[no-any-return]
+
+
 @contextmanager
 def joined() -> Iterator[None]:
     """Join the process group that torchrun has prepared, if this process is one of its; leave it at the end.
 
     A process that has joined one already, such as one of Detectron2's, stays as it is.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or distributed.is_initialized():
+    if not _launched() or distributed.is_initialized():
         yield
         return
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    store, own, number = next(distributed.rendezvous("env://", timeout=MEETING))
+    store, own, number = next(rendezvous("env://", timeout=MEETING))
     # The launcher may keep its store when it starts processes again, with addresses in it of those that are gone.
-    store = distributed.PrefixStore(f"metricopt_ext/{_restarts()}", store)
+    store = PrefixStore(f"metricopt_ext/{_restarts()}", store)
     distributed.init_process_group("gloo", store=store, rank=own, world_size=number, timeout=WORKING)
     try:
         yield
@@ -140,9 +154,27 @@ def joined() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+def is_first() -> bool:
+    """Whether this process is the first that torchrun has started, or was not started by it; even outside `joined`."""
+    return not _launched() or int(os.environ["RANK"]) == 0
+
+
+def is_of_another(error: BaseException) -> bool:
+    """Whether an error was first raised on another rank, which tells of it."""
+    return hasattr(error, "rank")
+
+
 def restarted() -> bool:
     """Whether torchrun has started this program again (``--max-restarts``), after a rank has died."""
     return _restarts() > 0
+
+
+def _launched() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _initialized() -> bool:
+    return bool(distributed.is_available() and distributed.is_initialized())
 
 
 def _restarts() -> int:
@@ -167,8 +199,10 @@ def _tried(function: Callable[[], Any]) -> _Outcome:
         return _Outcome(error=error)
 
 
-def _value(outcome: _Outcome) -> Any:
+def _value(outcome: _Outcome, of: int = 0) -> Any:
     if outcome.error is not None:
+        if of != rank():
+            outcome.error.rank = of  # type: ignore[attr-defined]
         raise outcome.error
     return outcome.value
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from metricopt_ext.utils import ranks
+
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived; where Ctrl-C ends things in order, so does this."""
@@ -18,6 +20,8 @@ class Terminated(KeyboardInterrupt):
 def ending_when_stopped(keeps: Path | None = None, resume: str = "") -> Iterator[None]:
     """End the process on Ctrl-C and SIGTERM with the shell's exit status, 130 or 143, and say how to go on.
 
+    Of processes under torchrun, the first alone says it.
+
     Args:
         keeps: The folder in which finished work is kept; None if none is.
         resume: The option that continues an earlier run; empty if the same command does.
@@ -26,12 +30,15 @@ def ending_when_stopped(keeps: Path | None = None, resume: str = "") -> Iterator
         try:
             yield
         except KeyboardInterrupt as stop:
+            status = 143 if isinstance(stop, Terminated) else 130
+            if not ranks.is_first():
+                sys.exit(status)
             lines = ["stopped; nothing is kept"]
             if keeps is not None:
                 again = _command([resume] if resume and resume not in sys.argv[1:] else [])
                 lines = [f"stopped; what is finished is kept in {keeps}. To go on:", f"  {again}"]
             print(*lines, sep="\n", file=sys.stderr)
-            sys.exit(143 if isinstance(stop, Terminated) else 130)
+            sys.exit(status)
 
 
 @contextmanager

@@ -124,7 +124,8 @@ def killed(folder: Any, torchrun: Any, options: tuple[str, ...] = ()) -> tuple[A
     process = torchrun(WAITING, 2, str(folder), options=options)
     until = time.monotonic() + 120
     while not (working := list(folder.glob("False-1-*"))):
-        assert time.monotonic() < until and process.poll() is None
+        assert time.monotonic() < until
+        assert process.poll() is None
         time.sleep(0.05)
     os.kill(int(working[0].name.rpartition("-")[2]), signal.SIGKILL)
     began = time.monotonic()
