@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, TypeVar
+from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.engine import HookBase
@@ -26,17 +26,18 @@ from metricopt_ext.detection.detectron2.hooks import (
     values_of,
 )
 from metricopt_ext.detection.detectron2.identity import identity_of_trainer
+from metricopt_ext.detection.detectron2.processes import alone, on_main_process
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
 from metricopt_ext.errors import ConfigError, FileFormatError, MetricOptError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import learn_in_rounds
+from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.identity import claim
 from metricopt_ext.utils.progress import Bars, Watcher
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
-
-T = TypeVar("T")
 
 
 def meta_train(
@@ -45,7 +46,8 @@ def meta_train(
     """Learn f for a trained detector and write it (Algorithm 1, meta-training; see `rounds.learn_in_rounds`).
 
     Each of ``META.ROUNDS * META.TASKS`` runs starts from its own phi and evaluates AP50 on ``METRIC.SET``
-    ``METRIC.EVALS`` times. Trajectories are kept in ``META.TRAJECTORIES``, or else in ``OUTPUT_DIR/trajectories``.
+    ``METRIC.EVALS`` times. Several processes take the runs of a round in turn, each as if it were alone, so f does not
+    depend on their number. Trajectories are kept in ``META.TRAJECTORIES``, or else in ``OUTPUT_DIR/trajectories``.
 
     Args:
         cfg: The config of the finetuning to come; ``MODEL.WEIGHTS`` is the trained detector. A ``FINETUNE.START_STD``
@@ -57,7 +59,7 @@ def meta_train(
             hooks.
 
     Returns:
-        f with its held-out quality, fitted by each process to the same trajectories.
+        f with its held-out quality; the same on every process.
 
     Raises:
         ConfigError: No trained detector is named, or no set to evaluate AP50 on, or ``path`` can't be written to.
@@ -67,7 +69,7 @@ def meta_train(
     """
     settings, path = metricopt_settings(cfg), Path(path)
     check_detector(cfg, settings, "meta-training")
-    _on_main_process(lambda: _check_file(path, resume))
+    on_main_process(lambda: _check_file(path, resume))
     check_trainer(trainer_class)
     tuning, meta = settings.finetune, settings.meta
     recipe = Recipe(
@@ -76,8 +78,9 @@ def meta_train(
         explored_step=tuning.metric_step or Recipe.explored_step,
     )
     runs, scratch = cfg.clone(), os.path.join(cfg.OUTPUT_DIR, "meta_train")
+    own = os.path.join(scratch, str(comm.get_rank()))
     runs.defrost()
-    runs.OUTPUT_DIR, runs.DATASETS.TEST, runs.METRICOPT.ENABLED = scratch, (), True
+    runs.OUTPUT_DIR, runs.DATASETS.TEST, runs.METRICOPT.ENABLED = own, (), True
     runs.METRICOPT.FINETUNE.START_STD = recipe.start_std
     runs.METRICOPT.META.TRAJECTORIES = meta.trajectories or os.path.join(cfg.OUTPUT_DIR, "trajectories")
     if _stored(runs) and not resume:
@@ -86,32 +89,38 @@ def meta_train(
             " another folder"
         )
     of_trainer = identity_of_trainer(trainer_class)
-    _on_main_process(lambda: claim(Path(runs.METRICOPT.META.TRAJECTORIES) / "trainer.json", of_trainer))
-    metric = trainer_class.build_metric(runs)
+    on_main_process(lambda: claim(Path(runs.METRICOPT.META.TRAJECTORIES) / "trainer.json", of_trainer))
+    with alone():
+        metric = trainer_class.build_metric(runs)
     if metric is None:
         raise TypeError(f"{trainer_class.__name__}.build_metric returned None; it must return a metric to learn")
 
     queries = meta.rounds * meta.tasks * settings.metric.evals
-    with progress(cfg, metric.name, queries) as watcher:
+    with progress(cfg, metric.name, queries) as watcher, ranks.sharing({"seed": settings.seed, "tasks": meta.tasks}):
 
         def collect(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
-            followed = "" if fit is None else os.path.join(scratch, "f.safetensors")
-            if fit is not None and comm.is_main_process():
+            followed = "" if fit is None else os.path.join(own, "f.safetensors")
+            if fit is not None:
                 fit.f.save(followed)
-            comm.synchronize()  # every process follows f now
             stored = _stored(runs)
+            missing = [index for index in indices if (round, index) not in stored]
+
+            def run(index: int) -> Trajectory:
+                with alone():
+                    return _run(_config_of(runs, recipe, followed, round, index), trainer_class, watcher)
+
+            finished = ranks.each(run, missing)
             for index in indices:
-                if (round, index) not in stored:
-                    _run(_config_of(runs, recipe, followed, round, index), trainer_class, watcher)
-                    stored = _stored(runs)
-                first, last = (value_of(metric, cost) for cost in stored[round, index].cost[[0, -1]].tolist())
+                trajectory = stored[round, index] if index not in missing else next(finished)
+                on_main_process(lambda kept=trajectory: _keep(runs, kept))
+                first, last = (value_of(metric, cost) for cost in trajectory.cost[[0, -1]].tolist())
                 spent, changed = (index + 1) * settings.metric.evals, f"{metric.name} {first:.4f} -> {last:.4f}"
                 watcher.query(spent, changed)
                 LOGGER.info(
                     f"Round {round + 1} of {meta.rounds}, run {index + 1} of {meta.rounds * meta.tasks}: {changed};"
                     f" {queries - spent} of {queries} queries left"
                 )
-            return [trajectory for trajectory in stored.values() if trajectory.round <= round]
+            return [trajectory for trajectory in _stored(runs).values() if trajectory.round <= round]
 
         fit = learn_in_rounds(collect, recipe, tasks=meta.tasks, seed=settings.seed, watcher=watcher)
         watcher.outcome(f"f's held-out Spearman {fit.f.quality.spearman:.2f}" if fit.f.quality else "")
@@ -171,22 +180,8 @@ def _check_file(path: Path, resume: bool) -> None:
 
 def _stored(cfg: CfgNode) -> dict[tuple[int, int], Trajectory]:
     """Return the trajectories by (round, index); every process gets those of the main one, which alone stores them."""
-    trajectories = _on_main_process(lambda: list(trajectory_store(cfg, cfg.METRICOPT.META.TRAJECTORIES)))
+    trajectories = on_main_process(lambda: list(trajectory_store(cfg, cfg.METRICOPT.META.TRAJECTORIES)))
     return {(trajectory.round, trajectory.index): trajectory for trajectory in trajectories}
-
-
-def _on_main_process(compute: Callable[[], T]) -> T:
-    """Return to every process what the main one computes, or raise its error in all of them: none waits for another."""
-    outcome: T | MetricOptError | None = None
-    if comm.is_main_process():
-        try:
-            outcome = compute()
-        except MetricOptError as error:
-            outcome = error
-    outcome = comm.all_gather(outcome)[0]
-    if isinstance(outcome, MetricOptError):
-        raise outcome
-    return outcome
 
 
 def _config_of(cfg: CfgNode, recipe: Recipe, followed: str, round: int, index: int) -> CfgNode:
@@ -197,13 +192,22 @@ def _config_of(cfg: CfgNode, recipe: Recipe, followed: str, round: int, index: i
     return cfg
 
 
-def _run(cfg: CfgNode, trainer_class: type[MetricOptTrainer], watcher: Watcher) -> None:
+def _keep(cfg: CfgNode, trajectory: Trajectory) -> None:
+    """Store a trajectory, unless the process that it is of has reached the same folder."""
+    store = trajectory_store(cfg, cfg.METRICOPT.META.TRAJECTORIES)
+    if store.get(trajectory.round, trajectory.index) is None:
+        store.add(trajectory)
+
+
+def _run(cfg: CfgNode, trainer_class: type[MetricOptTrainer], watcher: Watcher) -> Trajectory:
+    recordings: list[Recording] = []
+
     class Run(trainer_class):  # type: ignore[valid-type,misc]
         """Is trained for its trajectory: no model is kept."""
 
         def build_hooks(self) -> list[HookBase]:
             hooks = [each for each in super().build_hooks() if not isinstance(each, BestCheckpoint | MergedCheckpoint)]
-            recordings = [each.recording for each in hooks if isinstance(each, TrajectoryRecorder)]
+            recordings[:] = [each.recording for each in hooks if isinstance(each, TrajectoryRecorder)]
             if len(recordings) != 1:
                 raise TypeError(
                     f"{trainer_class.__name__}.build_hooks returned {counted(len(recordings), 'TrajectoryRecorder')};"
@@ -221,6 +225,9 @@ def _run(cfg: CfgNode, trainer_class: type[MetricOptTrainer], watcher: Watcher) 
     trainer = Run(cfg)
     trainer.resume_or_load(resume=False)
     trainer.train()
+    (recording,) = recordings
+    assert recording.trajectory is not None
+    return recording.trajectory
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from metricopt_ext.detection.detectron2.export import export
 from metricopt_ext.detection.detectron2.hooks import LOGGER, value_of
 from metricopt_ext.detection.detectron2.identity import identity_of_search
 from metricopt_ext.detection.detectron2.meta_train import check_detector, check_trainer, progress
+from metricopt_ext.detection.detectron2.processes import alone, on_main_process
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.errors import ConfigError, FileFormatError
@@ -42,6 +43,8 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
     ``model_merged.pth``, the detector that the guard kept, with phi in its weights. ``DATASETS.TEST`` is evaluated
     once, there.
 
+    Several processes evaluate several phi at once, each as if it were alone; what is found is the same.
+
     Args:
         cfg: The config; ``MODEL.WEIGHTS`` is the trained detector. The nodes FINETUNE and META have no influence.
         resume: Continue with the evaluations that are there.
@@ -49,34 +52,29 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
             the evaluator. Its hooks and its steps have no part in a search.
 
     Raises:
-        ConfigError: No trained detector is named, or no set to evaluate AP50 on; there are too few queries; or there
-            are several processes.
+        ConfigError: No trained detector is named, or no set to evaluate AP50 on; or there are too few queries.
         FileFormatError: There is a search and ``resume`` is False, or it has other settings or another trainer class.
         TypeError: ``trainer_class`` is not a `MetricOptTrainer`, or lacks its metric.
     """
     settings, folder = metricopt_settings(cfg), Path(cfg.OUTPUT_DIR)
     check_detector(cfg, settings, "a search")
     check_trainer(trainer_class)
-    if comm.get_world_size() > 1:
-        raise ConfigError(f"a search runs in one process, not in {comm.get_world_size()}: use --num-gpus 1")
     queries, least = settings.search.queries, GuidedTrustRegion().least_queries(settings.film.dim)
     if queries < least:
         raise ConfigError(
             f"METRICOPT.SEARCH.QUERIES is {queries}; with METRICOPT.FILM.DIM {settings.film.dim} it must be at least"
             f" {least}"
         )
-    if (folder / FOLDER).exists() and not resume:
-        raise FileFormatError(
-            f"{folder / FOLDER} already holds a search: add --resume to continue it, or use another OUTPUT_DIR"
-        )
-    claim(folder / FOLDER / "trainer.json", identity_of_search(cfg, trainer_class))
+    on_main_process(lambda: _claim(folder / FOLDER, identity_of_search(cfg, trainer_class), resume))
 
     cfg = _config_of(cfg)
-    metric = trainer_class.build_metric(cfg)
-    if metric is None:
-        raise TypeError(f"{trainer_class.__name__}.build_metric returned None; it must return a metric to tune phi for")
-    model = trainer_class.build_model(cfg)
-    load_weights(model, cfg.MODEL.WEIGHTS)
+    with alone():
+        metric = trainer_class.build_metric(cfg)
+        if metric is None:
+            name = trainer_class.__name__
+            raise TypeError(f"{name}.build_metric returned None; it must return a metric to tune phi for")
+        model = trainer_class.build_model(cfg)
+        load_weights(model, cfg.MODEL.WEIGHTS)
     written = WrittenMetric(metric, cfg.OUTPUT_DIR, queries)
     task = FinetuneTask(
         Adapter(model),
@@ -86,17 +84,28 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
         population=1,
     )
     with closing(written), progress(cfg, metric.name, queries) as watcher:
-        run = optimize_metric(
-            task, queries=queries, seed=settings.seed, output_dir=folder / FOLDER, resume=resume, watcher=watcher
-        )
+        with alone():
+            run = optimize_metric(
+                task, queries=queries, seed=settings.seed, output_dir=folder / FOLDER, resume=resume, watcher=watcher
+            )
         outcome = {"before": run.before, "after": run.after, "best": run.best}
         scalars = {f"{metric.name}_{name}": value_of(metric, metric.to_cost(each)) for name, each in outcome.items()}
         written.write(queries + 1, scalars)  # a writer takes each iteration once
-    export(model, folder / MERGED)
+    if comm.is_main_process():
+        export(model, folder / MERGED)
+    comm.synchronize()
     LOGGER.info("%s\nmerged into %s", run, folder / MERGED)
     if cfg.DATASETS.TEST:
         trainer_class.test(cfg, model)
     return run
+
+
+def _claim(folder: Path, identity: dict[str, Any], resume: bool) -> None:
+    if folder.exists() and not resume:
+        raise FileFormatError(
+            f"{folder} already holds a search: add --resume to continue it, or use another OUTPUT_DIR"
+        )
+    claim(folder / "trainer.json", identity)
 
 
 def _config_of(cfg: CfgNode) -> CfgNode:
@@ -160,17 +169,17 @@ class WrittenMetric(Metric):
 
     def __init__(self, metric: Metric, output_dir: str, queries: int) -> None:
         super().__init__(metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
-        self.queries, self.number, self.storage = queries, 0, EventStorage()
-        writers = default_writers(output_dir, queries)
+        self.queries, self.storage = queries, EventStorage()
+        writers = default_writers(output_dir, queries) if comm.is_main_process() else []
         self.writers = [writer for writer in writers if not isinstance(writer, CommonMetricPrinter)]  # the log has it
 
     def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
         """Evaluate the metric (see `Metric.each`), log and write its values."""
-        for evaluation in super().each(judged, items, purpose):
-            self.number += 1
+        first = self.ledger.spent + 1
+        for number, evaluation in enumerate(super().each(judged, items, purpose), start=first):
             value = value_of(self, evaluation.cost)
-            LOGGER.info("%s: %.4f at query %d of %d", self.name, value, self.number, self.queries)
-            self.write(self.number, {self.name: value})
+            LOGGER.info("%s: %.4f at query %d of %d", self.name, value, number, self.queries)
+            self.write(number, {self.name: value})
             yield evaluation
 
     def write(self, iteration: int, scalars: dict[str, float]) -> None:

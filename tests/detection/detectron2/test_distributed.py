@@ -13,7 +13,7 @@ from torch import distributed
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
 
 from detectron2.data import build_detection_train_loader
-from detectron2.engine import SimpleTrainer, defaults
+from detectron2.engine import SimpleTrainer
 from detectron2.modeling import build_model
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
@@ -27,11 +27,13 @@ from metricopt_ext.detection.detectron2.build import (
 )
 from metricopt_ext.detection.detectron2.datasets import register
 from metricopt_ext.detection.detectron2.meta_train import meta_train
+from metricopt_ext.detection.detectron2.search import search
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.errors import MetricOptError
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.utils.identity import fingerprint
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 
@@ -101,17 +103,16 @@ def test_two_processes_end_with_one_phi(tiny_config: Any, tmp_path: Path) -> Non
     assert len(TrajectoryStore(tmp_path / "kept")) == 1
 
 
-def learn(rank: int, cfg: Any, folder: Path) -> None:
-    join(rank, folder)
-    # Detectron2 names a GPU when it wraps the model; the metric reacts to phi though the detector is untrained.
-    defaults.create_ddp_model = lambda model, **options: torch.nn.parallel.DistributedDataParallel(
-        model, broadcast_buffers=False
-    )
+def learn(rank: int, cfg: Any, folder: Path, processes: int = 2) -> None:
+    if processes > 1:
+        join(rank, folder)
+    # The metric reacts to phi though the detector is untrained.
     metric = Metric(lambda model: float(model.metricopt.phi.sum().sigmoid()), maximize=True)
     MetricOptTrainer.build_metric = staticmethod(lambda cfg: metric)
     fit = meta_train(cfg, folder / "f.safetensors")
     torch.save({"told": fit.f(torch.eye(4))}, folder / f"rank{rank}.pth")
-    distributed.destroy_process_group()
+    if processes > 1:
+        distributed.destroy_process_group()
 
 
 def refuse(rank: int, cfg: Any, folder: Path, name: str) -> None:
@@ -140,17 +141,69 @@ def test_what_the_main_process_refuses_ends_all(name: str, message: str, tiny_co
     assert first == second
 
 
-def test_two_processes_learn_one_f(tiny_config: Any, tmp_path: Path) -> None:
+def of_detector(tiny_config: Any, folder: Path, *overrides: Any) -> Any:
+    """Return the config of an untrained detector on disk, with a folder of its own for what is written."""
+    folder.mkdir()
     cfg = tiny_config(
         *("fpn", "BN", "DATASETS.TRAIN", ("pair_train",), "METRICOPT.METRIC.SET", "pair_val"),
         *("METRICOPT.METRIC.EVALS", 2, "METRICOPT.FINETUNE.STEPS", 2, "METRICOPT.META.ROUNDS", 2),
-        *("SOLVER.CHECKPOINT_PERIOD", 100),
+        *("SOLVER.CHECKPOINT_PERIOD", 100, "OUTPUT_DIR", str(folder / "out"), *overrides),
     )
-    cfg.MODEL.WEIGHTS = str(tmp_path / "detector.pth")
+    cfg.MODEL.WEIGHTS = str(folder / "detector.pth")
+    seed_all_rng(0)
     torch.save({"model": build_model(cfg).state_dict()}, cfg.MODEL.WEIGHTS)
-    mp.start_processes(learn, (cfg, tmp_path), nprocs=2, start_method="fork")
-    f = load_value_function(tmp_path / "f.safetensors", 4)
-    for rank in (0, 1):
-        assert torch.equal(torch.load(tmp_path / f"rank{rank}.pth", weights_only=True)["told"], f(torch.eye(4)))
-    assert len(list((Path(cfg.OUTPUT_DIR) / "trajectories").glob("round-*"))) == 8
-    assert f.quality.trajectories > 0
+    return cfg
+
+
+def test_two_processes_learn_the_f_of_one(tiny_config: Any, tmp_path: Path) -> None:
+    kept = {}
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        cfg = of_detector(tiny_config, folder)
+        mp.start_processes(learn, (cfg, folder, processes), nprocs=processes, start_method="fork")
+        trajectories = (folder / "out" / "trajectories").glob("round-*")
+        kept[processes] = {path.name: path.read_bytes() for path in [folder / "f.safetensors", *trajectories]}
+        f = load_value_function(folder / "f.safetensors", 4)
+        for rank in range(processes):
+            assert torch.equal(torch.load(folder / f"rank{rank}.pth", weights_only=True)["told"], f(torch.eye(4)))
+        assert f.quality.trajectories > 0
+        assert not (folder / "out" / "meta_train").exists()
+    assert len(kept[1]) == 9
+    assert kept[1] == kept[2]
+
+
+def look(rank: int, cfg: Any, folder: Path, processes: int) -> None:
+    if processes > 1:
+        join(rank, folder)
+    seen: list[int] = []
+
+    def value(model: Any) -> float:
+        assert comm.get_world_size() == 1  # each evaluates by itself
+        seen.append(rank)
+        return float(model.metricopt.phi.sum().sigmoid())
+
+    metric = Metric(value, maximize=True)
+    MetricOptTrainer.build_metric = staticmethod(lambda cfg: metric)
+    run = search(cfg)
+    torch.save({"phi": run.ends[run.chosen], "after": run.after, "seen": len(seen)}, folder / f"rank{rank}.pth")
+    if processes > 1:
+        distributed.destroy_process_group()
+
+
+def test_two_processes_find_the_phi_of_one(tiny_config: Any, tmp_path: Path) -> None:
+    kept = {}
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        cfg = of_detector(tiny_config, folder, "METRICOPT.SEARCH.QUERIES", 24)
+        mp.start_processes(look, (cfg, folder, processes), nprocs=processes, start_method="fork")
+        out = folder / "out"
+        ends = [torch.load(folder / f"rank{rank}.pth", weights_only=True) for rank in range(processes)]
+        seen = [each.pop("seen") for each in ends]
+        assert sum(seen) == 24
+        assert min(seen) >= 24 // processes - 3
+        assert all(torch.equal(each["phi"], ends[0]["phi"]) and each["after"] == ends[0]["after"] for each in ends)
+        files = [*(out / "search").glob("*.safetensors"), out / "search" / "evaluations.json"]
+        merged = torch.load(out / "model_merged.pth", weights_only=True)["model"]
+        kept[processes] = {path.name: path.read_bytes() for path in files}, fingerprint(merged)
+        assert len((out / "metrics.json").read_text().splitlines()) == 25  # each query, and the outcome
+    assert kept[1] == kept[2]

@@ -273,9 +273,3 @@ def test_what_a_search_refuses(
     with pytest.raises(error, match=message):
         search(cfg, trainer_class=trainer_class)
     assert Known.evaluated == 0
-
-
-def test_several_processes_are_refused(to_search: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
-    with pytest.raises(ConfigError, match="a search runs in one process, not in 2: use --num-gpus 1"):
-        search(to_search(), trainer_class=Theirs)
