@@ -4,8 +4,9 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -28,7 +29,7 @@ from metricopt_ext.detection.detectron2.hooks import (
 from metricopt_ext.detection.detectron2.identity import identity_of_trainer
 from metricopt_ext.detection.detectron2.processes import alone, on_main_process
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, trajectory_store
-from metricopt_ext.errors import ConfigError, FileFormatError, MetricOptError
+from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import learn_in_rounds
 from metricopt_ext.tasks.recording import Recording
@@ -112,7 +113,7 @@ def meta_train(
             finished = ranks.each(run, missing)
             for index in indices:
                 trajectory = stored[round, index] if index not in missing else next(finished)
-                on_main_process(lambda kept=trajectory: _keep(runs, kept))
+                on_main_process(partial(_keep, runs, trajectory))
                 first, last = (value_of(metric, cost) for cost in trajectory.cost[[0, -1]].tolist())
                 spent, changed = (index + 1) * settings.metric.evals, f"{metric.name} {first:.4f} -> {last:.4f}"
                 watcher.query(spent, changed)

@@ -35,4 +35,4 @@ def on_main_process(compute: Callable[[], T]) -> T:
     outcome = comm.all_gather(outcome)[0]
     if isinstance(outcome, MetricOptError):
         raise outcome
-    return outcome  # type: ignore[return-value]
+    return outcome

@@ -18,7 +18,6 @@ from detectron2.data import DatasetMapper, build_detection_train_loader
 from detectron2.engine import DefaultTrainer
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.modeling import build_model
-from detectron2.utils import comm
 
 import metricopt_ext as mo
 from metricopt_ext.detection.detectron2.build import with_film
