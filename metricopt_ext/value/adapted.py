@@ -37,10 +37,10 @@ class AdaptedValueFunction(ValueFunction):
         self.centre.copy_(f.centre)
         self.radius.copy_(f.radius)
         self.gradient_floor.copy_(f.gradient_floor)
-        self.to(f.radius)
+        self.to(f.radius.device)
         points = phi.detach().to(f.radius)
         with torch.no_grad():
-            error = (cost.to(points) - f(points)).double()
+            error = cost.to(points.device).double() - f(points)
         self.register_buffer("points", points)
         gram = self.kernel(points).double() + NOISE * torch.eye(len(points), device=points.device)
         self.register_buffer("weights", torch.linalg.solve(gram, error).to(points))  # the variance cancels

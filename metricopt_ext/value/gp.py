@@ -135,7 +135,7 @@ class GPValueFunction(ValueFunction):
         """Predict the cost at phi, ``... x d``; the only member is the posterior mean, ``... x 1``."""
         flat = phi.reshape(-1, self.dim).double()
         mean = self.constant + self.kernel(flat) @ self.weights
-        return (self.cost_mean + self.cost_std * mean).to(self.radius.dtype).view(*phi.shape[:-1], 1)
+        return (self.cost_mean + self.cost_std * mean).view(*phi.shape[:-1], 1)
 
     def mean(self, phi: Tensor) -> Tensor:
         """Return the posterior mean at phi, ``m x d``, in standardised units, ``m``, float64."""

@@ -112,7 +112,7 @@ def _dense(
     sigma[places] = observed_sigma
     return Labels(
         phi=torch.cat([t.phi for t in trajectories]).float(),
-        cost=cost.float(),
+        cost=cost.double(),
         sigma=sigma.float(),
         trajectory=torch.arange(len(trajectories)).repeat_interleave(counts),
         round=torch.tensor([t.round for t in trajectories]).repeat_interleave(counts),

@@ -17,7 +17,7 @@ class Observations:
 
     Attributes:
         phi: ``n x d``, float32.
-        cost: The labels, ``n``, float32.
+        cost: The labels, ``n``, float64: a large offset must not swallow what differs.
         sigma: Standard deviation of each label, ``n``, above 0; only ratios matter if all labels are of one kind.
         trajectory: Which trajectory a point lies on, counted from 0, ``n``.
         round: The trajectory's round, ``n``.
@@ -47,7 +47,7 @@ class Observations:
         points = int(counts.sum())
         return cls(
             phi=torch.cat([t.observed_phi for t in items]).float(),
-            cost=torch.cat([t.cost for t in items]).float(),
+            cost=torch.cat([t.cost for t in items]).double(),
             sigma=torch.ones(points),
             trajectory=torch.arange(len(items)).repeat_interleave(counts),
             round=torch.tensor([t.round for t in items]).repeat_interleave(counts),

@@ -31,9 +31,9 @@ class RotatedValueFunction(ValueFunction):
         self.quality, self.all_directions = f.quality, f.all_directions
         self.register_buffer("rotation", random_rotation(f.dim, seed).to(f.radius))
         self.centre.copy_(f.centre @ self.rotation)
-        self.radius.copy_(f.radius)
-        self.gradient_floor.copy_(f.gradient_floor)
-        self.to(f.radius)
+        for name in ("radius", "gradient_floor"):
+            self.register_buffer(name, getattr(f, name).clone())
+        self.centre = self.centre.to(f.radius)
 
     def members(self, phi: Tensor) -> Tensor:
         """Predict the cost by each member, ``... x M``, at phi, ``... x d``."""

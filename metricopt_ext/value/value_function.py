@@ -114,10 +114,10 @@ class ValueFunction(nn.Module):
 
     @abstractmethod
     def members(self, phi: Tensor) -> Tensor:
-        """Predict the cost by each member, ``... x M``, at phi, ``... x d``."""
+        """Predict the cost by each member, ``... x M``, float64, at phi, ``... x d``."""
 
     def forward(self, phi: Tensor) -> Tensor:
-        """Predict the cost, ``...``, at phi, ``... x d``."""
+        """Predict the cost, ``...``, float64, at phi, ``... x d``."""
         if phi.shape[-1] != self.dim:
             raise ValueFunctionError(
                 f"phi has dimension {phi.shape[-1]}, this value function was fitted for {self.dim}"
@@ -216,8 +216,8 @@ class NeuralValueFunction(ValueFunction):
         self.linears = nn.ModuleList(MemberLinear(members, a, b) for a, b in pairs)
         self.norms = nn.ModuleList(nn.BatchNorm1d(members * b) for _, b in pairs)
         self.head = MemberLinear(members, widths[-1], 1)
-        self.register_buffer("cost_mean", torch.tensor(0.0))
-        self.register_buffer("cost_std", torch.tensor(1.0))
+        self.register_buffer("cost_mean", torch.tensor(0.0, dtype=torch.float64))
+        self.register_buffer("cost_std", torch.tensor(1.0, dtype=torch.float64))
 
     def features(self, phi: Tensor) -> Tensor:
         """Return each member's embedding g, ``B x M x 16``, of what each member is given, ``B x M x d``."""
@@ -228,8 +228,8 @@ class NeuralValueFunction(ValueFunction):
         return h
 
     def predict(self, features: Tensor) -> Tensor:
-        """Return the costs, ``B x M``, from the embeddings, ``B x M x 16``."""
-        return self.head(features).squeeze(-1) * self.cost_std + self.cost_mean  # type: ignore[no-any-return]
+        """Return the costs, ``B x M``, float64, from the embeddings, ``B x M x 16``."""
+        return self.head(features).squeeze(-1).double() * self.cost_std + self.cost_mean  # type: ignore[no-any-return]
 
     def members(self, phi: Tensor) -> Tensor:
         """Predict the cost by each member, ``... x M``, at phi, ``... x d``."""
@@ -265,7 +265,7 @@ class RidgeValueFunction(ValueFunction):
 
     def __init__(self, dim: int, members: int = 1) -> None:
         super().__init__(dim, members)
-        self.register_buffer("intercept", torch.zeros(members))
+        self.register_buffer("intercept", torch.zeros(members, dtype=torch.float64))
         self.register_buffer("coefficients", torch.zeros(2 * dim, members))
 
     @staticmethod
@@ -275,7 +275,7 @@ class RidgeValueFunction(ValueFunction):
 
     def members(self, phi: Tensor) -> Tensor:
         """Predict the cost by each member, ``... x M``, at phi, ``... x d``."""
-        return self.basis(phi) @ self.coefficients + self.intercept
+        return (self.basis(phi) @ self.coefficients).double() + self.intercept
 
 
 def _shown(value: Any) -> str:

@@ -56,12 +56,8 @@ def test_landscape_shows_f_and_the_metric_at_the_same_points(
 
     monkeypatch.setattr(value_plots, "save_figure", keep)
     asked = []
-    evaluate = task.metric.evaluate
-    monkeypatch.setattr(
-        task.metric,
-        "evaluate",
-        lambda model, purpose: asked.append(model.metricopt.phi.clone()) or evaluate(model, purpose),
-    )
+    judge = task.metric.judge
+    monkeypatch.setattr(task.metric, "judge", lambda model: asked.append(model.metricopt.phi.clone()) or judge(model))
     value_plots.plot_landscape(task, result.fit.f, paths, tmp_path / "x.png", grid=4)
     points = torch.stack(asked)
     assert [axes.get_title() for axes in drawn["panels"]] == ["value function", "true metric"]

@@ -162,7 +162,7 @@ def test_quality_is_that_of_the_same_learner_on_tasks_it_has_not_seen(
     assert torch.equal(f(data.phi), alone(data.phi))
 
     fold = assign_folds(data.trajectory, 4, 1)
-    predicted = torch.empty(len(fold))
+    predicted = torch.empty(len(fold), dtype=torch.float64)
     for held_out in range(4):  # each fold by a learner that is given nothing of it
         inside = fold == held_out
         rest = replace(data, **{name: v[~inside] for name, v in vars(data).items() if isinstance(v, Tensor)})

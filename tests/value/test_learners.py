@@ -197,3 +197,20 @@ def test_unsure_labels_count_less(
         mean(error(labels, seed) for seed in range(3)) for labels in (spoilt, replace(spoilt, sigma=data.sigma))
     )
     assert told < 0.5 * untold  # at worst 0.08 against 1.30 ± 0.05
+
+
+@pytest.mark.parametrize(("learner", "tolerance"), [(RidgeLearner(), 1e-5), (NeuralLearner(iterations=100), 0.05)])
+def test_a_large_offset_of_the_costs_changes_nothing(
+    smooth: Callable[[Tensor], Tensor],
+    trajectories: Callable[..., list[Trajectory]],
+    learner: Any,
+    tolerance: float,
+) -> None:
+    offset = 2.0**24  # float32 has whole numbers only from there on
+    data = Observations.of(trajectories(smooth))
+    moved = Observations.of([replace(each, cost=each.cost + offset) for each in trajectories(smooth)])
+    f, far = (learner(each, folds_of(each), 3, seed=0).eval() for each in (data, moved))
+    new = rand(30, 6, seed=99)
+    difference = (far.members(new) - offset - f.members(new)).abs().max()
+    assert difference < tolerance * data.cost.std()
+    assert far.members(new).std(0).min() > 0.1 * data.cost.std()

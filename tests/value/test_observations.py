@@ -21,7 +21,8 @@ def test_observations(
 ) -> None:
     items = trajectories(diagonal, n=6, rounds=rounds, dtype=dtype)
     data = Observations.of(iter(items))
-    assert data.phi.dtype == data.cost.dtype == torch.float32
+    assert data.phi.dtype == torch.float32
+    assert data.cost.dtype == torch.float64
     used, at = data.where_used(), 0
     for number, item in enumerate(items):
         for step, cost in zip(item.observed.tolist(), item.cost.tolist(), strict=True):

@@ -38,7 +38,8 @@ def test_placebo_has_the_precision_of_f() -> None:
         placebo = RotatedValueFunction(f, seed=1)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert placebo.radius.dtype == placebo(torch.randn(5, 6)).dtype == torch.float32
+    assert placebo.centre.dtype == placebo.radius.dtype == placebo.rotation.dtype == torch.float32
+    assert placebo(torch.randn(5, 6)).dtype == f(torch.randn(5, 6)).dtype == torch.float64
 
 
 def test_placebo_is_as_trusted_and_as_bold_as_f() -> None:

@@ -84,7 +84,7 @@ def test_a_member_is_an_ordinary_network(train: bool) -> None:
     assert predicted.shape == (20, 3)
     for member, network in enumerate(networks):
         expected = network(phi).squeeze(1) * 0.3 + 0.4
-        torch.testing.assert_close(predicted[:, member], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(predicted[:, member], expected.double(), rtol=1e-4, atol=1e-5)
         for i in range(4):
             mine = f.norms[i].running_var.view(3, -1)[member]
             torch.testing.assert_close(mine, network[3 * i + 1].running_var, rtol=1e-4, atol=1e-5)
