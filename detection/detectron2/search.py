@@ -168,7 +168,7 @@ class WrittenMetric(Metric):
     """
 
     def __init__(self, metric: Metric, output_dir: str, queries: int) -> None:
-        super().__init__(metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
+        super().__init__(metric.function, **metric.settings)
         self.queries, self.storage = queries, EventStorage()
         writers = default_writers(output_dir, queries) if comm.is_main_process() else []
         self.writers = [writer for writer in writers if not isinstance(writer, CommonMetricPrinter)]  # the log has it

@@ -83,7 +83,8 @@ class Experiment(ABC, Generic[Config]):
 
     def __init__(self, config: Config, folder: Path, seed: int) -> None:
         self.config, self.folder, self.seed = config, folder, seed
-        self.task, self.test_metric = self.prepare()
+        task, self.test_metric = self.prepare()
+        self.task = task.judged_by(task.metric.enduring(**vars(config.evaluation)))
         self._trained = {name: buffer.clone() for name, buffer in self.task.adapter.model.named_buffers()}
 
     @classmethod

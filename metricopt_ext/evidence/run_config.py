@@ -239,10 +239,19 @@ class ShiftConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    """How the metric is evaluated on the validation data; see `Metric`."""
+
+    failures: int = 0  # evaluations that may fail: the worst value so far is taken in their place
+    timeout: float | None = None  # seconds that an evaluation may take; null: no limit
+
+
+@dataclass
 class RunConfig:
     """The settings that every task's tool shares; a task adds its data, model and metric."""
 
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
     paper: PaperConfig = field(default_factory=PaperConfig)
     learned: LearnedConfig = field(default_factory=LearnedConfig)
@@ -294,6 +303,9 @@ class RunConfig:
         check_at_least(0, {"seed": self.seed})
         with config_section("guard_confidence"):
             deviates(self.guard_confidence)
+        with config_section("evaluation"):
+            check_integer(0, failures=self.evaluation.failures)
+            check_above(0, timeout=self.evaluation.timeout)
         unknown = [name for name in self.starts if name not in STARTS]
         if unknown:
             raise ConfigError(f"starts={self.starts}: {unknown[0]!r} is none of {', '.join(STARTS)}")

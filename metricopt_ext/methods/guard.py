@@ -42,7 +42,8 @@ class Verdict:
     Attributes:
         gain: By how much the candidate's cost is lower.
         optimism: How much of it is expected to be lost on other data, as the candidate was chosen for its cost.
-        chance: Standard deviation of the chance part of what is left; 0 if the metric does not report halves.
+        chance: Standard deviation of the chance part of what is left; if the metric reports no halves, of what repeats
+            show of it, and 0 without these.
         reliability: Share of the variance among the best candidates that is not chance, in [0, 1]; 1 if unknown.
         candidates: How many there were to choose from.
         needed: What a gain must exceed besides the optimism.
@@ -141,7 +142,8 @@ def judge(
     ranked = sorted(visited, key=lambda each: each.cost)
     halves = stacked_halves(ranked)
     if start.halves is None or halves is None or len(ranked) < 3:
-        return Verdict(gain, 0.0, 0.0, 1.0, len(visited), 0.0, predicted)
+        noise = math.hypot(start.noise or 0.0, end.noise or 0.0)
+        return Verdict(gain, 0.0, noise, 1.0, len(visited), certainty * noise, predicted)
     costs = torch.tensor([each.cost for each in ranked], dtype=torch.float64)
     best = max(LEAST, math.ceil(SHARE * len(ranked)))
     chance = max(chance_of_gain(start, halves[:best]), _chance_by_size(start, costs, halves, gain))

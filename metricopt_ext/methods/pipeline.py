@@ -111,7 +111,7 @@ def optimize_metric(
     Args:
         task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end;
             a failed run that keeps its work in ``output_dir`` is charged once resumed.
-        queries: Total metric queries that may be spent.
+        queries: Total metric queries that may be spent, the metric's repeats among them.
         strategy: A guided search, a recipe for learning and following f, the paper's algorithm, or a direct search.
         starts: Of a guided search, what it may begin from besides phi = 0, by name; each costs a query.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
@@ -145,14 +145,13 @@ def optimize_metric(
     if queries > task.metric.ledger.left:
         asked = counted(queries, "query")
         raise BudgetError(f"{asked} requested, {task.metric.ledger.left} left in the metric's own budget")
-    if isinstance(strategy, Recipe):
-        size = {"tasks": strategy.tasks_per_round(queries, task.dim)}
-    elif isinstance(strategy, Algorithm1):
-        size = {"tasks": strategy.tasks(queries)}
-    elif queries >= (least := strategy.least_queries(task.dim) + len(starts or ())):
-        size = {"queries": queries}
-    else:
-        raise BudgetError(f"{queries} queries are too few: {strategy} in {task.dim} dimensions needs at least {least}")
+    evaluations = queries // task.metric.repeats
+    try:
+        size = _size(strategy, task.dim, evaluations, len(starts or ()))
+    except BudgetError as error:
+        if task.metric.repeats == 1:
+            raise
+        raise BudgetError(f"{error} (each an evaluation of {task.metric.repeats} queries: its repeats)") from error
     kept = output_dir is not None or ranks.several()
     identity = identity_of(strategy, task, starts or {}, seed=seed, size=size) if kept else {}
     with ExitStack() as run:
@@ -177,6 +176,19 @@ def optimize_metric(
         shown.outcome(f"{result.metric} {result.before:.4f} -> {result.after:.4f}")
         shown.done()
     return result
+
+
+def _size(
+    strategy: GuidedTrustRegion | Recipe | Algorithm1 | Search, dim: int, evaluations: int, starts: int
+) -> dict[str, int]:
+    """Return what follows from a number of evaluations, or say that it is too small."""
+    if isinstance(strategy, Recipe):
+        return {"tasks": strategy.tasks_per_round(evaluations, dim)}
+    if isinstance(strategy, Algorithm1):
+        return {"tasks": strategy.tasks(evaluations)}
+    if evaluations < (least := strategy.least_queries(dim) + starts):
+        raise BudgetError(f"{evaluations} queries are too few: {strategy} in {dim} dimensions needs at least {least}")
+    return {"queries": evaluations}
 
 
 def _guided(
@@ -239,7 +251,7 @@ def guided_results(
     ends = search.ends(
         tasks[begun],
         candidates[begun].phi,
-        [queries - elsewhere for queries in checkpoints],
+        [queries // task.metric.repeats - elsewhere for queries in checkpoints],
         known=[(candidates[name].phi, asked[name]) for name in known],
         seed=seed,
         on_query=query_callback(task, watcher),
@@ -250,7 +262,7 @@ def guided_results(
 
 def _guarded(
     task: FinetuneTask,
-    queries: int,
+    evaluations: int,
     starts: Mapping[str, Start],
     asked: Mapping[str, Evaluation],
     begun: str,
@@ -266,7 +278,7 @@ def _guarded(
     candidates = {"start": asked["start"], begun: asked[begun], "search": end.evaluation}
     decision = decide(candidates, end.evaluations, confidence, gain_by_f)
     chosen, verdict = decision.kept, decision.verdict
-    value, scale = task.metric.to_value, task.metric.scale
+    value, scale, repeats = task.metric.to_value, task.metric.scale, task.metric.repeats
     predicted = end.predicted
     fit = None if end.f is None else Fit(end.f, {}, predicted[:, 0], predicted[:, 1])
     return SearchRun(
@@ -278,8 +290,8 @@ def _guarded(
         chance=verdict.chance * scale,
         optimism=verdict.optimism * scale,
         needed=verdict.needed * scale,
-        queries={"starts": len(starts), "search": queries - len(starts)},
-        queries_per_start=queries,
+        queries={"starts": len(starts) * repeats, "search": (evaluations - len(starts)) * repeats},
+        queries_per_start=evaluations * repeats,
         ends={**{name: start.phi for name, start in starts.items()}, "search": end.phi},
         reports_halves=asked["start"].halves is not None,
         starts={name: value(each.cost) for name, each in asked.items()},
@@ -307,7 +319,7 @@ def _follow(
     with folder.counted(task.metric, queries) as cached:
         store, ledger = folder.trajectories, cached.ledger
         if len(store):
-            ledger.spend("collect", store.queries)
+            ledger.spend("collect", store.queries * task.metric.repeats)
         fit = meta_train(task, tasks=tasks, recipe=recipe, seed=seed, store=store, watcher=watcher)
         counted = task.judged_by(cached)
         watcher.stage("choose settings")
@@ -351,7 +363,7 @@ def _as_printed(
     with folder.counted(task.metric, queries) as cached:
         store, ledger, counted = folder.trajectories, cached.ledger, task.judged_by(cached)
         if len(store):
-            ledger.spend("collect", store.queries)
+            ledger.spend("collect", store.queries * task.metric.repeats)
         watcher.stage("meta-train")
         f = algorithm.meta_train(task, tasks=tasks, seed=seed, store=store, on_query=query_callback(task, watcher))
         watcher.stage("meta-test")
@@ -383,7 +395,8 @@ def _search_directly(
     with folder.counted(task.metric, queries) as cached:
         counted = task.judged_by(cached)
         watcher.stage("search on the metric")
-        found = search(counted, task.origin(), queries, seed=seed, on_query=query_callback(counted, watcher))
+        evaluations = queries // task.metric.repeats
+        found = search(counted, task.origin(), evaluations, seed=seed, on_query=query_callback(counted, watcher))
     start, *others = cached.evaluations
     end = min(cached.evaluations, key=lambda each: each.cost)
     verdict = judge(start, end, others, confidence)
@@ -398,7 +411,7 @@ def _search_directly(
         optimism=verdict.optimism * scale,
         needed=verdict.needed * scale,
         queries=dict(cached.ledger.spent_on),
-        queries_per_start=queries,
+        queries_per_start=evaluations * task.metric.repeats,
         ends={"start": task.origin(), "search": found.phi},
         reports_halves=start.halves is not None,
     )

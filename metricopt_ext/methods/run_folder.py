@@ -185,6 +185,7 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         "seed": seed,
         "population": task.population,
         "metric": [metric.name, metric.maximize, metric.bounds],  # stored costs depend on the last two
+        "repeats": metric.repeats,
         "code of the metric": fingerprint_of_code(metric.function),
         "adapter": task.adapter.signature.to_json(),
         "weights": fingerprint(task.adapter.base_state_dict()),

@@ -56,7 +56,7 @@ class Search(Protocol):
         Args:
             task: Model, loss, batches and metric.
             start: phi_0, ``d``.
-            queries: Budget; exactly this many are booked under "search".
+            queries: Budget; exactly this many evaluations are made, and booked under "search".
             seed: Seed of all draws.
             on_query: Called with each observed cost, for a progress bar.
 
@@ -189,9 +189,9 @@ class _Counted:
         check_integer(0, queries=queries)
         if queries < least:
             raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
-        if queries > task.metric.ledger.left:
+        if (asked := queries * task.metric.repeats) > task.metric.ledger.left:
             raise BudgetError(
-                f"{counted(queries, 'query')} requested, {task.metric.ledger.left} left in the metric's budget"
+                f"{counted(asked, 'query')} requested, {task.metric.ledger.left} left in the metric's budget"
             )
         self.task, self.queries, self.on_query = task, queries, on_query
         self.spent, self.best, self.cost = 0, start, math.inf

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.search.direct import SearchResult, Told
 from metricopt_ext.search.probe import Probe, probe
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.metric import Evaluation, noise_of
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
@@ -152,7 +152,7 @@ class GuidedTrustRegion:
         Args:
             task: Model, loss, batches and metric.
             start: phi_0, ``d``.
-            checkpoints: Numbers of queries, ascending; what is known counts among them.
+            checkpoints: Numbers of evaluations, ascending; what is known counts among them.
             known: Points that were queried before, the start among them; without any, the start is the first query.
             seed: Seed of all draws.
             on_query: Called with each observed cost.
@@ -201,7 +201,7 @@ class GuidedTrustRegion:
             check_integer(0, queries=queries)
             if queries < least:
                 raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
-        asked = checkpoints[-1] - known + len(checkpoints) - 1
+        asked = (checkpoints[-1] - known + len(checkpoints) - 1) * task.metric.repeats
         if asked > task.metric.ledger.left:
             left = task.metric.ledger.left
             raise BudgetError(f"{counted(asked, 'query')} requested, {left} left in the metric's budget")
@@ -344,7 +344,7 @@ class Visited:
         phi, cost = self.phi, self.cost
         chosen = self.chosen
         if chosen is None or len(cost) >= REFIT * chosen[0]:
-            chosen = len(cost), self.learner.most_likely(phi, cost)
+            chosen = len(cost), self.learner.most_likely(phi, cost, noise_of(self.evaluations))
         if not last:
             self.chosen = chosen
         return self.learner(phi, cost, chosen[1])

@@ -44,7 +44,8 @@ class CachedMetric(Metric):
         """Yield the next evaluations on file; then evaluate the metric (see `Metric.each`) and store the results."""
         kept = self._on_file[len(self.evaluations) :][: len(items)]
         for evaluation in kept:
-            self.ledger.spend(purpose)
+            self.ledger.spend(purpose, self.repeats)
+            self.metric.saw(evaluation)
             self.evaluations.append(evaluation)
             yield evaluation
         for evaluation in self.metric.each(judged, items[len(kept) :], purpose):
@@ -72,7 +73,9 @@ def _read(path: Path, metric: Metric) -> list[Evaluation]:
         kept = from_json(_File, content)
         if kept.checksum != _checksum(kept.evaluations):
             raise ValueError("its checksum is another than when it was written")
-        for cost, halves in kept.evaluations:
+        for cost, halves, noise in kept.evaluations:
+            if noise is not None and not 0 <= noise < math.inf:
+                raise ValueError(f"{noise} is no standard error")
             for each in (cost, *(halves or ())):
                 if not math.isfinite(each) or (metric.bounds is not None and not 0 <= each <= 1):
                     raise ValueError(f"{each} is no cost of a metric with bounds {metric.bounds}")

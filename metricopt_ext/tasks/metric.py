@@ -4,6 +4,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from statistics import mean, stdev
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -70,10 +71,12 @@ class Evaluation(NamedTuple):
     Attributes:
         cost: The metric's cost.
         halves: Its costs on two halves of its data, None from a metric that does not report them.
+        noise: Standard error of the cost, from repeats of the evaluation; None without repeats.
     """
 
     cost: float
     halves: tuple[float, float] | None = None
+    noise: float | None = None
 
 
 class CostScale:
@@ -145,10 +148,15 @@ class Metric(CostScale, KnowsRenamed):
             bounds: its cost is the value itself, negated if higher is better.
         name: Its name in tables.
         ledger: Counts the queries; give several metrics one ledger to share a budget.
-        timeout: Seconds that one evaluation may take, above 0; None for no limit. See `time_limit`.
+        timeout: Seconds that one call of the function may take, above 0; None for no limit. See `time_limit`.
+        repeats: How many calls make an evaluation, at least 1, for a function that returns something else each time:
+            their mean is the value, and their spread tells a search how much noise there is. Each call is a query.
+        failures: How many evaluations may fail, at least 0: where the function raises, takes too long or returns what
+            is no value, the worst cost so far is taken in its place, with a warning, and the queries count.
 
     Attributes:
         takes_model: Whether ``function`` takes the model, and so can judge a copy of it.
+        failed: How many evaluations have failed.
 
     Example:
         >>> metric = Metric(lambda: 0.75, maximize=True, name="recall")
@@ -165,14 +173,20 @@ class Metric(CostScale, KnowsRenamed):
         name: str | None = None,
         ledger: Ledger | None = None,
         timeout: float | None = None,
+        repeats: int = 1,
+        failures: int = 0,
     ) -> None:
         check_above(0, timeout=timeout)
+        check_integer(1, repeats=repeats)
+        check_integer(0, failures=failures)
         if not callable(function):
             raise TypeError(f"function is {function!r}; it must be a function that returns the metric of a model")
         name = name or getattr(function, "__name__", "metric").strip("<>")
         super().__init__(maximize=maximize, bounds=bounds, name=name, ledger=ledger)
-        self.function, self.timeout = function, timeout
+        self.function, self.timeout, self.repeats, self.failures = function, timeout, repeats, failures
         self.takes_model = _takes_model(function)
+        self.failed = 0
+        self._worst: Evaluation | None = None
         self._reported = False
 
     ask = Renamed("evaluate")
@@ -180,22 +194,27 @@ class Metric(CostScale, KnowsRenamed):
     @property
     def settings(self) -> dict[str, Any]:
         """What it was made with besides the function and the ledger."""
-        return {"maximize": self.maximize, "bounds": self.bounds, "name": self.name, "timeout": self.timeout}
+        names = ("maximize", "bounds", "name", "timeout", "repeats", "failures")
+        return {name: getattr(self, name) for name in names}
 
     def with_new_ledger(self) -> "Metric":
         """Return the same metric with an empty ledger and no budget."""
         return Metric(self.function, **self.settings)
+
+    def enduring(self, *, timeout: float | None, failures: int) -> "Metric":
+        """Return the same metric, with an empty ledger, and another limit of time and number of failures."""
+        return Metric(self.function, **{**self.settings, "timeout": timeout, "failures": failures})
 
     def cost(self, model: nn.Module, purpose: str) -> float:
         """Evaluate the metric on the model as it is and return the cost; see `evaluate`."""
         return self.evaluate(model, purpose).cost
 
     def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
-        """Evaluate the metric on the model as it is; one query.
+        """Evaluate the metric on the model as it is; one query, or as many as it is repeated.
 
         Args:
             model: The model to judge.
-            purpose: What the ledger books the query under.
+            purpose: What the ledger books the queries under.
 
         Raises:
             BudgetError: The budget is spent; the metric was not evaluated.
@@ -205,7 +224,7 @@ class Metric(CostScale, KnowsRenamed):
         return evaluation
 
     def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
-        """Yield the evaluation of each item, in order; one query each.
+        """Yield the evaluation of each item, in order; one query each, or as many as it is repeated.
 
         Ranks that share the work (`ranks`) evaluate as many items at once as there are of them, and each books all.
 
@@ -216,17 +235,49 @@ class Metric(CostScale, KnowsRenamed):
 
         Raises:
             BudgetError: The budget is spent; the next item was not evaluated.
-            MetricError: As from `judge`. What was evaluated at once with it counts too.
+            MetricError: As from `judge`, once more than ``failures`` have failed, or if the first does. What was
+                evaluated at once with it counts too.
         """
+
+        def tried(item: Item) -> Evaluation | MetricError:
+            try:
+                return judged(item)
+            except MetricError as error:
+                if not self.failures:
+                    raise
+                return error
+
         at = 0
         while at < len(items):
-            wave = items[at : at + int(max(1, min(ranks.world(), self.ledger.left)))]
-            self.ledger.spend(purpose, len(wave))
-            yield from ranks.each(judged, wave)
+            wave = items[at : at + int(max(1, min(ranks.world(), self.ledger.left // self.repeats)))]
+            self.ledger.spend(purpose, len(wave) * self.repeats)
+            for outcome in ranks.each(tried, wave):
+                evaluation = outcome if isinstance(outcome, Evaluation) else self._skipped(outcome)
+                self.saw(evaluation)
+                yield evaluation
             at += len(wave)
 
+    def saw(self, evaluation: Evaluation) -> None:
+        """Note an evaluation, which may be the worst so far."""
+        if self._worst is None or evaluation.cost > self._worst.cost:
+            self._worst = evaluation
+
+    def _skipped(self, error: MetricError) -> Evaluation:
+        """Return what stands in for an evaluation that failed, or raise its error."""
+        self.failed += 1
+        if self.failed > self.failures or self._worst is None:
+            raise error
+        if ranks.rank() > 0:
+            return self._worst
+        warnings.warn(
+            f"{error}; the worst value so far is taken in its place (failure {self.failed} of {self.failures} that may"
+            " be)",
+            stacklevel=4,
+        )
+        return self._worst
+
     def judge(self, model: nn.Module) -> Evaluation:
-        """Evaluate the metric on the model as it is, without booking the query.
+        """Evaluate the metric on the model as it is, without booking the queries.
 
         A function that changes the model's weights or buffers, as a forward pass in training mode does, has them put
         back, and a warning names them; a copy of them is kept for that.
@@ -235,6 +286,17 @@ class Metric(CostScale, KnowsRenamed):
             MetricError: The metric raised, took longer than its timeout, did not return a finite number, or left its
                 bounds.
         """
+        calls = [self._call(model) for _ in range(self.repeats)]
+        if len(calls) == 1:
+            return calls[0]
+        halves = stacked_halves(calls)
+        return Evaluation(
+            mean(each.cost for each in calls),
+            None if halves is None else (float(halves[:, 0].mean()), float(halves[:, 1].mean())),
+            stdev(each.cost for each in calls) / math.sqrt(len(calls)),
+        )
+
+    def _call(self, model: nn.Module) -> Evaluation:
         weights = kept_weights(model)
         with evaluating(model), torch.no_grad():
             try:
@@ -302,3 +364,9 @@ def stacked_halves(evaluations: Sequence[Evaluation]) -> Tensor | None:
     """Return the costs on two halves of the data, ``n x 2``, or None if an evaluation lacks them."""
     halves = [each.halves for each in evaluations]
     return None if None in halves else torch.tensor(halves, dtype=torch.float64)
+
+
+def noise_of(evaluations: Sequence[Evaluation]) -> float:
+    """Return the standard deviation of the noise in a cost, as repeats of the evaluations show it; 0 without any."""
+    variances = [each.noise**2 for each in evaluations if each.noise is not None]
+    return math.sqrt(mean(variances)) if variances else 0.0

@@ -116,7 +116,7 @@ class TrajectoryStore:
 
     @property
     def queries(self) -> int:
-        """Metric queries spent on the stored trajectories."""
+        """Evaluations of the metric that the stored trajectories took."""
         return sum(len(trajectory.cost) for trajectory in self)
 
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 def from_json(kind: type[T], content: Any) -> T:
     """Make a dataclass, or a NamedTuple, of what JSON holds of one.
 
-    A whole number may stand for a float. A NamedTuple is a list; so is a tuple.
+    A whole number may stand for a float. A NamedTuple is a list, which may leave out defaults; a tuple is one, too.
 
     Args:
         kind: The class; its fields may be of bool, int, float, str, None, lists, tuples, dicts by str,
@@ -52,7 +52,10 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     if is_dataclass(hint):
         return _of_fields(hint, _dict(value, name), name)
     if issubclass(hint, tuple):  # a NamedTuple
-        return hint(*_typed(tuple[tuple(get_type_hints(hint).values())], value, name))  # type: ignore[misc]
+        types_of, given = tuple(get_type_hints(hint).values()), _list(value, name)
+        left_out = list(getattr(hint, "_field_defaults", {}).values())[len(given) - len(types_of) :]
+        whole = [*given, *left_out] if len(given) < len(types_of) else given
+        return hint(*_typed(tuple[types_of], whole, name))  # type: ignore[valid-type]
     return _scalar(hint, value, name)
 
 

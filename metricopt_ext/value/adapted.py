@@ -33,11 +33,8 @@ class AdaptedValueFunction(ValueFunction):
     def __init__(self, f: ValueFunction, phi: Tensor, cost: Tensor) -> None:
         super().__init__(f.dim, f.members_count)
         self.f = f
-        self.quality, self.signature, self.all_directions = f.quality, f.signature, f.all_directions
-        self.centre.copy_(f.centre)
-        self.radius.copy_(f.radius)
-        self.gradient_floor.copy_(f.gradient_floor)
-        self.to(f.radius.device)
+        self.signature = f.signature
+        self.take_domain(f)
         points = phi.detach().to(f.radius)
         with torch.no_grad():
             error = cost.to(points.device).double() - f(points)

@@ -207,13 +207,16 @@ class GPLearner:
     exponents: Sequence[float] = EXPONENTS
 
     @num_threads(1)
-    def __call__(self, phi: Tensor, cost: Tensor, previous: Hyperparameters | None = None) -> GPValueFunction:
+    def __call__(
+        self, phi: Tensor, cost: Tensor, previous: Hyperparameters | None = None, least_noise: float = 0.0
+    ) -> GPValueFunction:
         """Fit to points, ``n x d``, and their costs, ``n``.
 
         Args:
             phi: The points, ``n x d``.
             cost: Their costs, ``n``.
             previous: Hyper-parameters to keep instead of choosing them.
+            least_noise: See `most_likely`.
 
         Raises:
             ValueFunctionError: All costs are equal, or one is not finite.
@@ -222,7 +225,7 @@ class GPLearner:
             raise ValueFunctionError(f"a Gaussian process can't be fitted to costs {cost[~cost.isfinite()].tolist()}")
         if cost.min() == cost.max():
             raise ValueFunctionError(f"all {len(cost)} costs equal {float(cost[0]):.6g}: the metric does not react")
-        chosen = previous or self.most_likely(phi, cost)
+        chosen = previous or self.most_likely(phi, cost, least_noise)
         f = GPValueFunction.conditioned(phi, cost, self.transform(chosen), chosen.noise)
         f.hyperparameters = chosen
         return f
@@ -232,24 +235,32 @@ class GPLearner:
         typical = self.scale * math.sqrt(2 * len(self.spectrum.weights))
         return self.spectrum.root(chosen.exponent) / (chosen.length * typical)
 
-    def most_likely(self, phi: Tensor, cost: Tensor) -> Hyperparameters:
-        """Return the grid's hyper-parameters of the highest marginal likelihood times prior."""
+    def most_likely(self, phi: Tensor, cost: Tensor, least_noise: float = 0.0) -> Hyperparameters:
+        """Return the grid's hyper-parameters of the highest marginal likelihood times prior.
+
+        Args:
+            phi: The points, ``n x d``.
+            cost: Their costs, ``n``.
+            least_noise: Standard deviation of the noise in a cost, as far as it is known: others are not considered
+                below it, unless the grid has none above.
+        """
         target = (cost.double() - cost.double().mean()) / _spread(cost)
-        scored: list[tuple[float, Hyperparameters]] = []
+        scored: list[tuple[bool, float, Hyperparameters]] = []
         for exponent in self.exponents:
             for length in LENGTHS:
                 z = phi.double() @ self.transform(Hyperparameters(exponent, length, 0.0))
                 values, vectors = torch.linalg.eigh(rbf(z, z))
                 values, projected = values.clamp(min=0), vectors.T @ torch.stack([torch.ones_like(target), target], 1)
                 for noise in NOISES:
-                    score = log_likelihood(values + noise, projected)
+                    score, amplitude = log_likelihood(values + noise, projected)
                     score -= _log_normal(length, *LENGTH_PRIOR) + _log_normal(noise, *NOISE_PRIOR)
-                    scored.append((score, Hyperparameters(exponent, length, noise)))
-        return max(scored, key=lambda each: each[0])[1]
+                    enough = math.sqrt(amplitude * noise) * float(_spread(cost)) >= least_noise
+                    scored.append((enough, score, Hyperparameters(exponent, length, noise)))
+        return max(scored, key=lambda each: each[:2])[2]
 
 
-def log_likelihood(eigenvalues: Tensor, projected: Tensor) -> float:
-    """Return the log marginal likelihood, up to a constant, at the best amplitude and mean.
+def log_likelihood(eigenvalues: Tensor, projected: Tensor) -> tuple[float, float]:
+    """Return the log marginal likelihood, up to a constant, at the best amplitude and mean, and that amplitude.
 
     Args:
         eigenvalues: Of the covariance in units of the amplitude, noise included, ``n``.
@@ -258,7 +269,7 @@ def log_likelihood(eigenvalues: Tensor, projected: Tensor) -> float:
     ones, target = projected.unbind(1)
     mean = (ones * target / eigenvalues).sum() / (ones * ones / eigenvalues).sum()
     amplitude = ((target - mean * ones).square() / eigenvalues).mean()
-    return float(-0.5 * (len(target) * amplitude.log() + eigenvalues.log().sum()))
+    return float(-0.5 * (len(target) * amplitude.log() + eigenvalues.log().sum())), float(amplitude)
 
 
 def _log_normal(value: float, median: float, spread: float) -> float:

@@ -73,7 +73,7 @@ class NeuralLearner:
         rng = generator(seed, "fit")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(rng.initial_seed())
-            f = NeuralValueFunction(data.phi.shape[-1], folds * self.nets).to(data.phi.device)
+            f = NeuralValueFunction(data.phi.shape[-1], folds * self.nets).like(data.phi)
         f.cost_mean.copy_(data.cost.mean())
         f.cost_std.copy_(data.cost.std().clamp(min=1e-8))
         sigma = comparable_sigma(data, self.resolution)
@@ -122,7 +122,7 @@ class RidgeLearner:
 
     def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
         """Fit each member to the points outside its fold."""
-        f = RidgeValueFunction(data.phi.shape[-1], folds).to(data.phi.device)
+        f = RidgeValueFunction(data.phi.shape[-1], folds).like(data.phi)
         features, cost = f.basis(data.phi).double(), data.cost.double()
         for member in range(folds):
             seen = fold != member

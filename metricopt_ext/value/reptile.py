@@ -158,7 +158,7 @@ class ReptileLearner:
     def _initialise(self, data: Observations, members: int, rng: torch.Generator) -> NeuralValueFunction:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(rng.initial_seed())
-            f = NeuralValueFunction(data.phi.shape[-1], members).to(data.phi.device)
+            f = NeuralValueFunction(data.phi.shape[-1], members).like(data.phi)
         if self.standardise:
             f.cost_mean.copy_(data.cost.mean())
             f.cost_std.copy_(data.cost.std().clamp(min=1e-8))

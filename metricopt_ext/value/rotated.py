@@ -28,12 +28,9 @@ class RotatedValueFunction(ValueFunction):
     def __init__(self, f: ValueFunction, seed: int) -> None:
         super().__init__(f.dim, f.members_count)
         self.f = copy.deepcopy(f)
-        self.quality, self.all_directions = f.quality, f.all_directions
+        self.take_domain(f)
         self.register_buffer("rotation", random_rotation(f.dim, seed).to(f.radius))
-        self.centre.copy_(f.centre @ self.rotation)
-        for name in ("radius", "gradient_floor"):
-            self.register_buffer(name, getattr(f, name).clone())
-        self.centre = self.centre.to(f.radius)
+        self.centre = f.centre @ self.rotation
 
     def members(self, phi: Tensor) -> Tensor:
         """Predict the cost by each member, ``... x M``, at phi, ``... x d``."""

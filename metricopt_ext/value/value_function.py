@@ -5,7 +5,7 @@ from abc import abstractmethod
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.utils.files import write_tensors
 from metricopt_ext.utils.words import shortened
+
+F = TypeVar("F", bound="ValueFunction")
 
 FILE_FORMAT = "metricopt_ext/value_function/3"
 
@@ -98,6 +100,7 @@ class ValueFunction(nn.Module):
     kind: ClassVar[str]
     has_file: ClassVar[bool] = True
     all_directions: bool = False  # fitted to points in all directions, not along loss gradients
+    costs: ClassVar[tuple[str, ...]] = ()  # buffers in units of the cost, which stay float64
     centre: Tensor
     radius: Tensor
     gradient_floor: Tensor
@@ -175,6 +178,19 @@ class ValueFunction(nn.Module):
             self.radius.clamp_(min=float((reaching - self.centre).norm()))
         self.gradient_floor.copy_(self.gradient(phi).norm(dim=-1).quantile(0.1))
 
+    def like(self: F, phi: Tensor) -> F:
+        """Move f to the device and the precision of phi, but for what is in units of the cost."""
+        self.to(phi)
+        for name in self.costs:
+            setattr(self, name, getattr(self, name).double())
+        return self
+
+    def take_domain(self, f: "ValueFunction") -> None:
+        """Take the domain, quality and precision of another value function."""
+        self.quality, self.all_directions = f.quality, f.all_directions
+        for name in ("centre", "radius", "gradient_floor"):
+            setattr(self, name, getattr(f, name).clone())
+
     def settings(self) -> dict[str, Any]:
         """Return the constructor's arguments, as JSON."""
         return {"dim": self.dim, "members": self.members_count}
@@ -205,6 +221,7 @@ class NeuralValueFunction(ValueFunction):
     """
 
     kind = "neural"
+    costs = ("cost_mean", "cost_std")
     WIDTHS = (64, 32, 32, 16)
     cost_mean: Tensor
     cost_std: Tensor
@@ -260,6 +277,7 @@ class RidgeValueFunction(ValueFunction):
     """
 
     kind = "ridge"
+    costs = ("intercept",)
     intercept: Tensor
     coefficients: Tensor
 

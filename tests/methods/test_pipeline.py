@@ -267,9 +267,10 @@ def test_f_has_the_precision_of_its_data_whatever_the_default(
         result = go(task, queries=60, recipe=recipe)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert {tensor.dtype for tensor in result.fit.f.state_dict().values() if tensor.is_floating_point()} == {
-        torch.float32
-    }
+    f = result.fit.f
+    for name, tensor in f.state_dict().items():
+        if tensor.is_floating_point():
+            assert tensor.dtype == (torch.float64 if name in f.costs else torch.float32)
     assert result.fit.f.trusted
     assert "adapted" in result.ends
     assert result.after < 0.5 * result.before  # over 8 seeds 0.11 of it (0.05), with and without vector instructions
@@ -1067,3 +1068,34 @@ def test_halves_come_back_from_files(halved: Callable[..., Any], quadratic: Call
     assert task.queries == 0
     assert f"the metric's halves correlate at {expected.split_half:.2f}" in str(expected)
     assert math.isnan(go(quadratic()).split_half)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "queries", "spent"),
+    [(None, 41, 40), (RECIPE, 2 * QUERIES, None), (CMAES(), 41, 40)],
+)
+def test_repeats_share_the_budget(quadratic: Callable[..., Any], strategy: Any, queries: int, spent: Any) -> None:
+    task = quadratic()
+    rng = torch.Generator().manual_seed(0)
+
+    def noisy(model: Any) -> float:
+        return task.distance(model) + 0.3 * float(torch.randn((), generator=rng))
+
+    metric = Metric(noisy, maximize=False, bounds=None, repeats=2, ledger=Ledger(queries))
+    result = optimize_metric(task.judged_by(metric), queries=queries, strategy=strategy, watcher=Watcher())
+    assert task.problem.queries == metric.ledger.spent == sum(result.queries.values())
+    assert metric.ledger.spent == spent or (spent is None and 2 * COLLECTED < metric.ledger.spent <= 2 * SPENT)
+    assert isinstance(result, (SearchRun, MetricOptResult)) == (not isinstance(strategy, CMAES))
+    if isinstance(result, SearchRun):  # f and the guard know of the noise
+        assert result.fit is not None
+        assert result.fit.f.noise_std > 0.1
+        assert result.chance > 0.1
+
+
+def test_too_few_queries_for_repeats_say_so(quadratic: Callable[..., Any]) -> None:
+    metric = Metric(lambda: 0.5, maximize=False, repeats=3)
+    with pytest.raises(
+        BudgetError, match=r"6 queries are too few: .* needs at least 7 \(each an evaluation of 3 queries"
+    ):
+        optimize_metric(quadratic().judged_by(metric), queries=20, watcher=Watcher())
+    assert metric.ledger.spent == 0

@@ -1,6 +1,7 @@
 """A remembered metric against the metric itself, over interruptions."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_what_is_on_file_is_answered_and_booked_but_not_asked(tmp_path: Path, ha
     assert all((answer.halves is not None) == halves for answer in told)
     assert metric.ledger.spent_on == {"first": 3, "second": 2}
     assert [
-        Evaluation(cost, halves and tuple(halves)) for cost, halves in json.loads(path.read_text())["evaluations"]
+        Evaluation(cost, halves and tuple(halves)) for cost, halves, _ in json.loads(path.read_text())["evaluations"]
     ] == told
 
 
@@ -112,3 +113,23 @@ def test_a_foreign_file_is_refused(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(FileFormatError, match="holds no evaluations of the metric"):
         CachedMetric(counting(), path)
+
+
+def test_a_resumed_run_skips_failures_as_before(tmp_path: Path) -> None:
+    def run(values: list[float]) -> list[float]:
+        left = iter(values)
+        metric = Metric(lambda: next(left), maximize=False, repeats=2, failures=1)
+        cached = CachedMetric(metric, tmp_path / "evaluations.json")
+        costs = [cached.cost(nn.Identity(), "x") for _ in range(3)]
+        assert metric.ledger.spent == 6
+        return costs
+
+    with pytest.warns(UserWarning, match="failure 1 of 1"):
+        whole = run([0.6, 0.8, 0.1, 0.3, math.nan])
+    assert whole == pytest.approx([0.7, 0.2, 0.7])
+    kept = json.loads((tmp_path / "evaluations.json").read_text())["evaluations"][:2]
+    (tmp_path / "evaluations.json").write_text(
+        json.dumps({"checksum": _checksum([Evaluation(*each) for each in kept]), "evaluations": kept})
+    )
+    with pytest.warns(UserWarning, match="failure 1 of 1"):
+        assert run([math.nan]) == whole  # the worst is on file

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from metricopt_ext.errors import BudgetError, MetricError
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric, noise_of
 
 
 def constant(value: Any) -> Callable[[], Any]:
@@ -270,11 +270,13 @@ def test_evaluation_mode_without_gradients(grad: bool, failing: bool) -> None:
 @pytest.mark.parametrize(("maximize", "cost", "halves"), [(True, 0.25, (0.5, 0.0)), (False, 0.75, (0.5, 1.0))])
 def test_halves_are_turned_into_costs_for_one_query(maximize: bool, cost: float, halves: tuple[float, float]) -> None:
     metric = Metric(lambda model: (0.75, (0.5, torch.tensor(1.0))), maximize=maximize)
-    assert metric.evaluate(nn.Identity(), "x") == (cost, halves)
+    assert metric.evaluate(nn.Identity(), "x") == Evaluation(cost, halves)
     assert metric.cost(nn.Identity(), "x") == cost
     assert metric.ledger.spent == 2
     for alone in (0.75, (0.75, None)):
-        assert Metric(lambda model, alone=alone: alone, maximize=maximize).evaluate(nn.Identity(), "x") == (cost, None)
+        assert Metric(lambda model, alone=alone: alone, maximize=maximize).evaluate(nn.Identity(), "x") == Evaluation(
+            cost
+        )
 
 
 @pytest.mark.parametrize(
@@ -373,3 +375,71 @@ def test_a_metric_with_a_new_ledger_is_otherwise_the_same() -> None:
     assert set(metric.settings) == {
         name for name in inspect.signature(Metric.__init__).parameters if name not in ("self", "function", "ledger")
     }
+
+
+# --- Metrics that misbehave ----------------------------------------------------------------------------------------
+
+
+def returning(*values: Any) -> Callable[[], Any]:
+    """Return a metric's function that returns, or raises, one value after the other."""
+    left = iter(values)
+
+    def function() -> Any:
+        value = next(left)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    return function
+
+
+def test_repeats_are_averaged_and_counted() -> None:
+    metric = Metric(
+        returning((0.5, (0.4, 0.6)), (0.7, (0.6, 0.8)), (0.9, (0.8, 1.0))), maximize=False, repeats=3, ledger=Ledger(3)
+    )
+    evaluation = metric.evaluate(nn.Identity(), "x")
+    assert evaluation.cost == pytest.approx(0.7)
+    assert evaluation.halves == pytest.approx((0.6, 0.8))
+    assert evaluation.noise == pytest.approx(0.2 / math.sqrt(3))  # the standard deviation of .5, .7, .9 is .2
+    assert metric.ledger.spent_on == {"x": 3}
+    with pytest.raises(BudgetError, match="3 metric queries requested"):
+        metric.evaluate(nn.Identity(), "x")
+
+
+def test_noise_is_pooled_over_evaluations() -> None:
+    evaluations = [Evaluation(0.5, None, 0.3), Evaluation(0.1, None, 0.4), Evaluation(0.2)]
+    assert noise_of(evaluations) == pytest.approx(math.sqrt((0.09 + 0.16) / 2))
+    assert noise_of(evaluations[2:]) == noise_of([]) == 0.0
+
+
+@pytest.mark.parametrize("failure", [OSError("busy"), math.nan, 1.5, "no number"])
+def test_some_failures_are_skipped_and_counted(failure: Any) -> None:
+    metric = Metric(returning(0.2, failure, 0.6, failure, 0.4, failure), maximize=True, failures=2)
+    with pytest.warns(UserWarning, match=r"the worst value so far is taken in its place \(failure 1 of 2"):
+        costs = [metric.cost(nn.Identity(), "x") for _ in range(3)]
+    assert costs == pytest.approx([0.8, 0.8, 0.4])
+    with pytest.warns(UserWarning, match="failure 2 of 2"):
+        assert metric.cost(nn.Identity(), "x") == pytest.approx(0.8)
+    assert metric.cost(nn.Identity(), "x") == pytest.approx(0.6)
+    with pytest.raises(MetricError):
+        metric.cost(nn.Identity(), "x")
+    assert metric.failed == 3
+    assert metric.ledger.spent == 6
+
+
+def test_the_first_evaluation_must_not_fail() -> None:
+    metric = Metric(returning(math.nan), maximize=True, failures=5)
+    with pytest.raises(MetricError, match="returned nan"):
+        metric.cost(nn.Identity(), "x")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeats": 0}, "repeats is 0; it must be at least 1"),
+        ({"failures": -1}, "failures is -1; it must be at least 0"),
+    ],
+)
+def test_policies_are_checked(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Metric(lambda: 0.5, maximize=True, **options)

@@ -186,7 +186,7 @@ def test_the_likelihood_is_scipys_up_to_a_constant(noise: float) -> None:
     y = standardised(cost)
     target = torch.tensor(y)
     values, vectors = torch.linalg.eigh(rbf(phi @ TRANSFORM, phi @ TRANSFORM))
-    found = log_likelihood(values + noise, vectors.T @ torch.stack([torch.ones_like(target), target], 1))
+    found, _ = log_likelihood(values + noise, vectors.T @ torch.stack([torch.ones_like(target), target], 1))
     f = GPValueFunction.conditioned(phi, cost, TRANSFORM, noise)
     k = float(f.variance) * (correlation(phi, phi) + noise * np.eye(20))
     expected = multivariate_normal.logpdf(y, np.full(20, float(f.constant)), k)
@@ -328,3 +328,11 @@ def test_all_that_f_holds_is_on_the_device_of_its_points() -> None:
     phi, cost, transform = (torch.empty(*shape, device="meta") for shape in ((5, 3), (5,), (3, 3)))
     f = GPValueFunction.conditioned(phi, cost, transform, 0.1)
     assert {value.device.type for value in f.state_dict().values()} == {"meta"}
+
+
+def test_noise_that_is_known_is_the_least() -> None:
+    phi = torch.randn(40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    cost = 5 + phi.square().sum(1)  # smooth: nothing looks like noise
+    learner = GPLearner(1.0, Spectrum.flat(3))
+    assert learner(phi, cost).noise_std < 0.2
+    assert learner(phi, cost, least_noise=0.5).noise_std >= 0.5
