@@ -19,6 +19,7 @@ once or one after another.
 import argparse
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from metricopt_ext.evidence.contest_report import gather, load, paired, print_re
 from metricopt_ext.evidence.joined import joined
 from metricopt_ext.evidence.run_config import check_at_least
 from metricopt_ext.methods.run_folder import open_run
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import content_of, write_atomically
 from metricopt_ext.utils.identity import sole_writer
@@ -95,7 +97,7 @@ def main() -> None:
     parser.add_argument("--join", type=Path, nargs="+", metavar="FOLDER", help="join these comparisons' seeds instead")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. budgets=[20,60] data.root=FOLDER")
     arguments = parser.parse_intermixed_args()
-    with errors_in_one_line(ValueError, keeps=arguments.output_dir):
+    with errors_in_one_line(ValueError, keeps=arguments.output_dir), ranks.joined():
         if arguments.summary or arguments.join:
             option = "--summary" if arguments.summary else "--join"
             if arguments.config_file or arguments.overrides or arguments.seeds:
@@ -155,6 +157,8 @@ def seed_range(text: str) -> tuple[int, int]:
 def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]:
     """Run every seed and write the report on all seeds of the folder; returns its content.
 
+    Processes of torchrun take the seeds in turn; the first one reports.
+
     Args:
         config: The comparison's settings.
         subject: The task's.
@@ -169,9 +173,11 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
     contenders = experiment.contenders(subject)
     plan.check(contenders)
     settings = {**subject.as_dict(), "task": config.task, "budgets": config.budgets, "starts": config.starts}
-    with deterministic(subject.deterministic, config.threads), sole_writer(folder):
-        open_run(folder, settings, resume=True, files=subject.data_files())
-        print(f"{about.title}: {about.metric}, {counted(len(plan.methods), 'method')} from seed {config.seed} on")
+    with deterministic(subject.deterministic, config.threads), ranks.sharing(settings), ExitStack() as held:
+        ranks.only_first(partial(held.enter_context, sole_writer(folder)))
+        ranks.only_first(lambda: open_run(folder, settings, resume=True, files=subject.data_files()))
+        if ranks.rank() == 0:
+            print(f"{about.title}: {about.metric}, {counted(len(plan.methods), 'method')} from seed {config.seed} on")
         largest = max(plan.budgets)
         total = sum(largest if contenders[name].anytime else sum(plan.budgets) for name in plan.methods)
         run_seeds(
@@ -181,7 +187,8 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
             workers=config.workers,
             threads=config.threads,
         )
-    return report(gather(folder, plan, about, {**asdict(config), "of_task": subject.as_dict()}), folder)
+        described = {**asdict(config), "of_task": subject.as_dict()}
+        return ranks.only_first(lambda: report(gather(folder, plan, about, described), folder)) or {}
 
 
 def join(folders: Sequence[Path]) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def meta_train(
         raise TypeError(f"{trainer_class.__name__}.build_metric returned None; it must return a metric to learn")
 
     queries = meta.rounds * meta.tasks * settings.metric.evals
-    with progress(cfg, metric.name, queries) as watcher, ranks.sharing({"seed": settings.seed, "tasks": meta.tasks}):
+    alike = {"seed": settings.seed, "tasks": meta.tasks}
+    with progress(cfg, metric.name, queries) as watcher, ranks.joined(), ranks.sharing(alike):
 
         def collect(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
             followed = "" if fit is None else os.path.join(own, "f.safetensors")

@@ -27,6 +27,7 @@ from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Evaluation, Item, Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.identity import claim
 from metricopt_ext.utils.modes import in_mode
 from metricopt_ext.utils.seeding import generator, seeded_streams
@@ -84,7 +85,7 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
         population=1,
     )
     with closing(written), progress(cfg, metric.name, queries) as watcher:
-        with alone():
+        with ranks.joined(), alone():
             run = optimize_metric(
                 task, queries=queries, seed=settings.seed, output_dir=folder / FOLDER, resume=resume, watcher=watcher
             )

@@ -105,8 +105,8 @@ def optimize_metric(
     the metric sees it never ends up worse than it was trained. Any phi that it held before is ignored: continue from
     it by ``starts``, or `Adapter.merge` it and attach a new adapter.
 
-    Where torch.distributed has several processes, as under torchrun, each calls this with the same arguments; they
-    share the evaluations and rollouts and all return what one process would (docs/scale.md).
+    Processes that have joined (`ranks.joined`), under torchrun or in a process group of your own, each call this with
+    the same arguments: they share the evaluations and rollouts, and all return what one would (docs/scale.md).
 
     Args:
         task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end;

@@ -26,7 +26,8 @@ Result = TypeVar("Result")
 MEETING = timedelta(minutes=30)  # how long the first rank to arrive waits for the others
 WORKING = timedelta(days=30)  # how long one may work on its share; a rank that dies is noticed at once, all the same
 
-_sharing = _apart = False  # whether work is shared right now, or must not be
+_joined = False  # whether the processes are to share work
+_sharing = _apart = False  # whether they do right now, or must not
 _groups: dict[Any, Any] = {}  # our own group of all processes, by torch's
 
 
@@ -68,12 +69,12 @@ def rank() -> int:
 
 def several() -> bool:
     """Whether `sharing` would share the work with other processes, or does."""
-    return not _apart and _initialized() and distributed.get_world_size() > 1
+    return _joined and not _apart and distributed.get_world_size() > 1
 
 
 @contextmanager
 def sharing(alike: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Share the work with the other processes of torch's process group, if there is one.
+    """Share the work with the other processes that have `joined`, if there are any.
 
     Each process has to enter this at the same point of the same program. Inside another one it does nothing.
 
@@ -154,13 +155,25 @@ def only_first(function: Callable[[], Result]) -> Result | None:
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Join the process group that torchrun has prepared, if this process is one of its; leave it at the end.
+    """Share work with the other processes meanwhile: of torch's process group, or of one that torchrun has prepared.
 
-    A process that has joined one already, such as one of Detectron2's, stays as it is.
+    Without either, or outside of this, a process works by itself.
     """
-    if not _launched() or distributed.is_initialized():
+    global _joined
+    begun = _launched() and not _initialized()
+    if begun:
+        _begin()
+    before, _joined = _joined, _initialized()
+    try:
         yield
-        return
+    finally:
+        _joined = before
+        if begun:
+            _groups.clear()
+            distributed.destroy_process_group()
+
+
+def _begin() -> None:
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
@@ -170,11 +183,6 @@ def joined() -> Iterator[None]:
     # The launcher may keep its store when it starts processes again, with addresses in it of those that are gone.
     store = PrefixStore(f"metricopt_ext/{_restarts()}", store)
     distributed.init_process_group("gloo", store=store, rank=own, world_size=number, timeout=WORKING)
-    try:
-        yield
-    finally:
-        _groups.clear()
-        distributed.destroy_process_group()
 
 
 def is_first() -> bool:

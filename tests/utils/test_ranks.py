@@ -19,6 +19,11 @@ from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.utils import ranks
 
 assert (ranks.world(), ranks.rank(), ranks.several()) == (1, 0, False)
+def outside():
+    with ranks.sharing({"own": os.environ["RANK"]}):
+        assert (ranks.world(), ranks.rank(), ranks.several()) == (1, 0, False)
+
+outside()
 with ranks.joined():
     number, own = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     assert ranks.several() == (number > 1)
