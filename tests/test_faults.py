@@ -47,8 +47,8 @@ STRATEGIES: dict[str, tuple[Any, int]] = {
 }
 
 
-def work(name: str, folder: Path, resume: bool, watcher: Watcher | None = None, timeout: float | None = None) -> str:
-    """Run a strategy in a folder and return its result as text, without a digit lost."""
+def make_task(timeout: float | None = None) -> FinetuneTask:
+    """Return a small classifier's task."""
     x = torch.randn(90, 4, generator=torch.Generator().manual_seed(0))
     y = torch.randint(3, (90,), generator=torch.Generator().manual_seed(1))
 
@@ -58,13 +58,17 @@ def work(name: str, folder: Path, resume: bool, watcher: Watcher | None = None, 
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    task = FinetuneTask(
+    return FinetuneTask(
         attach_film(model, "1", dim=6, seed=0),
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
         batches=TensorBatches(x, y, batch_size=30),
         metric=Metric(score, maximize=True, bounds=(0, 2), name="score", timeout=timeout),
         population=3,
     )
+
+
+def work(task: FinetuneTask, name: str, folder: Path, resume: bool, watcher: Watcher | None = None) -> str:
+    """Run a strategy in a folder and return its result as text, without a digit lost."""
     strategy, queries = STRATEGIES[name]
     result = mo.optimize_metric(
         task,
@@ -158,14 +162,14 @@ def act(order: dict[str, Any]) -> None:
     """Run as ordered, and write how it ended beside the folder."""
     folder, end = Path(order["folder"]), {}
     faulty = Faulty(folder, order.get("fault", ""), order.get("at"))
-    began = time.perf_counter()
+    began, task = time.perf_counter(), make_task()
     try:
-        end["result"] = work(order["strategy"], folder, order["resume"], Watcher())
+        end["result"] = work(task, order["strategy"], folder, order["resume"], Watcher())
     except (MetricOptError, OSError) as error:
         end["error"] = f"{type(error).__name__}: {error}"
         if order.get("again"):  # in the same process, once there is room
             faulty.at = None
-            end["result"] = work(order["strategy"], folder, True, Watcher())
+            end["result"] = work(task, order["strategy"], folder, True, Watcher())
     end |= {"steps": faulty.steps, "seconds": time.perf_counter() - began}
     Path(f"{folder}.json").write_text(json.dumps(end))
 
@@ -294,13 +298,15 @@ def test_killed_runs_end_as_if_nothing_had_happened(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True], ids=["in another process", "in the same process"])
 @pytest.mark.parametrize("fault", ["ENOSPC", "EROFS"])
 def test_a_run_that_cannot_write_ends_with_one_error_and_goes_on_later(
-    nursery: Nursery, undisturbed: dict[str, Undisturbed], fault: str, tmp_path: Path
+    nursery: Nursery, undisturbed: dict[str, Undisturbed], fault: str, again: bool, tmp_path: Path
 ) -> None:
     rng = random.Random(f"{SEED} {fault}")
     for name, whole in undisturbed.items():
-        folder, at, again = tmp_path / name, rng.randint(1, whole.steps), rng.random() < 0.5
+        # Again in the same process: once the search is over, when what is kept of it and what is charged must agree.
+        folder, at = tmp_path / name, whole.steps - rng.randrange(2 * STEPS) if again else rng.randint(1, whole.steps)
         print(f"METRICOPT_SEED={SEED}: {name}, {fault} at step {at} of {whole.steps}")
         end = nursery.run(name, folder, fault=fault, at=at, again=again)
         number = getattr(errno, fault)
@@ -358,14 +364,15 @@ for name in ("time", "monotonic", "perf_counter"):
 
 from rich.console import Console
 from metricopt_ext.utils.progress import Bars
-from tests.test_faults import STRATEGIES, work
+from tests.test_faults import STRATEGIES, make_task, work
 
 folder = Path(sys.argv[1])
 for name in STRATEGIES:  # shown in lines, then in bars
-    end = work(name, folder / name, False, timeout=600)
+    end = work(make_task(timeout=600), name, folder / name, False)
     (folder / f"{name}.json").write_text(end)
 with Bars(Console(force_terminal=True, force_interactive=True)) as bars:
-    assert work("search", folder / "bars", False, bars.watch("score", 24)) == (folder / "search.json").read_text()
+    end = work(make_task(), "search", folder / "bars", False, bars.watch("score", 24))
+    assert end == (folder / "search.json").read_text()
 """
 
 
@@ -390,7 +397,7 @@ def work_on_ranks() -> None:
     rank = os.environ["RANK"]
     files.write_json(folder / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}.json", {"process": os.getpid()})
     with ranks.joined():
-        ends = {name: work(name, folder / name, ranks.restarted(), Watcher()) for name in STRATEGIES}
+        ends = {name: work(make_task(), name, folder / name, ranks.restarted(), Watcher()) for name in STRATEGIES}
     files.write_json(folder / f"{rank}.json", ends)
 
 

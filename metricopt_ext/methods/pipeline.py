@@ -173,9 +173,9 @@ def optimize_metric(
         result = ranks.on_first(lambda: result)
         task.adapter.set_phi(result.ends[result.chosen])
         buffers = result.buffers if isinstance(result, SearchRun) else {}
-        set_buffers(task.adapter.model, buffers)
         f = result.fit.f if isinstance(result, (MetricOptResult, SearchRun)) and result.fit else None
         folder.keep(task, f, buffers)
+        set_buffers(task.adapter.model, buffers)  # last: a run that can't be kept is resumed with those of before
         shown.outcome(f"{result.metric} {result.before:.4f} -> {result.after:.4f}")
         shown.done()
     return result

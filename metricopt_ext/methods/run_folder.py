@@ -48,6 +48,7 @@ class RunFolder:
     def __init__(self, path: str | Path | None, identity: dict[str, Any]) -> None:
         self.path = None if path is None else Path(path)
         self.identity = identity
+        self._unpaid: tuple[Ledger, Ledger] | None = None  # the metric's own, and the run's
 
     @cached_property
     def trajectories(self) -> TrajectoryStore:
@@ -92,11 +93,11 @@ class RunFolder:
 
     @contextmanager
     def counted(self, metric: Metric, queries: int) -> Iterator[CachedMetric]:
-        """Count the run in its own ledger, and charge the metric's ledger once the run is over.
+        """Count the run in its own ledger, which the metric's ledger is charged for by `keep`.
 
         What an interrupted run evaluated is read from its file and booked as before; what it collected has other files.
-        A failed run with a folder is not charged: its work is reused when it is resumed. Without a folder it is charged
-        for what it spent.
+        A run with a folder that fails before all is kept is not charged: its work is reused when it is resumed. Without
+        a folder it is charged for what it spent.
 
         Args:
             metric: Has the run's ledger meanwhile. Collected trajectories have their own files.
@@ -106,19 +107,28 @@ class RunFolder:
             A metric that keeps its evaluations in the folder.
         """
         own, metric.ledger = metric.ledger, Ledger(queries)
-        run, finished = metric.ledger, False
+        self._unpaid = own, metric.ledger
         try:
             yield CachedMetric(metric, None if self.path is None else self.path / EVALUATIONS)
-            finished = True
         finally:
             metric.ledger = own
-            if finished or self.path is None:
-                for purpose, spent in run.spent_on.items():
-                    own.spend(purpose, spent)
+            if self.path is None:
+                self._charge()
+
+    def _charge(self) -> None:
+        if self._unpaid is not None:
+            own, run = self._unpaid
+            self._unpaid = None
+            for purpose, spent in run.spent_on.items():
+                own.spend(purpose, spent)
 
     def keep(self, task: FinetuneTask, f: ValueFunction | None, buffers: Mapping[str, Tensor]) -> None:
-        """Write the adapter, with its current phi, and the value function and replaced buffers, if there are any."""
+        """Write the adapter, with its current phi, and the value function and replaced buffers, if there are any.
+
+        The run, which is complete then, is charged.
+        """
         ranks.on_first(lambda: self._write(task, f, buffers))
+        self._charge()
 
     def _write(self, task: FinetuneTask, f: ValueFunction | None, buffers: Mapping[str, Tensor]) -> None:
         if self.path is None:

@@ -122,9 +122,9 @@ def metricopt_learned(
             learned=learned,
         )
         task.adapter.set_phi(ends[result.chosen])
-        folder.keep(task, learned.f, {})
         if folder.path is not None:
             learned.rule.save(folder.path / "update_rule.safetensors")
+        folder.keep(task, learned.f, {})
         shown.outcome(f"{result.metric} {result.before:.4f} -> {result.after:.4f}")
         shown.done()
     return result
