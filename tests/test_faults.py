@@ -250,19 +250,26 @@ def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> d
     return ends
 
 
-def assert_whole(folder: Path, whole: Undisturbed) -> None:
+def assert_whole(folder: Path, whole: Undisturbed) -> int:
     """Each file of an unfinished run is as in a finished one; of the evaluations, which are added to, it has the first.
 
     What was being written at that moment has a name of its own.
+
+    Returns:
+        How many writes have left what is there: each evaluation is one, each other file.
     """
+    writes = 0
     for name, content in kept(folder).items():
         if name.endswith(files.UNFINISHED):
             continue
         if name == "evaluations.json":
             there, all_ = (json.loads(text)["evaluations"] for text in (content, whole.files[name]))
             assert there == all_[: len(there)]
-        else:
+            writes += len(there)
+        elif name != ".lock":
             assert content == whole.files[name], name
+            writes += 1
+    return writes
 
 
 @pytest.mark.slow
@@ -313,7 +320,7 @@ def test_a_run_that_cannot_write_ends_with_one_error_and_goes_on_later(
         assert end["error"].startswith(f"OSError: [Errno {number}] {os.strerror(number)}: '{folder}/")
         assert end["error"].endswith((".json'", ".safetensors'"))  # the file itself, not its temporary name
         if not again:
-            assert_whole(folder, whole)
+            assert assert_whole(folder, whole) == (at - 1) // STEPS  # nothing that was written is lost
             unfinished = [path.name for path in folder.rglob(f".*{files.UNFINISHED}")]
             assert len(unfinished) == (fault == "EROFS" and at % STEPS != 1)  # what nobody can remove
             end = nursery.run(name, folder, True)
