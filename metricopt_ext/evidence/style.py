@@ -1,9 +1,12 @@
 """How figures and tables look."""
 
+import io
 import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
+
+from metricopt_ext.utils.files import write_atomically
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any) -> tuple[Any, Any]:
@@ -24,7 +27,9 @@ def save_figure(figure: Any, path: str | Path) -> Path:
     for text in figure.findobj(Text):
         if text.get_text():  # all but the numbers at ticks, which are written later and may be powers of ten
             text.set_parse_math(False)  # a name may contain dollar signs
-    figure.savefig(path, dpi=150)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=150, format="png")
+    write_atomically(path, image.getvalue())
     return Path(path)
 
 

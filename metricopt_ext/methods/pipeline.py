@@ -132,7 +132,9 @@ def optimize_metric(
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
         FileFormatError: ``output_dir`` holds another run, with other settings or model weights (the buffers that a
-            finished run left in the model among them), or it holds a run and ``resume`` is False.
+            finished run left in the model among them), it holds a run and ``resume`` is False, or another process
+            writes to it.
+        OSError: ``output_dir`` can't be written to, as where the disk is full; what was written before is in it.
     """
     strategy = strategy or GuidedTrustRegion()
     check_integer(0, queries=queries, seed=seed)
@@ -156,8 +158,8 @@ def optimize_metric(
     identity = identity_of(strategy, task, starts or {}, seed=seed, size=size) if kept else {}
     with ExitStack() as run:
         run.enter_context(ranks.sharing({"queries": queries, **identity}))
-        folder = RunFolder(output_dir, identity, resume, task.adapter.model)
-        run.enter_context(folder.writing())
+        folder = RunFolder(output_dir, identity)
+        run.enter_context(folder.writing(resume, task.adapter.model))
         shown = run.enter_context(watched(watcher, task.metric.name, queries))
         if isinstance(strategy, GuidedTrustRegion):
             result: Result = _guided(task, queries, strategy, starts or {}, guard_confidence, seed, folder, shown)
@@ -170,9 +172,9 @@ def optimize_metric(
         result = ranks.on_first(lambda: result)
         task.adapter.set_phi(result.ends[result.chosen])
         buffers = result.buffers if isinstance(result, SearchRun) else {}
-        set_buffers(task.adapter.model, buffers)
         f = result.fit.f if isinstance(result, (MetricOptResult, SearchRun)) and result.fit else None
         folder.keep(task, f, buffers)
+        set_buffers(task.adapter.model, buffers)  # last: a run that can't be kept is resumed with those of before
         shown.outcome(f"{result.metric} {result.before:.4f} -> {result.after:.4f}")
         shown.done()
     return result

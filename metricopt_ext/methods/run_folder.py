@@ -22,6 +22,7 @@ from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils import ranks
+from metricopt_ext.utils.files import remove_unfinished
 from metricopt_ext.utils.identity import claim, fingerprint, fingerprint_of_code, fingerprint_of_files, sole_writer
 from metricopt_ext.value.value_function import ValueFunction
 
@@ -41,36 +42,13 @@ class RunFolder:
 
     Args:
         path: The folder; None for memory only.
-        identity: What the run depends on; see `identity_of`. A folder that holds another run is rejected. Not looked
-            at without a path.
-        resume: Continue what an interrupted run left there.
-        model: The model that the identity is of.
-
-    Raises:
-        FileFormatError: The folder holds a run and ``resume`` is False, or it holds another run; the message names the
-            first difference, or says that the model has the buffers that the run left in it.
+        identity: What the run depends on; see `identity_of`. Not looked at without a path.
     """
 
-    def __init__(self, path: str | Path | None, identity: dict[str, Any], resume: bool, model: nn.Module) -> None:
+    def __init__(self, path: str | Path | None, identity: dict[str, Any]) -> None:
         self.path = None if path is None else Path(path)
         self.identity = identity
-        ranks.on_first(lambda: self._claim(resume, model))
-
-    def _claim(self, resume: bool, model: nn.Module) -> None:
-        if self.path is None:
-            return
-        if not resume and any((self.path / name).exists() for name in (IDENTITY, TRAJECTORIES, EVALUATIONS)):
-            raise FileFormatError(f"{self.path} holds an earlier run; resume it, or use another output folder")
-        try:
-            claim(self.path / IDENTITY, self.identity)  # it guards the evaluations too
-        except FileFormatError as error:
-            left = self.path / BUFFERS
-            if left.exists() and holds_buffers(model, read_buffers(left)):
-                raise FileFormatError(
-                    f"{self.path} holds a run that left the buffers of {BUFFERS} in this model; resume it with the"
-                    " model as it was before"
-                ) from error
-            raise
+        self._unpaid: tuple[Ledger, Ledger] | None = None  # the metric's own, and the run's
 
     @cached_property
     def trajectories(self) -> TrajectoryStore:
@@ -79,20 +57,47 @@ class RunFolder:
         return ranks.on_first(lambda: TrajectoryStore(folder, self.identity))
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Keep other processes from writing to the folder; see `sole_writer`."""
+    def writing(self, resume: bool, model: nn.Module) -> Iterator[None]:
+        """Take the folder for this run, and keep other processes from writing to it meanwhile.
+
+        Args:
+            resume: Continue what an interrupted run left there.
+            model: The model that the identity is of.
+
+        Raises:
+            FileFormatError: Another process writes to the folder; or the folder holds a run and ``resume`` is False, or
+                it holds another run; the message names the first difference, or says that the model has the buffers
+                that the run left in it.
+        """
         with ExitStack() as held:
             if (path := self.path) is not None:
-                ranks.on_first(lambda: held.enter_context(sole_writer(path)))
+                ranks.on_first(lambda: self._take(path, held, resume, model))
             yield
+
+    def _take(self, path: Path, held: ExitStack, resume: bool, model: nn.Module) -> None:
+        held.enter_context(sole_writer(path))  # first: of two runs that begin at once, one alone may claim the folder
+        if not resume and any((path / name).exists() for name in (IDENTITY, TRAJECTORIES, EVALUATIONS)):
+            raise FileFormatError(f"{path} holds an earlier run; resume it, or use another output folder")
+        try:
+            claim(path / IDENTITY, self.identity)  # it guards the evaluations too
+        except FileFormatError as error:
+            left = path / BUFFERS
+            if left.exists() and holds_buffers(model, read_buffers(left)):
+                raise FileFormatError(
+                    f"{path} holds a run that left the buffers of {BUFFERS} in this model; resume it with the"
+                    " model as it was before"
+                ) from error
+            raise
+        remove_unfinished(path)
+        remove_unfinished(path / TRAJECTORIES)
 
     @contextmanager
     def counted(self, metric: Metric, queries: int) -> Iterator[CachedMetric]:
-        """Count the run in its own ledger, and charge the metric's ledger once the run is over.
+        """Count the run in its own ledger, which the metric's ledger is charged for by `keep`.
 
         What an interrupted run evaluated is read from its file and booked as before; what it collected has other files.
-        A failed run with a folder is not charged: its work is reused when it is resumed. Without a folder it is charged
-        for what it spent.
+        A run with a folder that fails before all is kept is not charged: its work is reused when it is resumed. Without
+        a folder it is charged for what it spent.
 
         Args:
             metric: Has the run's ledger meanwhile. Collected trajectories have their own files.
@@ -102,19 +107,28 @@ class RunFolder:
             A metric that keeps its evaluations in the folder.
         """
         own, metric.ledger = metric.ledger, Ledger(queries)
-        run, finished = metric.ledger, False
+        self._unpaid = own, metric.ledger
         try:
             yield CachedMetric(metric, None if self.path is None else self.path / EVALUATIONS)
-            finished = True
         finally:
             metric.ledger = own
-            if finished or self.path is None:
-                for purpose, spent in run.spent_on.items():
-                    own.spend(purpose, spent)
+            if self.path is None:
+                self._charge()
+
+    def _charge(self) -> None:
+        if self._unpaid is not None:
+            own, run = self._unpaid
+            self._unpaid = None
+            for purpose, spent in run.spent_on.items():
+                own.spend(purpose, spent)
 
     def keep(self, task: FinetuneTask, f: ValueFunction | None, buffers: Mapping[str, Tensor]) -> None:
-        """Write the adapter, with its current phi, and the value function and replaced buffers, if there are any."""
+        """Write the adapter, with its current phi, and the value function and replaced buffers, if there are any.
+
+        The run, which is complete then, is charged.
+        """
         ranks.on_first(lambda: self._write(task, f, buffers))
+        self._charge()
 
     def _write(self, task: FinetuneTask, f: ValueFunction | None, buffers: Mapping[str, Tensor]) -> None:
         if self.path is None:

@@ -10,7 +10,7 @@ import os
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -22,6 +22,9 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError, FileFormatError, MetricOptError
 from metricopt_ext.utils.words import brief
+
+# How the name ends that a file has while it is written; it begins with a dot.
+UNFINISHED = ".unfinished"
 
 # The largest JSON file that is read. COCO's largest has 0.45 GB. Parsed, JSON takes up to 25 times as much.
 JSON_BYTES = 1 << 30
@@ -40,20 +43,34 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Write ``data`` so that a reader, or a run after a crash, sees either all of it or the old file."""
+    """Write ``data`` so that a reader, or a run after a crash, sees either all of it or the old file.
+
+    Raises:
+        OSError: It can't be written, as where the disk is full; the old file is as it was.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # as for any other file; a temporary one is its owner's alone
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())  # as for any other file; a temporary one is its owner's alone
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):  # where nothing can be written, nothing can be removed; the first error counts
+                Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:  # which names the temporary file, or none
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def remove_unfinished(folder: str | Path) -> None:
+    """Remove what processes that were killed while they wrote have left in a folder; nobody may write there now."""
+    for path in Path(folder).glob(f".*{UNFINISHED}"):
+        path.unlink(missing_ok=True)
 
 
 def _umask() -> int:

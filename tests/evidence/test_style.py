@@ -1,9 +1,11 @@
 """How figures look, and that making them leaves matplotlib's global state alone."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -29,6 +31,17 @@ def test_panels_may_share_their_axes() -> None:
     _, ((left, right),) = new_figure(4.0, 2.0, 1, 2, sharey=True)
     left.set_ylim(-3, 7)
     assert right.get_ylim() == (-3, 7)
+
+
+def test_a_figure_that_cannot_be_written_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "figure.png").write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"figure\.png"):
+        save_figure(new_figure(2.0, 1.0)[0], tmp_path / "figure.png")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
 @pytest.mark.parametrize("kind", [str, Path])

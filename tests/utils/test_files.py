@@ -1,5 +1,6 @@
 """A model's weights, kept as a state dict and told from others by a fingerprint; JSON takes the numbers of NumPy."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from metricopt_ext.utils.files import (
     module_of,
     read_json,
     read_tensors,
+    remove_unfinished,
     save_checkpoint,
+    write_atomically,
     write_json,
     write_tensors,
 )
@@ -42,6 +45,38 @@ def test_others_may_read_a_file_if_the_umask_lets_them(umask: int, mode: int, tm
     finally:
         assert os.umask(before) == umask
     assert (tmp_path / "a.json").stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_a_failed_write_names_its_file_and_leaves_the_old_one(
+    failing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.json"
+    write_atomically(path, b"old")
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, failing, full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/a\.json'") as raised:
+        write_atomically(path, b"new")
+    assert raised.value.errno == errno.ENOSPC
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"old"]
+
+
+def test_a_folder_that_is_a_file_keeps_its_kind_of_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises((FileExistsError, NotADirectoryError), match=r"file/a\.json"):
+        write_atomically(tmp_path / "file" / "a.json", b"new")
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    others = [".lock", ".a.json", "a.unfinished", "a.json", "folder/.a.json.1.unfinished"]
+    for name in [".a.json.x_1.unfinished", *others]:
+        write_atomically(tmp_path / name, b"")
+    remove_unfinished(tmp_path)
+    remove_unfinished(tmp_path / "missing")
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == set(others)
 
 
 def test_numbers_of_numpy_are_numbers_in_json(tmp_path: Path) -> None:

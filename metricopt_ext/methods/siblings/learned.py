@@ -94,8 +94,8 @@ def metricopt_learned(
     identity: dict[str, Any] = {}
     if output_dir is not None:
         identity = {"learned": repr(settings), "lr": lr, "iterations": iterations, **identity_of_task(task, seed)}
-    folder = RunFolder(output_dir, identity, resume, task.adapter.model)
-    with folder.writing(), watched(watcher, task.metric.name, queries) as shown:
+    folder = RunFolder(output_dir, identity)
+    with folder.writing(resume, task.adapter.model), watched(watcher, task.metric.name, queries) as shown:
         with folder.counted(task.metric, queries) as cached:
             store, ledger, judged = folder.trajectories, cached.ledger, task.judged_by(cached)
             if len(store):
@@ -122,9 +122,9 @@ def metricopt_learned(
             learned=learned,
         )
         task.adapter.set_phi(ends[result.chosen])
-        folder.keep(task, learned.f, {})
         if folder.path is not None:
             learned.rule.save(folder.path / "update_rule.safetensors")
+        folder.keep(task, learned.f, {})
         shown.outcome(f"{result.metric} {result.before:.4f} -> {result.after:.4f}")
         shown.done()
     return result
