@@ -71,7 +71,7 @@ def installed_path() -> frozenset[str]:
     done = subprocess.run(
         [sys.executable, "-c", "import sys; print(ascii(sys.path))"],
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        cwd=sys.prefix,  # which -c puts first, as an empty entry
+        cwd=sys.prefix,  # -c puts the working directory first, from which nothing must come
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

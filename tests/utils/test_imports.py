@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,8 @@ def test_a_function_of_the_folder_is_unpickled_by_a_worker(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "given", "own_pickled")
     function = import_named("own_pickled:half", "given", KEY)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(function, ([1, 2, 3], [])) == 1.5
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(function, [1, 2, 3], []).result() == 1.5
 
 
 @pytest.mark.parametrize(
