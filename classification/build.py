@@ -1,6 +1,5 @@
 """Turns a classification config into the things it describes: data, model, adapter, metric."""
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,6 +45,7 @@ from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.utils.config import config_section
+from metricopt_ext.utils.imports import import_named
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator
 
@@ -168,12 +168,12 @@ def batch_metric(spec: MetricSpec) -> BatchMetric:
 
 
 def build_metric(config: MetricConfig) -> MetricSpec:
-    """Return the metric that the settings name.
+    """Return the metric that the settings name; a module that they name is imported, which runs it.
 
     Raises:
         ConfigError: There is no such metric, or its settings are incomplete.
     """
-    module, colon, function = config.name.partition(":")
+    _, colon, function = config.name.partition(":")
     if config.kwargs and not colon:
         raise ConfigError(f"metric.kwargs={config.kwargs} is for MODULE:FUNCTION; {config.name} takes no arguments")
     if config.name in METRICS:
@@ -187,7 +187,7 @@ def build_metric(config: MetricConfig) -> MetricSpec:
                 " function as MODULE:FUNCTION, e.g. sklearn.metrics:matthews_corrcoef"
             )
         low, high = config.bounds
-        fn = getattr(importlib.import_module(module), function)
+        fn = import_named(config.name, config.folder, "metric.folder")
         if isinstance(fn, type):  # torchmetrics' classes
             fn = fn(**config.kwargs)
         elif config.kwargs:
@@ -202,7 +202,8 @@ def build_metric(config: MetricConfig) -> MetricSpec:
     except ConfigError:
         raise
     except ModuleNotFoundError as error:
-        raise ConfigError(f"metric.name={config.name!r}: {error}; is its folder on PYTHONPATH?") from error
+        places = "modules are imported from the installed packages and metric.folder alone"
+        raise ConfigError(f"metric.name={config.name!r}: {error}; {places}") from error
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"metric.name={config.name!r}: {error}") from error
 

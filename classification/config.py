@@ -78,8 +78,9 @@ class MetricConfig:
     """
 
     # accuracy, auc, aucpr, balanced_accuracy, eer, expected_cost, f1, jaccard, mcc, mcr, worst_recall, or
-    # MODULE:FUNCTION
+    # MODULE:FUNCTION, which is imported and run, from an installed module or one in folder
     name: str = "accuracy"
+    folder: str = ""  # MODULE:FUNCTION: where the module is, if it is not installed
     # expected_cost: cost[true][predicted], each with a decimal point, as omegaconf below 2.4 rejects 0 for 0.0
     costs: list[list[float]] = field(default_factory=list)
     prior: list[float] = field(default_factory=list)  # expected_cost: weight of each class

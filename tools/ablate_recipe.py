@@ -28,7 +28,7 @@ from torch import Tensor
 
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
-from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.cli import RUNS_CODE, errors_in_one_line
 from metricopt_ext.evidence.report import paired_interval, spread
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.methods.paper import END_QUERIES, Algorithm1
@@ -195,7 +195,9 @@ class Row:
 
 def main() -> None:
     """Parse the command line, run all variants, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=RUNS_CODE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--task", nargs="+", action="append", metavar="X", help="a config file, then key=value ...")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
     parser.add_argument("--strategy", choices=("recipe", "paper"), default="recipe", help="what is changed")

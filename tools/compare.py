@@ -27,7 +27,7 @@ from typing import Any
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.claims import summary
-from metricopt_ext.evidence.cli import TASKS, errors_in_one_line, experiment_of
+from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, errors_in_one_line, experiment_of
 from metricopt_ext.evidence.contest import Plan, run_seed
 from metricopt_ext.evidence.contest_report import gather, load, paired, print_report, section, write
 from metricopt_ext.evidence.joined import joined
@@ -89,7 +89,9 @@ class CompareConfig:
 
 def main() -> None:
     """Parse the command line, run all seeds or summarise, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=RUNS_CODE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config-file", type=Path, help="YAML file; its keys are those of CompareConfig")
     parser.add_argument("--output-dir", type=Path, help="folder for all output files")
     parser.add_argument("--seeds", help="first and last seed, e.g. 700-709, overriding the config")

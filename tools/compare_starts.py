@@ -25,7 +25,7 @@ import numpy as np
 from torch import Tensor
 
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.evidence.cli import TASKS, errors_in_one_line, experiment_of
+from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, errors_in_one_line, experiment_of
 from metricopt_ext.evidence.compare import judge
 from metricopt_ext.evidence.contenders import Contender, at_each_budget, loss_path
 from metricopt_ext.evidence.contest import Plan
@@ -58,7 +58,9 @@ ALWAYS = ("pretrained", "loss_finetune", "metricopt", "refined")
 
 def main() -> None:
     """Parse the command line, run all seeds, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=RUNS_CODE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config-file", required=True, help="YAML file; its keys are those of the task's tool")
     parser.add_argument("--task", choices=TASKS, default="classification", help="what the config file is for")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")

@@ -34,7 +34,7 @@ from metricopt_ext.classification.build import (
     untrained,
 )
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.cli import RUNS_CODE, errors_in_one_line
 from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report
 from metricopt_ext.evidence.report import paired_interval, spread, versions
 from metricopt_ext.evidence.style import direction, markdown_table, print_table
@@ -57,7 +57,9 @@ HEADER = ("loss", "Spearman", "Kendall")
 
 def main() -> None:
     """Parse the command line, run all seeds, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=RUNS_CODE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config-file", required=True, help="YAML file; its keys are those of ClassificationConfig")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. seeds=5 data.root=FOLDER")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.cli import TASKS, errors_in_one_line, experiment_of
+from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, errors_in_one_line, experiment_of
 from metricopt_ext.evidence.compare import judge
 from metricopt_ext.evidence.contest_report import standard_error
 from metricopt_ext.evidence.experiment import Experiment
@@ -44,7 +44,9 @@ PREVIOUS = "previous"
 
 def main() -> None:
     """Parse the command line, run all seeds, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=RUNS_CODE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--task", choices=TASKS, required=True, help="whose config the next option names")
     parser.add_argument("--config-file", required=True, help="YAML file of a finetune tool")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")

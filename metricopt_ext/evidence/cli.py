@@ -17,7 +17,7 @@ from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils import ranks
-from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.config import known_keys, load_config
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
@@ -25,6 +25,10 @@ from metricopt_ext.utils.stopping import ending_when_stopped
 from metricopt_ext.utils.words import counted
 
 TASKS = ("classification", "detection", "retrieval")
+
+RUNS_CODE = (  # for --help of the tools that take configs of classification
+    "Warning: a config can name a metric as MODULE:FUNCTION, which is imported and run. Read configs of others first."
+)
 
 
 def experiment_of(task: str) -> type[Experiment[Any]]:
@@ -69,7 +73,11 @@ def main_of(
         choices: Settings that have their own option, with their values.
     """
     schema = experiment.config_type
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=RUNS_CODE if "metric.folder" in known_keys(schema) else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--config-file", required=True, help=f"YAML file; its keys are those of {schema.__name__}")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run in the output folder")

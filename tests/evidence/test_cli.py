@@ -1,6 +1,7 @@
 """The command line that the tools share: what it makes of its arguments, how it fails, and what a run leaves."""
 
 import json
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from metricopt_ext.evidence import cli
 from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.run_config import AdapterConfig, RecipeConfig, RunConfig
 from metricopt_ext.tasks.metric import Metric
+
+TOOLS = Path(__file__).parents[2] / "tools"
 
 
 @dataclass
@@ -139,6 +142,23 @@ def test_help_tells_the_settings_and_examples(called: Any, capsys: pytest.Captur
     assert "A tool." in shown
     assert "those of ToyConfig" in " ".join(shown.split())
     assert "kind=fancy" in shown
+
+
+@pytest.mark.parametrize(
+    ("tool", "warns"),
+    [
+        *((name, True) for name in ("finetune_classifier", "compare", "compare_starts", "ablate_recipe")),
+        *((name, True) for name in ("measure_search", "measure_correlation")),
+        ("finetune_detector", False),  # its metric is AP50
+    ],
+)
+def test_help_warns_of_configs_that_run_code(
+    tool: str, warns: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{tool}.py", "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(TOOLS / f"{tool}.py"), run_name="__main__")
+    assert (cli.RUNS_CODE in capsys.readouterr().out.splitlines()) is warns
 
 
 # --- A whole run -------------------------------------------------------------------------------------------------

@@ -487,6 +487,19 @@ def test_any_metric_of_scikit_learn(tmp_path: Path) -> None:
         assert content["methods"][name]["test"] == [pytest.approx(expected)]
 
 
+def test_a_metric_beside_the_config_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "own_score.py").write_text("raise SystemExit('was run')\n")
+    command = [sys.executable, SCRIPT, "--config-file", DIGITS, "--output-dir", "run", "metric.name=own_score:score"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{ROOT}:"}, capture_output=True, text=True
+    )
+    assert done.stderr == (
+        f"error: module 'own_score', {tmp_path / 'own_score.py'}, is not installed, so it is not imported;"
+        f" metric.folder={tmp_path} would allow it\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def small_a9a(folder: Path) -> list[str]:
     """Write the two files of a9a with few rows; returns the settings for them."""
     rng = np.random.default_rng(0)
@@ -609,7 +622,8 @@ def table(folder: Path, positives: int) -> list[str]:
         (["queries=many"], r"queries=many: .*'many'"),
         (["metric.name=acuracy"], r"metric\.name='acuracy' is none of .*accuracy.* MODULE:FUNCTION"),
         (["metric.name=sklearn.metrics:nothing"], r"'sklearn\.metrics:nothing': .* no attribute 'nothing'"),
-        (["metric.name=no_such_module:f"], r"No module named 'no_such_module'; is its folder on PYTHONPATH\?"),
+        (["metric.name=no_such_module:f"], r"there is no module 'no_such_module' installed; metric\.folder="),
+        (["metric.name=sklearn.nothing:f"], r"'sklearn\.nothing:f': .* 'sklearn\.nothing'; modules are imported from "),
         (
             ["metric.kwargs.average=macro"],
             r"metric\.kwargs=\{'average': 'macro'\} is for MODULE:FUNCTION; accuracy takes",

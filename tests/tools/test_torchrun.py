@@ -69,3 +69,17 @@ def test_ranks_take_seeds_in_turn(tmp_path: Path) -> None:
     output = finished(command("finetune_classifier", tmp_path / "2", "seeds=3"), ranks=2)
     assert kept(tmp_path / "1") == kept(tmp_path / "2") != {}
     assert output.count("3 seeds of 20 queries") == output.count("wrote\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 1), (1, 2)])
+def test_a_metric_in_a_folder_is_found_by_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, workers: int
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own_score.py").write_text("def score(y, predicted):\n    return (y == predicted).mean()\n")
+    monkeypatch.chdir(tmp_path)
+    own = ["metric.name=own_score:score", "metric.folder=mine"]
+    finished(command("finetune_classifier", tmp_path / "run", "seeds=2", f"workers={workers}", *own), ranks=ranks)
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["metric"]["name"] == "score"
+    assert len(list((tmp_path / "run").glob("seed-*/record.json"))) == 2
