@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import MetricOptError
+from metricopt_ext.evidence.events import write_events
 from metricopt_ext.evidence.experiment import Experiment, run_seed
 from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_search, plot_value_function
-from metricopt_ext.evidence.report import Report, write_events
+from metricopt_ext.evidence.report import Report
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction
 from metricopt_ext.methods.run_folder import open_run
@@ -21,9 +22,11 @@ from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
+from metricopt_ext.utils.run_log import run_log
 from metricopt_ext.utils.stopping import ending_when_stopped
 from metricopt_ext.utils.words import counted
 
+LOG = "log.txt"
 TASKS = ("classification", "detection", "retrieval")
 
 
@@ -102,20 +105,25 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
     with deterministic(config.deterministic, config.threads), ranks.sharing(config.as_dict()), ExitStack() as held:
         ranks.only_first(partial(held.enter_context, sole_writer(folder)))
         ranks.only_first(lambda: open_run(folder, config.as_dict(), resume, config.data_files()))
-        if ranks.rank() == 0:
-            print(
-                f"{subject.title}: {subject.metric} ({direction(subject.maximize)}),"
-                f" {counted(config.seeds, 'seed')} of {counted(config.queries, 'query')}"
-            )
+        log = ranks.only_first(lambda: held.enter_context(run_log(folder / LOG)))
+        title = (
+            f"{subject.title}: {subject.metric} ({direction(subject.maximize)}),"
+            f" {counted(config.seeds, 'seed')} of {counted(config.queries, 'query')}"
+        )
+        if log is not None:
+            log(f"{title}{', resumed' if resume else ''}")
+            print(title)
             if subject.explained:
                 print(f"{subject.metric}: {subject.explained}")
         seeds = range(config.seed, config.seed + config.seeds)
         run = partial(run_seed, experiment, config, folder, resume)
         records = run_seeds(
-            run, seeds, queries=config.queries, workers=config.workers, threads=config.threads, shared=True
+            run, seeds, queries=config.queries, workers=config.workers, threads=config.threads, shared=True, log=log
         )
         report = Report(subject.task, subject.metric, subject.maximize, records, config.as_dict())
         ranks.only_first(lambda: _show(experiment, report, folder, seeds))
+        if log is not None:
+            log("finished")
         return report
 
 
