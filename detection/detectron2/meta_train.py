@@ -98,6 +98,7 @@ def meta_train(
 
     queries = meta.rounds * meta.tasks * settings.metric.evals
     with progress(cfg, metric.name, queries) as watcher, ranks.sharing({"seed": settings.seed, "tasks": meta.tasks}):
+        watcher.on_file(len(_stored(runs)) * settings.metric.evals)
 
         def collect(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
             followed = "" if fit is None else os.path.join(own, "f.safetensors")

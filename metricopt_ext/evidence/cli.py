@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import MetricOptError
+from metricopt_ext.evidence.dry_run import dry_run
 from metricopt_ext.evidence.events import write_events
 from metricopt_ext.evidence.experiment import Experiment, run_seed
 from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_search, plot_value_function
@@ -76,6 +77,9 @@ def main_of(
     parser.add_argument("--config-file", required=True, help=f"YAML file; its keys are those of {schema.__name__}")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run in the output folder")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what a run would do and how long it would take, and stop"
+    )
     parser.add_argument("--seed", type=int, help="first seed, overriding the config")
     for name, values in (choices or {}).items():
         parser.add_argument(f"--{name}", choices=values, help="overrides the config")
@@ -86,6 +90,9 @@ def main_of(
         for name in ("seed", *(choices or {})):
             if getattr(arguments, name) is not None:
                 setattr(config, name, getattr(arguments, name))
+        if arguments.dry_run:
+            dry_run(experiment, config, arguments.output_dir)
+            return
         run_and_report(experiment, config, arguments.output_dir, arguments.resume or ranks.restarted())
 
 

@@ -73,6 +73,7 @@ class Experiment(ABC, Generic[Config]):
 
     Attributes:
         config_type: The settings' class.
+        own_files: Names of what `finish` leaves in the folder, as far as every run has it.
         task: Its loss sees the train data, its metric the validation data.
         test_metric: The same metric on the test data.
 
@@ -81,6 +82,7 @@ class Experiment(ABC, Generic[Config]):
     """
 
     config_type: ClassVar[type[RunConfig]]
+    own_files: ClassVar[tuple[str, ...]] = ("tuned.safetensors",)
 
     def __init__(self, config: Config, folder: Path, seed: int) -> None:
         self.config, self.folder, self.seed = config, folder, seed
