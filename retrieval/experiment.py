@@ -45,6 +45,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
     """A trained embedder: its loss sees the train classes, its metric the validation classes."""
 
     config_type = RetrievalConfig
+    own_files = ("tuned.safetensors", "classes.json", "neighbours.png", "recalls.json")
     splits: Splits
 
     @classmethod

@@ -99,6 +99,7 @@ def meta_train(
     queries = meta.rounds * meta.tasks * settings.metric.evals
     alike = {"seed": settings.seed, "tasks": meta.tasks}
     with progress(cfg, metric.name, queries) as watcher, ranks.joined(), ranks.sharing(alike):
+        watcher.on_file(len(_stored(runs)) * settings.metric.evals)
 
         def collect(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
             followed = "" if fit is None else os.path.join(own, "f.safetensors")

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import MetricOptError
+from metricopt_ext.evidence.dry_run import dry_run
+from metricopt_ext.evidence.events import write_events
 from metricopt_ext.evidence.experiment import Experiment, run_seed
 from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_search, plot_value_function
-from metricopt_ext.evidence.report import Report, write_events
+from metricopt_ext.evidence.report import Report
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction
 from metricopt_ext.methods.run_folder import open_run
@@ -21,9 +23,11 @@ from metricopt_ext.utils.config import known_keys, load_config
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
+from metricopt_ext.utils.run_log import run_log
 from metricopt_ext.utils.stopping import ending_when_stopped
 from metricopt_ext.utils.words import counted
 
+LOG = "log.txt"
 TASKS = ("classification", "detection", "retrieval")
 
 RUNS_CODE = (  # for --help of the tools that take configs of classification
@@ -81,6 +85,9 @@ def main_of(
     parser.add_argument("--config-file", required=True, help=f"YAML file; its keys are those of {schema.__name__}")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run in the output folder")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what a run would do and how long it would take, and stop"
+    )
     parser.add_argument("--seed", type=int, help="first seed, overriding the config")
     for name, values in (choices or {}).items():
         parser.add_argument(f"--{name}", choices=values, help="overrides the config")
@@ -91,6 +98,9 @@ def main_of(
         for name in ("seed", *(choices or {})):
             if getattr(arguments, name) is not None:
                 setattr(config, name, getattr(arguments, name))
+        if arguments.dry_run:
+            dry_run(experiment, config, arguments.output_dir)
+            return
         run_and_report(experiment, config, arguments.output_dir, arguments.resume or ranks.restarted())
 
 
@@ -110,20 +120,25 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
     with deterministic(config.deterministic, config.threads), ranks.sharing(config.as_dict()), ExitStack() as held:
         ranks.only_first(partial(held.enter_context, sole_writer(folder)))
         ranks.only_first(lambda: open_run(folder, config.as_dict(), resume, config.data_files()))
-        if ranks.rank() == 0:
-            print(
-                f"{subject.title}: {subject.metric} ({direction(subject.maximize)}),"
-                f" {counted(config.seeds, 'seed')} of {counted(config.queries, 'query')}"
-            )
+        log = ranks.only_first(lambda: held.enter_context(run_log(folder / LOG)))
+        title = (
+            f"{subject.title}: {subject.metric} ({direction(subject.maximize)}),"
+            f" {counted(config.seeds, 'seed')} of {counted(config.queries, 'query')}"
+        )
+        if log is not None:
+            log(f"{title}{', resumed' if resume else ''}")
+            print(title)
             if subject.explained:
                 print(f"{subject.metric}: {subject.explained}")
         seeds = range(config.seed, config.seed + config.seeds)
         run = partial(run_seed, experiment, config, folder, resume)
         records = run_seeds(
-            run, seeds, queries=config.queries, workers=config.workers, threads=config.threads, shared=True
+            run, seeds, queries=config.queries, workers=config.workers, threads=config.threads, shared=True, log=log
         )
         report = Report(subject.task, subject.metric, subject.maximize, records, config.as_dict())
         ranks.only_first(lambda: _show(experiment, report, folder, seeds))
+        if log is not None:
+            log("finished")
         return report
 
 

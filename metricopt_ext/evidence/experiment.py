@@ -14,6 +14,7 @@ from torch import Tensor
 from metricopt_ext.evidence.compare import Comparison, compare
 from metricopt_ext.evidence.contenders import Contender, at_each_budget, loss_path, usual_contenders
 from metricopt_ext.evidence.correlation import CorrelationReport
+from metricopt_ext.evidence.events import query_events
 from metricopt_ext.evidence.method import End, Method
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import usual_methods
@@ -27,7 +28,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.files import save_checkpoint
 from metricopt_ext.utils.machine import Machine
-from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.progress import Several, Watcher
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -72,6 +73,7 @@ class Experiment(ABC, Generic[Config]):
 
     Attributes:
         config_type: The settings' class.
+        own_files: Names of what `finish` leaves in the folder, as far as every run has it.
         task: Its loss sees the train data, its metric the validation data.
         test_metric: The same metric on the test data.
 
@@ -80,6 +82,7 @@ class Experiment(ABC, Generic[Config]):
     """
 
     config_type: ClassVar[type[RunConfig]]
+    own_files: ClassVar[tuple[str, ...]] = ("tuned.safetensors",)
 
     def __init__(self, config: Config, folder: Path, seed: int) -> None:
         self.config, self.folder, self.seed = config, folder, seed
@@ -200,20 +203,26 @@ def run_seed(
     Raises:
         MetricOptError: Data, settings or metric are not usable; the message says which.
     """
-    folder = folder / f"seed-{seed}"
+    run, folder = folder, folder / f"seed-{seed}"
     record_file = folder / "record.json"
     if record := ranks.on_first(lambda: SeedRecord.load(record_file) if resume and record_file.exists() else None):
         watcher.stage("on file")
         before, after = (record.outcomes[name][-1] for name in ("pretrained", "metricopt"))
         metric = experiment_type.describe(config).metric
+        watcher.on_file(after.queries_total)
         watcher.query(after.queries_total, f"{metric} {before.validation:.4f} -> {after.validation:.4f}")
         watcher.done()
         return record
     watcher.stage("train the model")
-    with nullcontext(folder) if ranks.rank() == 0 else TemporaryDirectory() as own:
+    subject, kept = experiment_type.describe(config), run / "events" / folder.name / "queries"
+    with (
+        nullcontext(folder) if ranks.rank() == 0 else TemporaryDirectory() as own,
+        query_events(kept, subject.metric, subject.maximize, config.queries) as events,
+    ):
+        shown = Several(watcher, events)  # the other ranks' events are told nothing
         experiment = experiment_type(config, Path(own), seed)
         _share_weights(experiment.task)
-        comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, watcher))
+        comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, shown))
         record = ranks.on_first(lambda: _recorded(experiment, comparison))
     watcher.done()
     return record

@@ -325,20 +325,6 @@ class Report:
         ]
 
 
-def write_events(report: Report, folder: str | Path) -> None:
-    """Write the validation metric along finetuning as TensorBoard events, one run for each seed and method."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    for record in report.records:
-        for name, curve in record.curves.items():
-            run = Path(folder, f"seed-{record.seed}", name)
-            for earlier in run.glob("events.out.tfevents.*"):
-                earlier.unlink()  # a resumed run would draw every curve twice
-            with SummaryWriter(str(run)) as writer:
-                for step, value in enumerate(curve):
-                    writer.add_scalar(f"validation/{report.metric}", value, step)
-
-
 def paired_interval(differences: Any, level: float = 0.95) -> Interval:
     """Return the mean of paired differences and the ends of its Student-t interval (NaN for a single pair).
 

@@ -25,12 +25,14 @@ from metricopt_ext.methods.tuning import (
 )
 from metricopt_ext.search.direct import Search
 from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
+from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Evaluation, stacked_halves
 from metricopt_ext.tasks.split_half import (
     correlation_of_halves,
     split_half_correlation,
 )
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_instance, check_integer
 from metricopt_ext.utils.progress import Watcher, watched
@@ -204,6 +206,7 @@ def _guided(
     watcher: Watcher,
 ) -> SearchRun:
     with folder.counted(task.metric, queries) as cached:
+        watcher.on_file(cached.on_file * task.metric.repeats)
         (result,) = guided_results(
             task.judged_by(cached), [queries], search, starts=starts, confidence=confidence, seed=seed, watcher=watcher
         )
@@ -257,6 +260,7 @@ def guided_results(
         known=[(candidates[name].phi, asked[name]) for name in known],
         seed=seed,
         on_query=query_callback(task, watcher),
+        on_quality=lambda spearman: watcher.quality(task.metric.ledger.spent, spearman),
     )
     for end in ends:
         yield _guarded(task, elsewhere + end.queries, candidates, asked, begun, end, confidence)
@@ -320,8 +324,7 @@ def _follow(
 ) -> MetricOptResult:
     with folder.counted(task.metric, queries) as cached:
         store, ledger = folder.trajectories, cached.ledger
-        if len(store):
-            ledger.spend("collect", store.queries * task.metric.repeats)
+        _retell(task, store, cached, watcher)
         fit = meta_train(task, tasks=tasks, recipe=recipe, seed=seed, store=store, watcher=watcher)
         counted = task.judged_by(cached)
         watcher.stage("choose settings")
@@ -364,10 +367,11 @@ def _as_printed(
 ) -> MetricOptResult:
     with folder.counted(task.metric, queries) as cached:
         store, ledger, counted = folder.trajectories, cached.ledger, task.judged_by(cached)
-        if len(store):
-            ledger.spend("collect", store.queries * task.metric.repeats)
+        _retell(task, store, cached, watcher)
         watcher.stage("meta-train")
         f = algorithm.meta_train(task, tasks=tasks, seed=seed, store=store, on_query=query_callback(task, watcher))
+        if f.quality is not None:
+            watcher.quality(store.queries, f.quality.spearman)
         watcher.stage("meta-test")
         start = task.origin()
         loss_only = finetune(task, algorithm.loss_only(), algorithm.steps, seed)[-1]
@@ -385,6 +389,17 @@ def _as_printed(
     )
 
 
+def _retell(task: FinetuneTask, store: TrajectoryStore, cached: CachedMetric, watcher: Watcher) -> None:
+    """Book the queries of trajectories on file, which are not collected again, and notify the watcher of them."""
+    repeats = task.metric.repeats
+    watcher.on_file((store.queries + cached.on_file) * repeats)
+    told = query_callback(task, watcher)
+    for trajectory in store:
+        for cost in trajectory.cost.tolist():
+            task.metric.ledger.spend("collect", repeats)
+            told(cost)
+
+
 def _search_directly(
     task: FinetuneTask,
     queries: int,
@@ -396,6 +411,7 @@ def _search_directly(
 ) -> Result:
     with folder.counted(task.metric, queries) as cached:
         counted = task.judged_by(cached)
+        watcher.on_file(cached.on_file * task.metric.repeats)
         watcher.stage("search on the metric")
         evaluations = queries // task.metric.repeats
         found = search(counted, task.origin(), evaluations, seed=seed, on_query=query_callback(counted, watcher))

@@ -237,4 +237,10 @@ def evaluate(task: FinetuneTask, phi: Tensor, purpose: str, where: str, watcher:
 
 def query_callback(task: FinetuneTask, watcher: Watcher) -> Callable[[float], None]:
     """Return a function that notifies a watcher of an observed cost and of the queries spent."""
-    return lambda cost: watcher.query(task.metric.ledger.spent, f"{task.metric.name} {task.metric.to_value(cost):.4f}")
+
+    def told(cost: float) -> None:
+        value = task.metric.to_value(cost)
+        watcher.query(task.metric.ledger.spent, f"{task.metric.name} {value:.4f}")
+        watcher.observed(value)
+
+    return told

@@ -24,6 +24,7 @@ from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import measure_ahead
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters
+from metricopt_ext.value.value_function import Quality
 
 # Hyper-parameters are chosen anew once there are this many times as many points as at the last time.
 REFIT = 1.25
@@ -143,6 +144,7 @@ class GuidedTrustRegion:
         known: Sequence[tuple[Tensor, Evaluation]] = (),
         seed: int = 0,
         on_query: Told | None = None,
+        on_quality: Told | None = None,
     ) -> Iterator[SearchEnd]:
         """Search from a start, and yield the end that a search of each number of queries has.
 
@@ -156,6 +158,8 @@ class GuidedTrustRegion:
             known: Points that were queried before, the start among them; without any, the start is the first query.
             seed: Seed of all draws.
             on_query: Called with each observed cost.
+            on_quality: Called after each batch that f proposed with the Spearman correlation of all that was predicted
+                before it was queried.
 
         Raises:
             ValueError: A number is below `least_queries`, or they don't ascend, or ``known`` lacks the start; nothing
@@ -188,6 +192,8 @@ class GuidedTrustRegion:
                 batch, proposed = proposed[:left], proposed[left:]
                 for point, evaluation in zip(batch, query(batch), strict=True):
                     visited.add(point, evaluation)
+                if on_quality is not None and (quality := visited.quality()) is not None:
+                    on_quality(quality.spearman)
             end = self._end(visited, query)
             if end.f is not None:
                 end.f.signature = task.adapter.signature
@@ -358,10 +364,15 @@ class Visited:
     def complete(self, f: GPValueFunction, end: Tensor) -> None:
         """Give f its domain around the end, ``d``, and its quality on the points that were predicted before."""
         f.set_domain(self.phi, centre=end, reaching=self.start)
+        f.quality = self.quality() or f.quality
+
+    def quality(self) -> Quality | None:
+        """Return how well was predicted what was queried since; None if nothing was."""
         asked = self._asked()
-        if asked:
-            predictions = torch.tensor([self.ahead[at] for at in asked], dtype=torch.float64)
-            f.quality = measure_ahead(predictions, self.cost[asked].cpu(), self.begun[1].cost)
+        if not asked:
+            return None
+        predictions = torch.tensor([self.ahead[at] for at in asked], dtype=torch.float64)
+        return measure_ahead(predictions, self.cost[asked].cpu(), self.begun[1].cost)
 
     def predicted(self) -> Tensor:
         """Return what f predicted before it was queried, and what was found, ``m x 2``."""

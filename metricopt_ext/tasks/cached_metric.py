@@ -28,6 +28,7 @@ class CachedMetric(Metric):
 
     Attributes:
         evaluations: Those returned by this object so far.
+        on_file: How many there were on file.
 
     Raises:
         FileFormatError: The file holds something else.
@@ -39,6 +40,7 @@ class CachedMetric(Metric):
         self.path = path
         self.evaluations: list[Evaluation] = []
         self._on_file = ranks.on_first(lambda: [] if path is None or not path.exists() else _read(path, metric))
+        self.on_file = len(self._on_file)
 
     def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
         """Yield the next evaluations on file; then evaluate the metric (see `Metric.each`) and store the results."""

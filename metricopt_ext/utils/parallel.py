@@ -14,6 +14,7 @@ import torch
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.progress import Bars, QueueWatcher, Watcher, relay
+from metricopt_ext.utils.run_log import telling_warnings
 from metricopt_ext.utils.threads import num_threads
 
 Record = TypeVar("Record")
@@ -29,6 +30,7 @@ def run_seeds(
     workers: int,
     threads: int,
     shared: bool = False,
+    log: Callable[[str], None] | None = None,
 ) -> list[Record]:
     """Run every seed and return what they return, in the order of the seeds.
 
@@ -45,6 +47,7 @@ def run_seeds(
         threads: CPU threads of each worker, at least 1. Small models run fastest on one thread, and the same
             number everywhere makes runs repeatable to the last bit.
         shared: Whether ranks can share a seed, which they do where there are fewer seeds than ranks.
+        log: Receives the lines about the progress, and the warnings; of several ranks, those of this rank's seeds.
 
     Raises:
         ConfigError: ``workers`` or ``threads`` is below 1.
@@ -53,18 +56,21 @@ def run_seeds(
     if workers < 1 or threads < 1:
         raise ConfigError(f"workers={workers}, threads={threads}: both must be at least 1")
     if ranks.world() > 1:
-        return _run_on_ranks(run, seeds, queries, threads, shared)
-    with Bars() as bars:
-        if workers == 1 or len(seeds) == 1:
+        return _run_on_ranks(run, seeds, queries, threads, shared, log)
+    with Bars(log=log) as bars:
+        at_once = min(workers, len(seeds))
+        if len(seeds) > 1:
+            bars.expect("all seeds", len(seeds), queries, at_once)
+        if at_once == 1:
             with num_threads(threads):
-                return [run(seed, bars.watch(_name(seed), queries)) for seed in seeds]
+                return [_told(run, seed, bars.watch(_name(seed), queries)) for seed in seeds]
         context = multiprocessing.get_context("spawn")
         queue: Any = context.SimpleQueue()
         watchers = {_name(seed): bars.watch(_name(seed), queries) for seed in seeds}
         relaying = threading.Thread(target=relay, args=(queue, watchers), daemon=True)
         relaying.start()
         setting = queue, threads, torch.are_deterministic_algorithms_enabled()
-        pool = ProcessPoolExecutor(min(workers, len(seeds)), context, initializer=_set_up, initargs=setting)
+        pool = ProcessPoolExecutor(at_once, context, initializer=_set_up, initargs=setting)
         try:
             futures = [pool.submit(_run, run, seed) for seed in seeds]
             return [future.result() for future in futures]
@@ -81,20 +87,34 @@ def run_seeds(
 
 
 def _run_on_ranks(
-    run: Callable[[int, Watcher], Record], seeds: Sequence[int], queries: int, threads: int, shared: bool
+    run: Callable[[int, Watcher], Record],
+    seeds: Sequence[int],
+    queries: int,
+    threads: int,
+    shared: bool,
+    log: Callable[[str], None] | None,
 ) -> list[Record]:
     together = shared and len(seeds) < ranks.world()
     silent = together and ranks.rank() > 0
-    with Bars(lines=True) as bars, num_threads(threads):
+    with Bars(lines=True, log=log) as bars, num_threads(threads):
+        own = seeds if together else seeds[ranks.rank() :: ranks.world()]
+        if ranks.rank() == 0 and len(seeds) > 1:
+            name = "all seeds" if together else "all seeds, by the first rank's own"  # it takes as many as any other
+            bars.expect(name, len(own), queries, 1)
 
         def watched(seed: int) -> Record:
-            return run(seed, Watcher() if silent else bars.watch(_name(seed), queries))
+            return _told(run, seed, Watcher() if silent else bars.watch(_name(seed), queries))
 
         return [watched(seed) for seed in seeds] if together else list(ranks.each(watched, seeds))
 
 
 def _run(run: Callable[[int, Watcher], Record], seed: int) -> Record:
-    return run(seed, QueueWatcher(_progress, _name(seed)))
+    return _told(run, seed, QueueWatcher(_progress, _name(seed)))
+
+
+def _told(run: Callable[[int, Watcher], Record], seed: int, watcher: Watcher) -> Record:
+    with telling_warnings(watcher.warning):
+        return run(seed, watcher)
 
 
 def _set_up(queue: Any, threads: int, deterministic: bool) -> None:

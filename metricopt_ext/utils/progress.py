@@ -1,11 +1,14 @@
 """Progress display: a run's stage, the latest metric value and the queries spent, as a bar or as lines of a log."""
 
 import time
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from metricopt_ext.utils import ranks
+from metricopt_ext.utils.pace import Pace, seconds_left
+from metricopt_ext.utils.words import duration
 
 INTERVAL = 30.0  # seconds between two lines of a log, unless a tenth of the queries was spent
 
@@ -16,17 +19,99 @@ class Watcher:
     def stage(self, description: str) -> None:
         """A new stage begins."""
 
+    def on_file(self, queries: int) -> None:
+        """An interrupted run goes on: the first of the queries that follow are read from its files."""
+
     def query(self, spent: int, seen: str) -> None:
         """A metric query was made: how many have been spent, and the value it returned."""
 
+    def observed(self, value: float) -> None:
+        """The same query's value as a number, in the metric's own units."""
+
+    def quality(self, queries: int, spearman: float) -> None:
+        """It became known how good the f of as many queries is: its Spearman correlation with the metric elsewhere."""
+
     def say(self, line: str) -> None:
         """A message deserves a line of its own."""
+
+    def warning(self, line: str) -> None:
+        """Python has shown a warning."""
 
     def outcome(self, seen: str) -> None:
         """The model that is kept was chosen: its metric before and after."""
 
     def done(self) -> None:
         """The run is over, even if queries are left unspent."""
+
+
+class _Passing(Watcher):
+    """Passes everything on."""
+
+    @abstractmethod
+    def _pass(self, method: str, *arguments: Any) -> None: ...
+
+    def stage(self, description: str) -> None:
+        """Pass on."""
+        self._pass("stage", description)
+
+    def on_file(self, queries: int) -> None:
+        """Pass on."""
+        self._pass("on_file", queries)
+
+    def query(self, spent: int, seen: str) -> None:
+        """Pass on."""
+        self._pass("query", spent, seen)
+
+    def observed(self, value: float) -> None:
+        """Pass on."""
+        self._pass("observed", value)
+
+    def quality(self, queries: int, spearman: float) -> None:
+        """Pass on."""
+        self._pass("quality", queries, spearman)
+
+    def say(self, line: str) -> None:
+        """Pass on."""
+        self._pass("say", line)
+
+    def warning(self, line: str) -> None:
+        """Pass on."""
+        self._pass("warning", line)
+
+    def outcome(self, seen: str) -> None:
+        """Pass on."""
+        self._pass("outcome", seen)
+
+    def done(self) -> None:
+        """Pass on."""
+        self._pass("done")
+
+
+class Several(_Passing):
+    """Passes everything on to several watchers, in their order."""
+
+    def __init__(self, *watchers: Watcher) -> None:
+        self._watchers = watchers
+
+    def _pass(self, method: str, *arguments: Any) -> None:
+        for watcher in self._watchers:
+            getattr(watcher, method)(*arguments)
+
+
+class QueueWatcher(_Passing):
+    """Passes everything on through a queue, from another process to `relay`."""
+
+    def __init__(self, queue: Any, name: str) -> None:
+        self._queue, self._name = queue, name
+
+    def _pass(self, method: str, *arguments: Any) -> None:
+        self._queue.put((self._name, method, arguments))
+
+
+def relay(queue: Any, watchers: dict[str, Watcher]) -> None:
+    """Pass each `QueueWatcher` message on to the watcher of that name, until None comes through the queue."""
+    for name, method, arguments in iter(queue.get, None):
+        getattr(watchers[name], method)(*arguments)
 
 
 class Bars(AbstractContextManager["Bars"]):
@@ -36,6 +121,7 @@ class Bars(AbstractContextManager["Bars"]):
         console: rich's console; by default the standard output.
         clock: Returns seconds, to space the lines out.
         lines: Show lines on a terminal too, which other processes may write to.
+        log: Receives the lines as well, whatever is drawn, and the warnings.
 
     Example:
         >>> with Bars() as bars:
@@ -43,19 +129,48 @@ class Bars(AbstractContextManager["Bars"]):
     """
 
     def __init__(
-        self, console: Any = None, clock: Callable[[], float] = time.monotonic, *, lines: bool = False
+        self,
+        console: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        lines: bool = False,
+        log: Callable[[str], None] | None = None,
     ) -> None:
         from rich.console import Console
 
-        self._console, self._clock = console or Console(), clock
+        self._console, self._clock, self._log = console or Console(), clock, log
         drawable = self._console.is_interactive or self._console.is_jupyter
         self._progress = _bars_on(self._console) if drawable and not lines else None
+        self._whole: _Whole | None = None
 
     def watch(self, name: str, total: int) -> Watcher:
         """Show a run of ``total`` queries."""
-        if self._progress is None:
-            return _Lines(self._console, name, total, self._clock)
-        return _Bar(self._progress, name, total)
+        shown: list[Watcher] = [
+            _Lines(self._print, name, total, self._clock)
+            if self._progress is None
+            else _Bar(self._progress, name, total, self._clock)
+        ]
+        if self._log is not None:
+            shown.append(_Logged(self._log, name, total, self._clock))
+        if self._whole is not None:
+            shown.append(self._whole.next())
+        return Several(*shown)
+
+    def expect(self, name: str, runs: int, total: int, at_once: int) -> None:
+        """Show for the runs that are watched from now on, all in one, how long their queries will take.
+
+        Args:
+            name: What the runs are.
+            runs: Their number.
+            total: Queries of each.
+            at_once: How many of them run at the same time.
+        """
+        paces = [Pace(total, self._clock) for _ in range(runs)]
+        tells = [tell for tell in (None if self._progress else self._print, self._log) if tell is not None]
+        self._whole = _Whole(name, paces, at_once, self._clock, self._progress, tells)
+
+    def _print(self, line: str) -> None:
+        _print_on(self._console, line)
 
     def __enter__(self) -> "Bars":
         """Start drawing."""
@@ -102,96 +217,161 @@ def watched(watcher: Watcher | None, name: str, total: int) -> Iterator[Watcher]
         yield bars.watch(name, total)
 
 
+def _print_on(console: Any, line: str) -> None:
+    console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
 class _Shown(Watcher):
-    def __init__(self, console: Any, name: str) -> None:
-        self._console, self._name = console, name
+    """What is shown of one run, with about how long its queries take."""
+
+    def __init__(self, tell: Callable[[str], None], name: str, total: int, clock: Callable[[], float]) -> None:
+        self._print, self._name, self._pace = tell, name, Pace(total, clock)
+
+    def stage(self, description: str) -> None:
+        self._pace.stage()
+
+    def on_file(self, queries: int) -> None:
+        self._pace.on_file(queries)
+
+    def query(self, spent: int, seen: str) -> None:
+        self._pace.query(spent)
 
     def say(self, line: str) -> None:
-        text = f"{self._name}  {line}".strip()
-        self._console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+        self._print(f"{self._name}  {line}".strip())
+
+    def outcome(self, seen: str) -> None:
+        self._pace.end()
+
+    def done(self) -> None:
+        self._pace.end()
+
+    def _with_time(self, seen: str) -> str:
+        left = self._pace.seconds_left
+        return seen if left is None else f"{seen}; about {duration(left)} left"
 
 
 class _Bar(_Shown):
-    def __init__(self, progress: Any, name: str, total: int) -> None:
-        super().__init__(progress.console, name)
+    def __init__(self, progress: Any, name: str, total: int, clock: Callable[[], float]) -> None:
+        super().__init__(lambda line: _print_on(progress.console, line), name, total, clock)
         self._progress = progress
         self._task = progress.add_task("waiting", total=total, name=name, seen="", start=False)
 
     def stage(self, description: str) -> None:
+        super().stage(description)
         self._progress.start_task(self._task)
         self._progress.tasks[self._task].stop_time = None  # rivals or new starts may follow a run that is done
         self._progress.update(self._task, description=description)
 
     def query(self, spent: int, seen: str) -> None:
-        self._progress.update(self._task, completed=spent, seen=seen)
+        super().query(spent, seen)
+        self._progress.update(self._task, completed=spent, seen=self._with_time(seen))
 
     def outcome(self, seen: str) -> None:
+        super().outcome(seen)
         self._progress.update(self._task, seen=seen)
 
     def done(self) -> None:
+        super().done()
         self._progress.update(self._task, description="done")
         self._progress.stop_task(self._task)
 
 
 class _Lines(_Shown):
-    def __init__(self, console: Any, name: str, total: int, clock: Callable[[], float]) -> None:
-        super().__init__(console, name)
-        self._total, self._clock = total, clock
-        self._stage, self._spent, self._seen = "waiting", 0, ""
+    def __init__(self, tell: Callable[[str], None], name: str, total: int, clock: Callable[[], float]) -> None:
+        super().__init__(tell, name, total, clock)
+        self._clock = clock
+        self._stage, self._seen = "waiting", ""
         self._told: tuple[int, str] | None = (0, "")
         self._when = clock()
 
     def stage(self, description: str) -> None:
+        super().stage(description)
         self._stage = description
         self._tell()
 
     def query(self, spent: int, seen: str) -> None:
-        self._spent, self._seen = spent, seen
-        if spent - (self._told or (0,))[0] >= self._total / 10 or self._clock() - self._when >= INTERVAL:
+        super().query(spent, seen)
+        self._seen = seen
+        if spent - (self._told or (0,))[0] >= self._pace.total / 10 or self._clock() - self._when >= INTERVAL:
             self._tell()
 
     def outcome(self, seen: str) -> None:
+        super().outcome(seen)
         self._seen = seen
 
     def done(self) -> None:
+        super().done()
         self._told = None  # the last line says how it ended, whatever was said before
         self.stage("done")
 
     def _tell(self) -> None:
-        news = (self._spent, self._seen)
-        queries = f"; {self._spent} of {self._total} queries spent, {self._total - self._spent} left; {self._seen}"
+        spent, total = self._pace.spent, self._pace.total
+        news = (spent, self._seen)
+        queries = f"; {spent} of {total} queries spent, {total - spent} left; {self._with_time(self._seen)}"
         self.say(self._stage + (queries if news != self._told else ""))
         self._told, self._when = news, self._clock()
 
 
-class QueueWatcher(Watcher):
-    """Passes everything on through a queue, from another process to `relay`."""
+class _Logged(_Lines):
+    """The same lines for a log, with the warnings, which Python itself has shown elsewhere."""
 
-    def __init__(self, queue: Any, name: str) -> None:
-        self._queue, self._name = queue, name
+    def warning(self, line: str) -> None:
+        self.say(f"warning: {line}")
+
+
+class _Part(Watcher):
+    """One of several runs that are shown as a whole."""
+
+    def __init__(self, whole: "_Whole", pace: Pace) -> None:
+        self._whole, self._pace = whole, pace
 
     def stage(self, description: str) -> None:
-        """Pass on."""
-        self._queue.put((self._name, "stage", (description,)))
+        self._pace.stage()
+
+    def on_file(self, queries: int) -> None:
+        self._pace.on_file(queries)
 
     def query(self, spent: int, seen: str) -> None:
-        """Pass on."""
-        self._queue.put((self._name, "query", (spent, seen)))
-
-    def say(self, line: str) -> None:
-        """Pass on."""
-        self._queue.put((self._name, "say", (line,)))
+        self._pace.query(spent)
+        self._whole.show()
 
     def outcome(self, seen: str) -> None:
-        """Pass on."""
-        self._queue.put((self._name, "outcome", (seen,)))
+        self._pace.end()
 
     def done(self) -> None:
-        """Pass on."""
-        self._queue.put((self._name, "done", ()))
+        self._pace.end()
+        self._whole.show()
 
 
-def relay(queue: Any, watchers: dict[str, Watcher]) -> None:
-    """Pass each `QueueWatcher` message on to the watcher of that name, until None comes through the queue."""
-    for name, method, arguments in iter(queue.get, None):
-        getattr(watchers[name], method)(*arguments)
+class _Whole:
+    """Several runs as a whole: a row below a progress display's bars, and lines now and then."""
+
+    def __init__(
+        self,
+        name: str,
+        paces: Sequence[Pace],
+        at_once: int,
+        clock: Callable[[], float],
+        progress: Any,
+        tells: Sequence[Callable[[str], None]],
+    ) -> None:
+        self._name, self._paces, self._at_once = name, paces, at_once
+        self._clock, self._when, self._progress, self._tells = clock, clock(), progress, tells
+        self._total, self._begun = sum(pace.total for pace in paces), 0
+        if progress is not None:
+            self._row = progress.add_task("", total=self._total, name=name, seen="")
+
+    def next(self) -> Watcher:
+        """Return the watcher of the next run."""
+        self._begun += 1
+        return _Part(self, self._paces[self._begun - 1])
+
+    def show(self) -> None:
+        left, spent = seconds_left(self._paces, self._at_once), sum(pace.spent for pace in self._paces)
+        time_left = "" if left is None else f"about {duration(left)} of queries left"
+        if self._progress is not None:
+            self._progress.update(self._row, completed=spent, seen=time_left)
+        if time_left and self._clock() - self._when >= INTERVAL:
+            self._when = self._clock()
+            for tell in self._tells:
+                tell(f"{self._name}  {spent} of {self._total} queries spent; {time_left}")

@@ -19,6 +19,20 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun[:-1]}ies" if noun.endswith("y") else f"{count} {noun}s"
 
 
+def duration(seconds: float) -> str:
+    """Return a time in the unit that suits it, as coarse as an estimate is.
+
+    Example:
+        >>> duration(0.2), duration(89), duration(240), duration(5 * 3600), duration(3 * 86400)
+        ('1 s', '89 s', '4 min', '5.0 h', '3.0 d')
+    """
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 90 * 60:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 36 * 3600 else f"{seconds / 86400:.1f} d"
+
+
 def shortened(names: list[str]) -> str:
     """Format a list of names; a long one is cut to its beginning and its length.
 

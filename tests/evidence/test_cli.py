@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,6 +234,7 @@ def test_a_run_leaves_its_report_pictures_and_seeds(
     assert {path.name for path in tmp_path.iterdir()} == {
         *named[:-1],
         "run.json",
+        "log.txt",
         ".lock",
         "events",
         "seed-3",
@@ -308,3 +310,81 @@ def test_a_run_is_resumed_with_more_seeds_but_with_no_other_settings(toy: Any, t
     assert toy.made == [3, 4]  # the first seed was taken from its record
     assert both.records[0] == first.records[0]
     assert json.loads((tmp_path / "report.json").read_text())["seeds"] == [3, 4]
+
+
+def logged(folder: Path) -> list[str]:
+    """The lines of a run's log without their time stamps."""
+    return [line.split("  ", 1)[1] for line in (folder / "log.txt").read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("tensorboard")
+def test_the_log_has_what_was_shown_and_the_error_and_goes_on_when_the_run_is_resumed(
+    toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Failing(toy):  # type: ignore[misc]
+        down = True
+
+        def prepare(self) -> Any:
+            task, distance = super().prepare()
+            warnings.warn("odd", stacklevel=1)
+            if self.down and self.seed == 4:
+                raise MetricError("the metric is down")
+            return task, distance
+
+    with pytest.raises(MetricError), pytest.warns(UserWarning, match="odd"):
+        go(tmp_path, Failing)
+    first = logged(tmp_path)
+    assert first[0] == "squares: distance (lower is better), 2 seeds of 40 queries"
+    assert first[1:3] == ["seed 3  train the model", "seed 3  warning: UserWarning: odd"]
+    assert first[-1] == "error: MetricError: the metric is down"
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("seed ")]
+    assert len(shown) > 5
+    assert shown == [line for line in first if line.startswith("seed ") and "warning" not in line]
+
+    Failing.down = False
+    with pytest.warns(UserWarning, match="odd"):
+        go(tmp_path, Failing, resume=True)
+    whole = logged(tmp_path)
+    assert whole[: len(first)] == first
+    assert whole[len(first)] == f"{first[0]}, resumed"
+    assert whole[len(first) + 1] == "seed 3  on file"
+    assert whole[-1] == "finished"
+    with pytest.raises(FileFormatError):
+        go(tmp_path, Failing)
+    assert logged(tmp_path) == whole  # it is not this run's
+
+
+@pytest.mark.usefixtures("tensorboard")
+def test_events_have_each_query_of_metricopt_once_even_of_a_resumed_run(toy: Any, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Failing(toy):  # type: ignore[misc]
+        down = True
+
+        def validation(self) -> Any:
+            return [], self.task.batches
+
+        def finish(self) -> None:
+            if self.down:
+                raise MetricError("not today")
+            super().finish()
+
+    def scalars() -> dict[str, list[tuple[int, float]]]:
+        events = EventAccumulator(str(tmp_path / "events" / "seed-3" / "queries"))
+        events.Reload()
+        return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+    with pytest.raises(MetricError):
+        go(tmp_path, Failing, settings(seeds=1))
+    before = scalars()
+    Failing.down = False
+    report = go(tmp_path, Failing, settings(seeds=1), resume=True)
+    assert scalars() == before
+    costs = report.records[0].searched
+    outcome = report.records[0].outcomes["metricopt"][-1]
+    steps, values = zip(*before["queries/distance"], strict=True)
+    assert list(steps) == list(range(1, outcome.queries_total + 1))
+    assert set(torch.tensor(costs, dtype=torch.float32).tolist()) <= set(values)
+    assert before["queries/best"][-1] == (len(steps), min(values))
+    assert before["queries/left"][-1] == (len(steps), 40 - len(steps))
+    assert before["value_function/spearman"][-1][1] == pytest.approx(report.records[0].quality.spearman)

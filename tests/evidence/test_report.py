@@ -14,7 +14,7 @@ import torch
 
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.plots import plot_methods
-from metricopt_ext.evidence.report import Report, paired_interval, spread, versions, write_events
+from metricopt_ext.evidence.report import Report, paired_interval, spread, versions
 
 
 def refuse(constant: str) -> None:
@@ -249,24 +249,6 @@ def test_the_table_fits_into_80_columns(
         assert line in sentences
     assert "Mean ± standard deviation over 3 seeds" in sentences
     assert "positive is better" in sentences
-
-
-def test_events_hold_each_curve_once(report: Callable[..., Report], tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    made = report(seeds=2)
-    for _ in range(2):  # a resumed run writes them again
-        write_events(made, tmp_path)
-    for record in made.records:
-        for name, curve in record.curves.items():
-            folder = tmp_path / f"seed-{record.seed}" / name
-            assert len(list(folder.iterdir())) == 1
-            events = EventAccumulator(str(folder))
-            events.Reload()
-            scalars = events.Scalars("validation/accuracy")
-            assert [scalar.step for scalar in scalars] == [0, 1, 2]
-            assert [scalar.value for scalar in scalars] == pytest.approx(curve, abs=1e-6)
 
 
 def test_batch_queries_have_a_column_if_there_are_any(report: Callable[..., Report]) -> None:

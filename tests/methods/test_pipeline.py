@@ -20,6 +20,7 @@ import metricopt_ext as mo
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, load_adapter
 from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError, ValueFunctionError
 from metricopt_ext.methods.guard import CONFIDENCE
+from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import guided_results, optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import MetricOptResult, SearchRun
@@ -304,6 +305,73 @@ def test_the_watcher_learns_of_every_query_and_stage(
     assert stages[2:] == ["choose settings", "finetune", "guard", kept, "done"]
     go(quadratic(), watcher=None)
     assert f"distance  done; 45 of 47 queries spent, 2 left; {kept}\n" in capsys.readouterr().out
+
+
+class Numbers(Watcher):
+    """Keeps the values of queries, how many of them are on file, and f's qualities."""
+
+    def __init__(self) -> None:
+        self.spent: list[int] = []
+        self.values: list[float] = []
+        self.qualities: list[tuple[int, float]] = []
+        self.kept = 0
+
+    def on_file(self, queries: int) -> None:
+        assert not self.spent
+        self.kept = queries
+
+    def query(self, spent: int, seen: str) -> None:
+        self.spent.append(spent)
+
+    def observed(self, value: float) -> None:
+        self.values.append(value)
+
+    def quality(self, queries: int, spearman: float) -> None:
+        self.qualities.append((queries, spearman))
+
+
+@pytest.mark.parametrize(
+    "strategy", [RECIPE, GuidedTrustRegion(), Algorithm1(steps=10, evals=3, learner=RidgeLearner()), CMAES()]
+)
+def test_a_resumed_run_tells_of_all_queries_and_which_were_on_file(
+    quadratic: Callable[..., Any], tmp_path: Path, strategy: Any
+) -> None:
+    whole, begun, resumed = Numbers(), Numbers(), Numbers()
+    result = go(quadratic(), recipe=strategy, watcher=whole)
+    task, calls = quadratic(), 0
+    function = task.metric.function
+
+    def failing(model: nn.Module) -> float:
+        nonlocal calls
+        calls += 1
+        return math.nan if calls == 32 else function(model)  # the 32nd query fails the first time
+
+    broken = task.judged_by(Metric(failing, **task.metric.settings))
+    with pytest.raises(MetricError):
+        go(broken, recipe=strategy, watcher=begun, output_dir=tmp_path)
+    go(broken, recipe=strategy, watcher=resumed, output_dir=tmp_path, resume=True)
+    assert begun.kept == whole.kept == 0
+    assert begun.values == whole.values[:31]
+    assert resumed.kept == (30 if hasattr(strategy, "evals") else 31)  # trajectories of 3 queries are kept whole
+    assert resumed.spent == whole.spent == list(range(1, len(whole.spent) + 1))
+    assert resumed.values == whole.values
+    assert resumed.qualities == whole.qualities
+    f = result.fit.f if hasattr(result, "fit") else None
+    if f is not None:
+        assert whole.qualities[-1][1] == f.quality.spearman
+
+
+def test_f_is_measured_after_each_round_and_after_each_batch_that_it_proposed(quadratic: Callable[..., Any]) -> None:
+    recipe, search = Numbers(), Numbers()
+    go(quadratic(), watcher=recipe)
+    assert [queries for queries, _ in recipe.qualities] == [
+        6 * 3,
+        12 * 3,
+    ]  # two rounds of six tasks
+    task = quadratic()
+    go(task, recipe=GuidedTrustRegion(), queries=40, watcher=search)
+    first = 1 + GuidedTrustRegion().design_size(task.dim)
+    assert [queries for queries, _ in search.qualities] == [*range(first + 8, 40, 8), 39]  # the last query is the end's
 
 
 # --- The steps of the algorithm --------------------------------------------------------------------------------

@@ -127,3 +127,41 @@ def test_a_worker_that_dies_ends_the_run(tmp_path: Path) -> None:
     assert tool.returncode == 1
     assert "BrokenProcessPool" in said
     assert until(lambda: not any(map(alive, workers(tmp_path))), 20)
+
+
+# A tool whose two workers tell of a stage, a query and a warning; its log is printed at the end.
+TELLING = """
+import sys, warnings
+from metricopt_ext.utils.parallel import run_seeds
+
+def run(seed, watcher):
+    watcher.stage("working")
+    warnings.warn(f"odd {seed}")
+    watcher.query(1, "accuracy 0.5")
+    watcher.done()
+
+if __name__ == "__main__":
+    log = []
+    run_seeds(run, [0, 1], queries=1, workers=int(sys.argv[1]), threads=1, log=log.append)
+    print("logged", *sorted(log), sep="\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_log_has_what_workers_tell_and_their_warnings(workers: int, tmp_path: Path) -> None:
+    script = tmp_path / "tool.py"
+    script.write_text(TELLING)
+    run = subprocess.run([sys.executable, script, str(workers)], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    shown, logged = run.stdout.split("logged\n")
+    lines = [
+        line.format(seed)
+        for seed in (0, 1)
+        for line in ("seed {0}  done; 1 of 1 queries spent, 0 left; accuracy 0.5", "seed {0}  working")
+    ]
+    told = [f"seed {seed}  working; 1 of 1 queries spent, 0 left; accuracy 0.5" for seed in (0, 1)]
+    warned = [f"seed {seed}  warning: UserWarning: odd {seed}" for seed in (0, 1)]
+    assert logged.splitlines() == sorted([*lines, *told, *warned])
+    assert sorted(shown.splitlines()) == sorted([*lines, *told])
+    assert run.stderr.count("UserWarning: odd") == 2  # Python shows them as ever

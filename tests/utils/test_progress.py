@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from metricopt_ext.utils.progress import Bars, QueueWatcher, Watcher, relay
+from metricopt_ext.utils.progress import Bars, QueueWatcher, Several, Watcher, relay
 
 
 class Recorder(Watcher):
@@ -24,8 +24,20 @@ class Recorder(Watcher):
     def query(self, spent: int, seen: str) -> None:
         self.told.append(("query", spent, seen))
 
+    def on_file(self, queries: int) -> None:
+        self.told.append(("on_file", queries))
+
+    def observed(self, value: float) -> None:
+        self.told.append(("observed", value))
+
+    def quality(self, queries: int, spearman: float) -> None:
+        self.told.append(("quality", queries, spearman))
+
     def say(self, line: str) -> None:
         self.told.append(("say", line))
+
+    def warning(self, line: str) -> None:
+        self.told.append(("warning", line))
 
     def outcome(self, seen: str) -> None:
         self.told.append(("outcome", seen))
@@ -36,14 +48,22 @@ class Recorder(Watcher):
 
 def tell_everything(watcher: Watcher) -> list[tuple[object, ...]]:
     watcher.stage("guard")
+    watcher.on_file(2)
     watcher.query(3, "accuracy 0.71")
+    watcher.observed(0.71)
+    watcher.quality(3, 0.5)
     watcher.say("value function: 50 %")
+    watcher.warning("UserWarning: odd")
     watcher.outcome("accuracy 0.60 -> 0.71")
     watcher.done()
     return [
         ("stage", "guard"),
+        ("on_file", 2),
         ("query", 3, "accuracy 0.71"),
+        ("observed", 0.71),
+        ("quality", 3, 0.5),
         ("say", "value function: 50 %"),
+        ("warning", "UserWarning: odd"),
         ("outcome", "accuracy 0.60 -> 0.71"),
         ("done",),
     ]
@@ -67,6 +87,13 @@ def test_everything_goes_through_a_queue_to_the_watcher_of_its_name() -> None:
     assert not relaying.is_alive()
     assert watchers["seed 1"].told == expected  # type: ignore[attr-defined]
     assert watchers["seed 0"].told == [("stage", "train the model")]  # type: ignore[attr-defined]
+
+
+def test_several_watchers_are_all_told_everything() -> None:
+    first, second = Recorder(), Recorder()
+    assert first.told == second.told == []
+    expected = tell_everything(Several(first, second))
+    assert first.told == second.told == expected
 
 
 def terminal(columns: int) -> Any:
@@ -209,7 +236,95 @@ def test_without_a_terminal_queries_are_told_now_and_then(total: int, seconds: f
             wait(seconds)
             watcher.query(spent, f"accuracy 0.{spent:03d}")
 
-    assert lines_of(tell, total) == [
+    assert [line.partition("; about")[0] for line in lines_of(tell, total)] == [
         f"seed 0  waiting; {spent} of {total} queries spent, {total - spent} left; accuracy 0.{spent:03d}"
         for spent in told
     ]
+
+
+# --- The time that is left ---------------------------------------------------------------------------------------
+
+
+def test_lines_and_bars_say_how_long_a_runs_queries_take() -> None:
+    def tell(watcher: Watcher, wait: Callable[[float], None]) -> None:
+        watcher.stage("train the model")
+        wait(1000)  # which is not the queries'
+        watcher.stage("search")
+        watcher.on_file(20)
+        for spent in range(1, 21):  # read from files in no time, which is not the queries' either
+            watcher.query(spent, "a")
+        for spent in range(21, 24):
+            wait(30)
+            watcher.query(spent, "a")
+        watcher.outcome("a -> b")
+        watcher.done()
+
+    lines = lines_of(tell, 31)
+    assert lines[-4:] == [
+        "seed 0  search; 21 of 31 queries spent, 10 left; a",
+        "seed 0  search; 22 of 31 queries spent, 9 left; a",
+        "seed 0  search; 23 of 31 queries spent, 8 left; a; about 4 min left",  # 8 of 30 seconds
+        "seed 0  done; 23 of 31 queries spent, 8 left; a -> b",
+    ]
+    assert not any("about" in line for line in lines[:-2])
+
+    now = [0.0]
+    bars = Bars(terminal(120), clock=lambda: now[0])
+    tell(bars.watch("seed 0", 31), lambda seconds: now.__setitem__(0, now[0] + seconds))
+    assert "a -> b" in on_screen(bars)
+    watcher = bars.watch("seed 1", 31)
+    for spent in (1, 2, 3):
+        now[0] += 10
+        assert "left" not in on_screen(bars)
+        watcher.query(spent, "a")
+    assert "3/31 queries a; about 5 min left" in on_screen(bars)  # 28 of 10 seconds
+
+
+def test_several_runs_are_told_of_as_a_whole_every_half_minute() -> None:
+    now, log = [0.0], list[str]()
+    with Bars(Console(file=(file := io.StringIO()), width=40), clock=lambda: now[0], log=log.append) as bars:
+        bars.expect("all seeds", 3, 10, 2)
+        first, second = bars.watch("seed 0", 10), bars.watch("seed 1", 10)
+        for spent in range(1, 6):
+            now[0] += 11
+            first.query(spent, "a")
+            second.query(spent, "a")
+        second.done()
+    for lines in (file.getvalue().splitlines(), log):
+        # At 33 s, when the first has made 3 queries and the second 2, and not again before 63 s: 7 + 8 + 10 queries of
+        # 11 s are left, two at a time.
+        assert [line for line in lines if line.startswith("all seeds")] == [
+            "all seeds  5 of 30 queries spent; about 2 min of queries left"
+        ]
+
+
+def test_several_runs_have_a_row_of_their_own_below_which_stand_theirs() -> None:
+    now = [0.0]
+    bars = Bars(terminal(120), clock=lambda: now[0])
+    bars.expect("all seeds", 2, 10, 1)
+    first = bars.watch("seed 0", 10)
+    for spent in (1, 2, 3):
+        now[0] += 60
+        first.query(spent, "a")
+    whole, one = on_screen(bars).splitlines()
+    assert whole.startswith("all seeds")
+    assert "3/20 queries about 17 min of queries left" in " ".join(whole.split())
+    assert "3/10 queries a; about 7 min left" in one
+    first.done()
+    bars.watch("seed 1", 10)
+    assert "about 10 min of queries left" in on_screen(bars).splitlines()[0]  # what seed 0 left unspent is not to come
+
+
+@pytest.mark.parametrize("console", [terminal(120), Console(file=io.StringIO(), width=120)], ids=["bars", "lines"])
+def test_a_log_has_the_lines_and_warnings_whatever_is_drawn(console: Any) -> None:
+    log: list[str] = []
+    with Bars(console, log=log.append) as bars:
+        tell_everything(bars.watch("seed 0", 3))
+    assert log == [
+        "seed 0  guard",
+        "seed 0  guard; 3 of 3 queries spent, 0 left; accuracy 0.71",
+        "seed 0  value function: 50 %",
+        "seed 0  warning: UserWarning: odd",
+        "seed 0  done; 3 of 3 queries spent, 0 left; accuracy 0.60 -> 0.71",
+    ]
+    assert "UserWarning" not in console.file.getvalue()  # Python has shown it

@@ -1,0 +1,240 @@
+"""What a run of a tool would do, and about how long it would take, without doing it: ``--dry-run``."""
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+
+from metricopt_ext.evidence.experiment import Experiment
+from metricopt_ext.evidence.method import METHODS, check_known, now
+from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.evidence.style import direction, print_points, print_table
+from metricopt_ext.methods.paper import END_QUERIES, Algorithm1
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.search.probe import GRADIENTS
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils import ranks
+from metricopt_ext.utils.machine import deterministic
+from metricopt_ext.utils.threads import num_threads
+from metricopt_ext.utils.words import counted, duration
+
+LANDSCAPE = 169  # evaluations for the picture of the first seed's landscape
+
+
+class Work(NamedTuple):
+    """What a part of a seed's run is made of.
+
+    Attributes:
+        queries: Evaluations of the metric.
+        steps: Loss steps of one phi.
+        wide: Loss steps of several phi at once.
+        width: How many these are.
+    """
+
+    queries: int = 0
+    steps: int = 0
+    wide: int = 0
+    width: int = 1
+
+
+def dry_run(experiment: type[Experiment[Any]], config: RunConfig, folder: Path) -> None:
+    """Print what a run would do, from its settings and a probe of its first seed; nothing is written or charged.
+
+    Processes of torchrun wait for the first, which does it alone.
+
+    Args:
+        experiment: What each seed runs.
+        config: The settings.
+        folder: The output folder, which is not looked at.
+
+    Raises:
+        MetricOptError: As the run itself would: data, settings or metric are not usable.
+    """
+    config.check()
+    experiment.describe(config)
+    with deterministic(config.deterministic, config.threads), ranks.sharing(config.as_dict()):
+        at_once, world = min(config.workers, config.seeds), ranks.world()
+        if world > 1:
+            at_once = world if config.seeds >= world else 1
+        ranks.only_first(lambda: _show(experiment, config, folder, at_once, world))
+
+
+def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at_once: int, world: int) -> None:
+    with TemporaryDirectory() as own, num_threads(config.threads):
+        began = now()
+        made = experiment(replace(config, starts=[]), Path(own), config.seed)  # which only MetricOpt's search asks for
+        prepared, task = now() - began, made.task
+        config.check_queries(task.dim)
+        methods = list(made.methods())
+        check_known(methods)
+        found = sorted(path.name for path in Path(own).iterdir())
+        strategy = config.build_strategy()
+        plan, work = planned(strategy, config, task.dim, task.population)
+        one, wide, query = _probe(task, work.width, config.seed)
+    subject = experiment.describe(config)
+    rivals = known_queries(config, methods)
+    unknown = [name for name in methods if METHODS[name].kind == "queries" and name not in {*rivals, "metricopt"}]
+    more = besides(config, methods, strategy)
+    asked = (work.queries + sum(rivals.values()) + more.queries) * query
+    seconds = prepared + asked + (work.steps + more.steps) * one + work.wide * wide
+
+    rows = [
+        ("seeds", f"{config.seeds} ({config.seed} to {config.seed + config.seeds - 1}), {at_once} at a time"),
+        ("strategy", f"{config.strategy}, phi of {counted(task.dim, 'coordinate')}"),
+        *plan,
+        ("queries of MetricOpt", f"{work.queries} of {config.queries} at most"),
+        *((f"queries of {METHODS[name].title}", f"{queries} at most") for name, queries in rivals.items()),
+        *((f"queries of {METHODS[name].title}", "not known before") for name in unknown),
+        ("other evaluations", f"{more.queries} for curves, tests and pictures"),
+        (f"files in {folder}", ", ".join(files_of_run(config))),
+        (f"files in {folder}/seed-N", ", ".join(dict.fromkeys([*found, *files_of_seed(config, made.own_files)]))),
+        ("peak memory so far", _peak_memory()),
+        ("preparing a seed took", duration(prepared)),
+        ("an evaluation takes", _seconds(query)),
+        (f"a loss step takes, of 1 and of {work.width} phi", f"{_seconds(one)}, {_seconds(wide)}"),
+        ("a seed takes about", duration(seconds)),
+        ("the run takes about", duration(math.ceil(config.seeds / at_once) * seconds)),
+    ]
+    print(f"{subject.title}: {subject.metric} ({direction(subject.maximize)})")
+    print_table(["dry run, of each seed", ""], [list(row) for row in rows], left=2)
+    shared = f" It is for one process: {world} ranks share queries and rollouts." if at_once == 1 < world else ""
+    notes = [
+        "The time is that of a probe, the second of two evaluations and of two loss steps, times the planned numbers."
+        " Serial work is not in it: fits of f and what it proposes, the training of further methods, pictures."
+        + shared,
+        "Nothing was written to the output folder, and no query was charged.",
+    ]
+    print_points(notes)
+
+
+def planned(
+    strategy: GuidedTrustRegion | Recipe | Algorithm1, config: RunConfig, dim: int, population: int
+) -> tuple[list[tuple[str, str]], Work]:
+    """Return what MetricOpt does on a seed, as rows of a table, and its work.
+
+    Args:
+        strategy: How MetricOpt works.
+        config: The settings.
+        dim: Dimension of phi.
+        population: Tasks computed together.
+    """
+
+    def waves(tasks: int) -> int:
+        return math.ceil(tasks / population)
+
+    if isinstance(strategy, Recipe):
+        tasks = strategy.tasks_per_round(config.queries, dim)
+        collected, tried = strategy.rounds * tasks * strategy.evals, strategy.choice_queries
+        rows = [
+            ("rounds", f"{strategy.rounds} of {counted(tasks, 'task')}"),
+            ("tasks", f"{strategy.rounds * tasks} of {counted(strategy.steps, 'step')}, {strategy.evals} queries each"),
+            ("then", f"{tried} queries to choose settings, {strategy.start_queries} for the start and its guard"),
+        ]
+        wide = (strategy.rounds * waves(tasks) + waves(tried)) * strategy.steps
+        # The guard's ends: by the loss alone, by f, and by each half's f.
+        asked = collected + tried + strategy.start_queries
+        return rows, Work(asked, 4 * strategy.steps, wide, min(tasks, population))
+    if isinstance(strategy, Algorithm1):
+        tasks = strategy.tasks(config.queries)
+        rows = [
+            ("tasks", f"{tasks} of {counted(strategy.steps, 'step')}, {strategy.evals} queries each"),
+            ("then", f"{END_QUERIES} queries for the guard"),
+        ]
+        asked, wide = tasks * strategy.evals + END_QUERIES, waves(tasks) * strategy.steps
+        return rows, Work(asked, 2 * strategy.steps, wide, min(tasks, population))
+    design, starts = strategy.design_size(dim), len(config.starts) + 1
+    batches = math.ceil((config.queries - starts - design - 1) / strategy.batch)
+    rows = [
+        ("starts", f"{starts} at most, a query each"),
+        ("design", counted(design, "query")),
+        ("batches", f"about {batches} of {strategy.batch} queries, and a query for the end"),
+    ]
+    steps = config.recipe.steps if "loss_finetune" in config.starts else 0
+    return rows, Work(config.queries, steps, waves(GRADIENTS), min(GRADIENTS, population))
+
+
+def known_queries(config: RunConfig, methods: list[str]) -> dict[str, int]:
+    """Return the queries of the methods beside MetricOpt whose number the settings give, at most."""
+    searched = config.queries if isinstance(config.search_queries, str) else config.search_queries
+    known = {
+        "loss_finetune_best": min(config.best_evals, config.recipe.steps + 1),
+        "guided_es": searched,
+        "cma_es": searched,
+        "metricopt_paper": config.queries,
+        "metricopt_learned": config.learned.queries or config.queries,
+        "refined": config.refine_queries,
+    }
+    return {name: queries for name, queries in known.items() if name in methods}
+
+
+def besides(config: RunConfig, methods: list[str], strategy: GuidedTrustRegion | Recipe | Algorithm1) -> Work:
+    """Return what is not MetricOpt's and not a query: loss finetunes, curves along them, verdicts, the landscape."""
+    paths = [name for name in ("loss_finetune", "loss_finetune_validation") if name in methods]
+    curves, steps = len(paths) * (config.recipe.steps + 1), len(paths) * config.recipe.steps
+    if not isinstance(strategy, GuidedTrustRegion):
+        curves, steps = curves + strategy.steps + 1, steps + strategy.steps
+    return Work(curves + 2 * len(methods) + (LANDSCAPE if config.pictures else 0), steps)
+
+
+def files_of_run(config: RunConfig) -> list[str]:
+    """Return the names of what a run leaves in its folder, besides its seeds' folders and pictures of one task."""
+    course = "search.png" if config.strategy == "search" else "finetuning.png"
+    return ["run.json", "log.txt", "report.json", "report.md", "methods.png", course, "value_function.png", "events"]
+
+
+def files_of_seed(config: RunConfig, own: tuple[str, ...]) -> list[str]:
+    """Return the names of what a run leaves in a seed's folder.
+
+    Args:
+        config: The settings.
+        own: What the task adds.
+    """
+    names = ["identity.json", "evaluations.json", "adapter.safetensors", "value_function.safetensors", "record.json"]
+    if config.strategy != "search":
+        names.insert(2, "trajectories")
+    return [*names, *own]
+
+
+def _probe(task: FinetuneTask, width: int, seed: int) -> tuple[float, float, float]:
+    """Return the seconds of a loss step of one phi and of several at once, and of an evaluation of the metric."""
+    own = replace(task, metric=task.metric.with_new_ledger())
+
+    def steps(number: int) -> Callable[[], object]:
+        phi, indices = own.origin().expand(number, -1), range(number)
+        return lambda: own.loss_and_gradient(phi, seed, indices, 0)
+
+    one = _second_time(steps(1))
+    wide = one if width == 1 else _second_time(steps(width))
+    return one, wide, _second_time(lambda: own.evaluate(own.origin(), "probe"))
+
+
+def _second_time(call: Callable[[], object]) -> float:
+    """Return how many seconds the second of two calls takes; the first warms up."""
+    call()
+    began = now()
+    call()
+    return now() - began
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _peak_memory() -> str:
+    """Return the largest memory of this process so far, and of the GPU."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        shown = "unknown"
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        shown = f"{peak / 1e9 if sys.platform == 'darwin' else peak * 1024 / 1e9:.2f} GB"
+    if torch.cuda.is_available():
+        shown += f", {torch.cuda.max_memory_allocated() / 1e9:.2f} GB of the GPU"
+    return shown

@@ -1,0 +1,78 @@
+"""How fast a run's queries come, and how long those that are left will take."""
+
+import time
+from collections.abc import Callable, Sequence
+
+LEAST = 3  # queries of this session before anything is said about those to come
+
+
+class Pace:
+    """Times the queries of one run that this session makes; those on file after a resume are not timed.
+
+    Args:
+        total: The run's queries.
+        clock: Returns seconds.
+
+    Attributes:
+        spent: Queries spent so far, those on file included.
+    """
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total, self.spent = total, 0
+        self._clock, self._on_file, self._over = clock, 0, False
+        self._began = self._latest = clock()
+
+    def stage(self) -> None:
+        """A stage begins: what came before this session's first query, such as training, is not counted."""
+        if self._own == 0:
+            self._began = self._clock()
+
+    def on_file(self, queries: int) -> None:
+        """The first of the queries are on file."""
+        self._on_file = queries
+
+    def query(self, spent: int) -> None:
+        """A query was made, or read from its file."""
+        self.spent, self._latest, self._over = spent, self._clock(), False
+        if self._own == 0:
+            self._began = self._latest
+
+    def end(self) -> None:
+        """No more queries follow, even if some are left."""
+        self._over = True
+
+    @property
+    def queries_left(self) -> int:
+        """Queries that may follow."""
+        return 0 if self._over else max(0, self.total - self.spent)
+
+    @property
+    def seconds_per_query(self) -> float | None:
+        """Mean seconds of a query of this session, with what happens between two; None before there are `LEAST`."""
+        return (self._latest - self._began) / self._own if self._own >= LEAST else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """About how long the queries that are left take; None if there are none, or nothing is known yet."""
+        return seconds_left([self], 1)
+
+    @property
+    def _own(self) -> int:
+        return max(0, self.spent - self._on_file)
+
+
+def seconds_left(paces: Sequence[Pace], at_once: int) -> float | None:
+    """Return about how long the queries of several runs take that are left; None if none are, or nothing is known yet.
+
+    A run that has not begun is taken to be as fast as the others are on average.
+
+    Args:
+        paces: The runs.
+        at_once: How many of them run at the same time.
+    """
+    known = [seconds for pace in paces if (seconds := pace.seconds_per_query) is not None]
+    if not known or not any(pace.queries_left for pace in paces):
+        return None
+    mean = sum(known) / len(known)
+    each = [pace.queries_left * (mean if (own := pace.seconds_per_query) is None else own) for pace in paces]
+    return max([sum(each) / at_once, *each])

@@ -1,0 +1,61 @@
+"""A run's log: a file that receives a line with a time stamp for all that the progress shows, and how the run ended."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def run_log(path: str | Path) -> Iterator[Callable[[str], None]]:
+    """Open a log, to whose end lines are added, and note the error with which the run ends, if one does.
+
+    Args:
+        path: The file; its folder exists.
+
+    Yields:
+        A function that writes a line; any thread may call it.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%S%z"))
+    logger = logging.Logger("run")  # no child of the root logger, which belongs to the program
+    logger.addHandler(handler)
+
+    def write(line: str) -> None:
+        logger.info(" ".join(line.splitlines()))
+
+    try:
+        yield write
+    except KeyboardInterrupt:
+        write("stopped")
+        raise
+    except Exception as error:
+        write(f"error: {type(error).__name__}: {error}")
+        raise
+    finally:
+        handler.close()
+
+
+@contextmanager
+def telling_warnings(tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell of Python's warnings too, besides showing them as usual.
+
+    Args:
+        tell: Is given each warning that is shown, in a line.
+    """
+    before = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        tell(f"{category.__name__}: {message}")
+        before(message, category, *where, **more)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before

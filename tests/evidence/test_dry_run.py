@@ -1,0 +1,173 @@
+"""What --dry-run prints, and that it does nothing else."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metricopt_ext.errors import AdapterError, BudgetError, ConfigError
+from metricopt_ext.evidence import cli
+from metricopt_ext.evidence.dry_run import dry_run, planned
+from metricopt_ext.evidence.experiment import Experiment, Subject
+from metricopt_ext.evidence.run_config import AdapterConfig, PaperConfig, RecipeConfig, RunConfig
+from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.task import FinetuneTask
+
+
+def settings(**change: Any) -> RunConfig:
+    recipe = RecipeConfig(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=["ridge"])
+    given = {"queries": 60, "seeds": 2, "seed": 3, "best_evals": 4, "pictures": False, **change}
+    return RunConfig(adapter=AdapterConfig(dim=4), recipe=recipe, paper=PaperConfig(learner="ridge"), **given)
+
+
+@pytest.fixture
+def toy(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
+    """An experiment that counts its evaluations, and keeps the tasks that it prepared."""
+
+    class Toy(Experiment[RunConfig]):
+        config_type = RunConfig
+        own_files = ("phi.pt",)
+        evaluated = 0
+        made: list[FinetuneTask] = []  # noqa: RUF012
+
+        @classmethod
+        def describe(cls, config: RunConfig) -> Subject:
+            return Subject("toy/square", "squares", "distance", maximize=False)
+
+        def prepare(self) -> Any:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "model.safetensors").touch()
+            task = quadratic()
+            function = task.metric.function
+
+            def evaluated(model: Any) -> float:
+                Toy.evaluated += 1
+                return float(function(model))
+
+            metric = Metric(evaluated, **task.metric.settings, ledger=Ledger(60))
+            self.made.append(task.judged_by(metric))
+            return self.made[-1], metric.with_new_ledger()
+
+        def validation(self) -> Any:
+            return [], self.task.batches
+
+        def finish(self) -> None:
+            (self.folder / "phi.pt").touch()
+
+    return Toy
+
+
+def shown(toy: Any, config: RunConfig, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what is printed, each run of spaces as one."""
+    dry_run(toy, config, folder)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_it_evaluates_the_metric_twice_charges_nothing_and_writes_nothing(
+    toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = shown(toy, settings(), tmp_path / "out", capsys)
+    (task,) = toy.made
+    assert toy.evaluated == 2
+    assert task.metric.ledger.spent == 0
+    assert list(tmp_path.iterdir()) == []
+    assert "the run takes about" in said
+    assert "fits of f" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (
+            {"workers": 2},
+            [
+                "seeds 2 (3 to 4), 2 at a time",
+                "starts 5 at most, a query each",
+                "design 4 queries",
+                "batches about 7 of 8 queries",  # 60 - 5 starts - 4 - the end = 50
+                "queries of MetricOpt 60 of 60 at most",
+                "queries of loss finetune, best step 4 at most",
+            ],
+        ),
+        (
+            {"strategy": "recipe", "methods": ["metricopt_paper"]},
+            [
+                "seeds 2 (3 to 4), 1 at a time",
+                "rounds 2 of 8 tasks",  # (60 - 6 - 5) // 6
+                "tasks 16 of 10 steps, 3 queries each",
+                "then 6 queries to choose settings, 5 for the start and its guard",
+                "queries of MetricOpt 59 of 60 at most",
+                "queries of MetricOpt, Algorithm 1 60 at most",
+            ],
+        ),
+        (
+            {"strategy": "paper"},
+            ["tasks 19 of 10 steps, 3 queries each", "then 3 queries for the guard", "MetricOpt 60 of 60 at most"],
+        ),
+    ],
+)
+def test_the_table_has_the_planned_numbers(
+    change: dict[str, Any], rows: list[str], toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = shown(toy, settings(**change), tmp_path, capsys)
+    for row in rows:
+        assert row in said
+
+
+def test_the_time_is_the_probes_times_the_plan() -> None:
+    config = settings(strategy="recipe")
+    _, work = planned(config.build_strategy(), config, 4, population=3)
+    # Two rounds of 8 tasks and 6 trials, three at a time, of 10 steps each; 4 ends of the guard, one by one.
+    assert work == (2 * 8 * 3 + 6 + 5, 4 * 10, (2 * 3 + 2) * 10, 3)
+
+
+@pytest.mark.parametrize("strategy", ["search", "recipe", "paper"])
+def test_the_files_are_those_of_a_run(
+    strategy: str, toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    config, folder = settings(strategy=strategy, seeds=1), tmp_path / "out"
+    said = shown(toy, config, folder, capsys).replace(",", "").split()
+    cli.run_and_report(toy, config, folder, False)
+    left = {path.name for each in (folder, folder / "seed-3") for path in each.iterdir()}
+    assert left - {"seed-3", ".lock"} == {name for name in said if name in left} != set()
+    endings = (".json", ".png", ".md", ".safetensors", ".pt", ".txt")
+    assert {name for name in said if name.endswith(endings)} <= left
+
+
+def test_what_a_run_would_refuse_is_refused(toy: Any, tmp_path: Path) -> None:
+    class Broken(toy):  # type: ignore[misc]
+        def prepare(self) -> Any:
+            task, metric = super().prepare()
+            return FinetuneTask(
+                task.adapter, loss=lambda model, batch: 1.0, batches=task.batches, metric=metric, population=1
+            ), metric
+
+    refused: list[tuple[Any, RunConfig, type[Exception], str]] = [
+        (toy, settings(strategy="none"), ConfigError, "strategy='none' must be search, recipe or paper"),
+        (toy, settings(queries=9), BudgetError, "queries=9: the search needs at least"),
+        (Broken, settings(), AdapterError, "it must return a scalar tensor"),
+    ]
+    for experiment, config, error, message in refused:
+        messages = []
+        for number, run in enumerate((dry_run, lambda *given: cli.run_and_report(*given, False))):
+            with pytest.raises(error, match=message) as caught:
+                run(experiment, config, tmp_path / str(number))
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
+
+
+def test_the_option_stops_before_the_run(
+    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("queries: 60\npictures: false\nadapter: {dim: 4}\n")
+    monkeypatch.setattr(cli, "run_and_report", lambda *given: pytest.fail("was run"))
+    monkeypatch.setattr(
+        sys, "argv", ["tool.py", "--config-file", str(file), "--output-dir", str(tmp_path / "out"), "--dry-run"]
+    )
+    cli.main_of("A tool.", toy, "seeds=3")
+    assert "dry run" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
