@@ -5,7 +5,7 @@
 # large download. A CPU-only torch does only with a torchvision built for it: PIP_ARGS can point pip to both.
 
 PYTHON ?= python3
-PIP_ARGS ?=
+PIP_ARGS ?= -n auto --maxprocesses=8
 ARGS ?=
 
 VENV := .venv
@@ -30,7 +30,7 @@ demo: $(STAMP)  ## search phi for a long tail's worst class, for unseen digits, 
 	.venv/bin/python tools/finetune_retrieval.py --config-file configs/retrieval/digits.yaml --output-dir out/demo/retrieval seed=300 queries=150
 	.venv/bin/python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/demo/shifted seed=100 seeds=3 queries=60
 
-test: $(STAMP)  ## run the tests; ARGS goes to pytest, e.g. ARGS="-n 2 -m 'not slow'"
+test: $(STAMP)  ## run the tests on all cores; ARGS goes to pytest in place of that, e.g. ARGS="-n 2 -m 'not slow'"
 	.venv/bin/python -m pytest $(ARGS)
 
 quality: $(STAMP)  ## check lint, format, the order of imports between packages, and types
