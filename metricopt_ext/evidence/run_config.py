@@ -251,10 +251,10 @@ class RunConfig:
     """The settings that every task's tool shares; a task adds its data, model and metric."""
 
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
     paper: PaperConfig = field(default_factory=PaperConfig)
     learned: LearnedConfig = field(default_factory=LearnedConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     # How MetricOpt works: search (guided trust region, from 20 queries up), recipe (f from many finetuning runs, for
     # many starts) or paper (Algorithm 1 as printed).
     strategy: str = "search"

@@ -73,6 +73,7 @@ def run_seeds(
         pool = ProcessPoolExecutor(at_once, context, initializer=_set_up, initargs=setting)
         try:
             futures = [pool.submit(_run, run, seed) for seed in seeds]
+            pool.submit(int)  # a pool looks after the processes that it knew when work came last: now it knows all
             return [future.result() for future in futures]
         except (KeyboardInterrupt, BrokenProcessPool):
             queue = None  # a process that was killed may have left it locked

@@ -19,6 +19,7 @@ from metricopt_ext.detection.records import Annotated, Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
 from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.tasks.metric import Evaluation
 
 CLASSES = ("cat", "dog")
 VOC = ("voc_11_point", "voc")
@@ -132,7 +133,7 @@ def test_the_metric_is_ap50_of_all_images_and_of_each_half(definition: Any) -> N
     assert 0.05 < answer.cost < 0.95
     assert answer.cost == pytest.approx(cost(range(19)))
     assert answer.halves == (pytest.approx(cost(halves[0])), pytest.approx(cost(halves[1])))
-    assert ap50_metric(toolkit, images, CLASSES, definition).evaluate(model, "test") == (answer.cost, None)
+    assert ap50_metric(toolkit, images, CLASSES, definition).evaluate(model, "test") == Evaluation(answer.cost)
 
 
 @pytest.mark.parametrize(("definition", "told"), [("voc", False), ("coco", True)])

@@ -46,6 +46,7 @@ from metricopt_ext.methods.siblings.registry import SIBLINGS
 from metricopt_ext.methods.siblings.relational_loss import load_relational_loss
 from metricopt_ext.methods.siblings.set_loss import SetLoss, load_set_loss
 from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import load_checkpoint
@@ -151,6 +152,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_is_written(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
         ".lock",
+        "log.txt",
         *("run.json", "report.json", "report.md", "events", "seed-0", "seed-1"),
         *("methods.png", "finetuning.png", "value_function.png"),
     }
@@ -418,7 +420,7 @@ def test_metrics_tell_halves_of_equal_make_up() -> None:
     assert told.halves is not None
     for half, cost in zip((a, b), told.halves, strict=True):
         assert cost == model_metric(METRICS["accuracy"], Split(part.x[half], y[half])).cost(model, "test")
-    assert model_metric(METRICS["accuracy"], part).evaluate(model, "test") == (told.cost, None)
+    assert model_metric(METRICS["accuracy"], part).evaluate(model, "test") == Evaluation(told.cost)
 
 
 def test_the_tuned_model_is_a_plain_one(finished: Path) -> None:

@@ -30,6 +30,7 @@ from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence import run_config
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import load_checkpoint
@@ -176,6 +177,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_is_written(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
         ".lock",
+        "log.txt",
         *("run.json", "report.json", "report.md", "events", "seed-0"),
         *("methods.png", "finetuning.png", "value_function.png"),
     }
@@ -256,15 +258,15 @@ def test_an_interrupted_run_resumes_to_the_same_report(
     assert (folder / "training.safetensors").exists()
     assert not (folder / "model.safetensors").exists()
 
-    def stop(self: FinetuneTask, *arguments: Any) -> Any:
+    def stop(self: Metric, *arguments: Any) -> Any:
         collected.append(arguments)
         if len(collected) > 5:
             raise KeyboardInterrupt
         return asked(self, *arguments)
 
-    asked = FinetuneTask.evaluate_at
+    asked = Metric.judge
     with monkeypatch.context() as patched:
-        patched.setattr(FinetuneTask, "evaluate_at", stop)
+        patched.setattr(Metric, "judge", stop)
         with pytest.raises(KeyboardInterrupt):
             tool.run(config_of(*FINISHED), tmp_path / "run", resume=True)
     assert 0 < len(list((folder / "trajectories").glob("*.safetensors"))) < 4

@@ -29,6 +29,7 @@ from metricopt_ext.retrieval.build import build_loss, build_metric, class_batche
 from metricopt_ext.retrieval.config import LossConfig, MetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.losses import SmoothAPLoss
 from metricopt_ext.retrieval.models import Conv4, Embedder, build_model
+from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import load_checkpoint
@@ -131,6 +132,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_is_written(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
         ".lock",
+        "log.txt",
         *("run.json", "report.json", "report.md", "events", "seed-0", "seed-1"),
         *("methods.png", "finetuning.png", "value_function.png", "recalls.png"),
     }
@@ -210,15 +212,15 @@ def test_an_interrupted_run_resumes_to_the_same_report(
 ) -> None:
     collected = []
 
-    def stop(self: FinetuneTask, *arguments: Any) -> Any:
+    def stop(self: Metric, *arguments: Any) -> Any:
         collected.append(arguments)
         if len(collected) > 5:
             raise KeyboardInterrupt
         return asked(self, *arguments)
 
-    asked = FinetuneTask.evaluate_at
+    asked = Metric.judge
     with monkeypatch.context() as patched:
-        patched.setattr(FinetuneTask, "evaluate_at", stop)
+        patched.setattr(Metric, "judge", stop)
         with pytest.raises(KeyboardInterrupt):
             tool.run(config_of(), tmp_path / "run", resume=False)
     assert len(list((tmp_path / "run" / "seed-0" / "trajectories").glob("*.safetensors"))) == 2
@@ -412,7 +414,7 @@ def test_the_metric_and_its_halves_against_the_definition() -> None:
 
     assert answer.cost == pytest.approx(cost(torch.arange(30)))
     assert answer.halves == (pytest.approx(cost(halves[0])), pytest.approx(cost(halves[1])))
-    assert build_metric(MetricConfig([1, 3]), part).evaluate(model, "test") == (answer.cost, None)
+    assert build_metric(MetricConfig([1, 3]), part).evaluate(model, "test") == Evaluation(answer.cost)
 
 
 def test_embeddings_that_do_not_match_their_labels_are_refused() -> None:
