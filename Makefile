@@ -5,8 +5,8 @@
 # large download. A CPU-only torch does only with a torchvision built for it: PIP_ARGS can point pip to both.
 
 PYTHON ?= python3
-PIP_ARGS ?= -n auto --maxprocesses=8
-ARGS ?=
+PIP_ARGS ?=
+ARGS ?= -n auto --maxprocesses=8
 
 VENV := .venv
 STAMP := $(VENV)/.installed
