@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from threadpoolctl import threadpool_limits
 from torch import nn
 
 import metricopt_ext as mo
@@ -70,15 +71,16 @@ def make_task(timeout: float | None = None) -> FinetuneTask:
 def work(task: FinetuneTask, name: str, folder: Path, resume: bool, watcher: Watcher | None = None) -> str:
     """Run a strategy in a folder and return its result as text, without a digit lost."""
     strategy, queries = STRATEGIES[name]
-    result = mo.optimize_metric(
-        task,
-        queries=queries,
-        strategy=strategy,
-        seed=1,
-        output_dir=folder,
-        resume=resume,
-        watcher=watcher,
-    )
+    with threadpool_limits(1):  # torchrun's processes have one thread of linear algebra, others as many as cores
+        result = mo.optimize_metric(
+            task,
+            queries=queries,
+            strategy=strategy,
+            seed=1,
+            output_dir=folder,
+            resume=resume,
+            watcher=watcher,
+        )
     numbers = (result.before, result.after, result.best, result.chance, result.optimism, result.needed)
     return json.dumps(
         {
