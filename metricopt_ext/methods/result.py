@@ -42,7 +42,7 @@ class Result:
         after: Metric of the model as it is now.
         best: Metric of the best candidate; it differs from ``after`` if its gain may be due to chance.
         chosen: The candidate that was kept: ``"start"`` or another of ``ends``.
-        chance: Standard deviation of the chance part of a gain; 0 if the metric does not report halves.
+        chance: Standard deviation of the chance part of a gain; 0 if the metric neither reports halves nor is repeated.
         optimism: How much of the gain is expected to be lost on other data, as what was kept was chosen for its metric;
             0 if the metric does not report halves.
         queries: Queries spent, by purpose.
@@ -77,7 +77,7 @@ class Result:
             lines.append(f"the best candidate has {self.best:.4f}, but {self.doubt()}")
         total = sum(self.queries.values())
         lines.append(f"queries: {total} ({spent}); {self.queries_per_start} for each further start")
-        if not self.reports_halves:
+        if not self.reports_halves and not self.chance:
             lines.append(
                 "how much of a gain may be chance is unknown, as the metric reports no halves; let it return"
                 " (value, (half, half)), its values on all of its data and on two random halves of them"

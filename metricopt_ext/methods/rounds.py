@@ -16,7 +16,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.progress import Watcher, watched
+from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction
 
@@ -52,7 +52,8 @@ def meta_train(
     """
     recipe = recipe or Recipe()
     store = TrajectoryStore() if store is None else store
-    with ranks.sharing({"tasks": tasks, "seed": seed}), watched(watcher or Watcher(), task.metric.name, 0) as shown:
+    with ranks.sharing({"tasks": tasks, "seed": seed}):
+        shown = Watcher() if watcher is None or ranks.rank() > 0 else watcher
         return _meta_train(task, tasks, recipe, seed, store, shown)
 
 

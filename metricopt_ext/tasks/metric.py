@@ -249,7 +249,8 @@ class Metric(CostScale, KnowsRenamed):
 
         at = 0
         while at < len(items):
-            wave = items[at : at + int(max(1, min(ranks.world(), self.ledger.left // self.repeats)))]
+            possible = int(min(ranks.world(), self.ledger.left / self.repeats))
+            wave = items[at : at + max(1, possible)]
             self.ledger.spend(purpose, len(wave) * self.repeats)
             for outcome in ranks.each(tried, wave):
                 evaluation = outcome if isinstance(outcome, Evaluation) else self._skipped(outcome)

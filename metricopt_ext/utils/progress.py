@@ -221,11 +221,11 @@ def _print_on(console: Any, line: str) -> None:
     console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-class _Shown(Watcher):
-    """What is shown of one run, with about how long its queries take."""
+class _Timed(Watcher):
+    """Keeps the pace of one run's queries."""
 
-    def __init__(self, tell: Callable[[str], None], name: str, total: int, clock: Callable[[], float]) -> None:
-        self._print, self._name, self._pace = tell, name, Pace(total, clock)
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
 
     def stage(self, description: str) -> None:
         self._pace.stage()
@@ -236,14 +236,22 @@ class _Shown(Watcher):
     def query(self, spent: int, seen: str) -> None:
         self._pace.query(spent)
 
-    def say(self, line: str) -> None:
-        self._print(f"{self._name}  {line}".strip())
-
     def outcome(self, seen: str) -> None:
         self._pace.end()
 
     def done(self) -> None:
         self._pace.end()
+
+
+class _Shown(_Timed):
+    """What is shown of one run, with about how long its queries take."""
+
+    def __init__(self, tell: Callable[[str], None], name: str, total: int, clock: Callable[[], float]) -> None:
+        super().__init__(Pace(total, clock))
+        self._print, self._name = tell, name
+
+    def say(self, line: str) -> None:
+        self._print(f"{self._name}  {line}".strip())
 
     def _with_time(self, seen: str) -> str:
         left = self._pace.seconds_left
@@ -319,27 +327,19 @@ class _Logged(_Lines):
         self.say(f"warning: {line}")
 
 
-class _Part(Watcher):
+class _Part(_Timed):
     """One of several runs that are shown as a whole."""
 
     def __init__(self, whole: "_Whole", pace: Pace) -> None:
-        self._whole, self._pace = whole, pace
-
-    def stage(self, description: str) -> None:
-        self._pace.stage()
-
-    def on_file(self, queries: int) -> None:
-        self._pace.on_file(queries)
+        super().__init__(pace)
+        self._whole = whole
 
     def query(self, spent: int, seen: str) -> None:
-        self._pace.query(spent)
+        super().query(spent, seen)
         self._whole.show()
 
-    def outcome(self, seen: str) -> None:
-        self._pace.end()
-
     def done(self) -> None:
-        self._pace.end()
+        super().done()
         self._whole.show()
 
 

@@ -192,7 +192,7 @@ def is_first() -> bool:
 
 def is_of_another(error: BaseException) -> bool:
     """Whether an error was first raised on another rank, which tells of it."""
-    return hasattr(error, "rank")
+    return hasattr(error, "told_by_rank")
 
 
 def restarted() -> bool:
@@ -233,7 +233,7 @@ def _tried(function: Callable[[], Any]) -> _Outcome:
 def _value(outcome: _Outcome, of: int = 0) -> Any:
     if outcome.error is not None:
         if of != rank():
-            outcome.error.rank = of  # type: ignore[attr-defined]
+            outcome.error.told_by_rank = of  # type: ignore[attr-defined]
         raise outcome.error
     return outcome.value
 

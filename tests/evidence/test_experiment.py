@@ -20,7 +20,7 @@ from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.experiment import State, run_seed
 from metricopt_ext.evidence.record import SeedRecord
-from metricopt_ext.evidence.run_config import RecipeConfig
+from metricopt_ext.evidence.run_config import EvaluationConfig, RecipeConfig
 from metricopt_ext.methods.starts import Start, set_buffers, with_start
 from metricopt_ext.utils.parallel import run_seeds
 
@@ -42,6 +42,13 @@ def tiny() -> ClassificationConfig:
         batch_size=9,
         best_evals=2,
     )
+
+
+def test_a_metric_is_as_patient_as_the_settings_say(tmp_path: Path) -> None:
+    config = tiny()
+    config.evaluation = EvaluationConfig(failures=2, timeout=30.0)
+    metric = ClassificationExperiment(config, tmp_path, 3).task.metric
+    assert (metric.failures, metric.timeout, metric.ledger.spent) == (2, 30.0, 0)
 
 
 def test_free_starts_are_what_the_free_methods_reach(tmp_path: Path) -> None:

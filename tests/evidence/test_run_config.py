@@ -45,6 +45,8 @@ def test_what_is_set_becomes_the_recipe_s() -> None:
     ("override", "message"),
     [
         ("seeds=0", "seeds=0: it must be at least 1"),
+        ("evaluation.failures=-1", "evaluation: failures is -1; it must be at least 0"),
+        ("evaluation.timeout=0", "evaluation: timeout is 0"),
         ("seed=-1", "seed=-1: it must be at least 0"),
         ("population=0", "population=0: it must be at least 1"),
         ("best_evals=0", "best_evals=0: it must be at least 1"),

@@ -1158,6 +1158,7 @@ def test_repeats_share_the_budget(quadratic: Callable[..., Any], strategy: Any, 
         assert result.fit is not None
         assert result.fit.f.noise_std > 0.1
         assert result.chance > 0.1
+        assert "unknown" not in str(result)
 
 
 def test_too_few_queries_for_repeats_say_so(quadratic: Callable[..., Any]) -> None:

@@ -17,7 +17,11 @@ DETECTION = [
     *("scene.size=48", "scene.digits=[1,2]", "scene.scale=[24,40]", "data.images=[6,6,6]", "batch_size=2"),
 ]
 TOOLS = {
-    "finetune_classifier": ["configs/classification/digits.yaml", "model.epochs=2"],
+    # Algorithm 1 runs beside the search: with three observations each, 20 queries are enough for its tasks.
+    "finetune_classifier": [
+        *("configs/classification/digits.yaml", "model.epochs=2", "methods=[metricopt_paper]"),
+        *("recipe.steps=4", "recipe.evals=3"),
+    ],
     "finetune_retrieval": ["configs/retrieval/digits.yaml", "model.epochs=1", "model.width=4"],
     "finetune_detector": ["configs/detection/scenes_torchvision.yaml", *DETECTION],
 }

@@ -86,7 +86,7 @@ def metricopt_learned(
     check_integer(0, queries=queries, seed=seed)
     check_above(0, lr=lr)
     deviates(guard_confidence)  # refuses what is out of range
-    iterations = settings.iterations(queries)
+    iterations = settings.iterations(queries // task.metric.repeats)
     if queries > task.metric.ledger.left:
         raise BudgetError(
             f"{counted(queries, 'query')} requested, {task.metric.ledger.left} left in the metric's own budget"
@@ -99,7 +99,7 @@ def metricopt_learned(
         with folder.counted(task.metric, queries) as cached:
             store, ledger, judged = folder.trajectories, cached.ledger, task.judged_by(cached)
             if len(store):
-                ledger.spend("collect", store.queries)
+                ledger.spend("collect", store.queries * task.metric.repeats)
             learned = settings.meta_train(
                 task,
                 iterations=iterations,

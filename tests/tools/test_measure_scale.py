@@ -1,0 +1,45 @@
+"""The tool that measures how runs scale: its waves are those of the library."""
+
+import importlib.util
+import json
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metricopt_ext.methods.recipe import Recipe
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "measure_scale.py"
+
+
+def load_tool() -> Any:
+    spec = importlib.util.spec_from_file_location("measure_scale", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+
+
+@pytest.mark.parametrize(("strategy", "queries"), [("search", 45), ("recipe", 160)])
+def test_one_rank_evaluates_in_as_many_waves_as_evaluations(strategy: str, queries: int, tmp_path: Path) -> None:
+    tool.measure(strategy, queries, sleep=0.0, images=60, output=tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["ranks"] == 1
+    assert figures["waves"] == figures["evaluations"] <= queries
+    assert figures["exchanges"] == 0
+    assert figures["seconds"] >= figures["predicted seconds of 8 ranks"] >= figures["serial seconds"] > 0
+
+
+@pytest.mark.parametrize(("world", "waves"), [(1, 45), (2, 24), (4, 13), (8, 8), (64, 7)])
+def test_waves_of_a_search(world: int, waves: int) -> None:
+    # The start, a design of 12, three batches of 8 and one of 7, and the end.
+    assert waves == 1 + ceil(12 / world) + 3 * ceil(8 / world) + ceil(7 / world) + 1
+    assert tool.search_waves(45, world) == waves
+
+
+def test_waves_of_a_recipe() -> None:
+    recipe = Recipe(rounds=2, evals=5)  # 3 tasks: 15 points a round, 12 trials to choose by, and 3 of the guard
+    assert [tool.recipe_waves(recipe, 3, 45, world) for world in (1, 4, 16)] == [45, 2 * 4 + 3 + 3, 2 + 1 + 3]
