@@ -83,7 +83,12 @@ def test_sdist_holds_regular_files_only(dist: Path) -> None:
     names = {member.name.split("/", 1)[1] for member in members}
     assert names >= set(FILES)
     assert names >= {f"{task}/__init__.py" for task in TASKS}
-    assert names >= {"metricopt_ext/__init__.py", "metricopt_ext/py.typed", "tests/test_packaging.py"}
+    assert names >= {
+        "metricopt_ext/__init__.py",
+        "metricopt_ext/py.typed",
+        "metricopt_ext/evidence/page.html",
+        "tests/test_packaging.py",
+    }
     assert not [name for name in names if name.startswith(tuple(f"metricopt_ext/{task}/" for task in TASKS))]
 
 
@@ -95,7 +100,8 @@ def test_wheel_holds_every_module_below_one_package(unpacked_wheel: Path) -> Non
     assert packed == source_modules()
     assert packed >= {f"metricopt_ext/{task}/__init__.py" for task in TASKS}
 
-    assert (unpacked_wheel / "metricopt_ext" / "py.typed").is_file()
+    for name in ("py.typed", "evidence/page.html"):
+        assert (unpacked_wheel / "metricopt_ext" / name).is_file()
     (metadata,) = unpacked_wheel.glob("*.dist-info/METADATA")
     assert "License-Expression: Apache-2.0" in metadata.read_text(encoding="utf-8")
     assert list(unpacked_wheel.glob("*.dist-info/licenses/LICENSE"))

@@ -9,7 +9,8 @@
 An override whose key is one of the comparison's own (task, config, overrides, methods, budgets, most, starts, seeds,
 seed, workers, threads, device) sets it; any other is one of the task's config. Queries are calls of the metric; what a
 method costs the model is shown beside them, as passes over the metric's data + batches of the loss. Writes
-comparison.json, comparison.md and comparison.png on all seeds that the folder holds; a row that is on file is not
+comparison.json, comparison.md, comparison.png and report.html (the same in one file, to hand on) on all seeds that the
+folder holds; a row that is on file is not
 computed again, so that an interrupted comparison goes on where it stopped, and seeds can be run in several parts, at
 once or one after another.
 ``--join`` reports on runs of the same comparison on different seeds, from another machine say, as on one.
@@ -29,8 +30,10 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.claims import summary
 from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, errors_in_one_line, experiment_of
 from metricopt_ext.evidence.contest import Plan, run_seed
+from metricopt_ext.evidence.contest_page import contest_page
 from metricopt_ext.evidence.contest_report import gather, load, paired, print_report, section, write
 from metricopt_ext.evidence.joined import joined
+from metricopt_ext.evidence.report_page import FILE as PAGE
 from metricopt_ext.evidence.run_config import check_at_least
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils import ranks
@@ -206,6 +209,7 @@ def join(folders: Sequence[Path]) -> dict[str, Any]:
 def report(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Write and print a comparison's report; returns its content."""
     paths = write(content, folder)
+    paths.append(contest_page(content, folder).write(folder / PAGE))
     print_report(content)
     print("wrote", *paths, sep="\n  ")
     return content

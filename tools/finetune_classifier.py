@@ -10,9 +10,9 @@
 A guided search finds phi, from the best of several free starts; strategy=recipe learns a value function from many
 finetuning runs instead, strategy=paper runs Algorithm 1 as printed; methods=[sl_r] runs sibling methods beside it
 (docs/siblings.md). queries=N bounds its evaluations of the metric.
-Writes report.json, report.md and plots, and each seed's model before (model.safetensors) and after finetuning
-(tuned.safetensors, an ordinary state dict, phi merged), adapter, value function and what --resume needs.
-docs/classification.md explains the keys.
+Writes report.html (all in one file, to hand on), report.json, report.md and plots, and each seed's model before
+(model.safetensors) and after finetuning (tuned.safetensors, an ordinary state dict, phi merged), adapter, value
+function and what --resume needs. docs/classification.md explains the keys.
 """
 
 from functools import partial

@@ -6,8 +6,8 @@
 
 A guided search finds phi, from the best of several free starts; strategy=recipe learns a value function from many
 finetuning runs instead, strategy=paper runs Algorithm 1 as printed. queries=N bounds its evaluations of AP50. Writes
-report.json, report.md and plots, and each seed's detector after finetuning (tuned.pth, phi merged), adapter, value
-function and what --resume needs. docs/detection.md explains more.
+report.html (all in one file, to hand on), report.json, report.md and plots, and each seed's detector after finetuning
+(tuned.pth, phi merged), adapter, value function and what --resume needs. docs/detection.md explains more.
 """
 
 from functools import partial

@@ -15,6 +15,7 @@ from metricopt_ext.evidence.events import write_events
 from metricopt_ext.evidence.experiment import Experiment, run_seed
 from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_search, plot_value_function
 from metricopt_ext.evidence.report import Report
+from metricopt_ext.evidence.report_page import FILE, report_page
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction
 from metricopt_ext.methods.run_folder import open_run
@@ -143,15 +144,15 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
 
 
 def _show(experiment: type[Experiment[Any]], report: Report, folder: Path, seeds: Sequence[int]) -> None:
-    written = [
-        *report.write(folder),
+    files = report.write(folder)
+    course = plot_search if report.searched else plot_finetuning
+    pictures = [
         plot_methods(report, folder / "methods.png"),
-        plot_search(report, folder / "search.png")
-        if report.searched
-        else plot_finetuning(report, folder / "finetuning.png"),
+        course(report, folder / ("search.png" if report.searched else "finetuning.png")),
         plot_value_function(report, folder / "value_function.png"),
         *experiment.plot_seeds(folder, seeds),
     ]
+    page = report_page(report, folder, pictures, experiment.own_files[0]).write(folder / FILE)
     write_events(report, folder / "events")
     report.print()
-    print("wrote", *written, f"and {folder}/seed-*/", sep="\n  ")
+    print("wrote", *files, page, *pictures, f"and {folder}/seed-*/", sep="\n  ")

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from metricopt_ext.errors import DataError, FileFormatError
-from metricopt_ext.evidence.claims import OURS, all_pairs, entry_of, guard_blocks, holm, rivals_of, tests
+from metricopt_ext.evidence.claims import OURS, all_pairs, entry_of, guard_blocks, holm, pair, rivals_of, shown, tests
 from metricopt_ext.evidence.contest import STARTS, Plan, read_row
 from metricopt_ext.evidence.experiment import Subject
+from metricopt_ext.evidence.guarded import TRAINED
 from metricopt_ext.evidence.method import METHODS, Needs
-from metricopt_ext.evidence.report import versions
+from metricopt_ext.evidence.report import chance_in_words, versions
 from metricopt_ext.evidence.style import (
     direction,
     markdown_table,
@@ -25,7 +26,12 @@ from metricopt_ext.utils.files import content_of, holds, read_json, write_atomic
 from metricopt_ext.utils.words import counted
 
 FILE = "comparison.json"
+PICTURE = "comparison.png"
 UNGUARDED = "the same, unguarded"
+PAIRED = (
+    "Difference on test, paired by seed; positive is better for ours. p: Student's t, two-sided; Holm: corrected for"
+    " all rows. seconds: ours and theirs."
+)
 PAIRS = ["against", "queries", "difference", "95% interval", "wins", "losses", "p", "p, Holm", "seconds"]
 
 
@@ -112,7 +118,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def write(content: dict[str, Any], folder: Path) -> list[Path]:
     """Write comparison.json, .md and .png; returns their paths."""
-    paths = [folder / FILE, folder / "comparison.md", folder / "comparison.png"]
+    paths = [folder / FILE, folder / "comparison.md", folder / PICTURE]
     write_json(paths[0], content)
     write_atomically(paths[1], markdown(content).encode())
     plot(content, paths[2])
@@ -121,41 +127,101 @@ def write(content: dict[str, Any], folder: Path) -> list[Path]:
 
 def markdown(content: dict[str, Any]) -> str:
     """Return the content of comparison.md."""
-    lines = [f"# {_title(content)}", "", *_means(content), "", *(f"- {line}" for line in notes(content)), ""]
+    lines = [
+        f"# {heading(content)}",
+        "",
+        verdict(content),
+        "",
+        *_means(content),
+        "",
+        *(f"- {line}" for line in notes(content)),
+        "",
+    ]
     if content["pairs"]:
         lines += [
             f"## {METHODS[OURS].title} against each",
             "",
-            "Difference on test, paired by seed; positive is better for ours. p: Student's t, two-sided; Holm:"
-            " corrected for all rows. seconds: ours and theirs.",
+            PAIRED,
             "",
-            *markdown_table(PAIRS, _pair_rows(content)),
+            *markdown_table(PAIRS, pair_rows(content)),
             "",
         ]
     if content["guards"]:
         lines += ["## The guard", ""]
-        for heading, points in guard_blocks(content["guards"]):
-            lines += [f"{heading}:", "", *(f"- {point}" for point in points), ""]
-    computed = f"Computed on {'; '.join(content['machines'])}; other processors give other digits."
-    return "\n".join([*lines, computed, ""])
+        for title, points in guard_blocks(content["guards"]):
+            lines += [f"{title}:", "", *(f"- {point}" for point in points), ""]
+    return "\n".join([*lines, computed_on(content), ""])
+
+
+def computed_on(content: dict[str, Any]) -> str:
+    """Say which machines the digits are of."""
+    return f"Computed on {'; '.join(content['machines'])}; other processors give other digits."
 
 
 def section(name: str, content: dict[str, Any]) -> str:
     """Return a comparison's table in Markdown under a heading, for a page of several."""
-    return "\n".join([f"## {name}", "", f"{_title(content)}.", "", *_means(content), ""])
+    return "\n".join([f"## {name}", "", f"{heading(content)}.", "", *_means(content), ""])
 
 
-def _title(content: dict[str, Any]) -> str:
+def heading(content: dict[str, Any]) -> str:
+    """Return what a comparison is about."""
     metric = content["metric"]
     return f"{content['title']}: {metric['name']} ({direction(metric['maximize'])})"
 
 
-def _means(content: dict[str, Any]) -> list[str]:
-    """Return the table of means, with what it is of."""
+def verdict(content: dict[str, Any]) -> str:
+    """Say in one sentence what came out at the largest number of queries, and whether it may be chance."""
+    budget, titles = content["budgets"][-1], {name: entry_of(name).title for name in (*rivals_of(content), OURS)}
+    values = {name: tests(content, name, budget) for name in titles}
+    means = {name: float(np.mean(_known(each))) for name, each in values.items() if each and _known(each)}
+    top = (max if content["metric"]["maximize"] else min)(means, key=means.__getitem__)
+    best = f"the best on test is {titles[top]} with {means[top]:.4f}"
+    said = f"{heading(content)}, {counted(budget, 'query')}, mean over {counted(len(content['seeds']), 'seed')}"
+    if OURS not in means:
+        return f"{said}: {best}, where the model as it was has {means[TRAINED]:.4f}."
+    seen = (content["starts"][TRAINED], content["methods"][OURS]["cells"][str(budget)])
+    before, after = (float(np.mean(_known(each["validation"]))) for each in seen)
+    on_test, on_validation = (
+        f"{a:.4f} → {b:.4f} on {part}"
+        for a, b, part in ((means[TRAINED], means[OURS], "test"), (before, after, "validation"))
+    )
+    judged = [
+        each["whole"]
+        for each in content["guards"]
+        if (each["method"], each["budget"]) == (OURS, budget) and each.get("whole")
+    ]
+    guard = (
+        f" the guard accepted a change in {sum(each['accepted'] for each in judged)} of {len(judged)} seeds;"
+        if judged
+        else ""
+    )
+    over = f"the gain on test (with its 95% interval), {_difference(content, TRAINED, budget)}"
+    rival = (
+        f"{best}, and MetricOpt's difference from it, {_difference(content, top, budget)}"
+        if top != OURS
+        else f"{best} itself"
+    )
+    return f"{said}: MetricOpt {on_test} and {on_validation};{guard} {over}; {rival}."
+
+
+def _difference(content: dict[str, Any], rival: str, budget: int) -> str:
+    """Say by how much ours is better than a rival, and whether that may be chance."""
+    found = pair(content, rival, budget)
+    return "is unknown" if found is None else f"{shown(found.interval)}, {chance_in_words(found.interval)}"
+
+
+def means_table(content: dict[str, Any]) -> tuple[str, list[str], list["Row"]]:
+    """Return the table of means: what it is of, the titles of its columns, and its rows."""
     seeds, header = content["seeds"], ["method", "needs", *map(str, content["budgets"]), "seconds", "passes"]
-    rows = [[row.title, row.needs, *row.cells, row.seconds, row.passes] for row in _rows(content, "**{}**".format)]
-    said = f"Mean on test over {counted(len(seeds), 'seed')} ({seeds[0]} to {seeds[-1]}), by metric queries; bold: the"
-    return [f"{said} best of a column.", "", *markdown_table(header, rows)]
+    said = f"Mean on test over {counted(len(seeds), 'seed')} ({seeds[0]} to {seeds[-1]}), by metric queries"
+    return said, header, _rows(content)
+
+
+def _means(content: dict[str, Any]) -> list[str]:
+    """Return the table of means in Markdown, with what it is of."""
+    said, header, rows = means_table(content)
+    cells = [[row.title, row.needs, *row.cells("**{}**".format), row.seconds, row.passes] for row in rows]
+    return [f"{said}; bold: the best of a column.", "", *markdown_table(header, cells)]
 
 
 def print_report(content: dict[str, Any]) -> None:
@@ -163,7 +229,7 @@ def print_report(content: dict[str, Any]) -> None:
     metric = content["metric"]
     print_table(
         ["method", *map(str, content["budgets"])],
-        [[row.title, *row.cells] for row in _rows(content, "*{}".format)],
+        [[row.title, *row.cells("*{}".format)] for row in _rows(content)],
         title=f"{content['title']}: test {metric['name']} ({direction(metric['maximize'])}),"
         f" {counted(len(content['seeds']), 'seed')}, by queries; *: best of a column",
     )
@@ -171,9 +237,9 @@ def print_report(content: dict[str, Any]) -> None:
     print_points(notes(content))
     if content["pairs"]:
         print()
-        print_table(PAIRS, _pair_rows(content), title=f"{METHODS[OURS].title} against each, paired by seed")
-    for heading, points in guard_blocks(content["guards"]) if content["guards"] else ():
-        print(f"\n{heading}:")
+        print_table(PAIRS, pair_rows(content), title=f"{METHODS[OURS].title} against each, paired by seed")
+    for title, points in guard_blocks(content["guards"]) if content["guards"] else ():
+        print(f"\n{title}:")
         print_points(points)
 
 
@@ -307,7 +373,9 @@ def _pairs(content: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _pair_rows(content: dict[str, Any]) -> list[list[str]]:
+def pair_rows(content: dict[str, Any]) -> list[list[str]]:
+    """Return the rows of the table of pairs."""
+
     def small(p: float | None) -> str:
         return "" if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001"
 
@@ -327,18 +395,35 @@ def _pair_rows(content: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-class _Row(NamedTuple):
-    """What a row of the table shows; of several budgets, seconds and passes are of the largest."""
+class Row(NamedTuple):
+    """What a row of the table of means shows; of several budgets, seconds and passes are of the largest.
+
+    Attributes:
+        title: The method's.
+        needs: What it needs of the data that the metric sees.
+        means: Its mean at each budget, empty where it has none.
+        best: Whether that is the best of its column.
+        failed: On how many seeds it failed, empty where it didn't.
+        seconds: What it took.
+        passes: What that cost the model.
+    """
 
     title: str
     needs: str
-    cells: list[str]
+    means: list[str]
+    best: list[bool]
+    failed: list[str]
     seconds: str = ""
     passes: str = ""
 
+    def cells(self, mark: Callable[[str], str] = str) -> list[str]:
+        """Return what stands under the budgets, the best marked."""
+        marked = [mark(mean) if top else mean for mean, top in zip(self.means, self.best, strict=True)]
+        return [" ".join(filter(None, each)) for each in zip(marked, self.failed, strict=True)]
 
-def _rows(content: dict[str, Any], best: Callable[[str], str]) -> list[_Row]:
-    """Return all rows, that of our search without its guard last; ``best`` marks a column's best."""
+
+def _rows(content: dict[str, Any]) -> list[Row]:
+    """Return all rows, that of our search without its guard last."""
     names = [*rivals_of(content), *([OURS] if OURS in content["methods"] else [])]
     sign, seeds = (1 if content["metric"]["maximize"] else -1), len(content["seeds"])
     means: dict[str, list[float | None]] = {}
@@ -349,23 +434,21 @@ def _rows(content: dict[str, Any], best: Callable[[str], str]) -> list[_Row]:
         max((sign * mean for mean in column if mean is not None), default=math.nan)
         for column in zip(*means.values(), strict=True)
     ]
-    rows = []
+    rows: list[Row] = []
     for name in names:
         failed = content["methods"].get(name, {"errors": {}})["errors"]
-        cells = []
-        for budget, mean, top in zip(content["budgets"], means[name], highest, strict=True):
-            cell = "" if mean is None else f"{mean:.4f}"
-            cell = best(cell) if mean is not None and sign * mean == top else cell
-            count = len(failed.get(str(budget), []))
-            cells.append(cell + ("" if not count else " " * bool(cell) + f"({count} of {seeds} failed)"))
+        counts = [len(failed.get(str(budget), [])) for budget in content["budgets"]]
+        best = [mean is not None and sign * mean == top for mean, top in zip(means[name], highest, strict=True)]
+        cells = ["" if mean is None else f"{mean:.4f}" for mean in means[name]]
+        failures = [f"({count} of {seeds} failed)" if count else "" for count in counts]
         title, needs = entry_of(name).title, _needs(content, name)
         if name == "best_start":
             title += f" ({counted(content['best_start']['queries'], 'query')})"
-        rows.append(_Row(title, needs, cells, _seconds(content, name), _passes(content, name)))
+        rows.append(Row(title, needs, cells, best, failures, _seconds(content, name), _passes(content, name)))
     ends = [_unguarded(content, budget) for budget in content["budgets"]]
     if any(values is not None for values in ends):
         cells = ["" if values is None else f"{np.mean(_known(values)):.4f}" for values in ends]
-        rows.append(_Row(UNGUARDED, _needs(content, OURS), cells))
+        rows.append(Row(UNGUARDED, _needs(content, OURS), cells, [False] * len(cells), [""] * len(cells)))
     return rows
 
 

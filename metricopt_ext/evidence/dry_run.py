@@ -185,7 +185,8 @@ def besides(config: RunConfig, methods: list[str], strategy: GuidedTrustRegion |
 def files_of_run(config: RunConfig) -> list[str]:
     """Return the names of what a run leaves in its folder, besides its seeds' folders and pictures of one task."""
     course = "search.png" if config.strategy == "search" else "finetuning.png"
-    return ["run.json", "log.txt", "report.json", "report.md", "methods.png", course, "value_function.png", "events"]
+    reports = ["report.json", "report.md", "report.html"]
+    return ["run.json", "log.txt", *reports, "methods.png", course, "value_function.png", "events"]
 
 
 def files_of_seed(config: RunConfig, own: tuple[str, ...]) -> list[str]:

@@ -268,6 +268,7 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
         machine=Machine.current(task.adapter.phi.device),
         searched=searched,
         correlations={} if correlations is None else correlations.to_json()["correlations"],
+        queries=result.queries,
     )
     if config.pictures and seed == config.seed:
         from metricopt_ext.evidence.value_plots import draw_value_function

@@ -55,6 +55,7 @@ class SeedRecord:
         searched: Validation metric at each query of a search, in order.
         correlations: Rank correlations of each loss with the metric on test batches, ``"spearman"`` and ``"kendall"``,
             None where undefined; empty for a task without batches of scores.
+        queries: MetricOpt's metric queries by what they were for.
     """
 
     seed: int
@@ -72,6 +73,7 @@ class SeedRecord:
     machine: Machine
     searched: list[float] = field(default_factory=list)
     correlations: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    queries: dict[str, int] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write the record as JSON."""

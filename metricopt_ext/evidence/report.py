@@ -35,13 +35,29 @@ class Interval(NamedTuple):
 
 
 GAINS = "MetricOpt's gains on test, paired by seed; positive is better"
-# What only report.md shows.
+OVER = ["over", "gain", "95% interval", "shown"]
+# What the terminal does not show.
 MORE_NOTES = (
     "seconds: wall-clock time, the mean over seeds.",
     "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; another f: the"
     " value function of another run; batch metric: the metric of any scores and labels, asked on training batches.",
 )
 BATCH_NOTE = "batch queries: besides, evaluations of the metric on batches of scores and labels."
+SPENT = "MetricOpt's queries by what they were for"
+GUARD_AND_F = "The guard and the value function f, means over seeds"
+PREDICTED = "How well the metric is predicted on points that it was not fitted to, where f is used"
+IN_USE = "value function in use"
+PREDICTORS = ["predictor", "Spearman", "mean absolute error, as a cost"]
+RANKED = (
+    "How well a loss ranks batches of test data, under every method's model, as the metric does (1: a lower loss always"
+    " is a better metric)"
+)
+LOSSES = ["loss", "Spearman", "Kendall"]
+UNITS = (
+    "Spearman's rank correlation is 1 for a perfect order and 0 for none. A cost is lower where the metric is better:"
+    " the metric mapped to [0, 1] by its bounds or, for one without bounds, itself with that sign."
+)
+DIGITS = 4  # after the point, of a metric
 HEADER = ["method", "validation", "test", "queries", "per start", "seconds"]
 
 
@@ -136,6 +152,7 @@ class Report:
             "split_half": [record.split_half for record in self.records],
             "chance": [record.chance for record in self.records],
             "kept": [record.kept for record in self.records],
+            "queries": [record.queries for record in self.records],
             "settings": [record.setting for record in self.records],
             "machines": [vars(record.machine) for record in self.records],
             "versions": versions(),
@@ -153,40 +170,80 @@ class Report:
 
     def markdown(self) -> str:
         """Return the content of report.md."""
-        machines = dict.fromkeys(str(record.machine) for record in self.records)
         lines = [
-            f"# {self.task}: {self.metric} ({direction(self.maximize)})",
+            f"# {self.heading}",
             "",
-            *markdown_table(
-                [*self._header(), "needs"],
-                [[*row, self.needs(name)] for name, row in zip(self.methods, self._rows(), strict=True)],
-            ),
+            self.verdict(),
             "",
-            *(f"- {line}" for line in (*self._notes(), *MORE_NOTES)),
+            *markdown_table(*self.table()),
+            "",
+            *(f"- {line}" for line in (*self.notes(), *MORE_NOTES)),
             "",
             f"{GAINS}:",
             "",
-            *(f"- {line}" for line in self._on_gains()),
+            *(f"- {line}" for line in self.on_gains()),
             "",
-            "The guard and the value function f, means over seeds:",
+            f"{GUARD_AND_F}:",
             "",
-            *(f"- {line}" for line in self._on_guard_and_f()),
+            *(f"- {line}" for line in (*self.on_guard(), *self.on_f())),
             "",
-            f"Computed on {'; '.join(machines)}. Training amplifies rounding, so other processors, instruction sets and"
-            " numbers of threads give other digits.",
+            f"{SPENT}:",
             "",
-            "How well the metric is predicted on held-out trajectories, where f is used:",
+            *markdown_table(*self.spent()),
             "",
-            *markdown_table(["predictor", "Spearman", "mean absolute error, as a cost"], self._predictors()),
-            "",
-            *self._on_losses(),
-            "Spearman's rank correlation is 1 for a perfect order and 0 for none. A cost is lower where the metric is"
-            " better: the metric mapped to [0, 1] by its bounds or, for one without bounds, itself with that sign.",
+            self.computed_on(),
             "",
         ]
-        return "\n".join(lines)
+        if predictors := [(f"**{name}**" if name == IN_USE else name, *row) for name, *row in self.predictors()]:
+            lines += [f"{PREDICTED}:", "", *markdown_table(PREDICTORS, predictors), ""]
+        if losses := self.losses():
+            lines += [f"{RANKED}:", "", *markdown_table(LOSSES, losses), ""]
+        return "\n".join([*lines, UNITS, ""])
 
-    def _notes(self) -> list[str]:
+    @property
+    def heading(self) -> str:
+        """What the report is about."""
+        return f"{self.task}: {self.metric} ({direction(self.maximize)})"
+
+    def verdict(self) -> str:
+        """Say in one sentence what came out: before and after, what the guard did, and whether it may be chance."""
+        parts = []
+        for part in ("test", "validation"):
+            before, after = (spread(self.values(name, part)) for name in ("pretrained", "metricopt"))
+            parts.append(f"{before} → {after} on {part}")
+        seeds = len(self.records)
+        over = f" (mean ± standard deviation over {seeds} seeds)" if seeds > 1 else ""
+        return f"{self.metric} ({direction(self.maximize)}): {' and '.join(parts)}{over}; {self._accepted()}."
+
+    def _accepted(self) -> str:
+        """Say what the guard did, and whether the gain may be chance."""
+        seeds, left = len(self.records), sum(record.kept == "start" for record in self.records)
+        known = all(record.split_half is not None or record.chance > 0 for record in self.records)
+        if left == seeds:
+            why = "no gain on validation exceeded what chance explains" if known else "validation showed no gain"
+            return f"the guard left the model as it was{' in every seed' if seeds > 1 else ''}, as {why}"
+        where = "" if seeds == 1 else f" in {seeds - left} of {seeds} seeds"
+        beside = f" and left the model as it was in {left}" if left else ""
+        guard = f"the guard accepted the change{where}{beside}" + (
+            "" if known else ", not knowing how much of it may be chance, as the metric reports no halves"
+        )
+        mean, low, high = gain = self.gain("pretrained")
+        interval = "" if math.isnan(low) else f" (95% interval [{low:+.4f}, {high:+.4f}])"
+        return f"{guard}; the gain on test, {mean:+.4f}{interval}, {chance_in_words(gain)}"
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the table of methods: the titles of its columns, and its rows."""
+        return [*self._header(), "needs"], [
+            [*row, self.needs(name)] for name, row in zip(self.methods, self._rows(), strict=True)
+        ]
+
+    def best(self, part: str) -> set[str]:
+        """Return the methods whose mean validation or test metric, to the digits that are shown, is the best."""
+        shown = {name: round(float(np.mean(self.values(name, part))), DIGITS) for name in self.methods}
+        top = (max if self.maximize else min)(shown.values())
+        return {name for name, value in shown.items() if value == top}
+
+    def notes(self) -> list[str]:
         """Say what the table's numbers are."""
         one = len(self.records) == 1
         spread = "One seed: " if one else f"Mean ± standard deviation over {len(self.records)} seeds; each is "
@@ -197,18 +254,37 @@ class Report:
             *([BATCH_NOTE] if self.batch_queried else []),
         ]
 
+    def spent(self) -> tuple[list[str], list[list[str]]]:
+        """Return MetricOpt's queries of each seed by what they were for: titles and rows of a table."""
+        purposes = list(dict.fromkeys(purpose for record in self.records for purpose in record.queries))
+        rows = []
+        for record in self.records:
+            ours = record.outcomes["metricopt"][-1]
+            each = [str(record.queries.get(purpose, 0)) for purpose in purposes]
+            rows.append([str(record.seed), *each, str(ours.queries_total), f"{ours.seconds:.1f}"])
+        return ["seed", *(purpose.replace("_", " ") for purpose in purposes), "in all", "seconds"], rows
+
+    def computed_on(self) -> str:
+        """Say which machines the digits are of."""
+        machines = dict.fromkeys(str(record.machine) for record in self.records)
+        return (
+            f"Computed on {'; '.join(machines)}. Training amplifies rounding, so other processors, instruction sets and"
+            " numbers of threads give other digits."
+        )
+
     def findings(self) -> list[str]:
         """Say in words what the numbers show, both gains and failures."""
-        return [*self._on_gains(), *self._on_guard_and_f()]
+        return [*self.on_gains(), *self.on_guard(), *self.on_f()]
 
-    def _on_gains(self) -> list[str]:
+    def on_gains(self) -> list[str]:
+        """Say how MetricOpt compares with each other method."""
         return [
             f"MetricOpt against {over}: {gain} on test"
             + (f", 95% interval {interval}: {verdict}" if interval else f" ({verdict})")
-            for over, gain, interval, verdict in self._gains()
+            for over, gain, interval, verdict in self.gains()
         ]
 
-    def _gains(self) -> list[tuple[str, str, str, str]]:
+    def gains(self) -> list[tuple[str, str, str, str]]:
         """Return each rival's title, MetricOpt's gain over it, the gain's interval, and what it shows."""
         rows = []
         for name in self.methods:
@@ -220,13 +296,9 @@ class Report:
             rows.append((self.title(name), f"{mean:+.4f}", *shown))
         return rows
 
-    def _on_guard_and_f(self) -> list[str]:
+    def on_guard(self) -> list[str]:
+        """Say what counted as chance and what the guard kept."""
         lines, seeds = [], counted(len(self.records), "seed")
-        trivial = {
-            name: float(np.mean([record.trivial[name].spearman for record in self.records]))
-            for name in self.records[0].trivial
-        }
-        trusted = sum(quality.trusted for quality in self.quality)
         halves = [record.split_half for record in self.records if record.split_half is not None]
         if halves:
             chance, confidence = np.mean([record.chance for record in self.records]), self.config["guard_confidence"]
@@ -237,38 +309,47 @@ class Report:
                 f" lose on other data, count as chance: the model was left as it was in {left} of {seeds}"
             )
         counts = collections.Counter(record.kept for record in self.records)
+        kept_in = ", ".join(f"{kept(name)} in {count}" for name, count in counts.most_common())
+        return [*lines, f"Kept by the guard: {kept_in}"]
+
+    def on_f(self) -> list[str]:
+        """Say how well f predicted, and in how many seeds it is to be trusted; nothing if there was no f."""
+        if not self.quality:
+            return []
+        trivial = {
+            name: float(np.mean([record.trivial[name].spearman for record in self.records]))
+            for name in self.records[0].trivial
+        }
+        trusted = sum(quality.trusted for quality in self.quality)
         best = max(trivial, key=lambda name: trivial[name], default=None)
         beside = "" if best is None else f" (best trivial predictor, {best.replace('_', ' ')}: {trivial[best]:.2f})"
-        kept_in = ", ".join(f"{kept(name)} in {count}" for name, count in counts.most_common())
-        if self.quality:
-            spearman = np.mean([quality.spearman for quality in self.quality])
-            mae = np.mean([quality.mae for quality in self.quality])
-            rivals = {"a constant": [quality.constant_mae for quality in self.quality]}
-            so_far = [quality.incumbent_mae for quality in self.quality if quality.incumbent_mae is not None]
-            if so_far:
-                rivals["the best so far"] = so_far
-            against = " and ".join(f"{np.mean(errors):.4f} of {name}" for name, errors in rivals.items())
-            where = "before each query" if self.searched else "on held-out trajectories"
-            lines.append(
-                f"Value function {where}: Spearman {spearman:.2f}{beside}, mean absolute error {mae:.4f} of the cost"
-                f" against {against}; trusted in {trusted} of {seeds}"
-            )
-        return [*lines, f"Kept by the guard: {kept_in}"]
+        spearman = np.mean([quality.spearman for quality in self.quality])
+        mae = np.mean([quality.mae for quality in self.quality])
+        rivals = {"a constant": [quality.constant_mae for quality in self.quality]}
+        so_far = [quality.incumbent_mae for quality in self.quality if quality.incumbent_mae is not None]
+        if so_far:
+            rivals["the best so far"] = so_far
+        against = " and ".join(f"{np.mean(errors):.4f} of {name}" for name, errors in rivals.items())
+        where = "before each query" if self.searched else "on held-out trajectories"
+        return [
+            f"Value function {where}: Spearman {spearman:.2f}{beside}, mean absolute error {mae:.4f} of the cost"
+            f" against {against}; trusted in {trusted} of {counted(len(self.records), 'seed')}"
+        ]
 
     def print(self) -> None:
         """Print the tables and the findings."""
         print_table(
             self._header()[:-1],  # seconds would not fit into 80 columns; report.md has them
             [row[:-1] for row in self._rows()],
-            title=f"{self.task}: {self.metric} ({direction(self.maximize)}), {counted(len(self.records), 'seed')}",
+            title=f"{self.heading}, {counted(len(self.records), 'seed')}",
             bold=[i for i, name in enumerate(self.methods) if name == "metricopt"],
         )
         print()
-        print_points(self._notes())
+        print_points(self.notes())
         print()
-        print_table(["over", "gain", "95% interval", ""], self._gains(), title=GAINS)
+        print_table(OVER, self.gains(), title=GAINS)
         print()
-        print_points(self._on_guard_and_f())
+        print_points([*self.on_guard(), *self.on_f()])
 
     def write(self, folder: str | Path) -> list[Path]:
         """Write report.json and report.md; returns their paths."""
@@ -277,28 +358,20 @@ class Report:
         write_atomically(paths[1], self.markdown().encode())
         return paths
 
-    def _on_losses(self) -> list[str]:
-        """Say how well losses rank batches as the metric does, if that was measured."""
-        names = list(dict.fromkeys(name for record in self.records for name in record.correlations))
-        if not names:
-            return []
+    def losses(self) -> list[tuple[str, str, str]]:
+        """Return how well losses rank batches as the metric does, a row for each; none if that was not measured."""
 
         def over_seeds(name: str, key: str) -> str:
             found = [record.correlations.get(name, {}).get(key) for record in self.records]
             known = [value for value in found if value is not None]
             return spread(known) if known else "undefined"
 
-        rows = [[name, *(over_seeds(name, key) for key in ("spearman", "kendall"))] for name in names]
-        return [
-            "How well a loss ranks batches of test data, under every method's model, as the metric does (1: a lower"
-            " loss always is a better metric):",
-            "",
-            *markdown_table(["loss", "Spearman", "Kendall"], rows),
-            "",
-        ]
+        names = dict.fromkeys(name for record in self.records for name in record.correlations)
+        return [(name, over_seeds(name, "spearman"), over_seeds(name, "kendall")) for name in names]
 
-    def _predictors(self) -> list[tuple[str, str, str]]:
-        rows = {"**value function in use**": self.quality}
+    def predictors(self) -> list[tuple[str, str, str]]:
+        """Return how well f and its rivals predict, a row for each."""
+        rows = {IN_USE: self.quality} if self.quality else {}
         for title, column in (("fitted: {}", "candidates"), ("trivial: {}", "trivial")):
             for name in getattr(self.records[0], column):
                 qualities = [getattr(record, column).get(name) for record in self.records]
@@ -340,6 +413,19 @@ def paired_interval(differences: Any, level: float = 0.95) -> Interval:
         return Interval(mean, math.nan, math.nan)
     half = float(t.ppf((1 + level) / 2, n - 1) * values.std(ddof=1) / math.sqrt(n))
     return Interval(mean, mean - half, mean + half)
+
+
+def chance_in_words(interval: Interval) -> str:
+    """Say of a gain's 95% interval over seeds whether the gain may be chance."""
+    if math.isnan(interval.low):
+        return "may be chance, which one seed cannot tell"
+    return (
+        "is more than chance"
+        if interval.low > 0
+        else "is a loss beyond chance"
+        if interval.high < 0
+        else "may be chance"
+    )
 
 
 def spread(values: Sequence[float]) -> str:

@@ -16,6 +16,7 @@ from metricopt_ext.errors import ConfigError, FileFormatError, MetricError
 from metricopt_ext.evidence import cli
 from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.run_config import AdapterConfig, RecipeConfig, RunConfig
+from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.tasks.metric import Metric
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -182,7 +183,7 @@ def toy(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
         @classmethod
         def plot_seeds(cls, folder: Path, seeds: Any) -> list[Path]:
             cls.plotted.append(list(seeds))
-            return [folder / "more.png"]
+            return [save_figure(new_figure(2, 1)[0], folder / "more.png")]
 
         def prepare(self) -> Any:
             self.made.append(self.seed)
@@ -215,6 +216,7 @@ def go(folder: Path, toy: Any, config: ToyConfig | None = None, resume: bool = F
 def test_a_run_leaves_its_report_pictures_and_seeds(
     strategy: str,
     course: str,
+    html: Callable[[str], Any],
     toy: Any,
     quadratic: Callable[..., Any],
     tmp_path: Path,
@@ -226,13 +228,13 @@ def test_a_run_leaves_its_report_pictures_and_seeds(
     assert toy.made == [3, 4]
     assert toy.plotted == [[3, 4]]
     assert "squares: distance (lower is better), 2 seeds of 40 queries\n" in shown
-    named = ["report.json", "report.md", "methods.png", course, "value_function.png", "more.png"]
+    named = ["report.json", "report.md", "report.html", "methods.png", course, "value_function.png", "more.png"]
     assert [line.strip() for line in shown.split("\nwrote\n")[1].splitlines()] == [
         *(str(tmp_path / name) for name in named),
         f"and {tmp_path}/seed-*/",
     ]
     assert {path.name for path in tmp_path.iterdir()} == {
-        *named[:-1],
+        *named,
         "run.json",
         "log.txt",
         ".lock",
@@ -254,6 +256,13 @@ def test_a_run_leaves_its_report_pictures_and_seeds(
         start = float(((task.goal + 0.01 * seed) ** 2).sum())
         assert content["methods"]["pretrained"]["test"][place] == pytest.approx(start)
     assert report.values("metricopt", "test") == content["methods"]["metricopt"]["test"]
+    totals = [record.outcomes["metricopt"][-1].queries_total for record in report.records]
+    assert [sum(queries.values()) for queries in content["queries"]] == totals
+    page = html((tmp_path / "report.html").read_text())
+    page.check()
+    assert len([name for name, _ in page.elements if name == "img"]) == 4
+    assert page.texts("p")[0] == report.verdict()
+    assert f"{report.verdict()}\n" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.usefixtures("tensorboard")
@@ -262,9 +271,15 @@ def test_a_run_leaves_its_report_pictures_and_seeds(
     [(1, "search", {"landscape.png"}), (2, "recipe", {"interpolation.png", "landscape.png"})],
 )
 def test_a_metric_may_have_any_name(
-    toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], seeds: int, strategy: str, pictures: set[str]
+    toy: Any,
+    html: Callable[[str], Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    seeds: int,
+    strategy: str,
+    pictures: set[str],
 ) -> None:
-    name = "[/red]f[1] :key: $\\frac$ {0} %s"  # markup, an emoji, a formula with an error, and placeholders
+    name = "<script>[/red]f[1] :key: $\\frac$ {0} %s"  # markup, an emoji, a wrong formula, placeholders
 
     class Hostile(toy):  # type: ignore[misc]
         @classmethod
@@ -284,6 +299,7 @@ def test_a_metric_may_have_any_name(
     assert f"toy/[/b]: {name} (lower is better), {seeds} {noun}\n" in shown
     assert f"\n  {folder}/report.md\n" in shown
     assert (folder / "report.md").read_text().startswith(f"# toy/[/b]: {name} (lower is better)\n")
+    assert html((folder / "report.html").read_text()).texts("h1") == [f"toy/[/b]: {name} (lower is better)"]
     assert {path.name for path in (folder / "seed-3").glob("*.png")} == pictures
     before, after = (report.records[0].outcomes[method][-1] for method in ("pretrained", "metricopt"))
     last = f"{after.queries_total} of 40 queries spent, {40 - after.queries_total} left;"
@@ -299,8 +315,11 @@ def tensorboard() -> None:
 
 
 @pytest.mark.usefixtures("tensorboard")
-def test_a_run_is_resumed_with_more_seeds_but_with_no_other_settings(toy: Any, tmp_path: Path) -> None:
+def test_a_run_is_resumed_with_more_seeds_but_with_no_other_settings(
+    toy: Any, html: Callable[[str], Any], tmp_path: Path
+) -> None:
     first = go(tmp_path, toy, settings(seeds=1))
+    page = (tmp_path / "report.html").read_text()
     with pytest.raises(FileFormatError, match="holds an earlier run: add --resume"):
         go(tmp_path, toy)
     with pytest.raises(FileFormatError, match="queries was 40, now 41"):
@@ -310,6 +329,9 @@ def test_a_run_is_resumed_with_more_seeds_but_with_no_other_settings(toy: Any, t
     assert toy.made == [3, 4]  # the first seed was taken from its record
     assert both.records[0] == first.records[0]
     assert json.loads((tmp_path / "report.json").read_text())["seeds"] == [3, 4]
+    assert first.verdict() in html(page).texts("p")
+    assert both.verdict() in html((tmp_path / "report.html").read_text()).texts("p")
+    assert first.verdict() != both.verdict()
 
 
 def logged(folder: Path) -> list[str]:

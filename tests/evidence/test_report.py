@@ -47,6 +47,7 @@ def test_report_json(report: Callable[..., Report], tmp_path: Path) -> None:
     machine = {"processor": "A processor", "capability": "AVX2", "threads": 1, "device": "cpu"}
     assert content["machines"] == [machine] * 3
     assert content["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert content["queries"] == [{}] * 3
     assert content["config"] == {"queries": 600, "guard_confidence": 0.84}
 
 
@@ -119,7 +120,7 @@ def test_words_follow_the_interval(
 
 
 def test_findings_tell_whether_f_was_trusted(report: Callable[..., Report]) -> None:
-    *_, halves, quality, last = report().findings()
+    *_, halves, last, quality = report().findings()
     assert "Value function on held-out trajectories: Spearman 0.63" in quality
     assert "(best trivial predictor, full quadratic: 0.90)" in quality
     assert "mean absolute error 0.0733 of the cost against 0.1000 of a constant; trusted in 2 of 3 seeds" in quality
@@ -145,7 +146,7 @@ def test_findings_on_a_search_tell_what_f_said_before_each_query(report: Callabl
         object.__setattr__(record, "quality", replace(record.quality, incumbent_mae=mae))
         object.__setattr__(record, "searched", [0.5, 0.7])
         object.__setattr__(record, "trivial", {})
-    *_, quality, _ = made.findings()
+    *_, quality = made.findings()
     assert "Value function before each query: Spearman 0.63, mean absolute error 0.0733 of the cost" in quality
     assert "against 0.1000 of a constant and 0.0300 of the best so far; trusted in 2 of 3 seeds" in quality
     for record in made.records:

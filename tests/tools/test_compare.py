@@ -98,7 +98,8 @@ def test_shards_and_resuming_give_one_comparison(tmp_path: Path, capsys: pytest.
     printed = capsys.readouterr().out
     assert "MetricOpt, guided search against each" in printed
     assert "seed 4" in printed
-    for name in ("comparison.md", "comparison.png"):
+    assert f"\n  {tmp_path}/whole/report.html\n" in printed
+    for name in ("comparison.md", "comparison.png", "report.html"):
         assert (tmp_path / "whole" / name).exists()
 
     parts = tmp_path / "parts"
@@ -120,7 +121,7 @@ def test_shards_and_resuming_give_one_comparison(tmp_path: Path, capsys: pytest.
     assert "are in more than one of" in refused("--join", parts, tmp_path / "whole", "--output-dir", tmp_path / "all")
     call("--join", parts, "--output-dir", tmp_path / "all")
     assert numbers(json.loads((tmp_path / "all" / "comparison.json").read_text())) == numbers(whole)
-    assert (tmp_path / "all" / "comparison.md").exists()
+    assert (tmp_path / "all" / "report.html").exists()
 
 
 def test_a_failing_method_marks_its_cells_and_is_tried_again(

@@ -178,7 +178,7 @@ def test_everything_is_written(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
         ".lock",
         "log.txt",
-        *("run.json", "report.json", "report.md", "events", "seed-0"),
+        *("run.json", "report.json", "report.md", "report.html", "events", "seed-0"),
         *("methods.png", "finetuning.png", "value_function.png"),
     }
     folder = finished / "seed-0"

@@ -133,7 +133,7 @@ def test_everything_is_written(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
         ".lock",
         "log.txt",
-        *("run.json", "report.json", "report.md", "events", "seed-0", "seed-1"),
+        *("run.json", "report.json", "report.md", "report.html", "events", "seed-0", "seed-1"),
         *("methods.png", "finetuning.png", "value_function.png", "recalls.png"),
     }
     for picture in [*finished.glob("*.png"), *finished.glob("seed-*/neighbours.png")]:
