@@ -74,11 +74,12 @@ class MetricConfig:
     """What the classifier is judged by.
 
     f1, jaccard, aucpr, auc and eer are the positive class's if there are two classes, and macro (the mean over classes)
-    else.
+    else; macro_f1, mean_iou and balanced_accuracy, which is macro recall, are always macro.
     """
 
-    # accuracy, auc, aucpr, balanced_accuracy, eer, expected_cost, f1, jaccard, mcc, mcr, worst_recall, or
-    # MODULE:FUNCTION, which is imported and run, from an installed module or one in folder
+    # accuracy, auc, aucpr, balanced_accuracy, eer, expected_cost, f1, jaccard, macro_f1, mcc, mcr, mean_iou,
+    # top5_accuracy, worst_recall, or MODULE:FUNCTION, which is imported and run, from an installed module or one in
+    # folder
     name: str = "accuracy"
     folder: str = ""  # MODULE:FUNCTION: where the module is, if it is not installed
     # expected_cost: cost[true][predicted], each with a decimal point, as omegaconf below 2.4 rejects 0 for 0.0
