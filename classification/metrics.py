@@ -276,7 +276,11 @@ METRICS: dict[str, MetricSpec] = {
         ),
         MetricSpec("mcc", True, (-1.0, 1.0), _mcc, "Matthews correlation of true and predicted classes"),
         MetricSpec(
-            "balanced_accuracy", True, (0.0, 1.0), _balanced_accuracy, "mean (macro) recall over the classes that have examples"
+            "balanced_accuracy",
+            True,
+            (0.0, 1.0),
+            _balanced_accuracy,
+            "mean (macro) recall over the classes that have examples",
         ),
         MetricSpec(
             "worst_recall", True, (0.0, 1.0), _worst_recall, "lowest recall among the classes that have examples"

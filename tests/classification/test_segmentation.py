@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import sklearn.metrics as skm
 import torch
+import torchvision
 from torch import Tensor, nn
-
-torchvision = pytest.importorskip("torchvision")
 
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.classification.segmentation import mean_iou_metric
