@@ -123,7 +123,7 @@ def _freeze_norms(body: nn.Module) -> None:
 
 
 def _add_to_variance(norm: FrozenBatchNorm2d) -> None:
-    """Rescale a published norm, whose variance is used as it is, to one that adds ``eps``, as torchvision's others do."""
+    """Rescale a published norm, whose variance is used as it is, to one that adds ``eps``, as any other does."""
     variance = norm.running_var.double()
     norm.weight.copy_(norm.weight * ((variance + norm.eps) / variance).sqrt())
 
