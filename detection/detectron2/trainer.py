@@ -158,7 +158,9 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
 
     @classmethod
     def build_metric(cls, cfg: CfgNode) -> Metric | None:
-        """Return what phi is tuned for: ``METRIC.NAME`` on ``METRIC.SET``, by this class's loader and evaluator; None if unset.
+        """Return what phi is tuned for: ``METRIC.NAME`` on ``METRIC.SET``, by this class's loader and evaluator.
+
+        None if no set is named.
 
         Raises:
             ConfigError: The set has fewer images than ``METRIC.IMAGES``.
