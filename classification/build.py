@@ -34,6 +34,7 @@ from metricopt_ext.classification.data import (
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.probe import output_scale
+from metricopt_ext.classification.published import cropped, load_published, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
 from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split
@@ -45,6 +46,7 @@ from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.utils.config import config_section
+from metricopt_ext.utils.files import load_checkpoint
 from metricopt_ext.utils.imports import import_named
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator
@@ -239,7 +241,7 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
         DataError: The data are missing or unusable.
     """
     with config_section("data"):
-        splits = _divided(config.data, config.limits, seed)
+        splits = _divided(config, seed)
     if config.data.positive:
         splits = with_positive(splits, config.data.positive)
     if config.data.imbalance != 1 or config.data.largest_class:
@@ -251,9 +253,27 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
         splits = splits.map(lambda part, name: Split(part.x.float() / 255, part.y))
     with config_section("shift"):
         splits = _shifted(splits, config, seed)
+    splits = _normalised(splits, config)
     if config.data.metric_on == "train":
         return replace(splits, validation=train_subset(splits, seed))
     return splits
+
+
+def _normalised(splits: Splits, config: ClassificationConfig) -> Splits:
+    """Normalise images as published weights need it, or as the settings say."""
+    weights = published(config.model.name, config.model.weights)
+    mean, std = (config.data.mean, config.data.std) if weights is None else mean_and_std(weights)
+    if not mean:
+        return splits
+    shape = splits.train.x.shape[1:]
+    if len(shape) != 3 or len(mean) != shape[0]:
+        raise ConfigError(f"data.mean={mean} normalises images of {len(mean)} channels, but the data is {tuple(shape)}")
+
+    def change(part: Split, name: str) -> Split:
+        centre, spread = (part.x.new_tensor(values).view(-1, 1, 1) for values in (mean, std))
+        return Split((part.x - centre) / spread, part.y)
+
+    return splits.map(change)
 
 
 def train_subset(splits: Splits, seed: int) -> Split:
@@ -282,7 +302,17 @@ def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: 
         folder=folder,
         seed=seed,
         device=splits.train.x.device,
+        load=lambda model, weights: _load(model, config.model.name, weights),
     )
+
+
+def _load(model: nn.Module, name: str, weights: str) -> None:
+    """Load published weights, or a file's."""
+    entry = published(name, weights)
+    if entry is None:
+        load_checkpoint(model, Path(weights))
+    else:
+        load_published(model, entry)
 
 
 def untrained(config: ClassificationConfig, splits: Splits, seed: int) -> nn.Module:
@@ -346,7 +376,8 @@ def _check_adapter(adapter: Adapter, config: ClassificationConfig) -> None:
     adapter.merge()
 
 
-def _divided(data: DataConfig, limits: Limits, seed: int) -> Splits:
+def _divided(config: ClassificationConfig, seed: int) -> Splits:
+    data, limits, weights = config.data, config.limits, published(config.model.name, config.model.weights)
     if data.name != "cifar10" and data.name not in LOADERS:
         raise ConfigError(f"data.name={data.name!r} is none of cifar10, {', '.join(LOADERS)}")
     if data.name not in SKLEARN_SETS and not data.root:
@@ -355,7 +386,10 @@ def _divided(data: DataConfig, limits: Limits, seed: int) -> Splits:
         train, test = load_cifar10(data.root, **limits)
         rest, validation = hold_out(train, data.validation_size, seed)
         return Splits(rest, validation, test, train.class_names)
-    whole = LOADERS[data.name](data, limits)
+    if weights is None:
+        whole = LOADERS[data.name](data, limits)
+    else:
+        whole = load_image_folder(data.root, cropped(weights), **limits)
     return split(whole.x, whole.y, data.fractions, seed, class_names=whole.class_names)
 
 

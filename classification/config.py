@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from metricopt_ext.classification.data import load_csv
+from metricopt_ext.classification.published import published
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.evidence.siblings import SiblingsConfig
@@ -32,6 +33,10 @@ class DataConfig:
     max_categories: int = default_of(load_csv, "max_categories")  # csv: most values of a text column, each one input
     positive: str = ""  # two classes: the one that metrics count as 1; empty: the last by number or alphabet
     image_size: int = 0  # image_folder: pixels per side; 0 if all images have the same size
+    # images: what pixels in [0, 1] are normalised by, one number for each channel, as your own checkpoint was trained;
+    # empty: not at all, but as published weights need it (model.weights=ResNet18_Weights.IMAGENET1K_V1)
+    mean: list[float] = field(default_factory=list)
+    std: list[float] = field(default_factory=list)
     fractions: list[float] = field(default_factory=lambda: [0.7, 0.1, 0.2])  # train, validation, test
     validation_size: int = 5000  # cifar10: held out from its train set
     # What the metric is evaluated on, and every rival that is given its inputs or labels: validation, or train: as many
@@ -49,6 +54,9 @@ class ModelConfig(TrainingConfig):
     """The classifier and how it is trained."""
 
     name: str = MISSING  # tabular_mlp, small_cnn, or a torchvision classifier
+    # A state dict as below, or published weights, e.g. ResNet18_Weights.IMAGENET1K_V1: torchvision downloads them, and
+    # images get their preprocessing, for training too
+    weights: str = ""
     batch_size: int = 100
     balanced: bool = False  # while training: every class gets an equal share of a batch
 
@@ -74,11 +82,12 @@ class MetricConfig:
     """What the classifier is judged by.
 
     f1, jaccard, aucpr, auc and eer are the positive class's if there are two classes, and macro (the mean over classes)
-    else.
+    else; macro_f1, mean_iou and balanced_accuracy, which is macro recall, are always macro.
     """
 
-    # accuracy, auc, aucpr, balanced_accuracy, eer, expected_cost, f1, jaccard, mcc, mcr, worst_recall, or
-    # MODULE:FUNCTION, which is imported and run, from an installed module or one in folder
+    # accuracy, auc, aucpr, balanced_accuracy, eer, expected_cost, f1, jaccard, macro_f1, mcc, mcr, mean_iou,
+    # top5_accuracy, worst_recall, or MODULE:FUNCTION, which is imported and run, from an installed module or one in
+    # folder
     name: str = "accuracy"
     folder: str = ""  # MODULE:FUNCTION: where the module is, if it is not installed
     # expected_cost: cost[true][predicted], each with a decimal point, as omegaconf below 2.4 rejects 0 for 0.0
@@ -152,6 +161,21 @@ class ClassificationConfig(RunConfig):
         check_at_least(0, {"data.image_size": self.data.image_size})
         if self.data.name == "csv" and not self.data.target:
             raise ConfigError("data.name=csv needs data.target=COLUMN, the name of the column of classes")
+        if len(self.data.mean) != len(self.data.std) or any(std <= 0 for std in self.data.std):
+            raise ConfigError(
+                f"data.mean={self.data.mean} and data.std={self.data.std}: both must have one number for each channel,"
+                " those of data.std above 0"
+            )
+        if published(self.model.name, self.model.weights) is not None:
+            if self.data.name != "image_folder":
+                raise ConfigError(
+                    f"model.weights={self.model.weights} needs data.name=image_folder, whose images it crops"
+                )
+            if self.data.image_size or self.data.mean:
+                raise ConfigError(
+                    f"model.weights={self.model.weights} has sizes, a mean and a standard deviation of its own; leave"
+                    " out data.image_size, data.mean and data.std"
+                )
         if self.data.metric_on not in ("validation", "train"):
             raise ConfigError(f"data.metric_on={self.data.metric_on!r} must be validation or train")
         bounds = self.metric.bounds

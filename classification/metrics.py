@@ -90,8 +90,15 @@ def _counts(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _positive_or_macro(numerator: Tensor, denominator: Tensor) -> float:
     """The ratio of class 1 if there are two classes, else its mean over the classes where it is defined."""
-    ratio = numerator / denominator.clamp(min=1)
-    return float(ratio[1] if len(ratio) == 2 else ratio[denominator > 0].mean())
+    if len(numerator) == 2:
+        return float(numerator[1] / denominator[1].clamp(min=1))
+    return macro(numerator, denominator)
+
+
+def macro(numerator: Tensor, denominator: Tensor) -> float:
+    """Return the mean of ratios, ``c`` by ``c``, over the classes where they are defined: the denominator is not 0."""
+    defined = denominator > 0
+    return float((numerator[defined] / denominator[defined]).mean())
 
 
 def _accuracy(logits: Tensor, labels: Tensor) -> float:
@@ -104,6 +111,16 @@ def _mcr(logits: Tensor, labels: Tensor) -> float:
     return float((_decide(logits) != labels).double().mean())
 
 
+def _top5_accuracy(logits: Tensor, labels: Tensor) -> float:
+    logits, labels, num_classes = _check(logits, labels)
+    if num_classes <= 5:
+        raise DataError(f"top5_accuracy needs more than 5 classes, got {num_classes}, of which 5 are always right")
+    true = logits.gather(1, labels.unsqueeze(1))
+    earlier = torch.arange(num_classes, device=labels.device) < labels.unsqueeze(1)
+    rank = ((logits > true) | ((logits == true) & earlier)).sum(1)  # of equal logits the first, as for accuracy
+    return float((rank < 5).double().mean())
+
+
 def _f1(logits: Tensor, labels: Tensor) -> float:
     tp, guessed, actual = _counts(logits, labels)
     return _positive_or_macro(2 * tp, guessed + actual)
@@ -112,6 +129,16 @@ def _f1(logits: Tensor, labels: Tensor) -> float:
 def _jaccard(logits: Tensor, labels: Tensor) -> float:
     tp, guessed, actual = _counts(logits, labels)
     return _positive_or_macro(tp, guessed + actual - tp)
+
+
+def _macro_f1(logits: Tensor, labels: Tensor) -> float:
+    tp, guessed, actual = _counts(logits, labels)
+    return macro(2 * tp, guessed + actual)
+
+
+def _mean_iou(logits: Tensor, labels: Tensor) -> float:
+    tp, guessed, actual = _counts(logits, labels)
+    return macro(tp, guessed + actual - tp)
 
 
 def _recalls(logits: Tensor, labels: Tensor) -> Tensor:
@@ -212,6 +239,7 @@ def _mcc(logits: Tensor, labels: Tensor) -> float:
     return float(((tp.sum() * n - guessed @ actual) / spread.sqrt()).clamp(-1, 1))
 
 
+_OVER_CLASSES = "over the classes that are present or predicted, two included"
 _PER_CLASS = "with 3 or more classes macro, the mean over the classes present"
 
 METRICS: dict[str, MetricSpec] = {
@@ -219,8 +247,17 @@ METRICS: dict[str, MetricSpec] = {
     for spec in (
         MetricSpec("mcr", False, (0.0, 1.0), _mcr, "misclassification rate"),
         MetricSpec("accuracy", True, (0.0, 1.0), _accuracy, "share of examples classified correctly"),
+        MetricSpec(
+            "top5_accuracy",
+            True,
+            (0.0, 1.0),
+            _top5_accuracy,
+            "share of examples whose class is among the 5 of the largest logits; for 6 or more classes",
+        ),
         MetricSpec("f1", True, (0.0, 1.0), _f1, f"F-measure of the positive class; {_PER_CLASS}"),
+        MetricSpec("macro_f1", True, (0.0, 1.0), _macro_f1, f"mean F-measure {_OVER_CLASSES}"),
         MetricSpec("jaccard", True, (0.0, 1.0), _jaccard, f"TP / (TP + FP + FN) of the positive class; {_PER_CLASS}"),
+        MetricSpec("mean_iou", True, (0.0, 1.0), _mean_iou, f"mean TP / (TP + FP + FN) {_OVER_CLASSES}"),
         MetricSpec(
             "aucpr",
             True,
@@ -239,7 +276,11 @@ METRICS: dict[str, MetricSpec] = {
         ),
         MetricSpec("mcc", True, (-1.0, 1.0), _mcc, "Matthews correlation of true and predicted classes"),
         MetricSpec(
-            "balanced_accuracy", True, (0.0, 1.0), _balanced_accuracy, "mean recall over the classes that have examples"
+            "balanced_accuracy",
+            True,
+            (0.0, 1.0),
+            _balanced_accuracy,
+            "mean (macro) recall over the classes that have examples",
         ),
         MetricSpec(
             "worst_recall", True, (0.0, 1.0), _worst_recall, "lowest recall among the classes that have examples"

@@ -21,7 +21,7 @@ def plot_examples(
     """Draw a random sample of the images on which the classifier changed its mind.
 
     Args:
-        part: Images, ``n x c x h x w`` in [0, 1], and labels.
+        part: Images, ``n x c x h x w`` in [0, 1] or normalised, and labels.
         before: Predicted classes before finetuning, ``n``.
         after: Predicted classes after finetuning, ``n``.
         class_names: A name for each class.
@@ -29,6 +29,8 @@ def plot_examples(
         seed: Seed of the sample.
     """
     x, y, before, after = part.x.cpu(), part.y.cpu(), before.cpu(), after.cpu()
+    if x.min() < 0 or x.max() > 1:  # normalised
+        x = (x - x.min()) / (x.max() - x.min())
     changed = (before != after).nonzero().squeeze(1)
     order = torch.randperm(len(changed), generator=generator(seed, "examples"))
     shown = changed[order[: ROWS * COLUMNS]].tolist()

@@ -1,5 +1,7 @@
 """AP50: the average precision of detections if a hit needs an intersection over union (IoU) of 0.5.
 
+AP, the mean over the IoUs 0.5, 0.55, ..., 0.95, is here too: COCO's, or of another definition.
+
 Three definitions are in use and give different values for the same detections:
 
 - ``"voc_11_point"``, Pascal VOC 2007: the mean of the precision at the recalls 0, 0.1, ..., 1.
@@ -35,6 +37,8 @@ Definition = Literal["voc_11_point", "voc", "coco"]
 DEFINITIONS: tuple[Definition, ...] = get_args(Definition)
 
 IOU = 0.5
+# The IoUs that each metric is the mean over, as pycocotools writes them.
+METRICS: dict[str, tuple[float, ...]] = {"AP50": (IOU,), "AP": tuple(np.linspace(0.5, 0.95, 10).tolist())}
 COCO_DETECTIONS = 100  # of one class in one image
 # Written as in the reference code: other forms differ in the last bit, which matters at a recall of 0.3.
 RECALLS = {"voc_11_point": np.arange(0.0, 1.1, 0.1), "coco": np.linspace(0.0, 1.0, 101)}
@@ -44,6 +48,7 @@ ORIGIN = {"voc_11_point": np.array([1.0, 1.0, 0.0, 0.0]), "voc": np.array([1.0, 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
+Pairs = tuple[Integers, Integers, Floats]  # of detections and objects: their rows, and their overlap in [0, 1]
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def match(
     Args:
         detections: What was found in each image of ``truth``, in the same order.
         truth: The images with their objects.
-        definition: See the module.
+        definition: See the module, at an IoU of 0.5.
         rounded: Round as Detectron2's VOC evaluation does, to match its value to the last bit if nothing else
             differs: scores to 3 decimals, boxes to 1, equal scores in the order that numpy's unstable sort gives.
 
@@ -127,6 +132,35 @@ def match(
             ``rounded``.
         MetricError: A box or score is NaN or infinite, or a label is not one of the set's.
     """
+    (matches,) = _match_at((IOU,), detections, truth, definition, rounded=rounded)
+    return matches
+
+
+def match_for(
+    metric: str, detections: Sequence[Detections], truth: DetectionSet, definition: Definition
+) -> list[Matches]:
+    """Decide at each IoU of a metric, one of `METRICS`, for each detection whether it hit an object; see `match`."""
+    return _match_at(METRICS[metric], detections, truth, definition)
+
+
+def mean_over_ious(matches: Sequence[Matches], images: Sequence[int] | None = None) -> float:
+    """Return the mean of the average precision at several IoUs, of some images or all, in [0, 1].
+
+    Raises:
+        DataError: None of the images has an object that counts.
+    """
+    return float(np.mean([each.average_precision(images).mean for each in matches]))
+
+
+def _match_at(
+    ious: Sequence[float],
+    detections: Sequence[Detections],
+    truth: DetectionSet,
+    definition: Definition,
+    *,
+    rounded: bool = False,
+) -> list[Matches]:
+    """As `match`, at each IoU."""
     if definition not in DEFINITIONS:
         raise DataError(f"definition must be one of {', '.join(DEFINITIONS)}, got {definition!r}")
     if rounded and definition == "coco":
@@ -137,17 +171,20 @@ def match(
     things = _Things.of(truth, definition)
     if definition == "coco":
         found = found.take(_ranks(found.keys) < COCO_DETECTIONS)
-        counted, hits = _match_coco(found, things)
-    else:
-        counted, hits = _match_voc(found, things)
-    images, labels = np.divmod(found.keys[counted], len(truth.classes))
-    return Matches(definition, truth.classes, things.counts, images, labels, hits[counted])
+    pairs = _pairs(found, things, pixel=0.0 if definition == "coco" else 1.0)
+    decide = _match_coco if definition == "coco" else _match_voc
+    matches = []
+    for iou in ious:
+        counted, hits = decide(found, things, pairs, iou)
+        images, labels = np.divmod(found.keys[counted], len(truth.classes))
+        matches.append(Matches(definition, truth.classes, things.counts, images, labels, hits[counted]))
+    return matches
 
 
-def _match_voc(found: "_Found", things: "_Things") -> tuple[Booleans, Booleans]:
+def _match_voc(found: "_Found", things: "_Things", pairs: Pairs, iou: float) -> tuple[Booleans, Booleans]:
     """Which detections count, and which hit an object."""
-    rows, columns, overlaps = _pairs(found, things, pixel=1.0)
-    near = overlaps > IOU
+    rows, columns, overlaps = pairs
+    near = overlaps > iou
     rows, columns, overlaps = rows[near], columns[near], overlaps[near]
     order = np.lexsort((-overlaps, rows))  # stable: the first of equals
     decided, first = np.unique(rows[order], return_index=True)
@@ -162,10 +199,10 @@ def _match_voc(found: "_Found", things: "_Things") -> tuple[Booleans, Booleans]:
     return counted, hits
 
 
-def _match_coco(found: "_Found", things: "_Things") -> tuple[Booleans, Booleans]:
+def _match_coco(found: "_Found", things: "_Things", pairs: Pairs, iou: float) -> tuple[Booleans, Booleans]:
     """Which detections count, and which hit an object."""
-    rows, columns, overlaps = _pairs(found, things, pixel=0.0)
-    near = overlaps >= IOU
+    rows, columns, overlaps = pairs
+    near = overlaps >= iou
     rows, columns, overlaps = rows[near], columns[near], overlaps[near]
     # For each detection in turn: objects before crowd regions, larger overlaps first, the last of equals.
     order = np.lexsort((-columns, -overlaps, things.crowd[columns], rows))
@@ -183,7 +220,7 @@ def _match_coco(found: "_Found", things: "_Things") -> tuple[Booleans, Booleans]
     return counted, hits
 
 
-def _pairs(found: "_Found", things: "_Things", pixel: float) -> tuple[Integers, Integers, Floats]:
+def _pairs(found: "_Found", things: "_Things", pixel: float) -> Pairs:
     """Each detection with each object of its image and class: their rows, and their overlap in [0, 1].
 
     The overlap is the IoU; with a crowd region, the share of the detection that lies within it. A box's width is

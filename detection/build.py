@@ -9,7 +9,7 @@ from torch import nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.pretrained import pretrained
-from metricopt_ext.detection.ap50 import Definition
+from metricopt_ext.detection.ap50 import METRICS, Definition
 from metricopt_ext.detection.config import DetectionConfig, DetectorAdapterConfig
 from metricopt_ext.detection.data import DetectionSplits
 from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
@@ -82,11 +82,13 @@ def _refuse_settings_of_others(config: DetectionConfig) -> None:
 
 
 def check_definition(config: DetectionConfig) -> Definition:
-    """Return the definition of AP50.
+    """Return the definition of the average precision.
 
     Raises:
-        ConfigError: There is no such definition.
+        ConfigError: There is no such definition, or no such metric.
     """
+    if config.metric.name not in METRICS:
+        raise ConfigError(f"metric.name={config.metric.name!r} is none of {', '.join(METRICS)}")
     definition: Definition = config.metric.definition  # type: ignore[assignment]
     if definition not in get_args(Definition):
         raise ConfigError(f"metric.definition={definition!r} is none of {', '.join(get_args(Definition))}")

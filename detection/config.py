@@ -58,15 +58,16 @@ class SceneShiftConfig:
 class ModelConfig:
     """The detector and how it is trained before anything else happens."""
 
-    # torchvision: fasterrcnn_resnet50_fpn, fasterrcnn_resnet50_fpn_v2, resnet18_fpn or small_fpn
+    # torchvision: small_fpn, resnet18_fpn, or torchvision's own name of a detector, e.g. fasterrcnn_resnet50_fpn,
+    # maskrcnn_resnet50_fpn_v2, keypointrcnn_resnet50_fpn, retinanet_resnet50_fpn, fcos_resnet50_fpn, ssd300_vgg16
     name: str = TorchvisionToolkit.name
     # torchvision: shorter side in pixels to which the network scales images, unless the longer one would then exceed
-    # the second number
+    # the second number; SSDs have a size of their own
     min_size: int = TorchvisionToolkit.min_size
     max_size: int = TorchvisionToolkit.max_size
     # torchvision: maximum number of proposals per image to detect boxes in; 0: the detector's own number
     proposals: int = TorchvisionToolkit.proposals
-    # torchvision: file of its ResNet-50 detectors' weights, for COCO or trained further, to start training from
+    # torchvision: file of its own detectors' weights, for COCO or trained further, to start training from
     coco_weights: str = ""
     config_file: str = ""  # detectron2: the YAML file that describes the detector
     opts: list[str] = field(default_factory=list)  # detectron2: KEY, VALUE, ... that override it
@@ -88,8 +89,9 @@ class DetectorAdapterConfig(AdapterConfig):
 
 @dataclass
 class MetricConfig:
-    """What the detector is judged by: AP50."""
+    """What the detector's boxes are judged by."""
 
+    name: str = "AP50"  # or AP: the mean over the IoUs 0.5, 0.55, ..., 0.95, with definition=coco COCO's AP
     definition: str = "voc_11_point"  # voc_11_point (VOC 2007), voc (all points, 2010 on) or coco
 
 

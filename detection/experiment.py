@@ -1,4 +1,4 @@
-"""One seed of a detection run: train a detector, finetune it for AP50, and run the rivals."""
+"""One seed of a detection run: train a detector, finetune it for AP50 or AP, and run the rivals."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metricopt_ext.detection.ap50 import Matches, match
+from metricopt_ext.detection.ap50 import Matches, match_for, mean_over_ious
 from metricopt_ext.detection.build import attach, build_toolkit, check_definition, detector, remembering
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, image_halves, load_splits
@@ -47,7 +47,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         build_toolkit(config)
         model = config.model.name if config.toolkit == "torchvision" else Path(config.model.config_file).stem
         data = config.data.name if config.shift.is_none else f"shifted {config.data.name}"
-        return Subject(f"detection/{config.data.name}", f"{config.toolkit}'s {model} on {data}", "AP50")
+        return Subject(f"detection/{config.data.name}", f"{config.toolkit}'s {model} on {data}", config.metric.name)
 
     def prepare(self) -> tuple[FinetuneTask, Metric]:
         """Load the data, train the detector or load it from the folder, and return the task and the test metric."""
@@ -56,16 +56,15 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         self.splits = splits = load_splits(config, seed, folder)
         adapter = attach(self.toolkit, detector(config, self.toolkit, splits, seed, folder), config.adapter, seed)
         self.used, classes = remembering(self.toolkit, adapter, config.adapter), splits.classes
+        name, halves = config.metric.name, image_halves(len(splits.validation), seed)
         task = FinetuneTask(
             adapter,
             loss=detection_loss(self.used),
             batches=ExampleBatches(splits.train, config.batch_size),
-            metric=ap50_metric(
-                self.used, splits.validation, classes, definition, image_halves(len(splits.validation), seed)
-            ),
+            metric=ap50_metric(self.used, splits.validation, classes, definition, halves, name=name),
             population=1,
         )
-        return task, ap50_metric(self.used, splits.test, classes, definition)
+        return task, ap50_metric(self.used, splits.test, classes, definition, name=name)
 
     def validation(self) -> tuple[Sequence[Any], Batches]:
         """Return the validation images as the detector takes them, and labelled batches of them."""
@@ -81,43 +80,46 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         splits, definition = self.splits, check_definition(self.config)
         truth = truth_of(splits.test, splits.classes)
 
-        def matches(state: State) -> Matches:
+        def matches(state: State) -> list[Matches]:
             with state.task.adapter.using(state.phi) as model:
                 found = [each for batch in in_batches(splits.test) for each in self.used.detect(model, batch)]
-            return match(found, truth, definition)
+            return match_for(self.config.metric.name, found, truth, definition)
 
         first, second = map(matches, (before, after))
 
         def difference(images: Tensor) -> float:
             rows = images.tolist()
-            return second.average_precision(rows).mean - first.average_precision(rows).mean
+            return mean_over_ious(second, rows) - mean_over_ious(first, rows)
 
-        full = torch.from_numpy(first.objects.any(axis=1))
+        full = torch.from_numpy(first[0].objects.any(axis=1))
         groups = [rows.nonzero().flatten() for rows in (full, ~full) if rows.any()]
         return error_of(difference, within_groups(groups, generator(self.seed, "test_error")))
 
     def finish(self) -> None:
-        """Export the tuned detector, draw detections and proposals before and after, and write proposals' recall."""
+        """Export the tuned detector, draw detections and any proposals before and after, and write these' recall."""
         adapter, toolkit, splits = self.task.adapter, self.toolkit, self.splits
         toolkit.export(adapter.model, self.folder / "tuned.pth")
         order = torch.randperm(len(splits.test), generator=generator(self.seed, "pictures"))
         shown = [splits.test[i] for i in order[:SHOWN].tolist()]
         truth = truth_of(splits.test, splits.classes)
         found: list[Any] = []
-        proposed: list[Any] = []
+        proposed: dict[str, list[Tensor]] = {}
         recalls: dict[str, dict[str, float]] = {}
 
         def look(name: str, phi: Tensor) -> None:
             with adapter.using(phi) as model:
                 found.append(toolkit.detect(model, shown))
-                proposed.append(toolkit.propose(model, shown))
                 proposals = [each for batch in in_batches(splits.test) for each in toolkit.propose(model, batch)]
-            recalls[name] = {str(k): value for k, value in proposal_recall(proposals, truth, PROPOSALS).items()}
+                if proposals:
+                    proposed[name] = toolkit.propose(model, shown)
+                    recall = proposal_recall(proposals, truth, PROPOSALS)
+                    recalls[name] = {str(k): value for k, value in recall.items()}
 
         with self.as_trained():
             look("pretrained", self.task.origin())
         look("metricopt", adapter.phi.detach())
         plot_detections(shown, found[0], found[1], splits.classes, self.folder / "detections.png")
-        for name, boxes in zip(recalls, proposed, strict=True):
+        for name, boxes in proposed.items():
             plot_proposals(shown, boxes, self.folder / f"proposals_{name}.png")
-        write_json(self.folder / "proposal_recall.json", recalls)
+        if recalls:
+            write_json(self.folder / "proposal_recall.json", recalls)

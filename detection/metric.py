@@ -1,4 +1,4 @@
-"""AP50 of a detector as the black-box metric."""
+"""AP50 or AP of a detector as the black-box metric."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.detection.ap50 import Definition, match
+from metricopt_ext.detection.ap50 import Definition, match, match_for, mean_over_ious
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.tasks.metric import Metric, with_halves
@@ -30,8 +30,10 @@ def ap50_metric(
     classes: Sequence[str],
     definition: Definition,
     halves: Sequence[Sequence[int]] = (),
+    *,
+    name: str = "AP50",
 ) -> Metric:
-    """Return the black box: AP50 of what a detector finds in images.
+    """Return the black box: AP50 of what a detector finds in images, or AP.
 
     Args:
         toolkit: The toolkit of the detectors to evaluate.
@@ -40,6 +42,7 @@ def ap50_metric(
         definition: See `ap50`.
         halves: Positions of two halves of the images, for a metric that also reports its value on each; empty for one
             that does not. They are not reported if one of them has no object that counts.
+        name: ``"AP50"``, or ``"AP"``, the mean over the IoUs from 0.5 to 0.95.
     """
     truth = truth_of(examples, classes)
     nothing = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
@@ -48,11 +51,11 @@ def ap50_metric(
 
     def function(model: nn.Module) -> Any:
         found = [each for batch in in_batches(examples) for each in toolkit.detect(model, batch)]
-        matches = match(found, truth, definition)
+        matches = match_for(name, found, truth, definition)
 
         def value_on(half: Tensor | None) -> float:
-            return matches.average_precision(None if half is None else half.tolist()).mean
+            return mean_over_ious(matches, None if half is None else half.tolist())
 
         return with_halves(value_on, reported)
 
-    return Metric(function, maximize=True, name="AP50")
+    return Metric(function, maximize=True, name=name)

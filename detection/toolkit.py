@@ -40,7 +40,7 @@ class Toolkit(Protocol):
         """Return what the detector finds in each image, in pixels of that image, without gradients."""
 
     def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
-        """Return the region proposals of each image, ``p x 4``, best first, without gradients."""
+        """Return the region proposals of each image, ``p x 4``, best first, without gradients; [] if there are none."""
 
     def film_layers(self, model: nn.Module, placements: Sequence[str]) -> list[str]:
         """Return the patterns of layers that some placements (``"roi_head"``, ...) stand for, for `attach_film`."""
@@ -53,6 +53,7 @@ class Toolkit(Protocol):
 
 
 def patterns_in(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """Return the patterns that match the name of a module of the model."""
-    names = [name for name, _ in model.named_modules()]
+    """Return the patterns that match the name of a layer with a weight and a bias."""
+    modules = model.named_modules()
+    names = [name for name, each in modules if all(getattr(each, k, None) is not None for k in ("weight", "bias"))]
     return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]

@@ -1,4 +1,4 @@
-"""Torchvision's Faster R-CNN: its two ResNet-50s, and smaller ones that train from scratch in minutes."""
+"""Torchvision's detectors of one and two stages, and small Faster R-CNNs that train from scratch in minutes."""
 
 from pathlib import Path
 
@@ -7,17 +7,37 @@ from torch import nn
 from metricopt_ext.utils.files import load_checkpoint
 
 try:
-    from torchvision.models import resnet18
-    from torchvision.models.detection import FasterRCNN, fasterrcnn_resnet50_fpn_v2
+    from torchvision.models import get_model, resnet18
+    from torchvision.models.detection import FasterRCNN
     from torchvision.models.detection.anchor_utils import AnchorGenerator
-    from torchvision.models.detection.backbone_utils import BackboneWithFPN, resnet_fpn_backbone
+    from torchvision.models.detection.backbone_utils import BackboneWithFPN
     from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
     from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
 except ImportError as error:
     raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
 
-STANDARD = ("fasterrcnn_resnet50_fpn", "fasterrcnn_resnet50_fpn_v2")
+SSD = ("ssd300_vgg16", "ssdlite320_mobilenet_v3_large")
+ONE_STAGE = ("retinanet_resnet50_fpn", "retinanet_resnet50_fpn_v2", "fcos_resnet50_fpn", *SSD)
+STANDARD = (
+    *("fasterrcnn_resnet50_fpn", "fasterrcnn_resnet50_fpn_v2", "maskrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn_v2"),
+    *("keypointrcnn_resnet50_fpn", *ONE_STAGE),
+)
 SMALL = ("resnet18_fpn", "small_fpn")
+
+# Torchvision's weights of these are for frozen norms, which are not trained from scratch; for those marked True it sets
+# the norms' eps to 0, which the weights themselves don't show.
+FROZEN_NORMS = {
+    "fasterrcnn_resnet50_fpn": True,
+    "maskrcnn_resnet50_fpn": True,
+    "keypointrcnn_resnet50_fpn": True,
+    "retinanet_resnet50_fpn": True,
+    "fcos_resnet50_fpn": False,
+}
+# Where weights that depend on the number of classes are.
+PREDICTORS = (
+    *("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits."),
+    *("head.classification_head.cls_logits.", "head.classification_head.module_list."),
+)
 
 
 class SmallBackbone(nn.Module):
@@ -66,39 +86,44 @@ def build_standard(
         name: One of `STANDARD`.
         classes: Number of classes, without background.
         min_size: Shorter side in pixels to which images are scaled (800 in torchvision's own training) ...
-        max_size: ... unless the longer side would then exceed this (1333).
+        max_size: ... unless the longer side would then exceed this (1333). SSDs have a size of their own.
         score_threshold: Lowest confidence of a detection.
         weights: File of torchvision's weights for this detector, trained on COCO, or trained further from these.
-        strict: Whether the box predictor is taken from there too; the number of classes must then match.
+        strict: Whether the predictor of classes is taken from there too; the number of classes must then match.
 
     Raises:
         DataError: The weights don't fit the detector.
     """
-    options = {"min_size": min_size, "max_size": max_size, "box_score_thresh": score_threshold}
-    model: nn.Module
-    if name == "fasterrcnn_resnet50_fpn":
-        # The published weights are for frozen norms, which are not trained from scratch.
-        norm = FrozenBatchNorm2d if weights else nn.BatchNorm2d
-        backbone = resnet_fpn_backbone(
-            backbone_name="resnet50", weights=None, norm_layer=norm, trainable_layers=3 if weights else 5
-        )
-        model = FasterRCNN(backbone, classes + 1, **options)
-    else:
-        model = fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=classes + 1, **options)
-    if weights:
-        predictor = [key for key in model.state_dict() if key.startswith("roi_heads.box_predictor.")]
-        load_checkpoint(model, Path(weights), keep=() if strict else predictor)
+    sizes = {} if name in SSD else {"min_size": min_size, "max_size": max_size}
+    threshold = {"score_thresh" if name in ONE_STAGE else "box_score_thresh": score_threshold}
+    model: nn.Module = get_model(
+        name, weights=None, weights_backbone=None, num_classes=classes + 1, **sizes, **threshold
+    )
+    if not weights:
+        return model
+    if name in FROZEN_NORMS:
+        _freeze_norms(model.backbone.body)  # type: ignore[union-attr, arg-type]
+    predictor = [key for key in model.state_dict() if key.startswith(PREDICTORS)]
+    load_checkpoint(model, Path(weights), keep=() if strict else predictor)
+    if FROZEN_NORMS.get(name):
         for module in model.modules():
             if isinstance(module, FrozenBatchNorm2d):
                 _add_to_variance(module)
     return model
 
 
-def _add_to_variance(norm: FrozenBatchNorm2d) -> None:
-    """Rescale a published norm, whose variance is used as it is, to one that adds ``eps``, as torchvision's others do.
+def _freeze_norms(body: nn.Module) -> None:
+    """Freeze a ResNet as torchvision does for finetuning: its norms, its stem and its first stage."""
+    for parent in list(body.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(parent, name, FrozenBatchNorm2d(child.num_features))
+    for part in (body.get_submodule("conv1"), body.get_submodule("layer1")):
+        part.requires_grad_(False)
 
-    Torchvision sets ``eps`` to 0 for its published weights only, which the weights themselves don't show.
-    """
+
+def _add_to_variance(norm: FrozenBatchNorm2d) -> None:
+    """Rescale a published norm, whose variance is used as it is, to one that adds ``eps``, as any other does."""
     variance = norm.running_var.double()
     norm.weight.copy_(norm.weight * ((variance + norm.eps) / variance).sqrt())
 

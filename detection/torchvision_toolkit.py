@@ -14,7 +14,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.ap_loss import ClassificationLoss, ap_loss
 from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.toolkit import Example, patterns_in
-from metricopt_ext.detection.torchvision_models import SMALL, STANDARD, build_small, build_standard
+from metricopt_ext.detection.torchvision_models import ONE_STAGE, SMALL, STANDARD, build_small, build_standard
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.files import write_atomically
 from metricopt_ext.utils.modes import evaluating, in_mode
@@ -27,38 +27,46 @@ except ImportError as error:
     raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
 
 # Where FiLM can act, for attach_film(layers=...); only what matches a given model is used. A change of contrast
-# or noise reaches the early layers first. The last two leave features and proposals unchanged.
+# or noise reaches the early layers first. The last four leave features and proposals unchanged. "head" is that of a
+# detector of one stage, an SSD's with its predictor.
 PLACEMENTS: dict[str, tuple[str, ...]] = {
-    "backbone": ("backbone.body.*",),
-    "early": ("backbone.body.bn1", "backbone.body.layer1.*"),
+    "backbone": ("backbone.body.*", "backbone.features.*", "backbone.extra.*"),
+    "early": (
+        *("backbone.body.bn1", "backbone.body.layer1.*"),
+        *("backbone.features.0", "backbone.features.2", "backbone.features.0.0.*", "backbone.features.0.1.*"),
+    ),
     "fpn": ("backbone.fpn.layer_blocks.*",),
     "rpn": ("rpn.head.conv.*",),
+    "head": ("head.*.conv.*", "head.*.module_list.*"),
     "roi_head": ("roi_heads.box_head.*",),
-    "predictor": ("roi_heads.box_predictor.*",),
+    "predictor": ("roi_heads.box_predictor.*", "head.*.cls_logits", "head.*.bbox_*"),
+    "mask_head": ("roi_heads.mask_head.*",),
+    "keypoint_head": ("roi_heads.keypoint_head.*",),
 }
 
 
 @dataclass(frozen=True)
 class TorchvisionToolkit:
-    """Torchvision's Faster R-CNN; the attributes are its settings.
+    """Torchvision's detectors; the attributes are their settings.
 
     Attributes:
-        name: ``fasterrcnn_resnet50_fpn`` or ``fasterrcnn_resnet50_fpn_v2`` as in torchvision, or for small images
-            ``resnet18_fpn`` or the lighter ``small_fpn``.
+        name: One of `STANDARD`, as in torchvision, or for small images ``resnet18_fpn`` or the lighter ``small_fpn``,
+            Faster R-CNNs. Of Mask and Keypoint R-CNNs only the boxes are trained, and detected.
         min_size: Shorter side in pixels to which the network scales its images (800 in torchvision's own training) ...
         max_size: ... unless the longer side would then exceed this (1333). Also the small detectors' largest anchor.
+            SSDs have a size of their own.
         width: Channels of a small detector's feature pyramid.
         head: Channels of a small detector's box head.
         score_threshold: Lowest confidence of a detection, from 0 to 1.
         proposals: Maximum number of proposals per image to detect boxes in, from twice as many per level of the pyramid
             before NMS; 0 for the detector's own numbers (1000 from 1000, the small ones 100 from 200). The loss has its
-            own.
-        weights: File of torchvision's weights for its ResNet-50 detectors to start from, trained on COCO or trained
-            further from these.
-        strict_weights: Whether the box predictor is taken from there too; False if the detector will be trained, for
-            other classes.
+            own. Detectors of one stage have none.
+        weights: File of torchvision's weights for one of `STANDARD` to start from, trained on COCO or trained further
+            from these.
+        strict_weights: Whether the predictor of classes is taken from there too; False if the detector will be trained,
+            for other classes.
         classification_loss: Of the box head: the detector's own ``cross_entropy``, or ``ap`` (`ap_loss.ap_loss`), which
-            ranks the proposals that are sampled from a batch.
+            ranks the proposals that are sampled from a batch. Detectors of one stage have their own only.
 
     Raises:
         ConfigError: There is no such detector, or a setting is impossible.
@@ -79,7 +87,7 @@ class TorchvisionToolkit:
         if self.name not in (*STANDARD, *SMALL):
             raise ConfigError(f"no detector is named {self.name!r}; the choices are {', '.join((*STANDARD, *SMALL))}")
         if self.weights and self.name not in STANDARD:
-            raise ConfigError(f"torchvision has no weights for {self.name}, only for {' and '.join(STANDARD)}")
+            raise ConfigError(f"torchvision has no weights for {self.name}, only for {', '.join(STANDARD)}")
         if not 0 < self.min_size <= self.max_size:
             raise ConfigError(f"min_size={self.min_size} must be above 0 and at most max_size={self.max_size}")
         if self.width < 1 or self.head < 1:
@@ -88,6 +96,11 @@ class TorchvisionToolkit:
             raise ConfigError(f"classification_loss={self.classification_loss!r} must be 'cross_entropy' or 'ap'")
         if self.proposals < 0:
             raise ConfigError(f"proposals={self.proposals} must be at least 1, or 0 for the detector's own number")
+        if self.name in ONE_STAGE and (self.proposals or self.classification_loss == "ap"):
+            raise ConfigError(
+                f"{self.name} detects in one stage, without proposals and a box head: it takes neither"
+                f" proposals={self.proposals or 'N'} nor classification_loss='ap'; leave them out"
+            )
         if not 0 <= self.score_threshold <= 1:
             raise ConfigError(f"score_threshold={self.score_threshold} must be from 0 to 1")
 
@@ -114,20 +127,25 @@ class TorchvisionToolkit:
         return detector  # type: ignore[no-any-return]
 
     def loss(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
-        """Return the sum of the detector's four losses on a batch, a scalar.
+        """Return the sum of the detector's losses on a batch, a scalar.
 
-        They are those of objectness, proposals, classes and boxes. What is sampled at random (anchors, proposals) is
-        drawn from torch's global stream. Difficult and crowd boxes are left out, so anything on them counts as
-        background; `Detectron2Toolkit` learns from difficult ones, as Detectron2 does.
+        In two stages they are those of objectness, proposals, classes and boxes; detectors of one stage have their own.
+        What is sampled at random (anchors, proposals) is drawn from torch's global stream. Difficult and crowd boxes
+        are left out, so anything on them counts as background; `Detectron2Toolkit` learns from difficult ones, as
+        Detectron2 does.
 
         Raises:
             FloatingPointError: The loss is not finite.
         """
         detector: Any = model
         with in_mode(model, training=True):
+            if not has_proposals(model):
+                return total(detector(images_of(model, batch), targets_of(model, batch)))
             images, targets = detector.transform(images_of(model, batch), targets_of(model, batch))
             features = detector.backbone(images.tensors)
             proposals, losses = detector.rpn(images, features, targets)
+            # A mask head insists on masks, but only boxes are trained.
+            targets = [{**target, "masks": None} for target in targets]
             chosen, _, labels, deltas = detector.roi_heads.select_training_samples(proposals, targets)
             pooled = detector.roi_heads.box_roi_pool(features, chosen, images.image_sizes)
             losses |= self.head_losses(model, pooled, labels, deltas)
@@ -158,7 +176,9 @@ class TorchvisionToolkit:
             return [to_detections(found) for found in model(images_of(model, batch))]
 
     def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
-        """Return the region proposals of each image, ``p x 4``, best first, without gradients."""
+        """Return the region proposals of each image, ``p x 4``, best first, without gradients; [] in one stage."""
+        if not has_proposals(model):
+            return []
         detector: Any = model
         with evaluating(model), torch.no_grad():
             images, _ = detector.transform(images_of(model, batch))
@@ -172,12 +192,14 @@ class TorchvisionToolkit:
         """Return the patterns of layers that some placements stand for, for `attach_film`.
 
         Raises:
-            ConfigError: There is no such placement.
+            ConfigError: There is no such placement, or not in this detector.
         """
-        unknown = [name for name in placements if name not in PLACEMENTS]
-        if unknown:
-            raise ConfigError(f"placement={unknown[0]!r} is none of {', '.join(PLACEMENTS)}")
-        return patterns_in(model, [pattern for name in placements for pattern in PLACEMENTS[name]])
+        present = {name: found for name, patterns in PLACEMENTS.items() if (found := patterns_in(model, patterns))}
+        for name in placements:
+            if name not in present:
+                known = ", ".join(present)
+                raise ConfigError(f"placement={name!r} is none of {type(model).__name__}'s; choose from {known}")
+        return [pattern for name in placements for pattern in present[name]]
 
     def inputs(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
         """Return what the model's ``forward`` takes in evaluation mode."""
@@ -192,6 +214,11 @@ class TorchvisionToolkit:
         buffer = io.BytesIO()
         torch.save(Adapter(model).merged_state_dict(), buffer)
         write_atomically(path, buffer.getvalue())
+
+
+def has_proposals(model: nn.Module) -> bool:
+    """Whether a detector has two stages: it detects in proposals, by a box head."""
+    return hasattr(model, "roi_heads")
 
 
 def total(losses: dict[str, Tensor]) -> Tensor:
@@ -209,8 +236,13 @@ def total(losses: dict[str, Tensor]) -> Tensor:
 
 
 def to_detections(found: dict[str, Tensor]) -> Detections:
-    """Return torchvision's detections in an image as a record; torchvision's label 0 is the background."""
-    return Detections(found["boxes"].cpu(), found["scores"].cpu(), found["labels"].cpu() - 1)
+    """Return torchvision's detections in an image as a record; torchvision's label 0 is the background.
+
+    Detectors of one stage have an output for it too, which is never trained; what it detects is left out.
+    """
+    thing = found["labels"] > 0
+    boxes, scores, labels = (found[key][thing].cpu() for key in ("boxes", "scores", "labels"))
+    return Detections(boxes, scores, labels - 1)
 
 
 def to_pixels(boxes: Tensor, size: tuple[int, int], example: Example) -> Tensor:

@@ -105,9 +105,11 @@ class FilmNode:
 
 @dataclass(frozen=True)
 class MetricNode:
-    """METRICOPT.METRIC: AP50, by which a detector is judged and phi is tuned.
+    """METRICOPT.METRIC: AP50, by which a detector is judged and phi is tuned, or another of an evaluator's results.
 
     Attributes:
+        name: Which of the results phi is tuned for: ``bbox/AP50`` or ``bbox/AP``; with a trainer whose
+            ``build_evaluator`` returns Detectron2's ``COCOEvaluator``, ``segm/AP50`` or ``keypoints/AP`` as well.
         definition: ``voc_11_point``, ``voc`` (all points) or ``coco``.
         set: Name of the set that AP50 is evaluated on during finetuning; empty evaluates nothing. Hold it out of both
             training and test.
@@ -115,12 +117,15 @@ class MetricNode:
         evals: How many of the T + 1 points of a run AP50 is evaluated at, both ends included: from 2 to T + 1.
     """
 
+    name: str = "bbox/AP50"
     definition: Definition = "voc"
     set: str = ""
     images: int = 0
     evals: int = 10
 
     def __post_init__(self) -> None:
+        if not all(self.name.partition("/")):
+            raise ConfigError(f"METRICOPT.METRIC.NAME is {self.name!r}; it must be like bbox/AP50 or segm/AP")
         _check_choice(Definition, "METRIC.", definition=self.definition)
         _check_least(0, "METRIC.", images=self.images)
         _check_least(2, "METRIC.", evals=self.evals)

@@ -8,7 +8,7 @@ from detectron2.evaluation import DatasetEvaluator, inference_on_dataset
 from detectron2.utils import comm
 from torch import nn
 
-from metricopt_ext.detection.ap50 import Definition, average_precision
+from metricopt_ext.detection.ap50 import Definition, average_precision, match_for, mean_over_ious
 from metricopt_ext.detection.detectron2.toolkit import detections_of
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.errors import MetricError
@@ -24,11 +24,13 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
     Args:
         truth: The set that the model is evaluated on, e.g. from `datasets.registered_truth`.
         definition: ``"voc_11_point"``, ``"voc"`` or ``"coco"``; see `ap50.average_precision`.
+        ap: Whether ``AP``, the mean over the IoUs 0.5, 0.55, ..., 0.95, is computed too.
     """
 
-    def __init__(self, truth: DetectionSet, definition: Definition = "voc") -> None:
+    def __init__(self, truth: DetectionSet, definition: Definition = "voc", *, ap: bool = False) -> None:
         self.truth = truth
         self.definition = definition
+        self.ap = ap
         self._found: dict[str | int, Detections] = {}
 
     def reset(self) -> None:
@@ -56,23 +58,31 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
         detections = [found[image.image_id] for image in self.truth.images]
         result = average_precision(detections, self.truth, definition=self.definition)
         scores = {f"AP50-{name}": 100 * value for name, value in result.per_class.items()}
+        if self.ap:
+            scores["AP"] = 100 * mean_over_ious(match_for("AP", detections, self.truth, self.definition))
         return OrderedDict(bbox={"AP50": 100 * result.mean, **scores})
 
 
-def ap50_metric(loader: Iterable[Any], evaluator: DatasetEvaluator, name: str = "AP50") -> Metric:
-    """Return AP50 as a metric, in [0, 1].
+def ap50_metric(
+    loader: Iterable[Any], evaluator: DatasetEvaluator, name: str = "AP50", *, result: str = "bbox/AP50"
+) -> Metric:
+    """Return AP50, or another of an evaluator's results, as a metric in [0, 1].
 
     Args:
         loader: Gives the images, e.g. Detectron2's test loader.
-        evaluator: Holds their ground truth; its results have ``bbox/AP50`` in percent, as those of `AP50Evaluator` and
-            of Detectron2's own evaluators.
+        evaluator: Holds their ground truth; its results have ``result`` in percent, as ``bbox/AP50`` those of
+            `AP50Evaluator` and of Detectron2's own evaluators.
         name: The metric's name, by which Detectron2's writers write it.
+        result: Which of the results, larger being better: ``bbox/AP``, or ``segm/AP50`` and ``keypoints/AP`` from
+            Detectron2's ``COCOEvaluator``.
     """
+    kind, _, measure = result.partition("/")
 
     def ap50(model: nn.Module) -> float:
         found = comm.all_gather(inference_on_dataset(model, loader, evaluator))[0]  # others may know nothing
-        if "AP50" not in found.get("bbox", {}):
-            raise MetricError(f"{type(evaluator).__name__} gave no bbox/AP50, but {list(found)}")
-        return found["bbox"]["AP50"] / 100  # type: ignore[no-any-return]
+        if measure not in found.get(kind, {}):
+            given = [f"{each}/{key}" for each, values in found.items() for key in values]
+            raise MetricError(f"{type(evaluator).__name__} gave no {result}, but {given}")
+        return found[kind][measure] / 100  # type: ignore[no-any-return]
 
     return Metric(ap50, maximize=True, name=name)

@@ -35,7 +35,6 @@ def film_layers(model: nn.Module, layers: Sequence[str]) -> list[str]:
     chosen: list[str] = []
     for entry in layers:
         patterns = patterns_in(model, PLACEMENTS.get(entry, (entry,)))
-        patterns = [pattern for pattern in patterns if f"{pattern}.norm" not in patterns]  # a convolution without bias
         if not patterns:
             raise ConfigError(
                 f"layers={entry!r} match no layer of this model; choose from {', '.join(PLACEMENTS)}, or give patterns"

@@ -43,7 +43,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     kept, hold phi and the optimizer's past gradients; a resumed run continues from them, see `hooks.ReplayedSteps`.
 
     A subclass may have its own model, loss, data loaders, evaluator and hooks, by the methods of `DefaultTrainer`; phi
-    is tuned for the ``bbox/AP50`` of its evaluator. `meta_train.meta_train` takes the class.
+    is tuned for the ``METRIC.NAME`` of its evaluator. `meta_train.meta_train` takes the class.
 
     Args:
         cfg: A config that has a METRICOPT node.
@@ -153,11 +153,14 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
         """Return the AP50 evaluator of a set."""
-        return AP50Evaluator(registered_truth(dataset_name), metricopt_settings(cfg).metric.definition)
+        metric = metricopt_settings(cfg).metric
+        return AP50Evaluator(registered_truth(dataset_name), metric.definition, ap=metric.name == "bbox/AP")
 
     @classmethod
     def build_metric(cls, cfg: CfgNode) -> Metric | None:
-        """Return what phi is tuned for: AP50 on ``METRIC.SET``, by this class's loader and evaluator; None if unset.
+        """Return what phi is tuned for: ``METRIC.NAME`` on ``METRIC.SET``, by this class's loader and evaluator.
+
+        None if no set is named.
 
         Raises:
             ConfigError: The set has fewer images than ``METRIC.IMAGES``.
@@ -168,7 +171,10 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             return None
         drawn = drawn_images(settings.metric.set, settings.metric.images, settings.seed)
         evaluator = cls.build_evaluator(cfg, drawn)
-        return ap50_metric(cls.build_test_loader(cfg, drawn), evaluator, f"{settings.metric.set}/bbox/AP50")
+        result = settings.metric.name
+        return ap50_metric(
+            cls.build_test_loader(cfg, drawn), evaluator, f"{settings.metric.set}/{result}", result=result
+        )
 
     def build_hooks(self) -> list[HookBase]:
         """Return our and Detectron2's hooks."""

@@ -34,6 +34,7 @@ class Limits(TypedDict):
 
 
 Mode = Literal["RGB", "L"]
+ImageSize = int | tuple[int, int] | Callable[[Any], Any]  # the last takes and returns a PIL image
 
 # Most pixels of one picture, unless a caller allows more; decoding takes up to 12 bytes for each. A
 # camera's have up to 100 million; PIL itself refuses twice its 89 million.
@@ -47,7 +48,7 @@ _SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".
 
 def load_image_folder(
     path_or_zip: str | os.PathLike[str],
-    image_size: int | tuple[int, int] | None = None,
+    image_size: ImageSize | None = None,
     limit_per_class: int | None = None,
     *,
     depth: int = 1,
@@ -59,7 +60,8 @@ def load_image_folder(
 
     Args:
         path_or_zip: The folder or the zip file; files without an image suffix are skipped.
-        image_size: Height and width to resize to, or one number for both; None if all images have the same size.
+        image_size: Height and width to resize to, or one number for both, or a function that returns each PIL image
+            in the size that all get; None if all images have the same size.
         limit_per_class: Read only this many of each class, the first by file name; at least 1.
         depth: Number of folders that name a class; 2 for ``<group>/<class>/<file>``.
         mode: ``"RGB"``, or ``"L"`` for greyscale.
@@ -92,7 +94,7 @@ def read_images(
     path: Path,
     names: Sequence[str],
     read: Callable[[str], bytes],
-    image_size: int | tuple[int, int] | None = None,
+    image_size: ImageSize | None = None,
     mode: Mode = "RGB",
     *,
     max_bytes: int = MAX_BYTES,
@@ -204,7 +206,12 @@ def _is_image(name: str) -> bool:
 
 
 def _pixels(
-    path: Path, name: str, read: Callable[[str], bytes], size: tuple[int, int] | None, mode: Mode, max_pixels: int
+    path: Path,
+    name: str,
+    read: Callable[[str], bytes],
+    size: tuple[int, int] | Callable[[Any], Any] | None,
+    mode: Mode,
+    max_pixels: int,
 ) -> Array:
     """One image as ``3 x h x w`` or ``1 x h x w`` uint8."""
     from PIL import Image
@@ -214,6 +221,8 @@ def _pixels(
             converted = image.convert(mode)
     except (DataError, OSError, ValueError) as error:
         raise DataError(f"{path}: cannot read {name[:200]} as an image: {brief(error)}") from error
-    if size is not None and converted.size != size[::-1]:
+    if callable(size):
+        converted = size(converted)
+    elif size is not None and converted.size != size[::-1]:
         converted = converted.resize(size[::-1], Image.Resampling.BILINEAR)
     return np.atleast_3d(np.asarray(converted)).transpose(2, 0, 1)

@@ -21,6 +21,7 @@ def pretrained(
     folder: Path,
     seed: int,
     device: torch.device,
+    load: Callable[[nn.Module, str], None] = lambda model, weights: load_checkpoint(model, Path(weights)),
 ) -> nn.Module:
     """Return a model in evaluation mode, and keep its weights in ``folder`` as ``model.safetensors``.
 
@@ -30,10 +31,11 @@ def pretrained(
         check: Called with a copy of the untrained model, which it may change; what it raises, e.g. because the model
             lacks the adapter's layers, is raised before training. Callers merge the adapter too: the merged model is
             written after all queries, too late to find that it can't be.
-        weights: File to load weights from; empty to train instead.
+        weights: File to load weights from, or what else ``load`` understands; empty to train instead.
         folder: Where the weights are kept, and loaded from if an earlier part of the run left them there.
         seed: Seed of the initial weights.
         device: Where the model goes.
+        load: ``load(model, weights)`` loads them; a file's by default.
 
     Raises:
         DataError: The weights don't fit the model.
@@ -46,7 +48,7 @@ def pretrained(
         if kept.exists():
             load_checkpoint(model, kept)
         elif weights:
-            load_checkpoint(model, Path(weights))
+            load(model, weights)
         else:
             train(model.to(device))
     if not kept.exists():

@@ -37,6 +37,8 @@ REFERENCES: dict[str, Callable[[Any, Any, bool], Any]] = {
     "jaccard": _jaccard,
     "balanced_accuracy": lambda y, p, _: skm.balanced_accuracy_score(y, p),
     "mcc": lambda y, p, _: skm.matthews_corrcoef(y, p),
+    "macro_f1": lambda y, p, _: _f1(y, p, False),
+    "mean_iou": lambda y, p, _: _jaccard(y, p, False),
     "worst_recall": lambda y, p, _: _recalls(y, p).min(),
 }
 
@@ -87,6 +89,21 @@ def test_decisions_agree_with_scikit_learn(name: str, kind: str) -> None:
             warnings.simplefilter("ignore")  # classes predicted but never true
             expected = REFERENCES[name](labels.numpy(), decisions.numpy(), logits.ndim == 1 or logits.shape[1] == 2)
         assert METRICS[name].function(logits, labels) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_top5_accuracy_agrees_with_scikit_learn(seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    logits, labels = torch.randn(300, 9, generator=rng), torch.randint(9, (300,), generator=rng)
+    expected = skm.top_k_accuracy_score(labels, logits, k=5, labels=range(9))
+    assert METRICS["top5_accuracy"].function(logits, labels) == pytest.approx(expected, abs=1e-12)
+
+
+def test_of_equal_logits_the_first_five_are_at_the_top() -> None:
+    value = METRICS["top5_accuracy"].function(torch.zeros(8, 8), torch.arange(8))
+    assert value == 5 / 8
+    with pytest.raises(DataError, match="needs more than 5 classes, got 5"):
+        METRICS["top5_accuracy"].function(torch.zeros(8, 5), torch.arange(8) % 5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,7 +175,7 @@ def test_aucpr_of_constant_scores_is_the_share_of_positives() -> None:
     assert METRICS["aucpr"].function(torch.zeros(4), torch.tensor([1, 0, 0, 0])) == 0.25
 
 
-@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("name", [name for name in METRICS if name != "top5_accuracy"])
 def test_one_logit_equals_two(name: str) -> None:
     logit, labels = _case("binary one logit", 1)
     pair = torch.stack([torch.full_like(logit, 3), logit + 3], 1).double()
@@ -167,18 +184,21 @@ def test_one_logit_equals_two(name: str) -> None:
 
 @pytest.mark.parametrize("name", METRICS)
 def test_bounds_are_reached_by_the_perfect_and_the_worst(name: str) -> None:
-    classes = 2 if name in ("auc", "eer", "mcc") else 3  # those bounds take two classes
+    # The bounds of some take two classes, those of others many.
+    classes = {"auc": 2, "eer": 2, "mcc": 2, "top5_accuracy": 9}.get(name, 3)
     labels = torch.tensor([0, 1, 2, 2]).clamp(max=classes - 1)
     right = 10.0 * torch.eye(classes)[labels]
     spec = METRICS[name]
     best, worst = spec.bounds[::-1] if spec.maximize else spec.bounds
     assert spec.function(right, labels) == best
     if name != "aucpr":  # at its lowest still above 0
-        assert spec.function(right.roll(1, 1), labels) == worst
+        wrong = -right if name == "top5_accuracy" else right.roll(1, 1)
+        assert spec.function(wrong, labels) == worst
 
 
 def test_metrics_ignore_gradients_and_half_precision() -> None:
     logits, labels = _case("multi", 0)
+    logits = torch.cat([logits, logits.roll(1, 0)], 1)
     for spec in METRICS.values():
         half = logits.bfloat16()
         assert spec.function(half.requires_grad_(), labels) == spec.function(half.detach().float(), labels)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("PIL")
 
-from metricopt_ext.detection.ap50 import DEFINITIONS, average_precision, match
+from metricopt_ext.detection.ap50 import DEFINITIONS, METRICS, average_precision, match, match_for, mean_over_ious
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
@@ -83,7 +83,9 @@ def random_set(
     return found, DetectionSet(tuple(f"class {i}" for i in range(classes)), truth)
 
 
-def by_pycocotools(found: Sequence[Detections], truth: DetectionSet) -> tuple[float, dict[str, float]]:
+def by_pycocotools(
+    found: Sequence[Detections], truth: DetectionSet, metric: str = "AP50"
+) -> tuple[float, dict[str, float]]:
     coco_module = pytest.importorskip("pycocotools.coco")
     cocoeval = pytest.importorskip("pycocotools.cocoeval")
 
@@ -111,10 +113,12 @@ def by_pycocotools(found: Sequence[Detections], truth: DetectionSet) -> tuple[fl
         }
         coco.createIndex()
         evaluation = cocoeval.COCOeval(coco, coco.loadRes(results), "bbox")
-        evaluation.params.iouThrs = np.array([0.5])
+        if metric == "AP50":
+            evaluation.params.iouThrs = np.array([0.5])
         evaluation.evaluate()
         evaluation.accumulate()
-    precision = evaluation.eval["precision"][0, :, :, 0, -1]  # recall x class, any area, 100 detections
+    # (IoU and recall) x class, any area, 100 detections
+    precision = evaluation.eval["precision"][..., 0, -1].reshape(-1, len(truth.classes))
     known = precision[:, (precision > -1).all(0)]
     per_class = {
         name: float(column.mean()) for name, column in zip(truth.classes, precision.T, strict=True) if column[0] > -1
@@ -130,6 +134,28 @@ def test_coco_equals_pycocotools(seed: int) -> None:
     assert ours.per_class == pytest.approx(per_class, abs=1e-12)
     assert ours.mean == pytest.approx(mean, abs=1e-12)
     assert 0.05 < mean < 0.95
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ap_equals_pycocotools_also_on_some_of_the_images(seed: int) -> None:
+    found, truth = random_set(seed, crowds=0.2, difficult=0.2)
+    matches = match_for("AP", found, truth, "coco")
+    assert len(matches) == 10
+    mean, _ = by_pycocotools(found, truth, "AP")
+    assert mean_over_ious(matches) == pytest.approx(mean, abs=1e-12)
+    half = list(range(0, len(truth), 2))
+    mean, _ = by_pycocotools([found[i] for i in half], truth.subset(half), "AP")
+    assert mean_over_ious(matches, half) == pytest.approx(mean, abs=1e-12)
+    assert mean < mean_over_ious(match_for("AP50", found, truth, "coco"), half)
+
+
+@pytest.mark.parametrize("definition", DEFINITIONS)
+def test_ap_is_the_share_of_ious_at_which_a_box_still_hits(definition: Any) -> None:
+    """A box that overlaps its object by 72 % hits at 0.5, ..., 0.7: at 5 of 10 IoUs."""
+    truth = DetectionSet(("a",), [annotated(1, [[0, 0, 100, 100]], [0])])
+    found = [detections([[0, 0, 100, 72]], [0.9], [0])]
+    assert mean_over_ious(match_for("AP", found, truth, definition)) == pytest.approx(0.5)
+    assert METRICS["AP50"] == (0.5,)
 
 
 def test_coco_counts_a_hundred_detections_of_a_class_in_an_image() -> None:

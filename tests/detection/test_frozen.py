@@ -156,7 +156,7 @@ def test_the_loss_leaves_room_for_detection() -> None:
 
 @pytest.mark.parametrize("placement", ["backbone", "fpn", "rpn"])
 def test_an_adapter_elsewhere_is_refused(placement: str) -> None:
-    toolkit, adapter = adapted(layers=[*PLACEMENTS["roi_head"], *PLACEMENTS[placement]])
+    toolkit, adapter = adapted(layers=[*PLACEMENTS["roi_head"], PLACEMENTS[placement][0]])
     first = next(layer for layer in adapter.layers if not layer.startswith("roi_heads."))
     with pytest.raises(AdapterError, match=f"the adapter modulates '{first}'"):
         FrozenFeatures(toolkit, adapter)

@@ -77,6 +77,7 @@ def test_the_documentation_lists_each_key_with_its_default() -> None:
         (["SEED", -1], r"METRICOPT\.SEED is -1; it must be at least 0"),
         (["META.TASKS", 3], r"METRICOPT\.META\.TASKS is 3; it must be at least 4"),
         (["META.INDEX", -1], r"METRICOPT\.META\.INDEX is -1; it must be at least 0"),
+        (["METRIC.NAME", "AP"], r"METRICOPT\.METRIC\.NAME is 'AP'; it must be like bbox/AP50 or segm/AP"),
         (["FILM.DIM", 0], r"METRICOPT\.FILM\.DIM is 0; it must be at least 1"),
         (["FINETUNE.LR", -0.1], r"METRICOPT\.FINETUNE\.LR is -0\.1; it must be at least 0"),
         (["FINETUNE.METRIC_STEP", float("nan")], "METRIC_STEP is nan; it must be a finite number"),

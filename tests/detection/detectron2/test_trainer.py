@@ -21,6 +21,7 @@ from detectron2.data import DatasetMapper, build_detection_train_loader
 from detectron2.engine import DefaultTrainer, SimpleTrainer, default_setup, hooks
 from detectron2.evaluation import DatasetEvaluator, DatasetEvaluators
 from detectron2.modeling import build_model
+from detectron2.structures import Boxes, Instances
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.logger import _LOG_COUNTER
 
@@ -640,6 +641,45 @@ def test_an_evaluator_without_ap50_is_named(tiny_config: Any) -> None:
     metric = ap50_metric(MetricOptTrainer.build_test_loader(cfg, "squares_val"), DatasetEvaluators([]))
     with pytest.raises(MetricError, match=r"DatasetEvaluators gave no bbox/AP50, but \[\]"):
         metric.evaluate(build_model(cfg), "test")
+
+
+@pytest.mark.parametrize("result", ["bbox/AP", "segm/AP50", "keypoints/AP"])
+def test_another_result_of_the_evaluator_can_be_asked_for(tiny_config: Any, result: str) -> None:
+    kind, _, measure = result.partition("/")
+
+    class Given(DatasetEvaluator):  # type: ignore[misc]
+        def evaluate(self) -> dict[str, dict[str, float]]:
+            return {"bbox": {"AP50": 90.0}, kind: {measure: 40.0}}
+
+        def reset(self) -> None: ...
+
+        def process(self, inputs: Any, outputs: Any) -> None: ...
+
+    class Mine(MetricOptTrainer):
+        @classmethod
+        def build_evaluator(cls, cfg: Any, dataset_name: str) -> Any:
+            return Given()
+
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.METRIC.NAME", result)
+    metric = Mine.build_metric(cfg)
+    assert metric is not None
+    assert metric.name == f"squares_val/{result}"
+    assert metric.judge(build_model(cfg)).cost == pytest.approx(1 - 0.4)
+
+
+def test_ap_of_boxes_is_our_own_evaluator_s(tiny_config: Any) -> None:
+    cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.METRIC.NAME", "bbox/AP")
+    evaluator: Any = MetricOptTrainer.build_evaluator(cfg, "squares_val")
+    evaluator.reset()
+    for image in evaluator.truth.images:
+        size = (image.height, image.width)
+        truth, scores = image.boxes.clone(), torch.ones(len(image.boxes))
+        truth[:, 3] -= 0.28 * (truth[:, 3] - truth[:, 1])  # an overlap of 0.73 hits at 5 of the 10 IoUs
+        found = Instances(size, pred_boxes=Boxes(truth), scores=scores, pred_classes=image.labels)
+        evaluator.process([{"image_id": image.image_id}], [{"instances": found}])
+    result = evaluator.evaluate()["bbox"]
+    assert result["AP50"] == pytest.approx(100)
+    assert result["AP"] == pytest.approx(50)
 
 
 class Seen(Watcher):

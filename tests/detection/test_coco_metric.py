@@ -1,0 +1,145 @@
+"""COCO's metrics as black boxes, on cases known in closed form, for boxes, masks and keypoints."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("pycocotools")
+
+from metricopt_ext.detection.coco_metric import Kind, coco_metric
+from metricopt_ext.errors import DataError, MetricError
+
+SIDE = 50
+
+
+def part_of_square(columns: float) -> Tensor:
+    mask = torch.zeros(1, SIDE, SIDE)
+    mask[0, :20, :20] = (torch.arange(400) < 20 * columns).view(20, 20)
+    return mask
+
+
+def ankle(x: float) -> list[float]:
+    return [*[0.0] * 48, x, 20.0, 2.0]
+
+
+def truth(images: int = 4) -> dict[str, Any]:
+    """One object in each image: a square of 20 pixels with one visible keypoint, of class 7 or 9."""
+    corners = [[0, 0, 20, 0, 20, 20, 0, 20]]
+    return {
+        "images": [{"id": 10 + i, "width": SIDE, "height": SIDE} for i in range(images)],
+        "annotations": [
+            {
+                "id": i + 1,
+                "image_id": 10 + i,
+                "category_id": 7 + 2 * (i % 2),
+                "iscrowd": 0,
+                "area": 400.0,
+                "bbox": [0, 0, 20, 20],
+                "segmentation": corners,
+                "keypoints": ankle(10.0),
+                "num_keypoints": 1,
+            }
+            for i in range(images)
+        ],
+        "categories": [{"id": 7, "name": "a"}, {"id": 9, "name": "b"}],
+    }
+
+
+class Finder(nn.Module):
+    """Finds in each image, a number in all its pixels, a part of the square, and the keypoint that far off."""
+
+    def __init__(self, columns: float = 20, off: float = 0.0) -> None:
+        super().__init__()
+        self.columns, self.off = columns, off
+
+    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+        return [self.find(int(image[0, 0, 0])) for image in images]
+
+    def find(self, index: int) -> dict[str, Tensor]:
+        if index < 0:
+            return {
+                "boxes": torch.zeros(0, 4),
+                "scores": torch.zeros(0),
+                "labels": torch.zeros(0).long(),
+                "masks": torch.zeros(0, 1, SIDE, SIDE),
+                "keypoints": torch.zeros(0, 17, 3),
+            }
+        return {
+            "boxes": torch.tensor([[0.0, 0.0, self.columns, 20.0]]),
+            "scores": torch.tensor([0.9]),
+            "labels": torch.tensor([7 + 2 * (index % 2)]),
+            "masks": part_of_square(self.columns)[None],
+            "keypoints": torch.tensor(ankle(10.0 + self.off)).view(1, 17, 3),
+        }
+
+
+def pictures(*numbers: int) -> list[Tensor]:
+    return [torch.full((3, SIDE, SIDE), float(number)) for number in numbers]
+
+
+def value(metric: Any, model: nn.Module) -> Any:
+    found = metric.judge(model)
+    return 1 - found.cost, found.halves and tuple(1 - cost for cost in found.halves)
+
+
+@pytest.mark.parametrize("kind", ["bbox", "segm"])
+def test_an_overlap_of_three_quarters_hits_at_six_of_ten_ious(kind: Kind) -> None:
+    images, model = pictures(0, 1, 2, 3), Finder(columns=15.2)
+    assert value(coco_metric(images, truth(), kind=kind, name="AP50"), model)[0] == pytest.approx(1)
+    assert value(coco_metric(images, truth(), kind=kind, name="AP"), model)[0] == pytest.approx(0.6)
+
+
+def test_keypoints_are_compared_by_their_similarity() -> None:
+    """The similarity of a keypoint at distance d is exp(-d^2 / (2 area (2 sigma)^2)), with sigma 0.089 of an ankle."""
+    off = math.sqrt(-math.log(0.72) * 2 * 400 * (2 * 0.089) ** 2)
+    metric = coco_metric(pictures(0, 1, 2, 3), truth(), kind="keypoints", name="AP")
+    assert value(metric, Finder(off=off))[0] == pytest.approx(0.5)
+    assert value(metric, Finder())[0] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("kind", ["bbox", "segm", "keypoints"])
+def test_halves_are_values_on_their_images_alone(kind: Kind) -> None:
+    halves = [torch.tensor([0, 1]), torch.tensor([2, 3])]
+    metric = coco_metric(pictures(0, 1, -1, 3), truth(), kind=kind, halves=halves)
+    # Of class a one of two objects is found: a precision of 1 at the recalls up to 0.5, 51 of 101.
+    assert value(metric, Finder()) == (pytest.approx((51 / 101 + 1) / 2), (pytest.approx(1), pytest.approx(0.5)))
+    nothing = coco_metric(pictures(-1, -1, -1, -1), truth(), kind=kind, halves=halves)
+    assert value(nothing, Finder()) == (0, (0, 0))
+
+
+def test_halves_without_an_object_are_not_reported() -> None:
+    annotations = truth()
+    annotations["annotations"] = annotations["annotations"][:2]
+    halves = [torch.tensor([0, 1]), torch.tensor([2, 3])]
+    assert value(coco_metric(pictures(0, 1, -1, -1), annotations, halves=halves), Finder()) == (pytest.approx(1), None)
+
+
+def test_another_detector_s_output_is_translated() -> None:
+    metric = coco_metric(pictures(0, 1), truth(2), detect=lambda model, image: Finder().find(int(image[0, 0, 0])))
+    assert value(metric, nn.Identity())[0] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        ({}, {"kind": "mask"}, "kind='mask' must be one of bbox, segm, keypoints"),
+        ({}, {"name": "AP75"}, "name='AP75' one of AP, AP50"),
+        ({"images": []}, {}, "there are 2 images, but annotations of 0"),
+        ({"annotations": []}, {}, "none of 2 images has an object that counts"),
+        ({"annotations": [{"id": 4, "bbox": []}]}, {"kind": "segm"}, "annotation 4 has no 'segmentation'"),
+    ],
+)
+def test_what_can_not_be_judged_is_refused(change: dict[str, Any], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        coco_metric(pictures(0, 1), truth(2) | change, **settings)
+
+
+def test_a_detector_without_masks_is_named() -> None:
+    metric = coco_metric(
+        pictures(0), truth(1), kind="segm", detect=lambda *_: {"scores": torch.ones(1), "labels": torch.ones(1)}
+    )
+    with pytest.raises(MetricError, match="masks"):
+        metric.judge(nn.Identity())
