@@ -213,7 +213,8 @@ class Report:
             parts.append(f"{before} → {after} on {part}")
         seeds = len(self.records)
         over = f" (mean ± standard deviation over {seeds} seeds)" if seeds > 1 else ""
-        return f"{self.metric} ({direction(self.maximize)}): {' and '.join(parts)}{over}; {self._accepted()}."
+        said = f"{self.metric} ({direction(self.maximize)}): {' and '.join(parts)}{over}"
+        return f"{said}; {self._accepted()}; {self._beside_the_best()}."
 
     def _accepted(self) -> str:
         """Say what the guard did, and whether the gain may be chance."""
@@ -227,9 +228,24 @@ class Report:
         guard = f"the guard accepted the change{where}{beside}" + (
             "" if known else ", not knowing how much of it may be chance, as the metric reports no halves"
         )
-        mean, low, high = gain = self.gain("pretrained")
+        return f"{guard}; the gain on test, {self._gain_in_words('pretrained')}"
+
+    def _beside_the_best(self) -> str:
+        """Say how MetricOpt compares with the best method on test."""
+        best = self.best("test")
+        if "metricopt" in best:
+            return "no other method has a better one on test"
+        top = next(name for name in self.methods if name in best)
+        value = np.mean(self.values(top, "test"))
+        return (
+            f"the best on test is {self.title(top)} with {value:.{DIGITS}f}, and MetricOpt's difference from it,"
+            f" {self._gain_in_words(top)}"
+        )
+
+    def _gain_in_words(self, over: str) -> str:
+        mean, low, high = gain = self.gain(over)
         interval = "" if math.isnan(low) else f" (95% interval [{low:+.4f}, {high:+.4f}])"
-        return f"{guard}; the gain on test, {mean:+.4f}{interval}, {chance_in_words(gain)}"
+        return f"{mean:+.4f}{interval}, {chance_in_words(gain)}"
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the table of methods: the titles of its columns, and its rows."""

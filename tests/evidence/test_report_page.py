@@ -99,13 +99,13 @@ def test_the_verdict_says_what_the_guard_did(report: Callable[..., Report]) -> N
     begun = "accuracy (higher is better): 0.5000 ±0.0000 → 0.6100 ±0.0100 on test and "
     assert made.verdict().startswith(begun)
     assert "accepted the change in 2 of 3 seeds and left the model as it was in 1; the gain on test" in made.verdict()
-    assert made.verdict().endswith("+0.1100 (95% interval [+0.0852, +0.1348]), is more than chance.")
+    assert "+0.1100 (95% interval [+0.0852, +0.1348]), is more than chance; " in made.verdict()
     both = kept(made, "metricopt", "search", "batchnorm")
     assert "accepted the change in 3 of 3 seeds; the gain" in both.verdict()
     unsure = report({"pretrained": [0.5, 0.5, 0.5], "metricopt": [0.4, 0.62, 0.61]})
-    assert unsure.verdict().endswith(", may be chance.")
+    assert unsure.verdict().partition("; the best on test")[0].endswith(", may be chance")
     worse = report({"pretrained": [0.5, 0.5, 0.5], "metricopt": [0.4, 0.42, 0.41]})
-    assert worse.verdict().endswith("-0.0900 (95% interval [-0.1148, -0.0652]), is a loss beyond chance.")
+    assert "-0.0900 (95% interval [-0.1148, -0.0652]), is a loss beyond chance; " in worse.verdict()
     for record in both.records:
         object.__setattr__(record, "split_half", None)
         object.__setattr__(record, "chance", 0.0)
@@ -117,18 +117,30 @@ def test_a_refused_end_is_said_in_the_verdict_and_nothing_is_to_be_merged(
 ) -> None:
     refused = kept(report({name: [0.5, 0.5, 0.5] for name in ("pretrained", "metricopt")}), "start", "start", "start")
     seen = html(page(refused).html())
-    why = "the guard left the model as it was in every seed, as no gain on validation exceeded what chance explains."
-    assert seen.texts("p")[0].endswith(why)
+    why = "the guard left the model as it was in every seed, as no gain on validation exceeded what chance explains; "
+    assert why in seen.texts("p")[0]
     assert not [text for text in seen.texts("code") if "merge" in text]
     assert any("No seed has a change to keep" in text for text in seen.texts("p"))
     one = kept(report(seeds=1), "start")
     assert "left the model as it was, as no gain" in one.verdict()
 
 
+@pytest.mark.parametrize("maximize", [True, False])
+def test_the_verdict_names_the_best_on_test(report: Callable[..., Report], maximize: bool) -> None:
+    sign = 1 if maximize else -1
+    tests = {name: [0.5, 0.5, 0.5] for name in METHODS}
+    tests["metricopt"] = [0.5 + sign * gain for gain in (0.1, 0.12, 0.11)]
+    assert report(tests, maximize=maximize).verdict().endswith("; no other method has a better one on test.")
+    tests["cma_es"] = [0.5 + sign * gain for gain in (0.2, 0.22, 0.21)]
+    said = report(tests, maximize=maximize).verdict()
+    best = f"the best on test is CMA-ES on the metric with {0.5 + sign * 0.21:.4f}, and MetricOpt's difference from it,"
+    assert said.endswith(f"{best} -0.1000 (95% interval [-0.1000, -0.1000]), is a loss beyond chance.")
+
+
 def test_one_seed_cannot_tell_chance(report: Callable[..., Report]) -> None:
     single = kept(report({"pretrained": [0.5], "metricopt": [0.75]}, seeds=1), "search")
     assert "accuracy (higher is better): 0.5000 → 0.7500 on test and " in single.verdict()
-    assert single.verdict().endswith("+0.2500, may be chance, which one seed cannot tell.")
+    assert "+0.2500, may be chance, which one seed cannot tell; " in single.verdict()
 
 
 def test_what_to_do_next_takes_a_seed_that_changed_and_follows_a_trusted_f_alone(
