@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
-
 from metricopt_ext.classification.data import load_csv
 from metricopt_ext.classification.published import published
 from metricopt_ext.errors import ConfigError
@@ -16,7 +14,7 @@ from metricopt_ext.methods.recipe import checked_setting
 from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS, SIBLINGS
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
 from metricopt_ext.utils.checks import check_above, check_integer
-from metricopt_ext.utils.config import config_section, default_of
+from metricopt_ext.utils.config import MISSING, config_section, default_of
 from metricopt_ext.value.loading import load_value_function
 
 

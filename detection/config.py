@@ -3,13 +3,11 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from omegaconf import MISSING
-
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, check_at_least
-from metricopt_ext.utils.config import default_of
+from metricopt_ext.utils.config import MISSING, default_of
 
 
 @dataclass

@@ -4,12 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
-
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig
 from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS
+from metricopt_ext.utils.config import MISSING
 
 
 @dataclass

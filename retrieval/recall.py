@@ -24,8 +24,7 @@ try:
     import faiss
 except ImportError as error:
     raise ImportError(
-        "Recall@k needs FAISS: pip install 'metricopt-ext[retrieval]', or a wheel for your GPU such as faiss-gpu-cu12"
-        " in place of faiss-cpu"
+        "Recall@k needs FAISS: pip install 'metricopt-ext[retrieval]', or 'metricopt-ext[retrieval-gpu]' for a GPU"
     ) from error
 
 Array = Tensor | npt.NDArray[Any]

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TASKS = ("classification", "detection", "retrieval")  # reached through symlinks, with tests of their own making
+LINKED = ("classification", "detection", "retrieval", "tools")  # through symlinks, with tests of their own making
 CORE = ROOT / "metricopt_ext"
 PACKAGES = sorted(
     str(folder)
     for folder in (path.parent.relative_to(CORE) for path in CORE.glob("*/**/__init__.py"))
-    if folder.parts[0] not in TASKS
+    if folder.parts[0] not in LINKED
 )
 
 

@@ -7,12 +7,16 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = ("classification", "detection", "retrieval")
+LINKED = (*TASKS, "configs", "tools")  # folders at the top level that metricopt_ext has symlinks to
+CONFIG = "configs/classification/digits.yaml"
+PAGE = "metricopt_ext/evidence/page.html"
 FILES = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -23,7 +27,7 @@ FILES = (
     "SECURITY.md",
     "pyproject.toml",
 )
-FOLDERS = ("metricopt_ext", "configs", "tests", "tools", *TASKS)
+FOLDERS = ("metricopt_ext", "tests", *LINKED)
 HEAVY = ("detectron2", "faiss", "gpytorch", "matplotlib", "pytorch_metric_learning", "sklearn", "torchvision")
 
 
@@ -34,11 +38,11 @@ def run_python(*args: str, cwd: Path, stdin: str = "") -> str:
     return result.stdout
 
 
-def source_modules() -> set[str]:
-    """Return the modules of the source tree, each at the path that its import name calls for."""
-    core = {path.relative_to(ROOT) for path in (ROOT / "metricopt_ext").rglob("*.py")}
-    tasks = {"metricopt_ext" / path.relative_to(ROOT) for task in TASKS for path in (ROOT / task).rglob("*.py")}
-    return {path.as_posix() for path in core | tasks}
+def source_files(pattern: str) -> set[str]:
+    """Return the files of the source tree, each at the path that its import name calls for."""
+    core = {path.relative_to(ROOT) for path in (ROOT / "metricopt_ext").rglob(pattern)}
+    linked = {"metricopt_ext" / path.relative_to(ROOT) for name in LINKED for path in (ROOT / name).rglob(pattern)}
+    return {path.as_posix() for path in core | linked}
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +69,13 @@ def unpacked_wheel(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def test_checkout_links_task_folders() -> None:
+def test_checkout_links_folders() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("an sdist has no symlinks")
-    for task in TASKS:
-        link = ROOT / "metricopt_ext" / task
-        assert os.readlink(link) == f"../{task}"
-        assert link.samefile(ROOT / task)
+    for name in LINKED:
+        link = ROOT / "metricopt_ext" / name
+        assert os.readlink(link) == f"../{name}"
+        assert link.samefile(ROOT / name)
 
 
 def test_sdist_holds_regular_files_only(dist: Path) -> None:
@@ -83,25 +87,19 @@ def test_sdist_holds_regular_files_only(dist: Path) -> None:
     names = {member.name.split("/", 1)[1] for member in members}
     assert names >= set(FILES)
     assert names >= {f"{task}/__init__.py" for task in TASKS}
-    assert names >= {
-        "metricopt_ext/__init__.py",
-        "metricopt_ext/py.typed",
-        "metricopt_ext/evidence/page.html",
-        "tests/test_packaging.py",
-    }
-    assert not [name for name in names if name.startswith(tuple(f"metricopt_ext/{task}/" for task in TASKS))]
+    assert names >= {"metricopt_ext/__init__.py", "metricopt_ext/py.typed", PAGE, "tests/test_packaging.py", CONFIG}
+    assert not [name for name in names if name.startswith(tuple(f"metricopt_ext/{folder}/" for folder in LINKED))]
 
 
 def test_wheel_holds_every_module_below_one_package(unpacked_wheel: Path) -> None:
     top_level = {path.name for path in unpacked_wheel.iterdir() if path.suffix != ".dist-info"}
     assert top_level == {"metricopt_ext"}
 
-    packed = {path.relative_to(unpacked_wheel).as_posix() for path in unpacked_wheel.rglob("*.py")}
-    assert packed == source_modules()
+    packed = {path.relative_to(unpacked_wheel).as_posix() for path in unpacked_wheel.rglob("*.*")}
+    for pattern in ("*.py", "*.pyi", "*.yaml"):
+        assert {path for path in packed if Path(path).match(pattern)} == source_files(pattern), pattern
     assert packed >= {f"metricopt_ext/{task}/__init__.py" for task in TASKS}
-
-    for name in ("py.typed", "evidence/page.html"):
-        assert (unpacked_wheel / "metricopt_ext" / name).is_file()
+    assert packed >= {f"metricopt_ext/{CONFIG}", "metricopt_ext/__init__.pyi", "metricopt_ext/py.typed", PAGE}
     (metadata,) = unpacked_wheel.glob("*.dist-info/METADATA")
     assert "License-Expression: Apache-2.0" in metadata.read_text(encoding="utf-8")
     assert list(unpacked_wheel.glob("*.dist-info/licenses/LICENSE"))
@@ -127,11 +125,48 @@ print(json.dumps([files, missing]))
     assert missing == list(TASKS)
 
 
+@pytest.fixture(scope="module")
+def command(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Run `metricopt`, as the wheel installs it into a fresh folder, in an empty working directory."""
+    pytest.importorskip("pip")
+    (wheel,) = dist.glob("*.whl")
+    site = tmp_path_factory.mktemp("installed")
+    run_python(
+        "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel), cwd=site
+    )
+    (program,) = site.glob("bin/metricopt" if os.name == "posix" else "bin/metricopt.exe")
+
+    def call(*arguments: str) -> str:
+        empty = tmp_path_factory.mktemp("empty")
+        environment = {**os.environ, "PYTHONPATH": str(site)}
+        done = subprocess.run([program, *arguments], cwd=empty, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return call
+
+
+def test_an_installed_wheel_has_the_command_and_the_configs(command: Callable[..., str]) -> None:
+    words = command("--help").split()
+    assert set(words) >= {path.stem.replace("_", "-") for path in (ROOT / "tools").glob("[!_]*.py")}
+    assert command("configs").splitlines() == sorted(
+        path.removeprefix("metricopt_ext/") for path in source_files("*.yaml")
+    )
+    assert command("configs", CONFIG) == (ROOT / CONFIG).read_text()
+    assert command("finetune-classifier", "--help").startswith("usage: metricopt finetune-classifier ")
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_runs_a_tool_on_a_packaged_config(command: Callable[..., str]) -> None:
+    settings = ("--config-file", CONFIG, "--output-dir", "out", "model.epochs=1", "queries=20")
+    assert "small_cnn on shifted digits" in command("finetune-classifier", *settings, "--dry-run")
+
+
 def test_import_is_light() -> None:
     code = "import json, sys, metricopt_ext; print(json.dumps(list(sys.modules)))"
     loaded = json.loads(run_python("-c", code, cwd=ROOT))
     assert "metricopt_ext" in loaded
-    assert not set(HEAVY) & set(loaded)
+    assert not {"torch", *HEAVY} & set(loaded)
 
 
 def lint(statement: str, filename: str) -> list[str]:

@@ -59,7 +59,6 @@ from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import ValueFunction
 
 DEFAULT = "default"
-ROOT = Path(__file__).parents[1]
 
 
 class EsStep(MetricOptStep):
@@ -207,7 +206,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.seeds < 1:
         parser.error(f"--seeds is {arguments.seeds}; it must be at least 1")
-    tasks = arguments.task or [[str(ROOT / "configs" / "classification" / "digits.yaml")]]
+    tasks = arguments.task or [["configs/classification/digits.yaml"]]
     with errors_in_one_line(keeps=arguments.output_dir):
         seeds = range(arguments.seed, arguments.seed + arguments.seeds)
         ablate(tasks, arguments.output_dir, seeds, arguments.workers, arguments.strategy)

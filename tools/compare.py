@@ -41,6 +41,7 @@ from metricopt_ext.utils.config import defaults_of, load_config
 from metricopt_ext.utils.files import content_of, write_atomically
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
+from metricopt_ext.utils.packaged import PACKAGE, existing_config
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.words import counted
 
@@ -61,7 +62,7 @@ class CompareConfig:
     """A whole run of `tools/compare.py`."""
 
     task: str = "classification"  # classification, detection or retrieval: whose config the next key names
-    config: str = ""  # that task's YAML, relative to this file's folder or the nearest one above that has it
+    config: str = ""  # that task's YAML, relative to this file's folder or the nearest one above, or the package's
     overrides: list[str] = field(default_factory=list)  # key=value, of the task's config
     methods: list[str] = field(default_factory=METHODS.copy)
     budgets: list[int] = field(default_factory=lambda: [20, 60, 150, 300, 600])  # metric queries, ascending
@@ -134,12 +135,15 @@ def read_configs(file: Path, overrides: Sequence[str] = ()) -> tuple[CompareConf
     """
     own = {each.name for each in fields(CompareConfig)}
     ours = [each for each in overrides if each.partition("=")[0] in own]
+    file = existing_config(file)
     config = load_config(CompareConfig, file, ours)
     config.check()
-    candidates = [folder / config.config for folder in file.resolve().parents]
+    candidates = [folder / config.config for folder in [*file.resolve().parents, PACKAGE]]
     path = next((each for each in candidates if config.config and each.is_file()), None)
     if path is None:
-        raise ConfigError(f"config={config.config}: there is no such file in {file.resolve().parent} or above")
+        raise ConfigError(
+            f"config={config.config}: there is no such file in {file.resolve().parent}, above, or in the package"
+        )
     theirs = [*config.overrides, *(each for each in overrides if each not in ours)]
     for each in config.overrides:
         if each.partition("=")[0] in own:

@@ -49,7 +49,7 @@ def main() -> None:
     )
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
     arguments = parser.parse_args()
-    with errors_in_one_line(ImportError):
+    with errors_in_one_line():
         run(arguments)
 
 

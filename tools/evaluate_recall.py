@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the subset, at least 0")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
     arguments = parser.parse_args()
-    with errors_in_one_line(ImportError):
+    with errors_in_one_line():
         run(arguments)
 
 

@@ -12,9 +12,12 @@ report.html (all in one file, to hand on), report.json, report.md and plots, and
 
 from functools import partial
 
-from metricopt_ext.detection.build import TOOLKITS
-from metricopt_ext.detection.experiment import DetectionExperiment
 from metricopt_ext.evidence.cli import main_of, run_and_report
+from metricopt_ext.utils.extras import naming_extras
+
+with naming_extras():
+    from metricopt_ext.detection.build import TOOLKITS
+    from metricopt_ext.detection.experiment import DetectionExperiment
 
 main = partial(main_of, __doc__, DetectionExperiment, "model.steps=500 data.root=FOLDER", choices={"toolkit": TOOLKITS})
 run = partial(run_and_report, DetectionExperiment)

@@ -15,7 +15,10 @@ part, adapter, value function and what --resume needs. tools/evaluate_recall.py 
 from functools import partial
 
 from metricopt_ext.evidence.cli import main_of, run_and_report
-from metricopt_ext.retrieval.experiment import RetrievalExperiment
+from metricopt_ext.utils.extras import naming_extras
+
+with naming_extras():
+    from metricopt_ext.retrieval.experiment import RetrievalExperiment
 
 main = partial(main_of, __doc__, RetrievalExperiment, "loss.name=triplet_margin data.root=FOLDER")
 run = partial(run_and_report, RetrievalExperiment)

@@ -27,6 +27,7 @@ from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
 from metricopt_ext.evidence.report import versions
+from metricopt_ext.utils.extras import naming_extras, require
 from metricopt_ext.utils.files import write_json
 
 SIZE = 300  # of an image; none is opened
@@ -44,7 +45,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each; the fastest counts")
     parser.add_argument("--seed", type=int, default=0, help="seed of the objects and detections")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
-    run(parser.parse_args())
+    arguments = parser.parse_args()
+    with naming_extras():
+        require("pycocotools")
+    run(arguments)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

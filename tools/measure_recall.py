@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from metricopt_ext.evidence.report import versions
+from metricopt_ext.utils.extras import naming_extras, require
 from metricopt_ext.utils.files import write_json
 
 SPREAD = 0.4  # of the clusters' centres, in units of their members' own spread: some, but not all, are found
@@ -41,6 +42,9 @@ def main() -> None:
     if arguments.contender is not None:
         print(json.dumps(contend(arguments.contender, arguments)))
     else:
+        with naming_extras():
+            require("faiss")
+            require("pytorch_metric_learning")
         run(arguments)
 
 

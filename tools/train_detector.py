@@ -33,11 +33,12 @@ import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.utils.extras import naming_extras
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.machine import restart_deterministically
 from metricopt_ext.utils.stopping import ending_when_stopped
 
-try:
+with naming_extras():
     from detectron2.checkpoint import DetectionCheckpointer
     from detectron2.config import CfgNode
     from detectron2.engine import default_argument_parser, default_setup, launch
@@ -50,16 +51,11 @@ try:
     from metricopt_ext.detection.detectron2.search import search
     from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
     from metricopt_ext.detection.detectron2.weights import load_weights
-except ModuleNotFoundError as error:
-    sys.exit(
-        f"error: {error.name} is not installed; get Detectron2 by"
-        " pip install --no-build-isolation git+https://github.com/facebookresearch/detectron2"
-    )
 
 WRITTEN = re.compile(r"model_(final|best|merged|\d+)\.pth")  # by a finetuning run, in its OUTPUT_DIR
 
 
-def main(arguments: argparse.Namespace) -> Any:
+def run(arguments: argparse.Namespace) -> Any:
     """Run the command line's task in one process; returns the evaluation's results, if any."""
     if arguments.deterministic:
         torch.use_deterministic_algorithms(True)  # in each process
@@ -139,7 +135,7 @@ def check(cfg: CfgNode, arguments: argparse.Namespace) -> None:
         raise ConfigError("TEST.AUG.ENABLED: AP50 is evaluated without test-time augmentation here; set it to False")
 
 
-def run() -> None:
+def main() -> None:
     """Parse the command line and launch the processes; an error that a user can fix is printed on one line."""
     parser = default_argument_parser(epilog=__doc__)
     parser.add_argument(
@@ -159,7 +155,7 @@ def run() -> None:
             if arguments.deterministic:
                 restart_deterministically(threads=1)
             launch(
-                main,
+                run,
                 arguments.num_gpus,
                 num_machines=arguments.num_machines,
                 machine_rank=arguments.machine_rank,
@@ -187,4 +183,4 @@ def in_one_line(message: str) -> str | None:
 
 
 if __name__ == "__main__":
-    run()
+    main()

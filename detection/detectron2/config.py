@@ -17,6 +17,7 @@ from metricopt_ext.methods.recipe import LEAST_TASKS
 from metricopt_ext.search.optimizer import MetricOpt
 from metricopt_ext.utils.config import check_yaml, default_of
 from metricopt_ext.utils.files import MISFITS
+from metricopt_ext.utils.packaged import find_config
 
 Node = TypeVar("Node")
 
@@ -299,7 +300,8 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
     """Return Detectron2's defaults and ours, a config file over them, and overrides over that.
 
     Args:
-        path: A YAML file of Detectron2; its METRICOPT node may be missing.
+        path: A YAML file of Detectron2, or the name of one that comes with the package; its METRICOPT node may be
+            missing.
         overrides: ``[KEY, VALUE, KEY, VALUE, ...]``.
 
     Raises:
@@ -308,9 +310,10 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
     cfg = get_cfg()
     add_metricopt_config(cfg)
     try:
-        if Path(path).is_file():  # Detectron2 knows other places too
-            check_yaml(path)
-        cfg.merge_from_file(str(path), allow_unsafe=False)  # no Python objects in YAML
+        found = find_config(path)
+        if found is not None:  # Detectron2 knows other places too
+            check_yaml(found)
+        cfg.merge_from_file(str(found or path), allow_unsafe=False)  # no Python objects in YAML
         cfg.merge_from_list(list(overrides))
     except MetricOptError:
         raise

@@ -21,6 +21,7 @@ from metricopt_ext.evidence.style import direction
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.config import known_keys, load_config
+from metricopt_ext.utils.extras import naming_extras, require
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
@@ -54,7 +55,7 @@ def errors_in_one_line(*more: type[Exception], keeps: Path | None = None, resume
         resume: As in `ending_when_stopped`.
     """
     mendable: tuple[type[Exception], ...] = (MetricOptError, FloatingPointError, OSError, *more)
-    with ending_when_stopped(keeps, resume):
+    with ending_when_stopped(keeps, resume), naming_extras():
         try:
             yield
         except mendable as error:
@@ -117,6 +118,7 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
         resume: Continue an interrupted run in the folder.
     """
     config.check()
+    require("tensorboard")  # which is used once a model is trained
     subject = experiment.describe(config)  # refuses settings before the folder is taken
     with deterministic(config.deterministic, config.threads), ranks.sharing(config.as_dict()), ExitStack() as held:
         ranks.only_first(partial(held.enter_context, sole_writer(folder)))

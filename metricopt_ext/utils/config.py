@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar, get_origin
 
 from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.utils.files import MISFITS, read_bounded
+from metricopt_ext.utils.packaged import existing_config
 from metricopt_ext.utils.words import brief
 
 # Bounds on a config file, ten times what one of ours has at most. Nodes are counted with aliases replaced by what they
@@ -19,6 +20,8 @@ YAML_BYTES = 1 << 18
 YAML_NODES = 20_000
 YAML_LEVELS = 20
 YAML_INTERPOLATIONS = 12
+
+MISSING: Any = "???"  # omegaconf's mark of a value that has no default
 
 Schema = TypeVar("Schema")
 
@@ -30,7 +33,7 @@ def load_config(
 
     Args:
         schema: A dataclass whose fields, nested dataclasses included, are the keys, their types and their defaults.
-        file: A YAML file, or what one would hold; None for the defaults.
+        file: A YAML file, the name of one that comes with the package, or what one would hold; None for the defaults.
         overrides: ``key=value``, with dots for nested keys and for those of a mapping. Text for a key of type ``str``
             is taken as it stands, unless it is quoted; so are the items of a YAML list for one of type ``list[str]``.
             Any other value is YAML.
@@ -49,8 +52,7 @@ def load_config(
         if isinstance(file, dict):
             config = OmegaConf.merge(config, file)
         elif file is not None:
-            if not Path(file).is_file():
-                raise ConfigError(f"config file {file} does not exist")
+            file = existing_config(file)
             check_yaml(file)
             content = OmegaConf.load(file)
             if not isinstance(content, DictConfig):

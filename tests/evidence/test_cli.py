@@ -101,7 +101,11 @@ def test_options_that_are_wrong_end_with_the_usage(
     [
         (("quires=3",), "error: unknown key 'quires'; did you mean 'queries'?"),
         (("recipe.lr",), "error: override 'recipe.lr' is not of the form key=value"),
-        (("--config-file", "none.yaml"), "error: config file none.yaml does not exist"),
+        (
+            ("--config-file", "none.yaml"),
+            "error: config file none.yaml does not exist, neither here nor among the package's own;"
+            " `metricopt configs` lists them",
+        ),
     ],
 )
 def test_settings_that_are_wrong_end_in_one_line(called: Any, arguments: tuple[str, ...], message: str) -> None:

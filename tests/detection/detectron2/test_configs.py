@@ -128,7 +128,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     def call(*arguments: Any) -> None:
         forget()
         monkeypatch.setattr(sys, "argv", ["train_detector.py", *map(str, arguments)])
-        module.run()
+        module.main()
 
     call.module = module  # type: ignore[attr-defined]
     yield call
@@ -336,4 +336,4 @@ def test_tool_without_detectron2(tmp_path: Path) -> None:
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: detectron2 is not installed; get Detectron2 by pip install")
+    assert line.startswith("error: this needs detectron2: pip install --no-build-isolation git+")

@@ -1,0 +1,106 @@
+"""The command `metricopt`: what it lists, whom it calls, and how fast it answers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metricopt_ext.__main__ import main, summary, tools
+
+ROOT = Path(__file__).parents[1]
+DIGITS = "configs/classification/digits.yaml"
+
+
+def ended(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "argv", ["metricopt", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return caught.value.code
+
+
+def test_every_tool_is_a_subcommand() -> None:
+    files = {path.stem for path in (ROOT / "tools").glob("*.py")} - {"__init__"}
+    assert {name.replace("-", "_") for name in tools()} == files
+    assert len(files) >= 17
+
+
+def test_help_has_each_with_its_line_and_imports_nothing_for_it() -> None:
+    code = """
+import json, sys
+from metricopt_ext.__main__ import main
+sys.argv = ["metricopt"]
+try:
+    main()
+except SystemExit as error:
+    print(json.dumps([error.code, sorted(sys.modules)]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    shown, last = done.stdout.rstrip("\n").rsplit("\n", 1)
+    status, modules = json.loads(last)
+    assert status == 0
+    assert not {"numpy", "torch", "matplotlib", "omegaconf", "rich"} & set(modules)
+    words = " ".join(shown.split())
+    for name, path in tools().items():
+        assert f" {name} {summary(path)}" in words
+    assert " configs list the configs that come with the package" in words
+
+
+def test_a_summary_is_the_docstrings_first_line_without_what_explains_it(tmp_path: Path) -> None:
+    path = tmp_path / "tool.py"
+    for line, short in (("Do it.", "Do it"), ("Do it: fast, 5%", "Do it"), ("Do 5% of it", "Do 5%% of it")):
+        path.write_text(f'"""{line}\n\nMore.\n"""\nraise RuntimeError\n')
+        assert summary(path) == short
+
+
+@pytest.mark.parametrize("name", sorted(set(tools()) - {"train-detector"}))
+def test_a_tools_own_help_has_the_commands_name(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(name, "--help", monkeypatch=monkeypatch) == 0
+    assert capsys.readouterr().out.startswith(f"usage: metricopt {name} [-h]")
+
+
+def test_arguments_reach_the_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("tabulate-runs", "nowhere", "--methods", "odd", monkeypatch=monkeypatch) == 2
+    assert "metricopt tabulate-runs: error: argument --methods: invalid choice: 'odd'" in capsys.readouterr().err
+
+
+def test_a_wrong_command_is_told_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended("finetune-clasifier", monkeypatch=monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert "invalid choice: 'finetune-clasifier'" in said
+    assert "finetune-classifier" in said
+
+
+def test_configs_are_listed_and_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["metricopt", "configs"])
+    main()
+    assert DIGITS in capsys.readouterr().out.splitlines()
+    monkeypatch.setattr(sys, "argv", ["metricopt", "configs", DIGITS])
+    main()
+    assert capsys.readouterr().out == (ROOT / DIGITS).read_text()
+    assert "the nearest is configs/classification/digits.yaml" in ended(
+        "configs", "digits.yaml", monkeypatch=monkeypatch
+    )
+
+
+@pytest.mark.parametrize("name", ["classification/digits.yaml", "compare/digits_plain.yaml"])
+def test_a_comparison_and_a_tool_find_the_packages_configs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from metricopt_ext.classification.config import ClassificationConfig
+    from metricopt_ext.tools.compare import read_configs
+    from metricopt_ext.utils.config import load_config
+
+    monkeypatch.chdir(tmp_path)
+    if name.startswith("compare"):
+        copy = tmp_path / "mine.yaml"  # of a folder without configs
+        copy.write_text((ROOT / "configs" / name).read_text())
+        assert read_configs(Path("configs", name))[1] == read_configs(copy)[1]
+    else:
+        assert load_config(ClassificationConfig, f"configs/{name}").data.name == "digits"

@@ -1,0 +1,151 @@
+"""A module that is missing is named together with the extra that brings it, by every tool."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from metricopt_ext.utils.extras import EXTRAS, needed, require
+
+ROOT = Path(__file__).parents[2]
+MODULES = {"faiss-cpu": "faiss", "faiss-gpu-cu12": "faiss", "pillow": "PIL", "scikit-learn": "sklearn"}
+
+# What each tool is called with, what it then needs first, and the extra that it names.
+CALLS = {
+    "ablate_recipe": ("--output-dir out", "omegaconf", "classification"),
+    "compare": ("--config-file configs/compare/a9a_f1.yaml --output-dir out", "omegaconf", "all"),
+    "compare_starts": ("--config-file configs/classification/a9a.yaml --output-dir out", "omegaconf", "classification"),
+    "evaluate_ap50": (
+        "--config-file configs/detection/scenes_torchvision.yaml --weights w.pth --annotations a --output-dir out",
+        "torchvision",
+        "detection",
+    ),
+    "evaluate_recall": ("--embeddings e.npy --labels y.npy --output-dir out", "faiss", "retrieval"),
+    "finetune_classifier": (
+        "--config-file configs/classification/digits.yaml --output-dir out",
+        "omegaconf",
+        "classification",
+    ),
+    "finetune_detector": (
+        "--config-file configs/detection/scenes_torchvision.yaml --output-dir out",
+        "torchvision",
+        "detection",
+    ),
+    "finetune_retrieval": ("--config-file configs/retrieval/digits.yaml --output-dir out", "faiss", "retrieval"),
+    "measure_ap50": ("--output-dir out", "pycocotools", "detection"),
+    "measure_correlation": (
+        "--config-file configs/siblings/reloss_digits.yaml --output-dir out",
+        "omegaconf",
+        "classification",
+    ),
+    "measure_recall": ("--output-dir out", "faiss", "retrieval"),
+    "measure_search": (
+        "--task retrieval --config-file configs/retrieval/digits.yaml --output-dir out",
+        "faiss",
+        "retrieval",
+    ),
+    "train_detector": ("--config-file configs/detection/detectron2/scenes.yaml", "detectron2", ""),
+}
+NEED_NONE = {"measure_cost", "measure_scale", "summarise_siblings", "tabulate_runs"}
+
+# Each tool runs in a fork, so that torch is imported once and what one tool imports is not there for the next.
+SCRIPT = """
+import json, os, runpy, sys
+import metricopt_ext.evidence.cli
+
+blocked, calls, tools = json.loads(sys.argv[1])
+
+class Blocking:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocking)
+for name in [name for name in sys.modules if name.partition(".")[0] in blocked]:
+    del sys.modules[name]
+said = {}
+for tool, arguments in calls.items():
+    receives, sends = os.pipe()
+    if os.fork() == 0:
+        os.close(receives)
+        sys.argv = [tool, *arguments.split()]
+        try:
+            runpy.run_path(f"{tools}/{tool}.py", run_name="__main__")
+            end = "ran"
+        except SystemExit as error:
+            end = error.code
+        except BaseException as error:
+            end = repr(error)
+        os.write(sends, json.dumps(end).encode())
+        os._exit(0)
+    os.close(sends)
+    with open(receives) as stream:
+        said[tool] = json.load(stream)
+    os.wait()
+print("\\n" + json.dumps(said))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_every_tool_names_the_extra_that_is_missing(tmp_path: Path) -> None:
+    tools = {path.stem for path in (ROOT / "tools").glob("[!_]*.py")}
+    assert {*CALLS, *NEED_NONE} == tools, "say what the new tool needs"
+    blocked = sorted({module for modules in EXTRAS.values() for module in modules} - {"PIL"} | {"detectron2"})
+    calls = {**{tool: call for tool, (call, _, _) in CALLS.items()}, **dict.fromkeys(NEED_NONE, "--help")}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps([blocked, calls, str(ROOT / "tools")])],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    for tool, (_, module, extra) in CALLS.items():
+        install = f"'metricopt-ext[{extra}]'" if extra else "--no-build-isolation git+"
+        assert str(said[tool]).startswith(f"error: this needs {module}: pip install {install}"), (tool, said[tool])
+    assert [said[tool] for tool in NEED_NONE] == [0] * len(NEED_NONE)
+    assert not list(tmp_path.iterdir())  # nothing was done before
+
+
+def test_the_extras_are_those_of_the_package() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {
+        extra: {line.partition(">")[0] for line in declared[extra]} for extra in ("retrieval-gpu", *EXTRAS)
+    }  # distributions
+    modules = {
+        extra: {MODULES.get(name, name.replace("-", "_")) for name in distributions}
+        for extra, distributions in names.items()
+    }
+    brought = {"omegaconf": {"yaml"}}
+    for extra, own in EXTRAS.items():
+        assert set(own) == modules[extra].union(*(brought.get(each, ()) for each in modules[extra])), extra
+    assert modules["retrieval-gpu"] == modules["retrieval"]
+    assert names["retrieval-gpu"] ^ names["retrieval"] == {"faiss-cpu", "faiss-gpu-cu12"}
+
+
+def missing(module: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
+def test_an_extra_is_named_for_its_modules_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for extra in ("classification", "detection", "retrieval"):
+        monkeypatch.delitem(sys.modules, f"metricopt_ext.{extra}", raising=False)
+    assert needed(missing("botorch.models")) == "this needs botorch: pip install 'metricopt-ext[compare]'"
+    assert needed(missing("omegaconf")) == "this needs omegaconf: pip install 'metricopt-ext[all]'"
+    monkeypatch.setitem(sys.modules, "metricopt_ext.retrieval", sys)
+    assert needed(missing("omegaconf")) == "this needs omegaconf: pip install 'metricopt-ext[retrieval]'"
+    assert needed(missing("own_metric")) is None
+    assert needed(ImportError("cannot import name")) is None
+
+
+def test_a_module_is_required_before_it_is_used() -> None:
+    require("json")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'own_missing'") as caught:
+        require("own_missing")
+    assert caught.value.name == "own_missing"
