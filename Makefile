@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quality style clean
+.PHONY: help demo test docs quality style clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
@@ -21,7 +21,7 @@ help:  ## list the targets
 # One pip command, so that one resolution chooses torch and torchvision together.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[classification,retrieval,detection,dev]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[classification,retrieval,detection,dev,docs]'
 	touch $@
 
 demo: $(STAMP)  ## search phi for a long tail's worst class, for unseen digits, and for shifted digits
@@ -32,6 +32,10 @@ demo: $(STAMP)  ## search phi for a long tail's worst class, for unseen digits, 
 
 test: $(STAMP)  ## run the tests on all cores; ARGS goes to pytest in place of that, e.g. ARGS="-n 2 -m 'not slow'"
 	.venv/bin/python -m pytest $(ARGS)
+
+docs: $(STAMP)  ## build the documentation site into out/docs; a broken link or anchor fails
+	$(BIN)/mkdocs build
+	@echo "open out/docs/index.html"
 
 quality: $(STAMP)  ## check lint, format, the order of imports between packages, and types
 	$(BIN)/ruff check .

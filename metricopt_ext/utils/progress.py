@@ -115,7 +115,7 @@ def relay(queue: Any, watchers: dict[str, Watcher]) -> None:
 
 
 class Bars(AbstractContextManager["Bars"]):
-    """Shows progress bars on the terminal, one for each run that is watched; without a terminal, plain lines.
+    """Shows progress bars on the terminal, one for each run that is watched; elsewhere, as in a notebook, plain lines.
 
     Args:
         console: rich's console; by default the standard output.
@@ -136,11 +136,8 @@ class Bars(AbstractContextManager["Bars"]):
         lines: bool = False,
         log: Callable[[str], None] | None = None,
     ) -> None:
-        from rich.console import Console
-
-        self._console, self._clock, self._log = console or Console(), clock, log
-        drawable = self._console.is_interactive or self._console.is_jupyter
-        self._progress = _bars_on(self._console) if drawable and not lines else None
+        self._console, self._clock, self._log = console or _standard_output(), clock, log
+        self._progress = _bars_on(self._console) if self._console.is_interactive and not lines else None
         self._whole: _Whole | None = None
 
     def watch(self, name: str, total: int) -> Watcher:
@@ -182,6 +179,14 @@ class Bars(AbstractContextManager["Bars"]):
         """Stop drawing and leave the bars on the screen."""
         if self._progress is not None:
             self._progress.stop()
+
+
+def _standard_output() -> Any:
+    """The console that is written to; in a notebook, where each redrawn bar would be an output of its own, a file."""
+    from rich.console import Console
+
+    console = Console()
+    return Console(force_jupyter=False, force_terminal=False) if console.is_jupyter else console
 
 
 def _bars_on(console: Any) -> Any:

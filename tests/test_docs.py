@@ -1,0 +1,170 @@
+"""The README and the documentation: their code against the library, their commands against the tools, their links."""
+
+import ast
+import importlib
+import inspect
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import metricopt_ext as mo
+from metricopt_ext.evidence.cli import TASKS, experiment_of
+from metricopt_ext.utils.config import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FINETUNE = {  # the tools whose configs are those of a task
+    "finetune_classifier.py": "classification",
+    "finetune_detector.py": "detection",
+    "finetune_retrieval.py": "retrieval",
+}
+DETECTRON2 = {
+    "--config-file",
+    "--resume",
+    "--eval-only",
+    "--num-gpus",
+    "--num-machines",
+    "--machine-rank",
+    "--dist-url",
+}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def python_of(page: Path) -> Iterator[str]:
+    yield from blocks(page, "python")
+    for block in blocks(page, "diff"):  # only whole statements: a line of a longer call is not one
+        for line in (line.removeprefix("+").strip() for line in block.splitlines() if line.startswith("+")):
+            if line.startswith(("from ", "import ")):
+                yield line
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Yield the words of each command that runs a tool."""
+    for block in blocks(page, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if "python" in words and (words[words.index("python") + 1 :] or [""])[0].startswith("tools/"):
+                yield words[words.index("python") + 1 :]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_calls_of_the_library_have_its_arguments(page: Path) -> None:
+    for node in (node for block in python_of(page) for node in ast.walk(ast.parse(block))):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "mo":
+            assert hasattr(mo, node.attr)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("metricopt_ext"):
+            for alias in node.names:
+                assert defines(node.module, alias.name), f"{node.module} has no {alias.name}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "mo":
+            signature = inspect.signature(getattr(mo, node.func.attr))
+            given = [word for word in node.args if ast.unparse(word) != "..."]
+            named = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+            (signature.bind if given == node.args else signature.bind_partial)(*given, **named)
+
+
+def defines(module: str, name: str) -> bool:
+    """Whether a module has a name at its top level; Detectron2's are read, as they can't be imported everywhere."""
+    if not module.startswith("metricopt_ext.detection.detectron2"):
+        return hasattr(importlib.import_module(module), name)
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    return name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def test_the_readme_shows_a_search() -> None:
+    assert "mo.optimize_metric(" in "".join(python_of(ROOT / "README.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_have_options_and_keys_that_exist(page: Path) -> None:
+    for tool, *words in commands(page):
+        script = ROOT / tool
+        assert script.is_file(), tool
+        config = words[words.index("--config-file") + 1] if "--config-file" in words else ""
+        if config.startswith("configs/"):
+            assert (ROOT / config).is_file(), config
+        options = options_of(tool)
+        for word in words:
+            assert not word.startswith("--") or word in options, f"{tool} has no {word}"
+        if script.name in FINETUNE and config.startswith("configs/"):
+            schema: Any = experiment_of(FINETUNE[script.name]).config_type
+            load_config(schema, ROOT / config, [word for word in words if re.match(r"[a-z_.]+=", word)])
+
+
+def options_of(tool: str) -> set[str]:
+    """Return the options that a tool's source names, and the shared ones that it gets from elsewhere."""
+    shared = DETECTRON2 if "train_detector" in tool else options_in(ROOT / "metricopt_ext/evidence/cli.py")
+    return options_in(ROOT / tool) | shared
+
+
+def options_in(source: Path) -> set[str]:
+    return set(re.findall(r"--[a-z][a-z0-9-]*", source.read_text()))
+
+
+def test_there_are_commands_to_check() -> None:
+    found = [command for page in PAGES for command in commands(page)]
+    assert len(found) > 30
+    assert {Path(tool).name for tool, *_ in found} >= set(FINETUNE)
+    assert set(FINETUNE.values()) == set(TASKS)
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", (ROOT / "README.md").read_text())
+    files = [link for link in links if "://" not in link]
+    assert files
+    assert not [link for link in files if not (ROOT / link).exists()]
+
+
+def test_the_reference_has_each_public_name_once() -> None:
+    shown = re.findall(r"^::: metricopt_ext\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(mo.__all__)
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="the extra `docs` is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    page = (tmp_path / "site/api.html").read_text()
+    assert all(f'id="metricopt_ext.{name}"' in page for name in mo.__all__), "a name without its docstring"
+
+
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
+
+
+def test_there_are_two_notebooks_with_outputs() -> None:
+    assert [path.stem for path in NOTEBOOKS] == ["detector", "table"]
+    for path in NOTEBOOKS:
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        assert sum(bool(cell["outputs"]) for cell in cells) > len(cells) / 2, f"{path.name} was saved without outputs"
+        assert not [cell for cell in cells if any(out["output_type"] == "error" for out in cell["outputs"])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.read(path, as_version=4)
+    saved = [kinds_of(cell) for cell in notebook.cells]
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert [kinds_of(cell) for cell in notebook.cells] == saved
+
+
+def kinds_of(cell: Any) -> set[str]:
+    """What a cell shows: text, pictures, warnings; not which digits, as training differs between processors."""
+    shown = cell.get("outputs", [])
+    return {output.get("name") or max(output["data"], key=lambda kind: kind.startswith("image")) for output in shown}
