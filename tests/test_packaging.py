@@ -23,7 +23,7 @@ FILES = (
     "SECURITY.md",
     "pyproject.toml",
 )
-FOLDERS = ("metricopt_ext", "configs", "tests", "tools", *TASKS)
+FOLDERS = ("metricopt_ext", "configs", "examples", "tests", "tools", *TASKS)
 HEAVY = ("detectron2", "faiss", "gpytorch", "matplotlib", "pytorch_metric_learning", "sklearn", "torchvision")
 
 

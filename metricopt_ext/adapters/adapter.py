@@ -315,8 +315,8 @@ def refuse_wrapper(model: nn.Module) -> None:
         )
     if kind == COMPILED:
         raise AdapterError(
-            f"{kind} wraps the model that is checkpointed; attach before wrapping it by torch.compile, or pass the model"
-            " itself, its ._orig_mod: what was compiled is then compiled anew"
+            f"{kind} wraps the model that is checkpointed; attach before wrapping it by torch.compile, or pass the"
+            " model itself, its ._orig_mod: what was compiled is then compiled anew"
         )
     if isinstance(model, AveragedModel):
         raise AdapterError(
