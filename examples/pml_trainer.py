@@ -34,7 +34,7 @@ tester = testers.GlobalEmbeddingSpaceTester(
 )
 trainer = trainers.MetricLossOnly(
     models={"trunk": trunk, "embedder": embedder},
-    optimizers={"all_optimizer": torch.optim.Adam([*trunk.parameters(), *embedder.parameters()])},
+    optimizers={"trunk_optimizer": torch.optim.Adam([*trunk.parameters(), *embedder.parameters()])},
     batch_size=64,
     loss_funcs={"metric_loss": losses.TripletMarginLoss()},
     dataset=datasets["train"],

@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
@@ -65,17 +66,21 @@ class SearchPhi(L.Callback):
         """Attach the adapter and search.
 
         Raises:
-            ConfigError: The validation does not log ``monitor`` or one of the halves.
-            DataError: The training data can't be drawn in batches.
+            MetricError: The validation does not log ``monitor`` or one of the halves.
+            DataError: The training data can't be drawn in batches, or there is no validation data.
             Others: As from `optimize_metric`.
         """
-        loader = trainer.train_dataloader
-        if not hasattr(getattr(loader, "dataset", None), "__getitem__"):
+        loader, validation = trainer.train_dataloader, trainer.val_dataloaders
+        dataset = getattr(loader, "dataset", None)
+        if dataset is None or isinstance(dataset, IterableDataset):
             raise DataError(
                 f"the training data is a {type(loader).__name__}; SearchPhi needs a DataLoader with an index"
             )
-        drawn = DatasetBatches(loader.dataset, loader.batch_size or 1, collate=loader.collate_fn)
-        validation = trainer.val_dataloaders
+        if not validation:
+            raise DataError(
+                f"there is no validation data, on which to ask for {self.monitor!r}; give fit a loader of it"
+            )
+        drawn = DatasetBatches(dataset, loader.batch_size or 1, collate=loader.collate_fn)
 
         def validate(model: L.LightningModule) -> Any:
             (scores,) = _quiet_trainer().validate(model, validation, verbose=False)

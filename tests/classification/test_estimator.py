@@ -78,21 +78,6 @@ def test_the_same_seed_gives_the_same_classifier() -> None:
     np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.outcome
-@pytest.mark.slow
-def test_the_scorer_rises_on_other_rows() -> None:
-    """Trained on few rows of the rare classes; NUMBERS."""
-    gains = []
-    for seed in range(6):
-        X, y = table(seed, 3000)
-        classifier = MetricClassifier("balanced_accuracy", queries=60, epochs=10, random_state=seed)
-        plain = clone(classifier).set_params(queries=0)
-        scores = [balanced_accuracy_score(y[1500:], each.fit(X[:1500], y[:1500]).predict(X[1500:])) for each in (plain, classifier)]
-        gains.append(scores[1] - scores[0])
-    print(gains, np.mean(gains), np.std(gains, ddof=1) / len(gains) ** 0.5)
-    assert np.mean(gains) > 0
-
-
 @pytest.mark.parametrize(
     ("options", "rows", "error", "message"),
     [
