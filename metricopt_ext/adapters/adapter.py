@@ -319,9 +319,7 @@ def refuse_wrapper(model: nn.Module) -> None:
             " model itself, its ._orig_mod: what was compiled is then compiled anew"
         )
     if isinstance(model, AveragedModel):
-        raise AdapterError(
-            f"{kind} wraps a copy of the model, on which the model's adapter does not act; pass the copy, its .module"
-        )
+        raise AdapterError(f"{kind} wraps a copy of the model, with a phi of its own; pass the copy, its .module")
 
 
 def signature_of(parameter: Tensor) -> Signature | None:

@@ -70,7 +70,8 @@ class SearchPhi(L.Callback):
             DataError: The training data can't be drawn in batches, or there is no validation data.
             Others: As from `optimize_metric`.
         """
-        loader, validation = trainer.train_dataloader, trainer.val_dataloaders
+        loader: Any = trainer.train_dataloader
+        validation = trainer.val_dataloaders
         dataset = getattr(loader, "dataset", None)
         if dataset is None or isinstance(dataset, IterableDataset):
             raise DataError(
@@ -113,7 +114,7 @@ def _quiet_trainer() -> L.Trainer:
     )
 
 
-def _training_loss(module: L.LightningModule, batch: Any) -> Tensor:
+def _training_loss(module: Any, batch: Any) -> Tensor:
     """Return the loss of a training step, which logs nothing: no loop is there to take it."""
     muted = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
     vars(module).update(muted)
