@@ -27,7 +27,7 @@ FILES = (
     "SECURITY.md",
     "pyproject.toml",
 )
-FOLDERS = ("metricopt_ext", "tests", *LINKED)
+FOLDERS = ("metricopt_ext", "examples", "tests", *LINKED)
 HEAVY = ("detectron2", "faiss", "gpytorch", "matplotlib", "pytorch_metric_learning", "sklearn", "torchvision")
 
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
@@ -28,6 +29,8 @@ from metricopt_ext.utils.words import brief, shortened
 
 FILE_FORMAT = "metricopt_ext/adapter/1"
 
+COMPILED = "OptimizedModule"  # what torch.compile returns; named, because its class takes long to import
+
 TAG = "metricopt_signature"  # the attribute of a parameter that says what its numbers mean
 
 
@@ -40,10 +43,11 @@ class Adapter:
         model: A model with an attached adapter.
 
     Raises:
-        AdapterError: The model has no adapter.
+        AdapterError: The model has no adapter, or wraps the model that may have one.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        refuse_wrapper(model)
         if not isinstance(getattr(model, CONTEXT_NAME, None), Context):
             raise AdapterError(
                 f"{type(model).__name__} has no adapter: call attach_film, attach_input_bias or attach_outputs first"
@@ -295,6 +299,27 @@ def read_adapter(path: str | Path) -> tuple[Described, dict[str, Tensor]]:
         content = from_json(Described, {**earlier, **described})
         check_integer(0, dim=content.dim, matrix_dim=content.matrix_dim, seed=content.seed)
     return content, tensors
+
+
+def refuse_wrapper(model: nn.Module) -> None:
+    """Check that a model is none that wraps another, whose names and checkpoints differ from those of the model itself.
+
+    Raises:
+        AdapterError: It is; the message says how to get at the model.
+    """
+    kind = type(model).__name__
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise AdapterError(
+            f"{kind} wraps the model that is checkpointed; attach before wrapping it, or checkpoints will lack phi (the"
+            " model itself is its .module)"
+        )
+    if kind == COMPILED:
+        raise AdapterError(
+            f"{kind} wraps the model that is checkpointed; attach before wrapping it by torch.compile, or pass the"
+            " model itself, its ._orig_mod: what was compiled is then compiled anew"
+        )
+    if isinstance(model, AveragedModel):
+        raise AdapterError(f"{kind} wraps a copy of the model, with a phi of its own; pass the copy, its .module")
 
 
 def signature_of(parameter: Tensor) -> Signature | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.adapter import Adapter, Described, read_adapter
+from metricopt_ext.adapters.adapter import Adapter, Described, read_adapter, refuse_wrapper
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
     MATRICES,
@@ -24,6 +24,8 @@ from metricopt_ext.adapters.modulation import (
     OutputOffsets,
     affine,
     channel_axis,
+    is_affine,
+    output_of,
 )
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError
@@ -41,7 +43,6 @@ MODE_DEPENDENT = (
     nn.MultiheadAttention,
     nn.RNNBase,
 )
-COMPILED = "OptimizedModule"  # what torch.compile returns; named, because its class takes long to import
 
 
 def attach_film(
@@ -210,11 +211,7 @@ def _attach(
             f"{type(model).__name__} has an adapter already, or is part of a model that has one; remove() or merge() it"
             " first"
         )
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) or type(model).__name__ == COMPILED:
-        raise AdapterError(
-            f"{type(model).__name__} wraps the model that is checkpointed; attach before wrapping it, or checkpoints"
-            " will lack phi"
-        )
+    refuse_wrapper(model)
     check_integer(0 if kind == "outputs" else 1, dim=dim)
     check_integer(0, seed=seed)
     layers, classes = [model.get_submodule(name) for name in names], 0
@@ -231,7 +228,7 @@ def _attach(
     model.requires_grad_(False)
     context.pins = [pin for module in model.modules() if _mode_dependent(module) for pin in _pin_to_eval(module)]
     for layer, child in zip(layers, children, strict=True):
-        child.handle = layer.register_forward_hook(child.hook)
+        child.handle = output_of(layer).register_forward_hook(child.hook)
         layer.add_module(MODULATION_NAME, child)
     model.add_module(CONTEXT_NAME, context.to(example.device))
     return Adapter(model)
@@ -281,6 +278,8 @@ def _unusable(module: nn.Module) -> str | None:
         return f"is a {kind} with a norm or an activation inside; name its norm instead"
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
         return f"is a {kind} over {len(module.normalized_shape)} axes, which has no channel axis"
+    if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) and not is_affine(module):
+        return f"is a {kind}, whose output is not affine in its weight and bias, so phi could not be merged"
     return None
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.utils.modes import evaluating
 
 AdapterKind = Literal["film", "input_bias", "outputs"]
 
@@ -300,5 +301,51 @@ def channel_axis(layer: nn.Module) -> int:
     for spatial, kinds in enumerate(UNBATCHED, start=1):
         if isinstance(layer, kinds):
             return -1 - spatial  # counted from the end: these layers also take an input without a batch axis
-    channels_last = isinstance(layer, (nn.Linear, nn.LayerNorm)) and type(layer).__name__ not in TOOLKIT_NORMS
-    return -1 if channels_last else 1
+    channels_last = isinstance(layer, nn.LayerNorm) and not _takes_channels_first(layer)
+    return -1 if channels_last or isinstance(layer, nn.Linear) else 1
+
+
+def output_of(layer: nn.Module) -> nn.Module:
+    """Return the module whose output is the layer's affine map: itself, but for a norm of timm's with an activation.
+
+    Such a norm applies a dropout of its own, which is pinned to evaluation, and then the activation. Phi acts between
+    the two, as only there it can be folded into the norm's weight and bias.
+    """
+    drop = getattr(layer, "drop", None)
+    return drop if isinstance(drop, nn.Module) and isinstance(getattr(layer, "act", None), nn.Module) else layer
+
+
+def is_affine(layer: nn.LayerNorm | nn.GroupNorm) -> bool:
+    """Whether phi can be folded into a norm's weight and bias; a subclass may add 1 to its weight, as Nemotron's does.
+
+    It is asked by a forward pass with other weights, up to `output_of`, which one with further arguments can't be.
+    """
+    if type(layer).forward in (nn.LayerNorm.forward, nn.GroupNorm.forward):
+        return True
+    (weight, bias), outputs = affine(layer), []
+    shape = (2, 3, len(weight)) if channel_axis(layer) == -1 else (2, len(weight), 1, 3)
+    x = torch.arange(6.0 * len(weight)).sin().view(shape).to(weight)
+    handle = output_of(layer).register_forward_hook(lambda module, args, output: outputs.append(output.clone()))
+    try:
+        with evaluating(layer), torch.no_grad():
+            for weights in ({}, {"weight": 2 * weight, "bias": 2 * bias + 1}):
+                torch.func.functional_call(layer, weights, (x,))
+    except Exception:  # of the subclass's own code
+        return False
+    finally:
+        handle.remove()
+    rounding = 16 * torch.finfo(weight.dtype).eps
+    return torch.allclose(outputs[1], 2 * outputs[0] + 1, rtol=rounding, atol=rounding)
+
+
+def _takes_channels_first(layer: nn.LayerNorm) -> bool:
+    """Whether a LayerNorm takes ``B x C x H x W``, as ConvNeXt's do, which has another name in each toolkit."""
+    if type(layer).forward is nn.LayerNorm.forward:
+        return False
+    channels = layer.normalized_shape[0]
+    try:
+        with torch.no_grad():
+            layer.forward(layer.weight.new_zeros(1, channels, 1, channels % 2 + 1))
+    except Exception:  # of the subclass's own code, as the last axis has another size than the weights
+        return False
+    return True

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs, load_adapter
@@ -312,3 +313,15 @@ def test_phi_of_another_shape(tuned: Callable[..., Adapter], shape: tuple[int, .
     adapter = tuned()
     with pytest.raises(AdapterError, match=re.escape(f"phi has shape {shape}, this adapter's is (3,)")):
         adapter.set_phi(torch.ones(shape))
+
+
+def test_the_handle_is_of_the_model_and_not_of_what_wraps_it(tuned: Callable[..., Adapter]) -> None:
+    model = tuned().model
+    for wrapped, attribute in [
+        (torch.compile(model, backend="eager"), "_orig_mod"),
+        (nn.DataParallel(model), "module"),
+        (AveragedModel(model), "module"),
+    ]:
+        with pytest.raises(AdapterError, match=rf"wraps .*\.{attribute}"):
+            Adapter(wrapped)
+        assert Adapter(getattr(wrapped, attribute)).dim == 3

@@ -215,6 +215,28 @@ def test_convolutions_that_could_end_in_more_merge(randomise: Callable[..., Any]
     torch.testing.assert_close(adapter.merge()(x), adapted)
 
 
+class OnePlus(nn.LayerNorm):
+    """A LayerNorm whose weight is around 0, as Nemotron's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias)
+
+
+class Conditional(nn.GroupNorm):
+    """A norm that needs more than its input."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * scale
+
+
+@pytest.mark.parametrize("norm", [OnePlus(4), Conditional(2, 4)])
+def test_norms_that_phi_can_not_be_folded_into_are_refused(norm: nn.Module) -> None:
+    model = nn.Sequential(norm, nn.LayerNorm(4))
+    with pytest.raises(AdapterError, match=rf"'0', which is a {type(norm).__name__}, whose output is not affine"):
+        attach_film(model, "0")
+    assert attach_film(model, dim=2).layers == ["1"]
+
+
 def test_norm_over_several_axes_has_no_channel() -> None:
     with pytest.raises(AdapterError, match="over 2 axes"):
         attach_film(nn.Sequential(nn.LayerNorm((3, 4))), "0")

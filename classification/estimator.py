@@ -1,0 +1,160 @@
+"""A scikit-learn classifier for tables: a neural network, trained by its loss and then tuned for a scorer."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.metrics import check_scoring
+from sklearn.model_selection import train_test_split
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.seeding import seeded_streams
+
+CPU = torch.device("cpu")
+
+
+class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """A network that is trained by cross-entropy and then tuned for a scorer, as a black box, by a guided search.
+
+    A part of the training rows is held out for the scorer; the guard leaves the network as it was trained unless the
+    gain on them exceeds chance. Clones, pipelines, cross-validation and grid searches work as with any classifier.
+
+    Args:
+        scoring: What to tune: a scorer's name (``sklearn.metrics.get_scorer_names()``), or
+            ``scorer(estimator, X, y) -> float``, where higher is better.
+        queries: How often the scorer may be asked, at least `GuidedTrustRegion().least_queries` of all of phi; 0 for
+            the network as it was trained.
+        dim: How many numbers modulate the hidden layers, at least 1; an offset for each class comes with them.
+        hidden: Widths of the hidden layers.
+        epochs: Passes through the training rows.
+        lr: AdamW's learning rate.
+        batch_size: Rows in a batch.
+        validation_fraction: Share of the rows that the scorer is asked on, between 0 and 1.
+        random_state: Seed of all draws, as scikit-learn has it.
+
+    Attributes:
+        classes_: The labels, ``c``.
+        model_: The network, on ``n x features`` as they come; an ordinary torch module.
+        run_: What the search did (`SearchRun`); None without queries.
+
+    Raises:
+        ValueError: From ``fit``: there are fewer than two classes or too few rows, or a number is out of range.
+        BudgetError: From ``fit``: ``queries`` are too few for a search.
+
+    Example:
+        >>> X, y = np.random.default_rng(0).normal(size=(90, 3)), np.arange(90) % 2
+        >>> MetricClassifier(queries=0, epochs=1, random_state=0).fit(X, y).predict(X).shape
+        (90,)
+    """
+
+    def __init__(
+        self,
+        scoring: str | Callable[..., float] = "balanced_accuracy",
+        *,
+        queries: int = 100,
+        dim: int = 16,
+        hidden: Sequence[int] = (64, 32),
+        epochs: int = 30,
+        lr: float = 3e-3,
+        batch_size: int = 64,
+        validation_fraction: float = 0.3,
+        random_state: Any = None,
+    ) -> None:
+        self.scoring = scoring
+        self.queries = queries
+        self.dim = dim
+        self.hidden = hidden
+        self.epochs = epochs
+        self.lr = lr
+        self.batch_size = batch_size
+        self.validation_fraction = validation_fraction
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any) -> "MetricClassifier":
+        """Train the network on rows ``n x features`` with labels ``n``, then tune it; returns itself."""
+        X, y = validate_data(self, X, y, dtype=np.float32)
+        check_classification_targets(y)
+        self.classes_, codes = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs at least two")
+        stream = check_random_state(self.random_state)
+        seed = int(stream.randint(2**31))
+        stratify = codes if np.bincount(codes).min() > 1 else None
+        try:
+            train, held_out = train_test_split(
+                np.arange(len(y)), test_size=self.validation_fraction, stratify=stratify, random_state=seed
+            )
+        except ValueError as error:
+            raise ValueError(f"n_samples = {len(y)} can't be split for the scorer: {error}") from error
+        x_train, y_train = torch.from_numpy(X[train]), torch.from_numpy(codes[train])
+        with seeded_streams(seed, CPU):
+            self.model_ = self._network(x_train)
+            self._train(x_train, y_train)
+        self.run_ = self._tuned(x_train, y_train, X[held_out], y[held_out], seed) if self.queries else None
+        return self
+
+    def predict_proba(self, X: Any) -> np.ndarray[Any, Any]:
+        """Return the probability of each class, ``n x c``, for rows ``n x features``."""
+        check_is_fitted(self, "model_")
+        X = validate_data(self, X, dtype=np.float32, reset=False)
+        with torch.no_grad():
+            probabilities: np.ndarray[Any, Any] = self.model_(torch.from_numpy(X)).double().softmax(1).numpy()
+        return probabilities
+
+    def predict(self, X: Any) -> np.ndarray[Any, Any]:
+        """Return the label of each row, ``n``, for rows ``n x features``."""
+        probabilities = self.predict_proba(X)
+        predicted: np.ndarray[Any, Any] = self.classes_[probabilities.argmax(1)]
+        return predicted
+
+    def _network(self, x: Tensor) -> nn.Sequential:
+        """Make the network, whose first layer standardises the features."""
+        features = nn.BatchNorm1d(x.shape[1], affine=False)
+        features.running_mean, features.running_var = x.mean(0), x.var(0, correction=0)
+        layers: list[nn.Module] = [features.eval()]
+        for a, b in zip((x.shape[1], *self.hidden), self.hidden, strict=False):
+            layers += [nn.Linear(a, b), nn.LayerNorm(b), nn.ReLU()]
+        width = self.hidden[-1] if len(self.hidden) else x.shape[1]
+        return nn.Sequential(*layers, nn.Linear(width, len(self.classes_)))
+
+    def _train(self, x: Tensor, y: Tensor) -> None:
+        optimizer = torch.optim.AdamW(self.model_.parameters(), lr=self.lr)
+        for _ in range(self.epochs):
+            for rows in torch.randperm(len(x)).split(self.batch_size):
+                optimizer.zero_grad()
+                F.cross_entropy(self.model_(x[rows]), y[rows]).backward()
+                optimizer.step()
+
+    def _tuned(self, x: Tensor, y: Tensor, X_val: Any, y_val: Any, seed: int) -> Any:
+        """Search phi for the scorer on the held-out rows and merge it; returns what the search did."""
+        scorer = check_scoring(self, self.scoring)
+
+        def score() -> tuple[float, list[float]]:
+            value, *halves = (
+                scorer(self, X_val[part], y_val[part]) for part in (slice(None), slice(0, None, 2), slice(1, None, 2))
+            )
+            return value, halves
+
+        adapter = attach_film(self.model_, dim=self.dim, seed=seed, outputs=Outputs())
+        task = FinetuneTask(
+            adapter,
+            loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+            batches=TensorBatches(x, y, self.batch_size),
+            metric=Metric(score, maximize=True, bounds=None, name=str(self.scoring)),
+        )
+        run = optimize_metric(task, queries=self.queries, seed=seed, watcher=Watcher())
+        adapter.merge()
+        return run

@@ -1,0 +1,93 @@
+"""The classifier for tables under scikit-learn's own checks, and what it does with a scorer."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.datasets import make_classification
+from sklearn.metrics import balanced_accuracy_score, get_scorer
+from sklearn.model_selection import GridSearchCV, cross_val_predict
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from metricopt_ext.classification.estimator import MetricClassifier
+from metricopt_ext.errors import BudgetError
+
+SMALL: dict[str, Any] = {"dim": 2, "hidden": (8,), "epochs": 30, "batch_size": 16, "lr": 0.02, "random_state": 0}
+
+
+def table(seed: int = 0, rows: int = 300) -> tuple[Any, Any]:
+    X, y = make_classification(
+        rows, 6, n_informative=4, n_classes=3, weights=[0.7, 0.2], class_sep=0.7, random_state=seed
+    )
+    return X, np.array(["a", "b", "c"])[y]
+
+
+@parametrize_with_checks([MetricClassifier(queries=12, **SMALL)])  # type: ignore[untyped-decorator]
+@pytest.mark.slow
+def test_scikit_learns_own_checks(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+def test_in_a_pipeline_under_cross_validation_and_in_a_grid() -> None:
+    X, y = table()
+    pipeline = make_pipeline(StandardScaler(), MetricClassifier("f1_macro", queries=12, **SMALL))
+    predicted = cross_val_predict(pipeline, X, y, cv=2)
+    assert set(predicted) <= {"a", "b", "c"}
+    grid = GridSearchCV(MetricClassifier(queries=0, **SMALL), {"hidden": [(4,), ()]}, cv=2).fit(X, y)
+    assert grid.best_params_["hidden"] in [(4,), ()]
+
+
+def test_the_scorer_is_asked_of_the_held_out_rows_as_often_as_allowed() -> None:
+    X, y = table()
+    asked: list[Any] = []
+
+    def scorer(estimator: Any, X: Any, y: Any) -> float:
+        asked.append((len(y), estimator.predict_proba(X).shape[1]))
+        return float(balanced_accuracy_score(y, estimator.predict(X)))
+
+    classifier = MetricClassifier(scorer, queries=12, validation_fraction=0.25, **SMALL).fit(X, y)
+    assert asked == [(rows, 3) for _ in range(12) for rows in (75, 38, 37)]
+    assert sum(classifier.run_.queries.values()) == 12
+    assert not [name for name in classifier.model_.state_dict() if "metricopt" in name]  # merged
+
+
+@pytest.mark.parametrize("scoring", ["balanced_accuracy", "neg_log_loss"])
+def test_what_is_kept_is_what_the_result_says(scoring: str) -> None:
+    """The network without queries is that before the search, and the one that was kept is in the estimator."""
+    X, y = table()
+    tuned = MetricClassifier(scoring, queries=20, **SMALL).fit(X, y)
+    plain = clone(tuned).set_params(queries=0).fit(X, y)
+    assert plain.run_ is None
+    asked: list[float] = []
+
+    def scorer(estimator: Any, X: Any, y: Any) -> float:
+        asked.append(get_scorer(scoring)(tuned if asked else plain, X, y))
+        return asked[-1]
+
+    MetricClassifier(scorer, queries=12, **SMALL).fit(X, y)  # splits off the same rows
+    assert asked[0] == pytest.approx(tuned.run_.before, abs=1e-6)
+    assert asked[3] == pytest.approx(tuned.run_.after, abs=1e-6)
+
+
+def test_the_same_seed_gives_the_same_classifier() -> None:
+    X, y = table()
+    one, other = (MetricClassifier(queries=12, **SMALL).fit(X, y).predict_proba(X) for _ in range(2))
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "error", "message"),
+    [
+        ({"queries": 3}, 300, BudgetError, "3 queries are too few"),
+        ({"scoring": "f2"}, 300, ValueError, "f2"),
+        ({"validation_fraction": 1.5}, 300, ValueError, "1.5"),
+        ({}, 1, ValueError, "one class|n_samples"),
+    ],
+)
+def test_bad_settings(options: dict[str, Any], rows: int, error: type[Exception], message: str) -> None:
+    X, y = table()
+    with pytest.raises(error, match=message):
+        MetricClassifier(**{**SMALL, **options}).fit(X[:rows], y[:rows])

@@ -1,0 +1,70 @@
+"""Each script of `examples`, run as it is on little training, and the counts of its marked lines."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+LINES = 60
+
+# What makes a run short, and the checkpoint that it leaves.
+RUNS = {
+    "plain_loop": (["plain_loop.py", "--epochs", "2", "--queries", "20"], "plain_loop.pth"),
+    "lightning_module": (["lightning_module.py", "--epochs", "2", "--queries", "20"], "lightning_module.pth"),
+    "huggingface_trainer": (["huggingface_trainer.py", "--epochs", "1", "--queries", "20"], "huggingface"),
+    "accelerate_loop": (["accelerate_loop.py", "--epochs", "1", "--queries", "20"], "accelerate_loop.pth"),
+    "pml_trainer": (["pml_trainer.py", "--epochs", "1", "--queries", "20"], "pml_trainer.pth"),
+    "sklearn_table": (["sklearn_table.py", "--epochs", "2", "--queries", "20"], "sklearn_table.joblib"),
+    **{
+        f"timm_model-{name}": (["timm_model.py", "--model", name, "--epochs", "1", "--queries", "20"], "timm_model.pth")
+        for name in ("test_resnet", "test_efficientnet_gn", "test_convnext")  # BatchNorm, GroupNorm, LayerNorm
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "left"), RUNS.values(), ids=RUNS)
+def test_script_ends_with_an_ordinary_checkpoint(command: list[str], left: str, tmp_path: Path) -> None:
+    script, *arguments = command
+    ran = subprocess.run(
+        [sys.executable, ROOT / "examples" / script, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(r"-> \d\.\d{4}; kept ", ran.stdout), ran.stdout  # the result in its own words
+    if left.endswith(".pth"):
+        state = torch.load(tmp_path / left)
+        names = {name for part in state.values() for name in (part if isinstance(part, dict) else state)}
+        assert names
+        assert not [name for name in names if "metricopt" in name]
+    else:
+        assert (tmp_path / left).exists()
+
+
+def marked(script: str, mark: str) -> int:
+    """How many lines of a script end in a mark."""
+    return sum(line.endswith(f"  # {mark}") for line in (ROOT / "examples" / script).read_text().splitlines())
+
+
+@pytest.mark.parametrize("script", EXAMPLES)
+def test_the_table_states_what_changed(script: str) -> None:
+    lines = len((ROOT / "examples" / script).read_text().splitlines())
+    assert lines <= LINES
+    (row,) = [line for line in (ROOT / "examples" / "README.md").read_text().splitlines() if f"| `{script}` |" in line]
+    counts = [int(cell) for cell in row.split("|")[-4:-1] if cell.strip().isdigit()]
+    searched, followed = marked(script, "+"), marked(script, "++")
+    assert searched > 0
+    assert counts == [lines, searched, *([searched + followed] if followed else [])]
+
+
+def test_every_script_is_run() -> None:
+    assert {command[0] for command, _ in RUNS.values()} == set(EXAMPLES)
