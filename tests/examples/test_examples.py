@@ -28,14 +28,24 @@ RUNS = {
 }
 
 
+DETECTRON2 = {
+    name: pytest.param([f"{name}.py", "--steps", "4", "--queries", "16"], left, marks=pytest.mark.detectron2, id=name)
+    for name, left in (("detectron2_loop", "detectron2_loop.pth"), ("detectron2_trainer", "out/tuned/model_merged.pth"))
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "left"), RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    ("command", "left"), [*(pytest.param(*run, id=name) for name, run in RUNS.items()), *DETECTRON2.values()]
+)
 def test_script_ends_with_an_ordinary_checkpoint(command: list[str], left: str, tmp_path: Path) -> None:
     script, *arguments = command
+    if script.startswith("detectron2"):
+        pytest.importorskip("detectron2", reason="needs Detectron2")
     ran = subprocess.run(
         [sys.executable, ROOT / "examples" / script, *arguments],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
     )
@@ -67,4 +77,4 @@ def test_the_table_states_what_changed(script: str) -> None:
 
 
 def test_every_script_is_run() -> None:
-    assert {command[0] for command, _ in RUNS.values()} == set(EXAMPLES)
+    assert {command[0] for command, _ in RUNS.values()} | {f"{name}.py" for name in DETECTRON2} == set(EXAMPLES)
