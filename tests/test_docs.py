@@ -121,6 +121,19 @@ def test_there_are_commands_to_check() -> None:
     assert set(FINETUNE.values()) == set(TASKS)
 
 
+def test_the_algorithm_is_where_its_page_says() -> None:
+    page = (ROOT / "docs/algorithm.md").read_text()
+    files = {
+        path: (ROOT / "metricopt_ext" / path).read_text()
+        for path in re.findall(r"`([a-z_0-9/]+\.py)`", page)
+        if "tests" not in path
+    }
+    assert len(files) > 8
+    defined = set(re.findall(r"^(?:    )?(?:def|class) (\w+)", "\n".join(files.values()), re.MULTILINE))
+    named = set(re.findall(r"`(?:mo\.|\w+\.)?([A-Za-z]\w+_\w+|[A-Z][a-z]+\w*[A-Z0-9]\w*)(?:\(.*?\))?`", page))
+    assert named - defined <= {"loss_weight", *mo.__all__}
+
+
 def test_links_of_the_readme_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)#\s]+)", (ROOT / "README.md").read_text())
     files = [link for link in links if "://" not in link]
