@@ -52,8 +52,9 @@ print(f"AP50 on test, before: {ap50(model, 'test'):.4f}")
 train_set = MapDataset(DatasetCatalog.get("train"), DatasetMapper(cfg, is_train=True))  # +
 batches = mo.DatasetBatches(train_set, cfg.SOLVER.IMS_PER_BATCH, collate=list)  # +
 adapter = mo.attach_film(model, "backbone.bottom_up.*norm", dim=16)  # +
-metric = mo.Metric(lambda model: ap50(model, "val"), maximize=True)  # +
-print(mo.optimize_metric(mo.FinetuneTask(adapter, loss_of, batches, metric, population=1), queries=args.queries))  # +
+metric = mo.Metric(lambda model: ap50(model, "val"), maximize=True, name="AP50")  # +
+task = mo.FinetuneTask(adapter, loss=loss_of, batches=batches, metric=metric, population=1)  # +
+print(mo.optimize_metric(task, queries=args.queries))  # +
 adapter.merge()  # +
 print(f"AP50 on test, after: {ap50(model, 'test'):.4f}")
 DetectionCheckpointer(model, ".").save("detectron2_loop")

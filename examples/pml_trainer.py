@@ -21,7 +21,7 @@ torch.manual_seed(0)
 digits = load_digits()
 x, y = torch.tensor(digits.images / 16).float()[:, None], torch.tensor(digits.target)
 noisy = x * 0.5 + 0.2 * torch.randn(x.shape)  # what the deployment's camera gives
-classes = {"train": (x, y < 4), "val": (noisy, (y >= 4) & (y < 7)), "test": (noisy, y >= 7)}
+classes = {"train": (x, y < 3), "val": (noisy, (y >= 3) & (y < 7)), "test": (noisy, y >= 7)}
 datasets = {name: TensorDataset(images[which], y[which]) for name, (images, which) in classes.items()}
 trunk = nn.Sequential(
     *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),

@@ -1,4 +1,4 @@
-"""Change one part of the default recipe at a time, and measure what that does to the value function and the end point.
+r"""Change one part of the default recipe at a time, and measure what that does to the value function and the end point.
 
     python tools/ablate_recipe.py --output-dir out/ablations
     python tools/ablate_recipe.py --output-dir out/ablations \

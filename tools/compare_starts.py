@@ -1,4 +1,4 @@
-"""What a learned value function saves on every new start, and from how many starts learning it pays off.
+r"""What a learned value function saves on every new start, and from how many starts learning it pays off.
 
     python tools/compare_starts.py --config-file configs/classification/digits.yaml --output-dir out/starts
     python tools/compare_starts.py --config-file configs/classification/a9a.yaml --output-dir out/starts-a9a \

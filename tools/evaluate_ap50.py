@@ -1,4 +1,4 @@
-"""Compute the AP50 of detections: the average precision if a hit needs an intersection over union of 0.5.
+r"""Compute the AP50 of detections: the average precision if a hit needs an intersection over union of 0.5.
 
     python tools/evaluate_ap50.py --detections results.json --annotations VOC_FOLDER --split test --output-dir out/ap50
     python tools/evaluate_ap50.py --detections results.json --annotations instances.json --definition coco \

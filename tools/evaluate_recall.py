@@ -1,4 +1,4 @@
-"""Compute Recall@k of embeddings: the share of queries whose label is among those of the k nearest others.
+r"""Compute Recall@k of embeddings: the share of queries whose label is among those of the k nearest others.
 
     python tools/evaluate_recall.py --embeddings E.npy --labels Y.npy --ks 1 10 100 --output-dir out/recall
     python tools/evaluate_recall.py --embeddings Q.npy --labels QY.npy \

@@ -1,4 +1,4 @@
-"""Finetune a classifier for the metric it is judged by, and report what it gained.
+r"""Finetune a classifier for the metric it is judged by, and report what it gained.
 
     python tools/finetune_classifier.py --config-file configs/classification/digits.yaml --output-dir out/digits
     python tools/finetune_classifier.py --config-file configs/classification/a9a.yaml --output-dir out/a9a \

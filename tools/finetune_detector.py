@@ -1,4 +1,4 @@
-"""Finetune a detector for AP50, and report what it gained.
+r"""Finetune a detector for AP50, and report what it gained.
 
     python tools/finetune_detector.py --config-file configs/detection/scenes_torchvision.yaml --output-dir out/scenes
     python tools/finetune_detector.py --toolkit detectron2 --config-file configs/detection/bccd_detectron2.yaml \

@@ -1,4 +1,4 @@
-"""Measure how well losses rank a classifier's outputs as its metric does: a learned ReLoss, cross-entropy, 1 - p.
+r"""Measure how well losses rank a classifier's outputs as its metric does: a learned ReLoss, cross-entropy, 1 - p.
 
     python tools/measure_correlation.py --config-file configs/siblings/reloss_digits.yaml --output-dir out/correlation
     python tools/measure_correlation.py --config-file configs/siblings/reloss_cifar10.yaml --output-dir out/cifar10 \

@@ -1,4 +1,4 @@
-"""Measure what a guided search leaves behind: its f, followed from phi = 0, and its end, as a start on another model.
+r"""Measure what a guided search leaves behind: its f, followed from phi = 0, and its end, as a start on another model.
 
     python tools/measure_search.py --task classification --config-file configs/classification/digits.yaml \
         --output-dir out/left_behind seeds=20 'queries=150'

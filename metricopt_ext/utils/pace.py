@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable, Sequence
 
-LEAST = 3  # queries of this session before anything is said about those to come
+LEAST = 3  # queries of this process before anything is said about those to come
 
 
 class Pace:
-    """Times the queries of one run that this session makes; those on file after a resume are not timed.
+    """Times the queries of one run that this process makes; those on file after a resume are not timed.
 
     Args:
         total: The run's queries.
@@ -23,7 +23,7 @@ class Pace:
         self._began = self._latest = clock()
 
     def stage(self) -> None:
-        """A stage begins: what came before this session's first query, such as training, is not counted."""
+        """A stage begins: what came before this process's first query, such as training, is not counted."""
         if self._own == 0:
             self._began = self._clock()
 
@@ -48,7 +48,7 @@ class Pace:
 
     @property
     def seconds_per_query(self) -> float | None:
-        """Mean seconds of a query of this session, with what happens between two; None before there are `LEAST`."""
+        """Mean seconds of a query of this process, with what happens between two; None before there are `LEAST`."""
         return (self._latest - self._began) / self._own if self._own >= LEAST else None
 
     @property

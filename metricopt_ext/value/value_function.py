@@ -71,7 +71,7 @@ class Quality:
         near = ""
         if self.near_mae is not None and self.headroom is not None:
             near = f", near the best points {self.near_mae:.4f} (they are better by {self.headroom:.4f})"
-        verdict = "to be trusted" if self.trusted else "NOT to be trusted and not followed"
+        verdict = "to be trusted" if self.trusted else "NOT to be trusted: do not follow it"
         where = "on held-out trajectories" if self.incumbent_mae is None else "before each query"
         return (
             f"{verdict}; {where} Spearman {self.spearman:.2f} (95% bound {self.spearman_lower:.2f}),"

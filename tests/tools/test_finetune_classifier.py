@@ -771,7 +771,9 @@ def test_missing_files_end_in_one_line(tmp_path: Path) -> None:
         "data.name=a9a needs data.root=PATH, the file or folder that holds it"
     )
     assert "a9a.gz not found" in refused("--config-file", A9A, *out, *TINY, f"data.root={tmp_path}")
-    assert refused("--config-file", "none.yaml", *out) == "config file none.yaml does not exist"
+    assert refused("--config-file", "none.yaml", *out).startswith(
+        "config file none.yaml does not exist, neither here nor"
+    )
     (tmp_path / "taken").write_text("")
     assert "taken" in refused("--config-file", DIGITS, "--output-dir", tmp_path / "taken", *TINY)
 

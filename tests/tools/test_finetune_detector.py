@@ -434,7 +434,7 @@ def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path, overrides: 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("adapter.placement=head", r"placement='head' is none of backbone, early, fpn, rpn, roi_head, predictor"),
+        ("adapter.placement=head", r"placement='head' is none of FasterRCNN's; choose from backbone, early, fpn"),
         ("adapter.layers=[norm*]", r"layers='norm\*' matches no layer"),
     ],
 )
