@@ -1,5 +1,6 @@
 """AP50 as an evaluator of Detectron2, and as the metric that phi is tuned for."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -68,6 +69,9 @@ def ap50_metric(
 ) -> Metric:
     """Return AP50, or another of an evaluator's results, as a metric in [0, 1].
 
+    It is 0 where a detector finds nothing in any image, of which Detectron2's ``COCOEvaluator`` says NaN, or no more
+    than of boxes.
+
     Args:
         loader: Gives the images, e.g. Detectron2's test loader.
         evaluator: Holds their ground truth; its results have ``result`` in percent, as ``bbox/AP50`` those of
@@ -79,10 +83,36 @@ def ap50_metric(
     kind, _, measure = result.partition("/")
 
     def ap50(model: nn.Module) -> float:
-        found = comm.all_gather(inference_on_dataset(model, loader, evaluator))[0]  # others may know nothing
-        if measure not in found.get(kind, {}):
-            given = [f"{each}/{key}" for each, values in found.items() for key in values]
+        count = _Count()
+        gathered = comm.all_gather((inference_on_dataset(model, loader, [evaluator, count]), count.found))
+        found = gathered[0][0]  # others may know nothing
+        given = [f"{each}/{key}" for each, values in found.items() for key in values]
+        value: float = found.get(kind, {}).get(measure, math.nan)
+        if math.isnan(value) and any(measure in values for values in found.values()):
+            counts = [each for _, each in gathered if each is not None]
+            if counts and not sum(counts):
+                return 0.0
+        if result not in given:
             raise MetricError(f"{type(evaluator).__name__} gave no {result}, but {given}")
-        return found[kind][measure] / 100  # type: ignore[no-any-return]
+        if math.isnan(value):
+            raise MetricError(
+                f"{type(evaluator).__name__} gave nan as {result}: no object of the set counts for it; evaluate on a"
+                f" set that has some, or name another of {given}"
+            )
+        return value / 100
 
     return Metric(ap50, maximize=True, name=name)
+
+
+class _Count(DatasetEvaluator):  # type: ignore[misc]
+    """How many objects a model finds in all images; None if it does not tell of objects."""
+
+    def reset(self) -> None:
+        self.found: int | None = None
+
+    def process(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        for output in outputs:
+            if isinstance(output, dict) and "instances" in output:
+                self.found = (self.found or 0) + len(output["instances"])
+
+    def evaluate(self) -> None: ...

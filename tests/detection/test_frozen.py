@@ -63,8 +63,11 @@ def assert_same(ours: Detections, other: Detections) -> None:
     torch.testing.assert_close(ours.scores, other.scores, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("batch", [SAME_SIZE, *ALONE], ids=["one size", "square", "scaled up", "scaled down"])
-@pytest.mark.parametrize("name", ["small_fpn", "fasterrcnn_resnet50_fpn_v2"])
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [*(("small_fpn", batch) for batch in (SAME_SIZE, *ALONE)), ("fasterrcnn_resnet50_fpn_v2", ALONE[0])],
+    ids=["one size", "square", "scaled up", "scaled down", "a box head with norms"],
+)
 def test_detections_and_proposals_are_those_without_memory(name: str, batch: list[Example]) -> None:
     toolkit, adapter = adapted(name)
     frozen = FrozenFeatures(toolkit, adapter)

@@ -188,8 +188,9 @@ def assert_close(first: list[Tensor], second: list[Tensor], tolerance: float) ->
         assert difference(ours, theirs) < tolerance
 
 
-def published(path: Path) -> FasterRCNN:
-    """Write weights as torchvision publishes them for COCO, and return the detector that torchvision makes of them."""
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[FasterRCNN, str]:
+    """Torchvision's detector from weights as it publishes them for COCO, in double precision, and their file."""
     torch.manual_seed(0)
     backbone = resnet_fpn_backbone(backbone_name="resnet50", weights=None, norm_layer=FrozenBatchNorm2d)
     detector = lived_in(FasterRCNN(backbone, 91, min_size=64, max_size=64))
@@ -198,13 +199,14 @@ def published(path: Path) -> FasterRCNN:
         if isinstance(module, FrozenBatchNorm2d):
             module.running_var[:3] = torch.tensor([1e-4, 1e-6, 1e-12])  # where 1e-5 more or less matters
             module.weight[:3] *= module.running_var[:3].sqrt()
+    path = tmp_path_factory.mktemp("weights") / "coco.pth"
     torch.save(detector.state_dict(), path)
-    return detector
+    return detector.double().eval(), str(path)
 
 
-def test_published_weights_are_taken_but_for_the_predictor(tmp_path: Path) -> None:
-    theirs = published(tmp_path / "coco.pth").double().eval()
-    toolkit = TorchvisionToolkit("fasterrcnn_resnet50_fpn", weights=str(tmp_path / "coco.pth"))
+def test_published_weights_are_taken_but_for_the_predictor(published: tuple[FasterRCNN, str]) -> None:
+    theirs, path = published
+    toolkit = TorchvisionToolkit("fasterrcnn_resnet50_fpn", weights=path)
     model: Any = toolkit.build(CLASSES, seed=0).double().eval()
     images = torch.stack(images_of(model, [BATCH[0], BATCH[2]]))
     with torch.no_grad():
@@ -220,26 +222,27 @@ def test_published_weights_are_taken_but_for_the_predictor(tmp_path: Path) -> No
         replace(toolkit, name="fasterrcnn_resnet50_fpn_v2").build(CLASSES, seed=0)
 
 
-def test_what_torchvision_trained_on_from_published_weights_computes_the_same(tmp_path: Path) -> None:
-    theirs = published(tmp_path / "mine.pth").double()
-    toolkit = TorchvisionToolkit(
-        "fasterrcnn_resnet50_fpn", min_size=64, max_size=64, weights=str(tmp_path / "mine.pth"), strict_weights=True
-    )
+def test_what_torchvision_trained_on_from_published_weights_computes_the_same(
+    published: tuple[FasterRCNN, str],
+) -> None:
+    theirs, path = published
+    toolkit = TorchvisionToolkit("fasterrcnn_resnet50_fpn", min_size=64, max_size=64, weights=path, strict_weights=True)
     model = toolkit.build(90, seed=0).double()
     assert_close(unsorted_outputs(model), unsorted_outputs(theirs), 1e-5)  # the weights are of single precision
-    with pytest.raises(DataError, match=r"mine\.pth holds no weights for FasterRCNN: .*size mismatch"):
+    with pytest.raises(DataError, match=r"coco\.pth holds no weights for FasterRCNN: .*size mismatch"):
         toolkit.build(CLASSES, seed=0)
 
 
-@pytest.mark.parametrize("placement", ["roi_head", "backbone"])
-def test_a_detector_from_published_weights_is_exported_for_torchvision(placement: str, tmp_path: Path) -> None:
-    published(tmp_path / "coco.pth")
+def test_a_detector_from_published_weights_is_exported_for_torchvision(
+    published: tuple[FasterRCNN, str], tmp_path: Path
+) -> None:
+    """With phi in some of the norms, which were rescaled, and in linear layers."""
     sizes = {"min_size": 64, "max_size": 64}
-    toolkit = TorchvisionToolkit("fasterrcnn_resnet50_fpn", weights=str(tmp_path / "coco.pth"), **sizes)
+    toolkit = TorchvisionToolkit("fasterrcnn_resnet50_fpn", weights=published[1], **sizes)
     model = toolkit.build(CLASSES, seed=0).double()
     options = {"num_classes": CLASSES + 1, **sizes}
     stock = fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None, **options).double()
-    adapter = attach_film(model, toolkit.film_layers(model, [placement]), dim=4)
+    adapter = attach_film(model, [*toolkit.film_layers(model, ["roi_head"]), "backbone.body.layer4.*"], dim=4)
     adapter.set_phi(torch.tensor([0.03, -0.02, 0.01, 0.02], dtype=torch.float64))
     toolkit.export(model, tmp_path / "tuned.pth")
     stock.load_state_dict(torch.load(tmp_path / "tuned.pth", weights_only=True), strict=True)

@@ -1,6 +1,7 @@
 """What phi relies on in Detectron2's detectors, in double precision, where no two boxes tie."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
 
-from detectron2.modeling import build_model
+from detectron2.modeling import build_backbone, build_model
+from detectron2.modeling.meta_arch.fcos import FCOS, FCOSHead
 
 from metricopt_ext.adapters.attach import attach_film
 
@@ -31,6 +33,23 @@ KEYPOINTS = ["MODEL.KEYPOINT_ON", True, "MODEL.ROI_HEADS.NUM_CLASSES", 1, "MODEL
 CASCADE = ["MODEL.ROI_HEADS.NAME", "CascadeROIHeads", "MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", True]
 
 
+def fcos(cfg: Any) -> nn.Module:
+    """Make an FCOS, which no config describes, on the backbone of one."""
+    backbone = build_backbone(cfg)
+    levels = list(backbone.output_shape().values())
+    head = FCOSHead(input_shape=levels, num_classes=2, conv_dims=[64], norm="GN")
+    nn.init.ones_(head.bbox_pred.bias)  # or half of the boxes would have no area
+    return FCOS(
+        backbone=backbone,
+        head=head,
+        num_classes=2,
+        test_score_thresh=0.0,
+        max_detections_per_image=20,
+        pixel_mean=cfg.MODEL.PIXEL_MEAN,
+        pixel_std=cfg.MODEL.PIXEL_STD,
+    )
+
+
 @torch.no_grad()
 def outputs(model: nn.Module) -> dict[str, Tensor]:
     """All that a detector finds in an image: boxes, scores, classes, masks, keypoints."""
@@ -42,24 +61,29 @@ def outputs(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("norm", "overrides", "layers"),
+    ("make", "norm", "overrides", "layers"),
     [
-        ("BN", FEW, ["backbone.*.norm"]),
-        ("FrozenBN", FEW, ["backbone.*.norm"]),
-        ("BN", RETINANET, ["backbone.bottom_up.*.norm"]),
-        ("BN", RETINANET, ["head.*"]),
-        ("BN", [*FEW, *MASK], ["roi_heads.mask_head.*"]),
-        ("BN", [*FEW, *KEYPOINTS], ["roi_heads.keypoint_head.conv*"]),
-        ("BN", [*FEW, *CASCADE], ["roi_heads.box_head.*.fc*"]),
-        ("GN", [*FEW, *CASCADE], ["backbone.bottom_up.*.norm"]),
+        (build_model, "BN", FEW, ["backbone.*.norm"]),
+        (build_model, "FrozenBN", FEW, ["backbone.*.norm"]),
+        (build_model, "BN", RETINANET, ["backbone.bottom_up.*.norm"]),
+        (build_model, "BN", RETINANET, ["head.*"]),
+        (build_model, "BN", [*FEW, *MASK], ["roi_heads.mask_head.*"]),
+        (build_model, "BN", [*FEW, *KEYPOINTS], ["roi_heads.keypoint_head.conv*"]),
+        (build_model, "BN", [*FEW, *CASCADE], ["roi_heads.box_head.*.fc*"]),
+        (build_model, "GN", [*FEW, *CASCADE], ["backbone.bottom_up.*.norm"]),
+        (fcos, "BN", RETINANET, ["backbone.bottom_up.*.norm"]),
+        (fcos, "BN", RETINANET, ["head.*"]),
     ],
-    ids=["faster", "faster frozen", "retinanet", "retinanet head", "mask", "keypoint", "cascade", "cascade groupnorm"],
+    ids=[
+        *("faster", "faster frozen", "retinanet", "retinanet head", "mask", "keypoint", "cascade"),
+        *("cascade groupnorm", "fcos", "fcos head"),
+    ],
 )
 def test_phi_leaves_changes_merges_and_goes(
-    norm: str, overrides: list[Any], layers: list[str], tiny_config: Any
+    make: Callable[[Any], nn.Module], norm: str, overrides: list[Any], layers: list[str], tiny_config: Any
 ) -> None:
     torch.manual_seed(0)
-    model = build_model(tiny_config("fpn", norm, *overrides)).double()
+    model = make(tiny_config("fpn", norm, *overrides)).double()
     for name, tensor in model.state_dict().items():
         if name.endswith("norm.weight"):
             tensor.fill_(0.2)  # random weights explode otherwise, and one class gets all

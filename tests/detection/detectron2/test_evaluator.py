@@ -1,0 +1,151 @@
+"""Detectron2's own COCO evaluator on masks, as the metric that phi is tuned for."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
+pytest.importorskip("pycocotools")
+
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.evaluation import COCOEvaluator, inference_on_dataset
+from detectron2.modeling import build_model
+from detectron2.structures import BoxMode
+from pycocotools import mask as rle
+
+import metricopt_ext as mo
+from metricopt_ext.detection.detectron2.build import with_film
+from metricopt_ext.detection.detectron2.datasets import as_records
+from metricopt_ext.detection.detectron2.evaluator import ap50_metric
+from metricopt_ext.detection.detectron2.search import search
+from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
+from metricopt_ext.detection.detectron2.weights import load_weights
+from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.errors import MetricError
+
+pytestmark = pytest.mark.detectron2
+
+QUERIES = 10
+GOAL = torch.tensor([0.8, -0.6, 0.4, -0.2])
+MASKS = [
+    *(
+        "MODEL.MASK_ON",
+        True,
+        "MODEL.ROI_MASK_HEAD.NAME",
+        "MaskRCNNConvUpsampleHead",
+        "MODEL.ROI_MASK_HEAD.NORM",
+        "GN",
+        "INPUT.MASK_FORMAT",
+        "bitmask",
+    ),
+    *("MODEL.ROI_MASK_HEAD.NUM_CONV", 1, "MODEL.ROI_MASK_HEAD.CONV_DIM", 32, "TEST.DETECTIONS_PER_IMAGE", 4),
+    *("MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0, "METRICOPT.SEARCH.QUERIES", QUERIES),
+    *("METRICOPT.METRIC.SET", "masks", "METRICOPT.METRIC.NAME", "segm/AP50"),
+    *("METRICOPT.FILM.LAYERS", ("roi_heads.mask_head.mask_fcn1.norm",)),  # so boxes stay as they are
+    *("DATASETS.TRAIN", ("masks",), "DATASETS.TEST", (), "SOLVER.IMS_PER_BATCH", 1),
+]
+
+
+class Masks(MetricOptTrainer):
+    """A user's trainer, whose evaluator is Detectron2's."""
+
+    @classmethod
+    def build_evaluator(cls, cfg: Any, dataset_name: str) -> COCOEvaluator:
+        return COCOEvaluator(dataset_name, output_dir=cfg.OUTPUT_DIR)
+
+
+@pytest.fixture
+def masks(catalog: Any, squares: Callable[..., DetectionSet], tiny_config: Any, tmp_path: Path) -> Any:
+    """Make the config of a Mask R-CNN and register what it finds at a certain phi, which makes it the truth."""
+    cfg = tiny_config("fpn", "BN", *MASKS, "MODEL.WEIGHTS", str(tmp_path / "detector.pth"))
+    torch.manual_seed(0)
+    model = build_model(cfg)
+    for name, tensor in model.state_dict().items():
+        if name.endswith("norm.weight"):
+            tensor.fill_(0.2)  # random weights explode otherwise, and one class gets all
+    torch.save({"model": model.state_dict()}, cfg.MODEL.WEIGHTS)
+    adapted = with_film(model.eval(), cfg.METRICOPT.FILM.LAYERS, dim=4)
+    mo.Adapter(adapted).set_phi(GOAL)
+    records = as_records(squares(4))
+    register("masks", records)
+    for record in records:
+        image = MetricOptTrainer.build_test_loader(cfg, "masks").dataset[records.index(record)]
+        with torch.no_grad():
+            record["annotations"] = things(adapted([image])[0]["instances"])
+    return cfg
+
+
+def register(name: str, records: list[dict[str, Any]]) -> None:
+    DatasetCatalog.register(name, lambda: records)
+    MetadataCatalog.get(name).set(thing_classes=["red", "green"])
+
+
+def things(found: Any) -> list[dict[str, Any]]:
+    shapes = zip(found.pred_boxes.tensor.tolist(), found.pred_classes.tolist(), found.pred_masks, strict=True)
+    return [
+        {
+            "bbox": box,
+            "bbox_mode": BoxMode.XYXY_ABS,
+            "category_id": label,
+            "iscrowd": 0,
+            "segmentation": rle.encode(np.asfortranarray(mask.numpy().astype(np.uint8))),
+        }
+        for box, label, mask in shapes
+        if mask.any()
+    ]
+
+
+def trained(cfg: Any) -> Any:
+    model = build_model(cfg)
+    load_weights(model, cfg.MODEL.WEIGHTS)
+    return model
+
+
+def by_detectron2(model: Any, cfg: Any) -> float:
+    loader = MetricOptTrainer.build_test_loader(cfg, "masks")
+    evaluator = COCOEvaluator("masks", ("segm",), output_dir=cfg.OUTPUT_DIR)
+    return float(inference_on_dataset(model.eval(), loader, evaluator)["segm"]["AP50"])
+
+
+@pytest.mark.slow
+def test_masks_are_judged_and_searched_for_as_by_detectron2(masks: Any) -> None:
+    model = trained(masks)
+    metric = Masks.build_metric(masks)
+    assert metric is not None
+    before = by_detectron2(model, masks)
+    assert 0 < before < 100
+    assert 1 - metric.judge(model).cost == pytest.approx(before / 100)
+
+    run = search(masks, trainer_class=Masks)
+    assert run.metric == "masks/segm/AP50"
+    assert run.before == pytest.approx(before / 100)
+    assert run.after > run.before  # phi = 0 is no optimum, and the evaluator tells no halves
+    load_weights(model, str(Path(masks.OUTPUT_DIR) / "model_merged.pth"))
+    assert by_detectron2(model, masks) / 100 == pytest.approx(run.after, abs=0.02)  # merged, of single precision
+
+
+@pytest.mark.parametrize("tasks", [None, ("bbox", "segm")])
+def test_a_detector_that_finds_nothing_has_an_ap50_of_0(masks: Any, tasks: Any) -> None:
+    """Detectron2 then says NaN, and of boxes alone where it goes by what is found."""
+    masks.MODEL.ROI_HEADS.SCORE_THRESH_TEST = 1.0
+    evaluator = COCOEvaluator("masks", tasks, output_dir=masks.OUTPUT_DIR)
+    loader, model = MetricOptTrainer.build_test_loader(masks, "masks"), trained(masks)
+    assert ap50_metric(loader, evaluator, result="segm/AP50").judge(model).cost == 1
+    with pytest.raises(MetricError, match=r"COCOEvaluator gave no segm/AP51, but \['bbox/AP', 'bbox/AP50'"):
+        ap50_metric(loader, evaluator, result="segm/AP51").judge(model)
+
+
+def test_a_set_of_crowds_alone_is_refused(masks: Any) -> None:
+    crowds = [
+        {**record, "annotations": [{**each, "iscrowd": 1} for each in record["annotations"]]}
+        for record in DatasetCatalog.get("masks")
+    ]
+    register("crowds", crowds)
+    evaluator = COCOEvaluator("crowds", output_dir=masks.OUTPUT_DIR)
+    metric = ap50_metric(MetricOptTrainer.build_test_loader(masks, "crowds"), evaluator, result="segm/AP50")
+    with pytest.raises(MetricError, match="COCOEvaluator gave nan as segm/AP50: no object of the set counts for it"):
+        metric.judge(trained(masks))
