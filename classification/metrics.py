@@ -121,24 +121,32 @@ def _top5_accuracy(logits: Tensor, labels: Tensor) -> float:
     return float((rank < 5).double().mean())
 
 
+def _f_measure(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Numerator and denominator of each class's F-measure, ``c`` each."""
+    tp, guessed, actual = _counts(logits, labels)
+    return 2 * tp, guessed + actual
+
+
+def _overlap(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Numerator and denominator of each class's intersection over union, ``c`` each."""
+    tp, guessed, actual = _counts(logits, labels)
+    return tp, guessed + actual - tp
+
+
 def _f1(logits: Tensor, labels: Tensor) -> float:
-    tp, guessed, actual = _counts(logits, labels)
-    return _positive_or_macro(2 * tp, guessed + actual)
-
-
-def _jaccard(logits: Tensor, labels: Tensor) -> float:
-    tp, guessed, actual = _counts(logits, labels)
-    return _positive_or_macro(tp, guessed + actual - tp)
+    return _positive_or_macro(*_f_measure(logits, labels))
 
 
 def _macro_f1(logits: Tensor, labels: Tensor) -> float:
-    tp, guessed, actual = _counts(logits, labels)
-    return macro(2 * tp, guessed + actual)
+    return macro(*_f_measure(logits, labels))
+
+
+def _jaccard(logits: Tensor, labels: Tensor) -> float:
+    return _positive_or_macro(*_overlap(logits, labels))
 
 
 def _mean_iou(logits: Tensor, labels: Tensor) -> float:
-    tp, guessed, actual = _counts(logits, labels)
-    return macro(tp, guessed + actual - tp)
+    return macro(*_overlap(logits, labels))
 
 
 def _recalls(logits: Tensor, labels: Tensor) -> Tensor:
