@@ -31,6 +31,7 @@ from metricopt_ext.classification.data import (
     standardise,
     with_positive,
 )
+from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.probe import output_scale
@@ -297,7 +298,7 @@ def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: 
     return pretrained(
         lambda: build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes),
         lambda model: train(model, splits.train, config.model, config.model.balanced, seed),
-        check=lambda model: _check_adapter(attach(model, config, seed), config),
+        check=lambda model: _check_adapter(attach(tuned_part(model, config), config, seed), config),
         weights=config.model.weights,
         folder=folder,
         seed=seed,
@@ -370,8 +371,21 @@ def attach(model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor 
     return attached(Outputs(scale=scale, temperature=settings.temperature))
 
 
+def tuned_part(model: nn.Module, config: ClassificationConfig) -> nn.Module:
+    """Return what of a classifier is tuned: all of it, or the `Rest` from the layer on that the settings name."""
+    first = config.adapter.keep_before
+    return Rest(model, first) if first else model
+
+
 def _check_adapter(adapter: Adapter, config: ClassificationConfig) -> None:
     """Reject what the adapter or its number of coordinates makes impossible, on a model that isn't trained yet."""
+    if isinstance(adapter.model, Rest):
+        for layer in adapter.layers:
+            if layer.split(".")[0] in adapter.model.before:
+                raise ConfigError(
+                    f"adapter.layers has {layer!r}, which comes before adapter.keep_before={adapter.model.first}: what"
+                    " it computes is kept, so phi can't act there; name layers from there on"
+                )
     config.check_dim(adapter.dim)
     adapter.merge()
 

@@ -68,6 +68,9 @@ class ClassifierAdapterConfig(AdapterConfig):
     kind: str = "film"
     outputs: bool = False  # film, input_bias: these offsets too, as further coordinates after the first dim
     temperature: bool = False  # one more coordinate, a factor on all logits; with outputs
+    # A layer of small_cnn or cifar_resnetN, e.g. stage3. The layers before it stay as trained, and what they compute is
+    # kept in memory for each example; layers are named from there on. Empty: all of the model runs each time
+    keep_before: str = ""
 
     @property
     def acts_on_logits(self) -> bool:
@@ -194,6 +197,11 @@ class ClassificationConfig(RunConfig):
                 )
             check_integer(1, batch_size=self.second_round.batch_size)
             check_above(0, lr=self.second_round.lr)
+        if self.adapter.keep_before and (self.second_round.epochs or self.siblings.trains == "scratch"):
+            raise ConfigError(
+                f"adapter.keep_before={self.adapter.keep_before} leaves the layers before it as trained, but"
+                " second_round.epochs and siblings.trains=scratch train all of them; set 0, and phi or model"
+            )
         super().check()
         self.siblings.check(self.trained_methods)
         if self.transfer.value_function:

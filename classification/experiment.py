@@ -24,9 +24,11 @@ from metricopt_ext.classification.build import (
     stratified_parts,
     train,
     try_metric,
+    tuned_part,
     untrained,
 )
 from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import METRICS, check_split
 from metricopt_ext.classification.offsets import (
     adjust_logits,
@@ -70,9 +72,15 @@ MOST_STRENGTHS = 101  # candidates for the strength of logit adjustment
 
 
 class ClassificationExperiment(Experiment[ClassificationConfig]):
-    """A trained classifier, and the splits that it was trained on and is judged by."""
+    """A trained classifier, and the splits that it was trained on and is judged by.
+
+    Attributes:
+        inputs: The splits as they were loaded.
+        splits: The same with what is kept of the inputs, if the first layers stay as trained (``adapter.keep_before``).
+    """
 
     config_type = ClassificationConfig
+    inputs: Splits
     splits: Splits
 
     @classmethod
@@ -89,19 +97,21 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def prepare(self) -> tuple[FinetuneTask, Metric]:
         """Load the data, train the classifier or load it from the folder, and return the task and the test metric."""
         config, seed, device = self.config, self.seed, choose_device(self.config.device)
-        self.splits = splits = load_splits(config, seed).to(device)
+        self.inputs = self.splits = splits = load_splits(config, seed).to(device)
         for name in PARTS:
             check_split(getattr(splits, name).y, splits.num_classes, name)
         for part in (splits.validation, splits.test):
             try_metric(config.metric, part.y, splits.num_classes)
-        metric, batches = build_metric(config.metric), self._batches(splits.train)
+        self._batches(splits.train)  # refuses a size before anything is trained, as do the siblings'
         if config.trained_methods:
-            self._sibling_batches()  # refuses a size before anything is trained
-        model = classifier(config, splits, seed, self.folder)
+            self._sibling_batches()
+        metric, model = build_metric(config.metric), tuned_part(classifier(config, splits, seed, self.folder), config)
+        if isinstance(model, Rest):
+            self.splits = splits = model.features(splits, EVALUATION_BATCH)
         task = FinetuneTask(
             attach(model, config, seed, splits.train.x),
             loss=classification_loss,
-            batches=batches,
+            batches=self._batches(splits.train),
             metric=model_metric(metric, splits.validation, stratified_halves(splits.validation.y, seed)),
             population=config.population,
         )
@@ -221,12 +231,12 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def finish(self) -> None:
         """Write the tuned classifier, and draw some test images, with their classes before and after."""
         super().finish()
-        test, adapter = self.splits.test, self.task.adapter
-        if test.x.dim() == 4:
+        images, x, adapter = self.inputs.test, self.splits.test.x, self.task.adapter
+        if images.x.dim() == 4:
             with self.as_trained():
-                before = predict_classes(adapter, self.task.origin(), test.x)
-            after = predict_classes(adapter, adapter.phi.detach(), test.x)
-            plot_examples(test, before, after, self.splits.class_names, self.folder / "examples.png", self.seed)
+                before = predict_classes(adapter, self.task.origin(), x)
+            after = predict_classes(adapter, adapter.phi.detach(), x)
+            plot_examples(images, before, after, self.splits.class_names, self.folder / "examples.png", self.seed)
 
     def _training(self, task: FinetuneTask) -> TrainingTask:
         """Return the task of the sibling methods, on what the settings let them train."""
@@ -238,7 +248,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             batch_metric=batch_metric(build_metric(self.config.metric)),
             batches=self._sibling_batches(),
             validation=self._batches(splits.validation),
-            build=lambda seed: untrained(self.config, splits, seed),
+            build=lambda seed: tuned_part(untrained(self.config, self.inputs, seed), self.config),
         )
         return made.untrained(self.seed) if config.trains == "scratch" else made
 

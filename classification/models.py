@@ -33,10 +33,10 @@ class TabularMLP(nn.Module):
         return logits.squeeze(-1) if logits.shape[-1] == 1 else logits
 
 
-class SmallCNN(nn.Module):
+class SmallCNN(nn.Sequential):
     """Three 3x3 convolutions with BatchNorm, the second of stride 2, for small images.
 
-    The norms are named ``norm1``, ``norm2`` and ``norm3``.
+    The norms are named ``norm1``, ``norm2`` and ``norm3``. Maps ``n x channels x h x w`` to logits, ``n x classes``.
 
     Args:
         channels: Input channels.
@@ -48,24 +48,23 @@ class SmallCNN(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(width)
+        self.relu1 = nn.ReLU()
         self.conv2 = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(2 * width)
+        self.relu2 = nn.ReLU()
         self.conv3 = nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False)
         self.norm3 = nn.BatchNorm2d(2 * width)
+        self.relu3 = nn.ReLU()
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.flatten = nn.Flatten()
         self.head = nn.Linear(2 * width * 4, classes)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``n x channels x h x w`` to logits, ``n x classes``."""
-        h = self.norm1(self.conv1(x)).relu()
-        h = self.norm2(self.conv2(h)).relu()
-        h = self.norm3(self.conv3(h)).relu()
-        return self.head(nn.functional.adaptive_avg_pool2d(h, 2).flatten(1))  # type: ignore[no-any-return]
 
-
-class CifarResNet(nn.Module):
+class CifarResNet(nn.Sequential):
     """The residual network for 32-pixel images of He et al. (2016), section 4.2, with parameter-free shortcuts.
 
-    Three stages of n blocks and 16, 32, 64 channels: depth 6n + 2; 32 is the paper's network for MCR.
+    Three stages of n blocks and 16, 32, 64 channels: depth 6n + 2; 32 is the paper's network for MCR. Maps
+    ``n x 3 x h x w`` to logits, ``n x classes``.
 
     Args:
         depth: Number of layers, 6n + 2 with n at least 1.
@@ -79,24 +78,20 @@ class CifarResNet(nn.Module):
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
             raise ConfigError(f"depth is {depth}; a CIFAR ResNet has 6n + 2 layers, e.g. 20, 32, 56")
+        blocks = (depth - 2) // 6
         self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(16)
-        blocks = (depth - 2) // 6
+        self.relu = nn.ReLU()
         self.stage1 = self._stage(16, 16, blocks)
         self.stage2 = self._stage(16, 32, blocks)
         self.stage3 = self._stage(32, 64, blocks)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
         self.head = nn.Linear(64, classes)
 
     @staticmethod
     def _stage(inputs: int, outputs: int, blocks: int) -> nn.Sequential:
         return nn.Sequential(*(CifarBlock(inputs if i == 0 else outputs, outputs) for i in range(blocks)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``n x 3 x h x w`` to logits, ``n x classes``."""
-        h = self.norm(self.conv(x)).relu()
-        h = self.stage3(self.stage2(self.stage1(h)))
-        logits: Tensor = self.head(h.mean((2, 3)))
-        return logits
 
 
 class CifarBlock(nn.Module):

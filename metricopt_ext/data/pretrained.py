@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.files import load_checkpoint, save_checkpoint
 from metricopt_ext.utils.seeding import generator
 
@@ -24,6 +25,8 @@ def pretrained(
     load: Callable[[nn.Module, str], None] = lambda model, weights: load_checkpoint(model, Path(weights)),
 ) -> nn.Module:
     """Return a model in evaluation mode, and keep its weights in ``folder`` as ``model.safetensors``.
+
+    Of ranks that share a seed all have the first one's, as another kind of processor trains others.
 
     Args:
         build: Returns the untrained model, with weights drawn from torch's global stream.
@@ -51,6 +54,8 @@ def pretrained(
             load(model, weights)
         else:
             train(model.to(device))
+    if ranks.world() > 1:
+        model.load_state_dict(ranks.on_first(model.state_dict))
     if not kept.exists():
         save_checkpoint(kept, model.state_dict())
     return model.to(device).eval()

@@ -221,18 +221,10 @@ def run_seed(
     ):
         shown = Several(watcher, events)  # the other ranks' events are told nothing
         experiment = experiment_type(config, Path(own), seed)
-        _share_weights(experiment.task)
         comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, shown))
         record = ranks.on_first(lambda: _recorded(experiment, comparison))
     watcher.done()
     return record
-
-
-def _share_weights(task: FinetuneTask) -> None:
-    """Give all ranks the first one's weights: another kind of processor trains others."""
-    if ranks.world() > 1:
-        model = task.adapter.model
-        model.load_state_dict(ranks.on_first(model.state_dict))
 
 
 def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord:

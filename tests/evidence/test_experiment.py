@@ -36,7 +36,7 @@ def tiny() -> ClassificationConfig:
         model=ModelConfig(name="tabular_mlp", epochs=3, batch_size=30),
         adapter=ClassifierAdapterConfig(kind="input_bias", dim=3),
         metric=MetricConfig(name="mcr"),
-        recipe=RecipeConfig(steps=4, lr=0.1, evals=2, rounds=1, folds=2, trials=0, start_std=1.0),
+        recipe=RecipeConfig(steps=4, lr=0.1, evals=2, rounds=1, folds=2, trials=0, start_std=1.0, learners=["ridge"]),
         strategy="recipe",
         queries=30,
         batch_size=9,
