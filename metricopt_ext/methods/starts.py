@@ -164,6 +164,8 @@ def batchnorm_start(task: FinetuneTask, inputs: Iterable[Any]) -> Start | None:
 def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module | None:
     """Return a copy of a model with BatchNorm statistics of other inputs, or None if it has no BatchNorm.
 
+    A norm that no input reaches, such as an auxiliary head's, keeps its statistics.
+
     Args:
         model: With or without an adapter; the copy has none, and is in evaluation mode.
         inputs: Batches of inputs, without labels; each counts the same, so make them about equal in size.
@@ -175,7 +177,7 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module |
     if not norms:
         return None
     copied.eval()  # dropout in particular must not disturb the statistics
-    momenta = [norm.momentum for norm in norms]
+    before = [(norm.momentum, copy.deepcopy(norm.state_dict())) for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the mean over all batches
@@ -183,8 +185,10 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module |
     with torch.no_grad():
         for batch in inputs:
             copied(batch)
-    for norm, momentum in zip(norms, momenta, strict=True):
+    for norm, (momentum, state) in zip(norms, before, strict=True):
         norm.momentum = momentum
+        if norm.num_batches_tracked == 0:
+            norm.load_state_dict(state)
     return copied.eval()
 
 

@@ -240,6 +240,24 @@ def test_batchnorm_statistics_are_taken_without_dropout_and_without_random_numbe
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_norm_that_no_input_reaches_keeps_its_statistics() -> None:
+    class WithAuxiliaryHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.auxiliary = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.auxiliary(x) if self.training else self.norm(x)
+
+    model = WithAuxiliaryHead()
+    model(torch.randn(20, 3) + 5)  # in training
+    before = copy.deepcopy(model.auxiliary.state_dict())
+    assert before["running_mean"].abs().min() > 0.1
+    other = reestimate_batchnorm(model, [torch.randn(20, 3) - 2])
+    assert all(torch.equal(value, before[name]) for name, value in other.auxiliary.state_dict().items())
+    assert (other.norm.running_mean < -1).all()
+
+
 def test_no_batchnorm_nothing_to_reestimate() -> None:
     assert reestimate_batchnorm(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)), [torch.randn(4, 3)]) is None
 
