@@ -14,9 +14,8 @@ from pathlib import Path
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.extras import naming_extras
-from metricopt_ext.utils.packaged import PACKAGE, existing_config, packaged_configs
+from metricopt_ext.utils.packaged import PACKAGE, PROGRAM, existing_config, packaged_configs
 
-PROGRAM = "metricopt"
 CONFIGS = "list the configs that come with the package, or print the one that is named"
 
 

@@ -1,4 +1,4 @@
-"""The configs that come with the package: the repository's `configs/`, which a wheel holds too."""
+"""What comes with the package: its command's name, and the repository's `configs/`, which a wheel holds too."""
 
 import difflib
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from metricopt_ext.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
+PROGRAM = "metricopt"  # the console command, as `project.scripts` in pyproject.toml has it
 
 
 def packaged_configs() -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from metricopt_ext.utils import ranks
+from metricopt_ext.utils.packaged import PROGRAM
 
 
 class Terminated(KeyboardInterrupt):
@@ -59,4 +60,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _command(more: list[str]) -> str:
-    return shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:], *more])
+    program, *arguments = sys.orig_argv
+    if arguments and Path(arguments[0]).name == PROGRAM:  # to Python a script of an installed environment
+        program, *arguments = arguments
+    return shlex.join([Path(program).name, *arguments, *more])

@@ -43,6 +43,15 @@ def test_an_option_is_not_repeated(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().err.splitlines()[1] == "  python3 tool.py --resume"
 
 
+def test_the_console_command_is_called_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["/env/bin/python", "/env/bin/metricopt", "finetune-classifier", "seeds=2"])
+    with pytest.raises(SystemExit), ending_when_stopped(Path("out"), "--resume"):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err.splitlines()[1] == "  metricopt finetune-classifier seeds=2 --resume"
+
+
 def test_where_nothing_is_kept_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), ending_when_stopped():
         raise KeyboardInterrupt
