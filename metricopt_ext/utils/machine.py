@@ -128,8 +128,14 @@ def deterministic(wanted: bool, threads: int) -> Iterator[None]:
     if wanted:
         restart_deterministically(threads)
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(wanted or before)
+    use_deterministic(wanted or before)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        use_deterministic(before)
+
+
+def use_deterministic(algorithms: bool) -> None:
+    """Set what ``torch.use_deterministic_algorithms`` sets; calling that loads torch's compiler, for two seconds."""
+    if algorithms != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(algorithms)

@@ -13,6 +13,7 @@ import torch
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils import ranks
+from metricopt_ext.utils.machine import use_deterministic
 from metricopt_ext.utils.progress import Bars, QueueWatcher, Watcher, relay
 from metricopt_ext.utils.run_log import telling_warnings
 from metricopt_ext.utils.threads import num_threads
@@ -124,7 +125,7 @@ def _set_up(queue: Any, threads: int, deterministic: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+    use_deterministic(deterministic)
 
 
 def _end_with_parent() -> None:

@@ -5,7 +5,6 @@ from functools import lru_cache
 import numpy as np
 import torch
 from diffsort import DiffSortNet
-from scipy.stats import rankdata
 from torch import Tensor
 
 STEEPNESS = 5.0
@@ -44,8 +43,7 @@ def soft_spearman(values: Tensor, target: Tensor, steepness: float = STEEPNESS) 
     Returns:
         A scalar in [-1, 1]; 0 if either has a single value throughout.
     """
-    true = rankdata(target.detach().numpy(force=True))
-    return _unit(soft_ranks(values, steepness)) @ _unit(torch.from_numpy(true).to(values))
+    return _unit(soft_ranks(values, steepness)) @ _unit(_ranks(target).to(values))
 
 
 def spearman(values: Tensor, target: Tensor) -> float:
@@ -54,8 +52,13 @@ def spearman(values: Tensor, target: Tensor) -> float:
     Returns:
         A number in [-1, 1]; 0 if either has a single value throughout.
     """
-    ranks = [torch.from_numpy(np.asarray(rankdata(each.detach().numpy(force=True)))) for each in (values, target)]
-    return float(_unit(ranks[0]) @ _unit(ranks[1]))
+    return float(_unit(_ranks(values)) @ _unit(_ranks(target)))
+
+
+def _ranks(values: Tensor) -> Tensor:
+    from scipy.stats import rankdata  # takes a second
+
+    return torch.from_numpy(np.asarray(rankdata(values.detach().numpy(force=True))))
 
 
 def _unit(ranks: Tensor) -> Tensor:
