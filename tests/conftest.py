@@ -1,6 +1,7 @@
 """A task whose loss and metric are known in closed form, a record keeper in memory, and a tiny Detectron2."""
 
 import io
+import os
 import sqlite3
 import subprocess
 import sys
@@ -30,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(config.getoption("--threads"))
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.getoption("--threads")))  # of the processes that tests start
     try:
         check_capability()
     except ConfigError as error:

@@ -167,12 +167,22 @@ def test_there_are_two_notebooks_with_outputs() -> None:
         assert not [cell for cell in cells if any(out["output_type"] == "error" for out in cell["outputs"])]
 
 
+# What makes a run short: the numbers that stand in a notebook, and those that it is run with.
+SHORT = {
+    "detector": {"images=(240, 80, 160)": "images=(24, 16, 16)", "steps=250": "steps=25", "queries=40": "queries=20"},
+    "table": {"range(60)": "range(20)", "queries=60": "queries=30"},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.read(path, as_version=4)
     saved = [kinds_of(cell) for cell in notebook.cells]
+    for long, short in SHORT[path.stem].items():
+        (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and long in cell.source]
+        cell.source = cell.source.replace(long, short)
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert [kinds_of(cell) for cell in notebook.cells] == saved
 

@@ -130,9 +130,9 @@ def train(steps: int, seed: int = 0) -> tuple[nn.Module, list[float]]:
 @pytest.mark.outcome
 @pytest.mark.slow
 def test_training_finds_the_squares() -> None:
-    """In the mean of three seeds: any one of them depends on roundings, and so on the processor."""
+    """In the mean of two seeds: any one of them depends on roundings, and so on the processor."""
     examples, right, left = squares(64), [], []
-    for seed in range(3):
+    for seed in range(2):
         model, losses = train(steps=120, seed=seed)
         assert len(losses) == 120
         left.append(losses[-1] / losses[0])
@@ -141,8 +141,8 @@ def test_training_finds_the_squares() -> None:
             for example, found in zip(examples, TOOLKIT.detect(model, examples), strict=True)
             if len(found)
         ]
-    assert sum(left) / 3 < 0.5  # at worst 0.16 ± 0.01
-    assert sum(right) / (3 * 64) > 0.7  # at worst 0.95 ± 0.02
+    assert sum(left) / 2 < 0.5  # at worst 0.16 ± 0.01
+    assert sum(right) / (2 * 64) > 0.7  # at worst 0.95 ± 0.02, of three seeds
 
 
 def iou(first: Tensor, second: Tensor) -> float:

@@ -101,8 +101,8 @@ def test_learns_f_from_loss_only_trajectories_and_lowers_the_metric_with_it(
 @pytest.mark.parametrize(
     ("learner", "seeds"),
     [
-        (replace(ReptileLearner.paper(), passes=150, tasks=32, points=4), range(5)),
-        (NeuralLearner.offline(), range(3)),
+        (replace(ReptileLearner.paper(), passes=150, tasks=32, points=4), range(3)),
+        (replace(NeuralLearner.offline(), iterations=500), range(3)),
     ],
     ids=["reptile", "offline"],
 )
@@ -112,7 +112,7 @@ def test_online_and_offline_meta_training_lower_a_metric_that_the_loss_does_not_
     """The two schemes of Fig. 3b on toy problems whose optima are known, in the mean of several seeds.
 
     Reptile is given meta-batches of many tasks: with one task in each, as printed, it did not lower the metric in the
-    mean of 20 seeds. These bounds are more than four standard errors from what 20 seeds gave.
+    mean of 20 seeds. The bound is at least four standard errors of a mean of three seeds from what more gave.
     """
     settings = Algorithm1(steps=20, evals=6, lr=0.05, metric_rate=0.05, start_std=1.5, learner=learner)
     changes = []
@@ -125,7 +125,7 @@ def test_online_and_offline_meta_training_lower_a_metric_that_the_loss_does_not_
         ends = [settings.meta_test(task, f, start, seed=seed, index=i)[-1] for i, start in enumerate(starts)]
         before, after = (sum(map(task.true_cost, points)) for points in (starts, ends))
         changes.append(after / before - 1)
-    assert mean(changes) < -0.4  # at worst -0.77 ± 0.02
+    assert mean(changes) < -0.4  # of 8 and 10 seeds at worst -0.75 ± 0.05
 
 
 def test_the_papers_learner_is_the_default_and_gives_the_papers_network(quadratic: Callable[..., Any]) -> None:

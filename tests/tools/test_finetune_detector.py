@@ -58,7 +58,7 @@ STOCK = Toolkit(min_size=48, max_size=48, proposals=100)
 # learns, but some of its many boxes fall on digits that are large and of one class (`small_and_quick`).
 TINY = [
     *("recipe.steps=3", "recipe.evals=2", "recipe.rounds=1", "recipe.folds=2", "recipe.trials=0", "queries=16"),
-    "strategy=recipe",
+    *("strategy=recipe", "recipe.learners=[ridge]"),  # the others take seconds to fit
     *("model.steps=20", "model.lr=0.05", "model.batch_size=2", "model.min_size=48", "model.max_size=48"),
     *("scene.size=48", "scene.digits=[1,2]", "scene.scale=[24,40]", "shift.scale=1", "data.images=[6,6,6]"),
     *("model.proposals=100", "batch_size=2"),
@@ -315,18 +315,17 @@ def test_features_in_memory_change_no_number(finished: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(TorchvisionToolkit, "build", sampling_all)
     contents = []
-    for keep in ("keep_features=true", "keep_features=false", "keep_gib=0.015"):
+    for keep in ("keep_features=false", "keep_gib=0.015"):  # none of the images', and some
         weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
         config = config_of(*FINISHED, weights, f"adapter.{keep}")
         some = keep.startswith("keep_gib")
         with pytest.warns(UserWarning, match=r"fill their half of adapter\.keep_gib=0\.015") if some else nullcontext():
             tool.run(config, tmp_path / keep, resume=False)
         contents.append(content_of(tmp_path / keep)["methods"])
-    kept, never, some = contents
-    for name, method in kept.items():
+    never, some = contents
+    for name, method in some.items():
         for part in ("validation", "test"):
             assert method[part] == pytest.approx(never[name][part], abs=1e-9)
-            assert method[part] == some[name][part]
 
 
 def test_voc_s_format_with_validation_held_out_of_train(finished: Path, tmp_path: Path) -> None:

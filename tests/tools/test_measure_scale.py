@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.value.learners import RidgeLearner
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "measure_scale.py"
 
@@ -24,7 +26,10 @@ tool = load_tool()
 
 
 @pytest.mark.parametrize(("strategy", "queries"), [("search", 45), ("recipe", 160)])
-def test_one_rank_evaluates_in_as_many_waves_as_evaluations(strategy: str, queries: int, tmp_path: Path) -> None:
+def test_one_rank_evaluates_in_as_many_waves_as_evaluations(
+    strategy: str, queries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "Recipe", partial(Recipe, learners=(RidgeLearner(),)))  # the others take seconds to fit
     tool.measure(strategy, queries, sleep=0.0, images=60, output=tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["ranks"] == 1

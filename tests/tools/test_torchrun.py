@@ -1,8 +1,7 @@
 """The tools under torchrun: ranks share a seed or take the seeds in turn, and what is written is the same."""
 
 import json
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,39 +10,37 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-SHARED = ["queries=20", "pictures=false", "workers=1", "device=cpu", "adapter.dim=6"]
+SHARED = [
+    *("queries=20", "pictures=false", "workers=1", "device=cpu", "adapter.dim=6"),
+    *("recipe.steps=4", "recipe.evals=3", "best_evals=2"),
+]
 DETECTION = [
     *("model.steps=4", "model.batch_size=2", "model.min_size=48", "model.max_size=48", "model.proposals=20"),
     *("scene.size=48", "scene.digits=[1,2]", "scene.scale=[24,40]", "data.images=[6,6,6]", "batch_size=2"),
 ]
 TOOLS = {
     # Algorithm 1 runs beside the search: with three observations each, 20 queries are enough for its tasks.
-    "finetune_classifier": [
-        *("configs/classification/digits.yaml", "model.epochs=2", "methods=[metricopt_paper]"),
-        *("recipe.steps=4", "recipe.evals=3"),
-    ],
+    "finetune_classifier": ["configs/classification/digits.yaml", "model.epochs=2", "methods=[metricopt_paper]"],
     "finetune_retrieval": ["configs/retrieval/digits.yaml", "model.epochs=1", "model.width=4"],
     "finetune_detector": ["configs/detection/scenes_torchvision.yaml", *DETECTION],
 }
 
 
-def command(tool: str, folder: Path, *overrides: str) -> list[str]:
+def arguments(tool: str, folder: Path, *overrides: str) -> list[str]:
     config, *more = TOOLS[tool]
-    script = [str(ROOT / "tools" / f"{tool}.py"), "--config-file", str(ROOT / config), "--output-dir", str(folder)]
-    return [*script, *SHARED, *more, *overrides]
+    return ["--config-file", str(ROOT / config), "--output-dir", str(folder), *SHARED, *more, *overrides]
 
 
-def finished(arguments: list[str], *, ranks: int = 1) -> str:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    run = subprocess.run(
-        [sys.executable, *launcher, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # what torchrun gives each of several
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+# All tools in the same ranks, one after the other: to start a process takes longer than what these runs do.
+RANKS = """
+import json, runpy, sys
+from metricopt_ext.utils import ranks
+
+with ranks.joined():
+    for script, *arguments in json.loads(sys.argv[1]):
+        sys.argv = [script, *arguments]
+        runpy.run_path(script, run_name="__main__")
+"""
 
 
 def kept(folder: Path) -> dict[str, Any]:
@@ -59,31 +56,32 @@ def kept(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", TOOLS)
-def test_ranks_that_share_a_seed_write_what_one_process_does(tool: str, tmp_path: Path) -> None:
-    finished(command(tool, tmp_path / "1", "seeds=1"))
-    output = finished(command(tool, tmp_path / "2", "seeds=1"), ranks=2)
-    assert kept(tmp_path / "1") == kept(tmp_path / "2") != {}
-    assert output.count("1 seed of 20 queries") == output.count("wrote\n") == 1
-
-
-@pytest.mark.slow
-def test_ranks_take_seeds_in_turn(tmp_path: Path) -> None:
-    finished(command("finetune_classifier", tmp_path / "1", "seeds=3"))
-    output = finished(command("finetune_classifier", tmp_path / "2", "seeds=3"), ranks=2)
-    assert kept(tmp_path / "1") == kept(tmp_path / "2") != {}
-    assert output.count("3 seeds of 20 queries") == output.count("wrote\n") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "workers"), [(2, 1), (1, 2)])
-def test_a_metric_in_a_folder_is_found_by_every_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, workers: int
-) -> None:
+def test_ranks_write_what_one_process_does(torchrun: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share one seed, and take several in turn; each of them finds a metric of the user's own in its folder."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "own_score.py").write_text("def score(y, predicted):\n    return (y == predicted).mean()\n")
     monkeypatch.chdir(tmp_path)
-    own = ["metric.name=own_score:score", "metric.folder=mine"]
-    finished(command("finetune_classifier", tmp_path / "run", "seeds=2", f"workers={workers}", *own), ranks=ranks)
-    assert json.loads((tmp_path / "run" / "report.json").read_text())["metric"]["name"] == "score"
-    assert len(list((tmp_path / "run").glob("seed-*/record.json"))) == 2
+    runs = {f"{tool} alone": (tool, ["seeds=1"]) for tool in TOOLS}
+    in_turn = ["seeds=2", "metric.name=own_score:score", "metric.folder=mine", "methods=[]"]
+    runs["in turn"] = ("finetune_classifier", in_turn)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what torchrun gives each of several
+    commands = [
+        [str(ROOT / "tools" / f"{tool}.py"), *arguments(tool, tmp_path / "ranks" / name, *settings)]
+        for name, (tool, settings) in runs.items()
+    ]
+    process = torchrun(RANKS, 2, json.dumps(commands))
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    assert output.count("1 seed of 20 queries") == len(TOOLS)
+    assert output.count("2 seeds of 20 queries") == 1
+    assert output.count("wrote\n") == len(runs)
+
+    for name, (tool, settings) in runs.items():
+        script = str(ROOT / "tools" / f"{tool}.py")
+        monkeypatch.setattr(sys, "argv", [script, *arguments(tool, tmp_path / "own" / name, *settings)])
+        runpy.run_path(script, run_name="__main__")
+        assert kept(tmp_path / "own" / name) == kept(tmp_path / "ranks" / name) != {}
+    assert len(list((tmp_path / "ranks" / "in turn").glob("seed-*/record.json"))) == 2
+    report = json.loads((tmp_path / "ranks" / "in turn" / "report.json").read_text())
+    assert report["metric"]["name"] == "score"
