@@ -50,6 +50,7 @@ from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.files import load_checkpoint
 from metricopt_ext.utils.imports import import_named
 from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
 EVALUATION_BATCH = 2048
@@ -289,7 +290,9 @@ def train_subset(splits: Splits, seed: int) -> Split:
     return splits.train.take(order[places].sort().values)
 
 
-def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: Path) -> nn.Module:
+def classifier(
+    config: ClassificationConfig, splits: Splits, seed: int, folder: Path, watcher: Watcher | None = None
+) -> nn.Module:
     """Return the classifier: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
 
     Raises:
@@ -297,7 +300,7 @@ def classifier(config: ClassificationConfig, splits: Splits, seed: int, folder: 
     """
     return pretrained(
         lambda: build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes),
-        lambda model: train(model, splits.train, config.model, config.model.balanced, seed),
+        lambda model, file: train(model, splits.train, config.model, config.model.balanced, seed, file, watcher),
         check=lambda model: _check_adapter(attach(tuned_part(model, config), config, seed), config),
         weights=config.model.weights,
         folder=folder,
@@ -324,11 +327,20 @@ def untrained(config: ClassificationConfig, splits: Splits, seed: int) -> nn.Mod
     return model.to(splits.train.x.device)
 
 
-def train(model: nn.Module, part: Split, config: ModelConfig | SecondRoundConfig, balanced: bool, seed: int) -> None:
+def train(
+    model: nn.Module,
+    part: Split,
+    config: ModelConfig | SecondRoundConfig,
+    balanced: bool,
+    seed: int,
+    checkpoint: Path | None = None,
+    watcher: Watcher | None = None,
+) -> None:
     """Train a model's trainable parameters by cross-entropy, on batches balanced by class or not."""
     batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)
     steps = max(1, config.epochs * len(part) // config.batch_size)
-    train_supervised(model, classification_loss, batches, steps=steps, lr=config.lr, seed=seed, augment=config.augment)
+    options: dict[str, Any] = {"steps": steps, "lr": config.lr, "seed": seed, "augment": config.augment}
+    train_supervised(model, classification_loss, batches, **options, checkpoint=checkpoint, watcher=watcher)
 
 
 def attach(model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor | None = None) -> Adapter:

@@ -105,7 +105,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         self._batches(splits.train)  # refuses a size before anything is trained, as do the siblings'
         if config.trained_methods:
             self._sibling_batches()
-        metric, model = build_metric(config.metric), tuned_part(classifier(config, splits, seed, self.folder), config)
+        metric = build_metric(config.metric)
+        model = tuned_part(classifier(config, splits, seed, self.folder, self.watcher), config)
         if isinstance(model, Rest):
             self.splits = splits = model.features(splits, EVALUATION_BATCH)
         task = FinetuneTask(

@@ -2,7 +2,7 @@
 
 from operator import attrgetter
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.train import train_detector
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.device import choose_device
+from metricopt_ext.utils.progress import Watcher
 
 TOOLKITS = ("detectron2", "torchvision")
 # The settings that only one toolkit uses.
@@ -29,7 +30,6 @@ SETTINGS = {
         *("adapter.keep_features", "adapter.keep_gib"),
     ),
 }
-CHECKPOINT = "training.safetensors"
 
 
 def build_toolkit(config: DetectionConfig) -> Toolkit:
@@ -95,25 +95,29 @@ def check_definition(config: DetectionConfig) -> Definition:
     return definition
 
 
-def detector(config: DetectionConfig, toolkit: Toolkit, splits: DetectionSplits, seed: int, folder: Path) -> nn.Module:
+def detector(
+    config: DetectionConfig,
+    toolkit: Toolkit,
+    splits: DetectionSplits,
+    seed: int,
+    folder: Path,
+    watcher: Watcher | None = None,
+) -> nn.Module:
     """Return the detector: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
-
-    Training keeps a checkpoint in ``folder`` until then, and continues from one that a killed run left behind.
 
     Raises:
         DataError: The weights don't fit the model.
         FileFormatError: The checkpoint is corrupt.
     """
-    settings, checkpoint = config.model, folder / CHECKPOINT
+    settings = config.model
     batches = ExampleBatches(splits.train, settings.batch_size)
 
-    def train(model: nn.Module) -> None:
+    def train(model: nn.Module, checkpoint: Path) -> None:
         if settings.steps:
-            train_detector(
-                toolkit, model, batches, steps=settings.steps, lr=settings.lr, seed=seed, checkpoint=checkpoint
-            )
+            options: dict[str, Any] = {"steps": settings.steps, "lr": settings.lr, "seed": seed}
+            train_detector(toolkit, model, batches, **options, checkpoint=checkpoint, watcher=watcher)
 
-    model = pretrained(
+    return pretrained(
         lambda: toolkit.build(len(splits.classes), seed),
         train,
         check=lambda model: attach(toolkit, model, config.adapter, seed).merge(),
@@ -122,8 +126,6 @@ def detector(config: DetectionConfig, toolkit: Toolkit, splits: DetectionSplits,
         seed=seed,
         device=choose_device(config.device),
     )
-    checkpoint.unlink(missing_ok=True)
-    return model
 
 
 def attach(toolkit: Toolkit, model: nn.Module, config: DetectorAdapterConfig, seed: int) -> Adapter:

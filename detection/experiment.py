@@ -54,7 +54,8 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         config, seed, folder = self.config, self.seed, self.folder
         self.toolkit, definition = build_toolkit(config), check_definition(config)
         self.splits = splits = load_splits(config, seed, folder)
-        adapter = attach(self.toolkit, detector(config, self.toolkit, splits, seed, folder), config.adapter, seed)
+        model = detector(config, self.toolkit, splits, seed, folder, self.watcher)
+        adapter = attach(self.toolkit, model, config.adapter, seed)
         self.used, classes = remembering(self.toolkit, adapter, config.adapter), splits.classes
         name, halves = config.metric.name, image_halves(len(splits.validation), seed)
         task = FinetuneTask(

@@ -31,6 +31,7 @@ from metricopt_ext.tasks.batches import ClassBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import Loss
 from metricopt_ext.utils.config import config_section
+from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
 EVALUATION_BATCH = 256
@@ -165,7 +166,9 @@ def load_splits(config: RetrievalConfig, seed: int) -> Splits:
         return splits.shifted(config.shift.image_shift(), seed)
 
 
-def embedder(config: RetrievalConfig, splits: Splits, seed: int, folder: Path) -> nn.Module:
+def embedder(
+    config: RetrievalConfig, splits: Splits, seed: int, folder: Path, watcher: Watcher | None = None
+) -> nn.Module:
     """Return the embedder: loaded, resumed from ``folder``, or trained and kept there as ``model.safetensors``.
 
     Raises:
@@ -174,7 +177,7 @@ def embedder(config: RetrievalConfig, splits: Splits, seed: int, folder: Path) -
     settings, shape = config.model, splits.train.x.shape[1:]
     return pretrained(
         lambda: build_model(settings.name, shape, settings.embedding, settings.width, settings.trunk_weights),
-        lambda model: train(model, splits.train, config, seed),
+        lambda model, checkpoint: train(model, splits.train, config, seed, checkpoint, watcher),
         check=lambda model: attach(model, config, seed).merge(),
         weights=settings.weights,
         folder=folder,
@@ -202,11 +205,19 @@ def batch_metric(config: MetricConfig) -> BatchMetric:
     return BatchMetric(function, maximize=True, name=metric_name(config))
 
 
-def train(model: nn.Module, part: Split, config: RetrievalConfig, seed: int) -> None:
+def train(
+    model: nn.Module,
+    part: Split,
+    config: RetrievalConfig,
+    seed: int,
+    checkpoint: Path | None = None,
+    watcher: Watcher | None = None,
+) -> None:
     """Train an embedder by the surrogate loss; see `train_supervised`."""
     loss, batches = build_loss(config.loss), class_batches(part, config.loss)
     steps = max(1, config.model.epochs * len(part) // (batches.classes * batches.samples))
-    train_supervised(model, loss, batches, steps=steps, lr=config.model.lr, seed=seed, augment=config.model.augment)
+    options: dict[str, Any] = {"steps": steps, "lr": config.model.lr, "seed": seed, "augment": config.model.augment}
+    train_supervised(model, loss, batches, **options, checkpoint=checkpoint, watcher=watcher)
 
 
 def attach(model: nn.Module, config: RetrievalConfig, seed: int) -> Adapter:

@@ -71,7 +71,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         self.validation()  # too few pairs for a batch are found here rather than after training
         validation, batches = self.splits.validation, class_batches(self.splits.train, config.loss)
         task = FinetuneTask(
-            attach(embedder(config, self.splits, seed, self.folder), config, seed),
+            attach(embedder(config, self.splits, seed, self.folder, self.watcher), config, seed),
             loss=loss,
             batches=batches,
             metric=build_metric(config.metric, validation, class_halves(validation.y, seed)),

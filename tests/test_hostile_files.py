@@ -32,7 +32,7 @@ from metricopt_ext.adapters.attach import attach_film, attach_outputs, load_adap
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.data import load_csv, load_libsvm
 from metricopt_ext.data.images import MAX_PIXELS, load_image_folder
-from metricopt_ext.detection import train
+from metricopt_ext.data.training_state import TrainingState
 from metricopt_ext.detection.coco import read_coco, read_detections
 from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.voc import read_voc
@@ -311,13 +311,15 @@ def write_training(folder: Path) -> Path:
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     net(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    train._save(folder / "training.safetensors", net, optimizer, [0.5], {"steps": 2})
+    state = TrainingState(net, optimizer, 2, {"seed": 0})
+    state.losses.append(0.5)
+    state._save(folder / "training.safetensors")
     return folder / "training.safetensors"
 
 
 def read_training(path: Path) -> None:
     net = nn.Linear(2, 2)
-    train._load(path, net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), {"steps": 2})
+    TrainingState(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), 2, {"seed": 0}, path)
 
 
 def evaluations(path: Path) -> CachedMetric:
@@ -339,7 +341,7 @@ LOADERS: dict[str, Loader] = {
     "set loss": Loader(saved(lambda: SetLoss(2)), load_set_loss),
     "trajectories": Loader(write_trajectory, lambda path: load_trajectories(path.parent)),
     "buffers": Loader(write_buffers, lambda path: load_buffers(model(), path)),
-    "detector's training": Loader(write_training, read_training),
+    "training": Loader(write_training, read_training),
     "checkpoint": Loader(checkpoint(".safetensors"), lambda path: load_checkpoint(nn.Linear(2, 2), path)),
     "torch checkpoint": Loader(checkpoint(".pt"), lambda path: load_checkpoint(nn.Linear(2, 2), path)),
     "evaluations": Loader(

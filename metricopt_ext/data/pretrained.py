@@ -12,10 +12,12 @@ from metricopt_ext.utils import ranks
 from metricopt_ext.utils.files import load_checkpoint, save_checkpoint
 from metricopt_ext.utils.seeding import generator
 
+TRAINING = "training.safetensors"
+
 
 def pretrained(
     build: Callable[[], nn.Module],
-    train: Callable[[nn.Module], None],
+    train: Callable[[nn.Module, Path], object],
     *,
     check: Callable[[nn.Module], object],
     weights: str,
@@ -26,11 +28,13 @@ def pretrained(
 ) -> nn.Module:
     """Return a model in evaluation mode, and keep its weights in ``folder`` as ``model.safetensors``.
 
+    Until it is trained, ``folder`` holds the file from which a killed training goes on.
+
     Of ranks that share a seed all have the first one's, as another kind of processor trains others.
 
     Args:
         build: Returns the untrained model, with weights drawn from torch's global stream.
-        train: Trains it if no weights are given.
+        train: ``train(model, file)`` trains it if no weights are given; goes on from the file if there is one.
         check: Called with a copy of the untrained model, which it may change; what it raises, e.g. because the model
             lacks the adapter's layers, is raised before training. Callers merge the adapter too: the merged model is
             written after all queries, too late to find that it can't be.
@@ -53,11 +57,12 @@ def pretrained(
         elif weights:
             load(model, weights)
         else:
-            train(model.to(device))
+            train(model.to(device), folder / TRAINING)
     if ranks.world() > 1:
         model.load_state_dict(ranks.on_first(model.state_dict))
     if not kept.exists():
         save_checkpoint(kept, model.state_dict())
+    (folder / TRAINING).unlink(missing_ok=True)
     return model.to(device).eval()
 
 

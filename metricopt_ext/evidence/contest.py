@@ -125,7 +125,7 @@ def run_seed(
     missing = [name for name in plan.methods if not finished(folder / f"{name}.json")]
     if missing or not (folder / STARTS).exists():
         watcher.stage("train the model")
-        experiment = experiment_type(config, folder, seed)
+        experiment = experiment_type(config, folder, seed, watcher)
         spent = _Spent(watcher, experiment.task.metric.name)
         watcher.stage("starts")
         began = now()

@@ -70,6 +70,7 @@ class Experiment(ABC, Generic[Config]):
         config: The settings.
         folder: The seed's folder; the model is saved there, and loaded from there once trained.
         seed: Each seed has a fresh split, model and value function.
+        watcher: Notified of the model's training.
 
     Attributes:
         config_type: The settings' class.
@@ -84,8 +85,8 @@ class Experiment(ABC, Generic[Config]):
     config_type: ClassVar[type[RunConfig]]
     own_files: ClassVar[tuple[str, ...]] = ("tuned.safetensors",)
 
-    def __init__(self, config: Config, folder: Path, seed: int) -> None:
-        self.config, self.folder, self.seed = config, folder, seed
+    def __init__(self, config: Config, folder: Path, seed: int, watcher: Watcher | None = None) -> None:
+        self.config, self.folder, self.seed, self.watcher = config, folder, seed, watcher or Watcher()
         task, self.test_metric = self.prepare()
         self.task = task.judged_by(task.metric.enduring(**vars(config.evaluation)))
         self._trained = {name: buffer.clone() for name, buffer in self.task.adapter.model.named_buffers()}
@@ -220,7 +221,7 @@ def run_seed(
         query_events(kept, subject.metric, subject.maximize, config.queries) as events,
     ):
         shown = Several(watcher, events)  # the other ranks' events are told nothing
-        experiment = experiment_type(config, Path(own), seed)
+        experiment = experiment_type(config, Path(own), seed, shown)
         comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, shown))
         record = ranks.on_first(lambda: _recorded(experiment, comparison))
     watcher.done()

@@ -15,7 +15,7 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
 
 
-def double(model: nn.Module) -> None:
+def double(model: nn.Module, file: Path | None = None) -> None:
     """Stand for training: easy to recognise, and it draws from the global stream as dropout does."""
     torch.rand(1)
     for parameter in model.parameters():
@@ -35,7 +35,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def never(model: nn.Module) -> None:
+def never(model: nn.Module, file: Path) -> None:
     pytest.fail("trained")
 
 
@@ -47,7 +47,7 @@ def test_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     torch.manual_seed(2)
     assert same(make(tmp_path / "b"), first)
     assert not same(make(tmp_path / "c", seed=4), first)
-    untrained = make(tmp_path / "d", lambda model: None)
+    untrained = make(tmp_path / "d", lambda *_: None)
     assert all(torch.equal(first[key], 2 * untrained[key]) for key in first)
 
 
@@ -67,7 +67,7 @@ def test_given_weights_are_loaded_and_kept(tmp_path: Path) -> None:
 
 
 def test_nothing_is_kept_of_a_training_that_failed(tmp_path: Path) -> None:
-    def fail(model: nn.Module) -> None:
+    def fail(model: nn.Module, file: Path) -> None:
         raise FloatingPointError("the loss is nan")
 
     with pytest.raises(FloatingPointError):
@@ -79,6 +79,21 @@ def test_nothing_is_kept_of_a_training_that_failed(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
+def test_the_file_of_a_killed_training_is_there_until_the_model_is(tmp_path: Path) -> None:
+    def killed(model: nn.Module, file: Path) -> None:
+        file.parent.mkdir()
+        file.write_text("half of it")
+        raise KeyboardInterrupt
+
+    def resumed(model: nn.Module, file: Path) -> None:
+        assert file.read_text() == "half of it"
+
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "run", killed)
+    make(tmp_path / "run", resumed)
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["model.safetensors"]
+
+
 def test_a_copy_of_the_untrained_model_is_checked_first(tmp_path: Path) -> None:
     checked: list[dict[str, torch.Tensor]] = []
 
@@ -86,7 +101,7 @@ def test_a_copy_of_the_untrained_model_is_checked_first(tmp_path: Path) -> None:
         checked.append(model.state_dict())
         double(model)  # of no consequence
 
-    untrained = make(tmp_path / "a", lambda model: None)
+    untrained = make(tmp_path / "a", lambda *_: None)
 
     def refuse(model: nn.Module) -> None:
         raise ConfigError("no such layer")
@@ -94,7 +109,7 @@ def test_a_copy_of_the_untrained_model_is_checked_first(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such layer"):
         make(tmp_path / "b", never, check=refuse)
     assert not (tmp_path / "b").exists()
-    trained = make(tmp_path / "b", lambda model: None, check=check)
+    trained = make(tmp_path / "b", lambda *_: None, check=check)
     assert same(trained, untrained)
     assert all(torch.equal(checked[0][key], 2 * untrained[key]) for key in untrained)
 

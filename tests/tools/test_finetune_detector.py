@@ -19,6 +19,7 @@ from torch import Tensor, nn
 pytest.importorskip("torchvision")
 
 from metricopt_ext.adapters.attach import load_adapter
+from metricopt_ext.data import training_state
 from metricopt_ext.detection import build, scenes
 from metricopt_ext.detection.build import build_toolkit, check_definition
 from metricopt_ext.detection.coco import write_coco
@@ -242,6 +243,7 @@ def test_a_finished_run_resumes_without_any_training(
 def test_an_interrupted_run_resumes_to_the_same_report(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(training_state, "KEEP_EVERY", 0.0)
     losses, collected = [], []
 
     def kill(self: TorchvisionToolkit, *arguments: Any) -> Any:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import load_adapter
+from metricopt_ext.data import training_state
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError, MetricError
 from metricopt_ext.evidence import run_config
@@ -210,7 +211,21 @@ def test_a_finished_run_resumes_without_any_training(
 def test_an_interrupted_run_resumes_to_the_same_report(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collected = []
+    monkeypatch.setattr(training_state, "KEEP_EVERY", 0.0)
+    losses, collected = [], []
+
+    def kill(self: torch.optim.Adam, *arguments: Any) -> None:
+        losses.append(arguments)
+        if len(losses) > 3:
+            raise KeyboardInterrupt
+        zero_grad(self, *arguments)
+
+    zero_grad = torch.optim.Adam.zero_grad
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.optim.Adam, "zero_grad", kill)
+        with pytest.raises(KeyboardInterrupt):
+            tool.run(config_of(), tmp_path / "run", resume=False)
+    assert (tmp_path / "run" / "seed-0" / "training.safetensors").exists()
 
     def stop(self: Metric, *arguments: Any) -> Any:
         collected.append(arguments)
@@ -222,7 +237,8 @@ def test_an_interrupted_run_resumes_to_the_same_report(
     with monkeypatch.context() as patched:
         patched.setattr(Metric, "judge", stop)
         with pytest.raises(KeyboardInterrupt):
-            tool.run(config_of(), tmp_path / "run", resume=False)
+            tool.run(config_of(), tmp_path / "run", resume=True)
+    assert not (tmp_path / "run" / "seed-0" / "training.safetensors").exists()
     assert len(list((tmp_path / "run" / "seed-0" / "trajectories").glob("*.safetensors"))) == 2
     monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained an embedder that was there"))
     tool.run(config_of(), tmp_path / "run", resume=True)

@@ -1,0 +1,112 @@
+"""What a killed training goes on from: to the same bits, from its own file alone, kept about once a minute."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.data import training_state
+from metricopt_ext.data.training import train_supervised
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.utils.progress import Watcher
+
+STEPS = 12
+
+
+class Told(Watcher):
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+
+    def stage(self, description: str) -> None:
+        self.stages.append(description)
+
+
+def small_net(seed: int, width: int = 6) -> nn.Module:
+    """A network with all that a training changes or draws: BatchNorm's statistics, dropout's masks, a frozen layer."""
+    torch.manual_seed(seed)
+    convolution = nn.Conv2d(1, 2, 3, padding=1).requires_grad_(False)
+    return nn.Sequential(
+        *(convolution, nn.BatchNorm2d(2), nn.Flatten(), nn.Dropout(0.5)),
+        *(nn.Linear(128, width), nn.ReLU(), nn.Linear(width, 3)),
+    )
+
+
+class Training:
+    """Trains the network; ``train(killed=n)`` is interrupted in step n."""
+
+    def __init__(self, file: Path | None, model: nn.Module, **settings: Any) -> None:
+        self.file, self.model, self.taken = file, model, 0
+        self.settings = {"steps": STEPS, "lr": 0.05, "seed": 4, "augment": True, **settings}
+
+    def train(self, killed: int = -1, watcher: Watcher | None = None) -> None:
+        x = torch.randn(30, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+        def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            if self.taken == killed:
+                raise KeyboardInterrupt
+            self.taken += 1
+            return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+        batches = TensorBatches(x, torch.arange(30) % 3, 10)
+        train_supervised(self.model, loss, batches, **self.settings, checkpoint=self.file, watcher=watcher)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_state, "KEEP_EVERY", 0.0)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("killed", [0, 1, 3, 7, STEPS - 1])
+def test_a_killed_training_goes_on_to_the_same_bits(killed: int, tmp_path: Path) -> None:
+    straight = Training(None, small_net(0))
+    straight.train()
+    with pytest.raises(KeyboardInterrupt):
+        Training(tmp_path / "t.safetensors", small_net(0)).train(killed=killed)
+    resumed = Training(tmp_path / "t.safetensors", small_net(0 if killed == 0 else 1))  # at 0 there is no file
+    resumed.train()
+    assert resumed.taken == STEPS - killed
+    for name, value in straight.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (small_net(0), {"lr": 0.1}, r"t\.safetensors is from another run: lr was 0\.05, now 0\.1; delete it"),
+        (small_net(0), {"steps": 20}, "steps was 12, now 20"),
+        (small_net(0, width=7), {}, r"t\.safetensors is from another model; delete it to train anew"),
+    ],
+)
+def test_another_training_is_not_gone_on_from(
+    model: nn.Module, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Training(tmp_path / "t.safetensors", small_net(0)).train(killed=5)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    other = Training(tmp_path / "t.safetensors", model, **settings)
+    with pytest.raises(FileFormatError, match=message):
+        other.train()
+    assert other.taken == 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_it_is_kept_once_a_minute_and_told_each_half_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, kept, told = iter(range(0, 1000, 11)), [], Told()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))  # each step takes 11 seconds
+    monkeypatch.setattr(training_state, "write_tensors", lambda _, tensors, *__: kept.append(len(tensors["losses"])))
+    Training(tmp_path / "t.safetensors", small_net(0)).train(watcher=told)
+    assert kept == [6, 12]
+    assert told.stages == [f"train the model, {share}%" for share in (25, 50, 75, 100)]
+
+
+def test_a_short_training_keeps_and_tells_nothing(tmp_path: Path) -> None:
+    told = Told()
+    Training(tmp_path / "t.safetensors", small_net(0)).train(watcher=told)
+    assert not list(tmp_path.iterdir())
+    assert not told.stages
