@@ -340,6 +340,8 @@ def train(
     batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)
     steps = max(1, config.epochs * len(part) // config.batch_size)
     options: dict[str, Any] = {"steps": steps, "lr": config.lr, "seed": seed, "augment": config.augment}
+    if isinstance(config, ModelConfig):
+        options |= {"weight_decay": config.weight_decay, "bfloat16": config.bfloat16}
     train_supervised(model, classification_loss, batches, **options, checkpoint=checkpoint, watcher=watcher)
 
 

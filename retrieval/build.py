@@ -214,10 +214,19 @@ def train(
     watcher: Watcher | None = None,
 ) -> None:
     """Train an embedder by the surrogate loss; see `train_supervised`."""
-    loss, batches = build_loss(config.loss), class_batches(part, config.loss)
-    steps = max(1, config.model.epochs * len(part) // (batches.classes * batches.samples))
-    options: dict[str, Any] = {"steps": steps, "lr": config.model.lr, "seed": seed, "augment": config.model.augment}
-    train_supervised(model, loss, batches, **options, checkpoint=checkpoint, watcher=watcher)
+    settings, loss, batches = config.model, build_loss(config.loss), class_batches(part, config.loss)
+    train_supervised(
+        model,
+        loss,
+        batches,
+        steps=max(1, settings.epochs * len(part) // (batches.classes * batches.samples)),
+        lr=settings.lr,
+        seed=seed,
+        weight_decay=settings.weight_decay,
+        augment=settings.augment,
+        checkpoint=checkpoint,
+        watcher=watcher,
+    )
 
 
 def attach(model: nn.Module, config: RetrievalConfig, seed: int) -> Adapter:

@@ -21,11 +21,13 @@ def train_supervised(
     steps: int,
     lr: float,
     seed: int,
+    weight_decay: float = 0.0,
     augment: bool = False,
+    bfloat16: bool = False,
     checkpoint: Path | None = None,
     watcher: Watcher | None = None,
 ) -> None:
-    """Train a model's trainable parameters by Adam with a one-cycle schedule; leaves it in evaluation mode.
+    """Train a model's trainable parameters by AdamW with a one-cycle schedule; leaves it in evaluation mode.
 
     A killed training goes on from its checkpoint and ends where it would have ended, bit for bit.
 
@@ -36,26 +38,34 @@ def train_supervised(
         steps: Number of steps, at least 1.
         lr: Peak learning rate.
         seed: Seed of batches and augmentation.
+        weight_decay: Share of the rate by which weights shrink in each step; 0 makes it Adam.
         augment: Whether images are flipped and shifted at random, see `images.flip_and_shift`.
+        bfloat16: Whether convolutions and matrix products are computed in bfloat16, and images' channels lie last.
         checkpoint: File to go on from if it exists, written once a minute; None for none.
         watcher: Notified of progress.
 
     Raises:
         FileFormatError: The checkpoint is corrupt or from another training.
     """
-    optimizer = torch.optim.Adam(model.parameters(), lr)
+    if bfloat16:
+        model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=weight_decay)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
-    state = TrainingState(model, optimizer, steps, {"lr": lr, "seed": seed, "augment": augment}, checkpoint, watcher)
+    settings = {"lr": lr, "seed": seed, "weight_decay": weight_decay, "augment": augment, "bfloat16": bfloat16}
+    state = TrainingState(model, optimizer, steps, settings, checkpoint, watcher)
     schedule.last_epoch = len(state.losses)
     model.train()
     for step in state.steps_left():
         x, y = batches(seed, 0, step)
         if augment:
             x = flip_and_shift(x, generator(seed, "augment", step))
-        value = loss(model, (x, y))
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=bfloat16):
+            value = loss(model, (x, y))
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
         schedule.step()
         state.losses.append(float(value.detach()))
+    if bfloat16:
+        model.to(memory_format=torch.contiguous_format)
     model.eval()

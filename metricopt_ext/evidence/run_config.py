@@ -1,5 +1,6 @@
 """The settings that the tools of all tasks share; each key is a field here and nowhere else."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.learned_objective import LearnedObjective
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.utils.checks import check_above, check_integer
+from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
 from metricopt_ext.value.objective import sampled_triplets
@@ -206,6 +207,7 @@ class TrainingConfig:
     weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use instead of training
     epochs: int = 10
     lr: float = 1e-3  # peak rate of Adam with a one-cycle schedule
+    weight_decay: float = 0.0  # share of the rate by which weights shrink in a step (AdamW)
     augment: bool = False  # images: random flips and shifts by up to 4 pixels while training
 
     def check(self) -> None:
@@ -214,9 +216,11 @@ class TrainingConfig:
         Raises:
             ConfigError: A value is out of range.
         """
-        check_at_least(1, {"model.epochs": self.epochs})
         with config_section("model"):
             check_above(0, lr=self.lr)
+            check_finite(weight_decay=self.weight_decay)
+        check_at_least(1, {"model.epochs": self.epochs})
+        check_at_least(0, {"model.weight_decay": self.weight_decay})
 
 
 @dataclass
@@ -392,7 +396,7 @@ class RunConfig:
         return asdict(self)
 
 
-def check_at_least(least: int, values: dict[str, int]) -> None:
+def check_at_least(least: int, values: Mapping[str, float]) -> None:
     """Reject settings below a minimum.
 
     Raises:

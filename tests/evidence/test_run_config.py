@@ -182,6 +182,8 @@ def test_searches_get_enough_queries_or_none(name: str, least: int) -> None:
         ({"lr": 0.0}, r"model: lr is 0\.0; it must be above 0"),
         ({"lr": math.nan}, "model: lr is nan; it must be a finite number"),
         ({"lr": math.inf}, "model: lr is inf; it must be a finite number"),
+        ({"weight_decay": math.nan}, "model: weight_decay is nan; it must be a finite number"),
+        ({"weight_decay": -0.1}, r"model\.weight_decay=-0\.1: it must be at least 0"),
     ],
 )
 def test_what_cannot_be_trained_with_is_refused(settings: dict[str, Any], message: str) -> None:
