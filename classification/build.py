@@ -298,15 +298,17 @@ def classifier(
     Raises:
         DataError: The weights don't fit the model.
     """
+    settings = config.model
+    own: dict[str, Any] = {"weight_decay": settings.weight_decay, "bfloat16": settings.bfloat16, "watcher": watcher}
     return pretrained(
-        lambda: build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes),
-        lambda model, file: train(model, splits.train, config.model, config.model.balanced, seed, file, watcher),
+        lambda: build_model(settings.name, splits.train.x.shape[1:], splits.num_classes),
+        lambda model, file: train(model, splits.train, settings, settings.balanced, seed, checkpoint=file, **own),
         check=lambda model: _check_adapter(attach(tuned_part(model, config), config, seed), config),
-        weights=config.model.weights,
+        weights=settings.weights,
         folder=folder,
         seed=seed,
         device=splits.train.x.device,
-        load=lambda model, weights: _load(model, config.model.name, weights),
+        load=lambda model, weights: _load(model, settings.name, weights),
     )
 
 
@@ -333,16 +335,16 @@ def train(
     config: ModelConfig | SecondRoundConfig,
     balanced: bool,
     seed: int,
-    checkpoint: Path | None = None,
-    watcher: Watcher | None = None,
+    **options: Any,
 ) -> None:
-    """Train a model's trainable parameters by cross-entropy, on batches balanced by class or not."""
+    """Train a model's trainable parameters by cross-entropy, on batches balanced by class or not.
+
+    Further options are those of `train_supervised`.
+    """
     batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)
     steps = max(1, config.epochs * len(part) // config.batch_size)
-    options: dict[str, Any] = {"steps": steps, "lr": config.lr, "seed": seed, "augment": config.augment}
-    if isinstance(config, ModelConfig):
-        options |= {"weight_decay": config.weight_decay, "bfloat16": config.bfloat16}
-    train_supervised(model, classification_loss, batches, **options, checkpoint=checkpoint, watcher=watcher)
+    options |= {"steps": steps, "lr": config.lr, "seed": seed, "augment": config.augment}
+    train_supervised(model, classification_loss, batches, **options)
 
 
 def attach(model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor | None = None) -> Adapter:

@@ -1,7 +1,7 @@
 """What a killed training goes on from: to the same bits, from its own file alone, kept about once a minute."""
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,12 +62,14 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("killed", [0, 1, 3, 7, STEPS - 1])
-def test_a_killed_training_goes_on_to_the_same_bits(killed: int, tmp_path: Path) -> None:
-    straight = Training(None, small_net(0))
+@pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1, "bfloat16": True}])
+def test_a_killed_training_goes_on_to_the_same_bits(settings: dict[str, Any], killed: int, tmp_path: Path) -> None:
+    file = tmp_path / "t.safetensors"
+    straight = Training(None, small_net(0), **settings)
     straight.train()
     with pytest.raises(KeyboardInterrupt):
-        Training(tmp_path / "t.safetensors", small_net(0)).train(killed=killed)
-    resumed = Training(tmp_path / "t.safetensors", small_net(0 if killed == 0 else 1))  # at 0 there is no file
+        Training(file, small_net(0), **settings).train(killed=killed)
+    resumed = Training(file, small_net(0 if killed == 0 else 1), **settings)  # at 0 there is no file
     resumed.train()
     assert resumed.taken == STEPS - killed
     for name, value in straight.model.state_dict().items():
@@ -98,7 +100,8 @@ def test_another_training_is_not_gone_on_from(
 
 def test_it_is_kept_once_a_minute_and_told_each_half_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, kept, told = iter(range(0, 1000, 11)), [], Told()
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))  # each step takes 11 seconds
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))  # each step takes 11 seconds
+    monkeypatch.setattr(training_state, "time", clock)
     monkeypatch.setattr(training_state, "write_tensors", lambda _, tensors, *__: kept.append(len(tensors["losses"])))
     Training(tmp_path / "t.safetensors", small_net(0)).train(watcher=told)
     assert kept == [6, 12]

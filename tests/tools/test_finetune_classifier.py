@@ -956,6 +956,15 @@ def test_training_and_finetuning_have_their_own_balance(
         assert (int(counts[0]) == int(counts[1])) is equal  # of 357 and 212 examples
 
 
+def test_training_has_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(build, "train_supervised", lambda model, loss, batches, **kwargs: seen.append(kwargs))
+    config = config_of("model.lr=0.02", "model.weight_decay=0.1", "model.bfloat16=true", "model.augment=true")
+    classifier(config, load_splits(config, 0), 0, tmp_path)
+    wanted = {"lr": 0.02, "weight_decay": 0.1, "bfloat16": True, "augment": True}
+    assert {key: seen[0][key] for key in wanted} == wanted
+
+
 def test_training_tells_the_digits_apart(tmp_path: Path) -> None:
     config, right = config_of("shift.kind=none", "model.epochs=4"), []
     for seed in range(2):
