@@ -13,6 +13,7 @@ from metricopt_ext.utils.words import counted
         (10, "seed", "10 seeds"),
         (1, "metric query", "1 metric query"),
         (2, "metric query", "2 metric queries"),
+        (66, "batch", "66 batches"),
     ],
 )
 def test_one_is_singular_and_all_else_plural(count: int, noun: str, expected: str) -> None:
