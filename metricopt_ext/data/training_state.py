@@ -2,6 +2,9 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,37 @@ KEEP_EVERY = 60.0  # seconds of training that a kill may cost
 TELL_EVERY = 30.0  # seconds between two words on progress; a shorter training says nothing
 COUNT = "step"  # what torch's optimizers call their number of steps, a tensor on the CPU
 RATES = ("lr", "momentum", "betas")  # what a schedule changes
+
+
+@dataclass
+class Cut:
+    """Training that a `trial` left out.
+
+    Attributes:
+        seconds: Longest time of a training.
+        left_out: How many seconds the steps left out would have taken, as fast as those before.
+    """
+
+    seconds: float
+    left_out: float = 0.0
+
+
+_cut: ContextVar[Cut | None] = ContextVar("cut", default=None)
+
+
+@contextmanager
+def trial(seconds: float) -> Iterator[Cut]:
+    """Cut each training short that goes on for longer than some seconds: for its pace alone.
+
+    Args:
+        seconds: The limit; a training takes one step at least.
+    """
+    cut = Cut(seconds)
+    token = _cut.set(cut)
+    try:
+        yield cut
+    finally:
+        _cut.reset(token)
 
 
 class TrainingState:
@@ -61,10 +95,14 @@ class TrainingState:
 
     def steps_left(self) -> Iterator[int]:
         """Yield the number of each step that is still to be taken, from 0 in a training from the start."""
-        kept = told = time.monotonic()
-        for step in range(len(self.losses), self._steps):
+        began = kept = told = time.monotonic()
+        first, cut = len(self.losses), _cut.get()
+        for step in range(first, self._steps):
             yield step
             now = time.monotonic()
+            if cut is not None and now - began >= cut.seconds:
+                cut.left_out += (now - began) * (self._steps - step - 1) / (step + 1 - first)
+                return
             if self._file is not None and now - kept >= KEEP_EVERY:
                 self._save(self._file)
                 kept = now

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from metricopt_ext.data.training_state import trial
 from metricopt_ext.evidence.experiment import Experiment
 from metricopt_ext.evidence.method import METHODS, check_known, now
 from metricopt_ext.evidence.run_config import RunConfig
@@ -25,6 +26,7 @@ from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.words import counted, duration
 
 LANDSCAPE = 169  # evaluations for the picture of the first seed's landscape
+TRAINING = 10.0  # seconds for which a model is trained at most
 
 
 class Work(NamedTuple):
@@ -68,8 +70,9 @@ def dry_run(experiment: type[Experiment[Any]], config: RunConfig, folder: Path) 
 def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at_once: int, world: int) -> None:
     with TemporaryDirectory() as own, num_threads(config.threads):
         began = now()
-        made = experiment(replace(config, starts=[]), Path(own), config.seed)  # which only MetricOpt's search asks for
-        prepared, task = now() - began, made.task
+        with trial(TRAINING) as cut:
+            made = experiment(replace(config, starts=[]), Path(own), config.seed)  # starts are for the search alone
+        prepared, task = now() - began + cut.left_out, made.task
         config.check_queries(task.dim)
         methods = list(made.methods())
         check_known(methods)
@@ -95,7 +98,7 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         (f"files in {folder}", ", ".join(files_of_run(config))),
         (f"files in {folder}/seed-N", ", ".join(dict.fromkeys([*found, *files_of_seed(config, made.own_files)]))),
         ("peak memory so far", _peak_memory()),
-        ("preparing a seed took", duration(prepared)),
+        ("preparing a seed takes about", duration(prepared)),
         ("an evaluation takes", _seconds(query)),
         (f"a loss step takes, of 1 and of {work.width} phi", f"{_seconds(one)}, {_seconds(wide)}"),
         ("a seed takes about", duration(seconds)),
@@ -104,10 +107,15 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
     print(f"{subject.title}: {subject.metric} ({direction(subject.maximize)})")
     print_table(["dry run, of each seed", ""], [list(row) for row in rows], left=2)
     shared = f" It is for one process: {world} ranks share queries and rollouts." if at_once == 1 < world else ""
+    cut_short = [
+        f"The model was trained for {TRAINING:g} seconds; at this pace its training takes {duration(cut.left_out)}"
+        " more. The other times are those of a model that is hardly trained, which may predict faster or slower."
+    ]
     notes = [
         "The time is that of a probe, the second of two evaluations and of two loss steps, times the planned numbers."
         " Serial work is not in it: fits of f and what it proposes, the training of further methods, pictures."
         + shared,
+        *(cut_short if cut.left_out else []),
         "Nothing was written to the output folder, and no query was charged.",
     ]
     print_points(notes)

@@ -108,6 +108,26 @@ def test_it_is_kept_once_a_minute_and_told_each_half_minute(tmp_path: Path, monk
     assert told.stages == [f"train the model, {share}%" for share in (25, 50, 75, 100)]
 
 
+def test_a_trial_takes_some_steps_and_says_how_long_the_others_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(0, 1000, 11))
+    monkeypatch.setattr(training_state, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    training = Training(None, small_net(0))
+    with training_state.trial(30.0) as cut:
+        training.train()
+    assert training.taken == 3
+    assert cut.left_out == 11 * (STEPS - 3)
+    training.train()  # in full again
+    assert training.taken == 3 + STEPS
+
+
+def test_a_trial_leaves_a_short_training_as_it_is() -> None:
+    training = Training(None, small_net(0))
+    with training_state.trial(600.0) as cut:
+        training.train()
+    assert training.taken == STEPS
+    assert cut.left_out == 0
+
+
 def test_a_short_training_keeps_and_tells_nothing(tmp_path: Path) -> None:
     told = Told()
     Training(tmp_path / "t.safetensors", small_net(0)).train(watcher=told)

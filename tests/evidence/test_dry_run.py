@@ -3,10 +3,14 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from metricopt_ext.data import training_state
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError
 from metricopt_ext.evidence import cli
 from metricopt_ext.evidence.dry_run import dry_run, planned
@@ -135,6 +139,30 @@ def test_the_files_are_those_of_a_run(
     assert left - {"seed-3", ".lock"} == {name for name in said if name in left} != set()
     endings = (".json", ".png", ".md", ".safetensors", ".pt", ".txt")
     assert {name for name in said if name.endswith(endings)} <= left
+
+
+def test_a_model_is_trained_for_its_pace_alone(
+    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = iter(range(10_000))
+    monkeypatch.setattr(training_state, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    taken: list[int] = []
+
+    class Trained(toy):  # type: ignore[misc]
+        def prepare(self) -> Any:
+            model = nn.Linear(1, 1)
+            state = training_state.TrainingState(model, torch.optim.SGD(model.parameters(), 0.1), 610, {})
+            for step in state.steps_left():  # a second each
+                taken.append(step)
+                state.losses.append(0.0)
+            return super().prepare()
+
+    said = shown(Trained, settings(seeds=1), tmp_path, capsys)
+    assert taken == list(range(10))
+    assert "preparing a seed takes about 10 min" in said
+    assert "trained for 10 seconds; at this pace its training takes 10 min more" in said
+    assert "the run takes about 10 min" in said
+    assert "trained for" not in shown(toy, settings(), tmp_path, capsys)
 
 
 def test_what_a_run_would_refuse_is_refused(toy: Any, tmp_path: Path) -> None:
