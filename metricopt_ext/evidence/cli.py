@@ -151,7 +151,7 @@ def _show(experiment: type[Experiment[Any]], report: Report, folder: Path, seeds
     pictures = [
         plot_methods(report, folder / "methods.png"),
         course(report, folder / ("search.png" if report.searched else "finetuning.png")),
-        plot_value_function(report, folder / "value_function.png"),
+        *([plot_value_function(report, folder / "value_function.png")] if report.predicts else []),
         *experiment.plot_seeds(folder, seeds),
     ]
     page = report_page(report, folder, pictures, experiment.own_files[0]).write(folder / FILE)

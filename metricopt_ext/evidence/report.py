@@ -114,6 +114,11 @@ class Report:
         return all(record.searched for record in self.records)
 
     @property
+    def predicts(self) -> bool:
+        """Whether a value function made predictions; none is fitted where the metric never varied."""
+        return any(record.predicted for record in self.records)
+
+    @property
     def quality(self) -> list[Quality]:
         """Held-out quality of the value function, one for each seed that has one."""
         return [record.quality for record in self.records if record.quality is not None]

@@ -216,6 +216,20 @@ def go(folder: Path, toy: Any, config: ToyConfig | None = None, resume: bool = F
 
 
 @pytest.mark.usefixtures("tensorboard")
+def test_a_metric_that_never_varies_has_no_picture_of_f(toy: Any, tmp_path: Path) -> None:
+    class Flat(toy):  # type: ignore[misc]
+        def prepare(self) -> Any:
+            task, metric = super().prepare()
+            return task.judged_by(Metric(lambda model: 0.5, maximize=False, bounds=None, name="distance")), metric
+
+    go(tmp_path, Flat, settings(seeds=1))
+    page = (tmp_path / "report.html").read_text()
+    assert not (tmp_path / "value_function.png").exists()
+    assert (tmp_path / "search.png").exists()
+    assert "predicted" not in page
+
+
+@pytest.mark.usefixtures("tensorboard")
 @pytest.mark.parametrize(("strategy", "course"), [("search", "search.png"), ("recipe", "finetuning.png")])
 def test_a_run_leaves_its_report_pictures_and_seeds(
     strategy: str,
