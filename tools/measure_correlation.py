@@ -45,6 +45,7 @@ from metricopt_ext.tasks.batches import BlockBatches
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import write_atomically, write_json
+from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
@@ -74,7 +75,7 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
     config.check()
     config.siblings.check(["reloss"])
     spec, seeds = build_metric(config.metric), range(config.seed, config.seed + config.seeds)
-    with deterministic(config.deterministic, config.threads):
+    with deterministic(config.deterministic, config.threads), sole_writer(folder):
         machine = Machine.current(choose_device(config.device), config.threads)
         run = partial(run_seed, config, folder)
         most = config.siblings.reloss.training + config.siblings.reloss.heldout

@@ -33,6 +33,7 @@ from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import write_atomically, write_json
+from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
@@ -76,7 +77,7 @@ def measure_search(
     if config.strategy != "search":
         raise ConfigError(f"strategy={config.strategy}: what is measured here is a guided search; leave it at search")
     subject = experiment.describe(config)
-    with deterministic(config.deterministic, config.threads):
+    with deterministic(config.deterministic, config.threads), sole_writer(folder):
         rows = run_seeds(
             partial(run_seed, experiment, config, budgets, folder),
             range(config.seed, config.seed + config.seeds),

@@ -14,6 +14,7 @@ from metricopt_ext.classification.build import untrained
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.methods.siblings.relational_loss import load_relational_loss
 from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.identity import sole_writer
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "measure_correlation.py"
@@ -87,3 +88,8 @@ def test_the_expected_error_is_the_mean_of_1_minus_p() -> None:
     scores, labels = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]]), torch.tensor([0, 1])
     assert float(tool.expected_error(scores, labels)) == pytest.approx((0.5 + 0.75) / 2)
     assert float(tool.expected_error(torch.tensor([0.0, math.log(4)]), labels)) == pytest.approx((0.5 + 0.2) / 2)
+
+
+def test_a_folder_that_another_run_writes_is_refused(tmp_path: Path) -> None:
+    with sole_writer(tmp_path), pytest.raises(SystemExit, match="is being written by another process"):
+        call("--config-file", CONFIGS / "reloss_digits.yaml", "--output-dir", tmp_path, *TINY)

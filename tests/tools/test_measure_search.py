@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from metricopt_ext.utils.identity import sole_writer
+
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "configs" / "classification" / "digits.yaml"
 TINY = [
@@ -90,3 +92,8 @@ def test_the_second_model_is_offered_where_the_first_one_s_search_ended(
 def test_what_is_no_guided_search_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="strategy=paper: what is measured here is a guided search"):
         call("--output-dir", tmp_path, "strategy=paper", *TINY)
+
+
+def test_a_folder_that_another_run_writes_is_refused(tmp_path: Path) -> None:
+    with sole_writer(tmp_path), pytest.raises(SystemExit, match="is being written by another process"):
+        call("--output-dir", tmp_path, "--budgets", "25", *TINY)
