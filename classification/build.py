@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +45,9 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.tasks.own_metric import imported
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.files import load_checkpoint
-from metricopt_ext.utils.imports import import_named
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
@@ -190,25 +189,16 @@ def build_metric(config: MetricConfig) -> MetricSpec:
                 f"metric.name={config.name!r} is none of {', '.join([*METRICS, 'expected_cost'])}; name your own"
                 " function as MODULE:FUNCTION, e.g. sklearn.metrics:matthews_corrcoef"
             )
-        low, high = config.bounds
-        fn = import_named(config.name, config.folder, "metric.folder")
-        if isinstance(fn, type):  # torchmetrics' classes
-            fn = fn(**config.kwargs)
-        elif config.kwargs:
-            fn = partial(fn, **config.kwargs)
         return from_callable(
-            fn,
+            imported(config.name, config),
             maximize=config.maximize,
-            bounds=(low, high),
+            bounds=config.bounds,  # type: ignore[arg-type]
             name=function,
             scores=config.scores,  # type: ignore[arg-type]
         )
     except ConfigError:
         raise
-    except ModuleNotFoundError as error:
-        places = "modules are imported from the installed packages and metric.folder alone"
-        raise ConfigError(f"metric.name={config.name!r}: {error}; {places}") from error
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"metric.name={config.name!r}: {error}") from error
 
 

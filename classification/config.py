@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from metricopt_ext.classification.data import load_csv
 from metricopt_ext.classification.published import published
@@ -13,6 +12,7 @@ from metricopt_ext.evidence.siblings import SiblingsConfig
 from metricopt_ext.methods.recipe import checked_setting
 from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS, SIBLINGS
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
+from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import MISSING, config_section, default_of
 from metricopt_ext.value.loading import load_value_function
@@ -80,7 +80,7 @@ class ClassifierAdapterConfig(AdapterConfig):
 
 
 @dataclass
-class MetricConfig:
+class MetricConfig(OwnMetricConfig):
     """What the classifier is judged by.
 
     f1, jaccard, aucpr, auc and eer are the positive class's if there are two classes, and macro (the mean over classes)
@@ -88,17 +88,11 @@ class MetricConfig:
     """
 
     # accuracy, auc, aucpr, balanced_accuracy, eer, expected_cost, f1, jaccard, macro_f1, mcc, mcr, mean_iou,
-    # top5_accuracy, worst_recall, or MODULE:FUNCTION, which is imported and run, from an installed module or one in
-    # folder
+    # top5_accuracy, worst_recall, or MODULE:FUNCTION, which is imported and run
     name: str = "accuracy"
-    folder: str = ""  # MODULE:FUNCTION: where the module is, if it is not installed
     # expected_cost: cost[true][predicted], each with a decimal point, as omegaconf below 2.4 rejects 0 for 0.0
     costs: list[list[float]] = field(default_factory=list)
     prior: list[float] = field(default_factory=list)  # expected_cost: weight of each class
-    # MODULE:FUNCTION: its further arguments, e.g. {average: macro}; metric.kwargs.average=macro on the command line
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    maximize: bool = True  # MODULE:FUNCTION: whether higher is better
-    bounds: list[float] = field(default_factory=lambda: [0.0, 1.0])  # MODULE:FUNCTION: lowest and highest value
     scores: str = "labels"  # MODULE:FUNCTION: its predictions, as labels, probabilities or logits
 
 

@@ -7,7 +7,6 @@ labels are ``n`` integers in 0..c-1. Two columns count as binary, with class 1 t
 """
 
 import functools
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from metricopt_ext.errors import DataError, MetricError
+from metricopt_ext.errors import DataError
+from metricopt_ext.tasks.own_metric import in_order, number_within
 
 MetricFunction = Callable[[Tensor, Tensor], float]
 Matrix = Tensor | npt.NDArray[Any] | Sequence[Any]
@@ -375,9 +375,7 @@ def from_callable(
     """
     if scores not in ("labels", "probabilities", "logits"):
         raise ValueError(f"scores must be 'labels', 'probabilities' or 'logits', got {scores!r}")
-    low, high = (float(bound) for bound in bounds)
-    if not low < high:
-        raise ValueError(f"bounds must be (smallest, largest), got {bounds}")
+    limits = in_order(bounds)
     inner: Any = fn
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -408,17 +406,9 @@ def from_callable(
 
     def function(logits: Tensor, labels: Tensor) -> float:
         logits, labels, num_classes = _check(logits, labels)
-        result = evaluate(predictions(logits, num_classes), labels)
-        try:
-            value = float(result)
-        except (TypeError, ValueError, RuntimeError):
-            raise MetricError(f"metric {label!r} must return one number, got {result!r}") from None
-        slack = 1e-6 * (high - low)  # single precision may overshoot a bound
-        if not (math.isfinite(value) and low - slack <= value <= high + slack):
-            raise MetricError(f"metric {label!r} must be within its bounds ({low:g}, {high:g}), got {value:g}")
-        return min(max(value, low), high)
+        return number_within(evaluate(predictions(logits, num_classes), labels), limits, label)
 
-    return MetricSpec(label, maximize, (low, high), function, f"{label} of the {scores}")
+    return MetricSpec(label, maximize, limits, function, f"{label} of the {scores}")
 
 
 def check_split(labels: Tensor, num_classes: int, where: str = "validation", *, all_classes: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.training import train_supervised
-from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.retrieval.config import DataConfig, LossConfig, MetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.data import (
     hold_out_classes,
@@ -24,8 +25,8 @@ from metricopt_ext.retrieval.data import (
     load_stanford_online_products,
     split_classes,
 )
+from metricopt_ext.retrieval.metrics import embedding_metric
 from metricopt_ext.retrieval.models import build_model
-from metricopt_ext.retrieval.recall import check_options, recall_at_k
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import ClassBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
@@ -56,7 +57,7 @@ def embed_with(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
 
 
 def build_metric(config: MetricConfig, part: Split, halves: Sequence[Tensor] = ()) -> Metric:
-    """Make the black box: mean Recall@k when each image of a part of the data searches all others.
+    """Make the black box: the metric of a part's embeddings, by default mean Recall@k.
 
     Args:
         config: The settings.
@@ -65,37 +66,20 @@ def build_metric(config: MetricConfig, part: Split, halves: Sequence[Tensor] = (
             that does not.
 
     Raises:
-        ConfigError: The numbers of neighbours are impossible.
+        ConfigError: The metric's settings are impossible.
     """
-    ks, subset = check_ks(config), config.query_subset or None
+    metric = embedding_metric(config)
 
     def function(model: nn.Module) -> Any:
         embeddings, labels = embed(model, part.x).cpu(), part.y.cpu()
 
         def value_on(half: Tensor | None) -> float:
             rows = slice(None) if half is None else half.cpu()
-            return recall_at_k(embeddings[rows], labels[rows], ks, query_subset=subset).mean
+            return metric.function(embeddings[rows], labels[rows])
 
         return with_halves(value_on, halves)
 
-    return Metric(function, maximize=True, name=metric_name(config))
-
-
-def check_ks(config: MetricConfig) -> tuple[int, ...]:
-    """Return the numbers of neighbours.
-
-    Raises:
-        ConfigError: The numbers are impossible.
-    """
-    try:
-        return check_options(config.ks, "l2", None, 0)
-    except MetricOptError as error:
-        raise ConfigError(f"metric: {error}") from error
-
-
-def metric_name(config: MetricConfig) -> str:
-    """Return the metric's name in tables."""
-    return ("mean " if len(config.ks) > 1 else "") + "Recall@" + ",".join(map(str, config.ks))
+    return Metric(function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
 
 
 def class_halves(y: Tensor, seed: int) -> tuple[Tensor, ...]:
@@ -196,13 +180,9 @@ def untrained(config: RetrievalConfig, splits: Splits, seed: int) -> nn.Module:
 
 
 def batch_metric(config: MetricConfig) -> BatchMetric:
-    """Make the second black box: mean Recall@k when each embedding of a batch searches all others."""
-    ks = check_ks(config)
-
-    def function(embeddings: Tensor, labels: Tensor) -> float:
-        return recall_at_k(embeddings.cpu(), labels.cpu(), ks).mean
-
-    return BatchMetric(function, maximize=True, name=metric_name(config))
+    """Make the second black box: the same metric of a batch's embeddings."""
+    metric = embedding_metric(replace(config, query_subset=0))
+    return BatchMetric(metric.function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
 
 
 def train(

@@ -8,6 +8,7 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig
 from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS
+from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import MISSING
 
 
@@ -54,11 +55,14 @@ class LossConfig:
 
 
 @dataclass
-class MetricConfig:
-    """What the embedding is judged by: mean Recall@k."""
+class MetricConfig(OwnMetricConfig):
+    """What the embedding is judged by."""
 
-    ks: list[int] = field(default_factory=lambda: [1, 2, 4])
-    query_subset: int = 0  # search only this many validation images, against all; 0: all of them. Test: always all
+    # recall (the mean over ks), mean_average_precision_at_r, r_precision, or MODULE:FUNCTION, which is imported and run
+    name: str = "recall"
+    ks: list[int] = field(default_factory=lambda: [1, 2, 4])  # recall: numbers of neighbours
+    # recall: search only this many validation images, against all; 0: all of them. Test: always all
+    query_subset: int = 0
 
 
 @dataclass

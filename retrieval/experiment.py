@@ -1,14 +1,15 @@
-"""One seed of a retrieval run: train an embedder, finetune it for Recall@k, and run the rivals."""
+"""One seed of a retrieval run: train an embedder, finetune it for its metric, and run the rivals."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from metricopt_ext.data.splits import PARTS, Splits, in_parts
-from metricopt_ext.evidence.bootstrap import error_of, of_groups
+from metricopt_ext.evidence.bootstrap import error_of, jackknife_error, of_groups
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.siblings import plot_histories, sibling_method
@@ -19,16 +20,15 @@ from metricopt_ext.retrieval.build import (
     batch_metric,
     build_loss,
     build_metric,
-    check_ks,
     class_batches,
     class_halves,
     embed_with,
     embedder,
     load_splits,
-    metric_name,
     untrained,
 )
-from metricopt_ext.retrieval.config import MetricConfig, RetrievalConfig
+from metricopt_ext.retrieval.config import RetrievalConfig
+from metricopt_ext.retrieval.metrics import check_ks, embedding_metric, try_metric
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
 from metricopt_ext.retrieval.recall import hits_at_k
 from metricopt_ext.tasks.batches import Batches
@@ -39,6 +39,9 @@ from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
+
+LEFT_OUT = 20  # groups of test classes that are left out in turn
+FEWEST = 3  # classes: with one of two left out, every image has the other's label
 
 
 class RetrievalExperiment(Experiment[RetrievalConfig]):
@@ -51,11 +54,12 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
     @classmethod
     def describe(cls, config: RetrievalConfig) -> Subject:
         """Return what a run is about."""
-        check_ks(config.metric)
+        metric = embedding_metric(config.metric)
         build_loss(config.loss)
         data = config.data.name
         shown = data if config.shift.kind == "none" else f"shifted {data}"
-        return Subject(f"retrieval/{data}", f"{config.model.name} on {shown}", metric_name(config.metric))
+        title = f"{config.model.name} on {shown}"
+        return Subject(f"retrieval/{data}", title, metric.name, metric.maximize, metric.description)
 
     @classmethod
     def plot_seeds(cls, folder: Path, seeds: Sequence[int]) -> list[Path]:
@@ -69,6 +73,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         loss = build_loss(config.loss)
         self.splits = load_splits(config, seed).to(device)
         self.validation()  # too few pairs for a batch are found here rather than after training
+        try_metric(config.metric, self.splits.validation.y, config.model.embedding)
         validation, batches = self.splits.validation, class_batches(self.splits.train, config.loss)
         task = FinetuneTask(
             attach(embedder(config, self.splits, seed, self.folder, self.watcher), config, seed),
@@ -79,7 +84,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         )
         for name in config.trained_methods:
             config.siblings.build(name).check(self._training(task))
-        return task, build_metric(MetricConfig(config.metric.ks), self.splits.test)
+        return task, build_metric(replace(config.metric, query_subset=0), self.splits.test)
 
     def validation(self) -> tuple[Sequence[Tensor], Batches]:
         """Return the validation images in parts, and labelled batches of them."""
@@ -102,25 +107,27 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         return methods
 
     def test_error(self, before: State, after: State) -> float | None:
-        """Return the standard error of the test metric's difference between two states, None if it is of one class.
+        """Return the standard error of the test metric's difference between two states, None for too few classes.
 
-        Both search all test images; the queries are resampled by whole classes, as those of a class depend on each
-        other. Of few classes, n, the bootstrap's variance is too low by the factor (n - 1) / n, which is made up for.
+        In both all test images are searched. Images of a class depend on each other, so whole classes are drawn, of
+        queries for Recall@k, which is a mean over them, or left out in turn, for other metrics.
         """
-        part, ks = self.splits.test, check_ks(self.config.metric)
-        found = []
+        labels, rng, embedded = self.splits.test.y.cpu(), generator(self.seed, "test_error"), []
         for task, phi in (before, after):
             with evaluating(task.adapter.model):
-                embeddings = embed_with(task.adapter, phi, part.x)
-            rows, hits = hits_at_k(embeddings, part.y.cpu(), ks)
-            found.append(torch.from_numpy(hits).double().mean(1))
-        change, labels = found[1] - found[0], part.y.cpu()[torch.from_numpy(rows)]
-        classes = [(labels == label).nonzero().flatten() for label in labels.unique()]
-        n = len(classes)
-        if n == 1:
+                embedded.append(embed_with(task.adapter, phi, self.splits.test.x))
+        if self.config.metric.name == "recall":
+            return recall_error(embedded[0], embedded[1], labels, check_ks(self.config.metric), rng)
+        metric, classes = embedding_metric(self.config.metric), labels.unique()
+        if len(classes) < FEWEST:
             return None
-        resamples = of_groups(classes, generator(self.seed, "test_error"))
-        return math.sqrt(n / (n - 1)) * error_of(lambda rows: float(change[rows].mean()), resamples)
+
+        def change(rows: Tensor) -> float:
+            old, new = (metric.function(embeddings[rows], labels[rows]) for embeddings in embedded)
+            return new - old
+
+        parts = classes[torch.randperm(len(classes), generator=rng)].chunk(LEFT_OUT)
+        return jackknife_error(change, [torch.isin(labels, part).nonzero().flatten() for part in parts])
 
     def finish(self) -> None:
         """Write the tuned embedder, the classes of each part and the recalls of the curves, and draw neighbours."""
@@ -145,3 +152,29 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             build=lambda seed: untrained(config, splits, seed),
         )
         return made.untrained(self.seed) if config.siblings.trains == "scratch" else made
+
+
+def recall_error(
+    before: Tensor, after: Tensor, labels: Tensor, ks: Sequence[int], rng: torch.Generator
+) -> float | None:
+    """Return the standard error of mean Recall@k's difference, by resampled classes of queries; None for one class.
+
+    Of few classes, n, the bootstrap's variance is too low by the factor (n - 1) / n, which is made up for.
+
+    Args:
+        before: Embeddings, ``n x d``.
+        after: Others of the same images.
+        labels: ``n``.
+        ks: Numbers of neighbours.
+        rng: Source of the draws.
+    """
+    found = []
+    for embeddings in (before, after):
+        rows, hits = hits_at_k(embeddings, labels, ks)
+        found.append(torch.from_numpy(hits).double().mean(1))
+    change, own = found[1] - found[0], labels[torch.from_numpy(rows)]
+    classes = [(own == label).nonzero().flatten() for label in own.unique()]
+    n = len(classes)
+    if n == 1:
+        return None
+    return math.sqrt(n / (n - 1)) * error_of(lambda some: float(change[some].mean()), of_groups(classes, rng))

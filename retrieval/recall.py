@@ -114,12 +114,12 @@ def recall_at_k(
         {1: 0.0, 2: 0.5}
     """
     ks = check_options(ks, distance, query_subset, seed)
-    queries, labels = _check_items(embeddings, labels, "", distance)
+    queries, labels = check_items(embeddings, labels, "", distance)
     if gallery is None:
         items, item_labels = queries, labels
     else:
         _check_device(embeddings, gallery[0])
-        items, item_labels = _check_items(*gallery, "gallery ", distance)
+        items, item_labels = check_items(*gallery, "gallery ", distance)
         _check_gallery(queries, labels, items, item_labels, gallery_starts_with_queries)
     includes_queries = gallery is None or gallery_starts_with_queries
 
@@ -152,7 +152,7 @@ def hits_at_k(
         DataError: As in `recall_at_k`.
     """
     ks = check_options(ks, distance, None, 0)
-    queries, own = _check_items(embeddings, labels, "", distance)
+    queries, own = check_items(embeddings, labels, "", distance)
     rows = _with_match(own, own, includes_queries=True)
     ranks = _ranks(queries, own, rows, queries, own, True, max(ks), distance)
     return rows, ranks[:, None] < np.array(ks)
@@ -194,7 +194,7 @@ def nearest(embeddings: Array, k: int, *, distance: Distance = "l2") -> npt.NDAr
     Raises:
         DataError: As in `recall_at_k`, for the embeddings.
     """
-    items, _ = _check_items(embeddings, np.arange(len(embeddings)), "", distance)
+    items, _ = check_items(embeddings, np.arange(len(embeddings)), "", distance)
     search, own = _searcher(items, k + 1, distance), np.arange(len(items))
     chunks = _chunks(len(items), *_chunk_sizes(k, items.shape[1]))
     return np.concatenate([_without_own(search(items[part]), own[part]) for part in chunks])
@@ -359,12 +359,19 @@ def check_options(ks: Sequence[int], distance: str, query_subset: int | None, se
     return numbers
 
 
-def _check_items(
-    embeddings: Array, labels: Array, whose: str, distance: Distance = "l2"
+def check_items(
+    embeddings: Array, labels: Array, whose: str = "", distance: Distance = "l2"
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Validate embeddings and labels; returns them as contiguous float32 and int64 arrays, copied only if needed.
 
-    For the cosine, the embeddings are scaled to length 1.
+    Args:
+        embeddings: ``n x d``.
+        labels: ``n`` integers.
+        whose: What comes before "embeddings" in messages.
+        distance: For ``"cosine"``, embeddings are scaled to length 1.
+
+    Raises:
+        DataError: They are not, differ in number, or are not finite; or labels are no integers.
     """
     embeddings = embeddings.detach() if isinstance(embeddings, Tensor) else np.asarray(embeddings)
     labels = labels.numpy(force=True) if isinstance(labels, Tensor) else np.asarray(labels)

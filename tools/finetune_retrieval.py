@@ -1,4 +1,4 @@
-r"""Finetune an embedding for Recall@k on classes it has not seen, and report what it gained.
+r"""Finetune an embedding for Recall@k, or another metric, on classes it has not seen, and report what it gained.
 
     python tools/finetune_retrieval.py --config-file configs/retrieval/digits.yaml --output-dir out/digits_retrieval
     python tools/finetune_retrieval.py --config-file configs/retrieval/omniglot.yaml --output-dir out/omniglot \

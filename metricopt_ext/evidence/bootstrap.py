@@ -1,5 +1,6 @@
-"""Standard errors of a test metric's difference by the bootstrap (Efron and Tibshirani, 1993, chapter 6)."""
+"""Standard errors of a test metric's difference: bootstrap, jackknife (Efron and Tibshirani, 1993, ch. 6 and 11)."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -28,6 +29,21 @@ def of_groups(groups: Sequence[Tensor], rng: torch.Generator) -> Iterator[Tensor
     """
     for _ in range(RESAMPLES):
         yield torch.cat([groups[i] for i in torch.randint(len(groups), (len(groups),), generator=rng).tolist()])
+
+
+def jackknife_error(difference: Callable[[Tensor], float], groups: Sequence[Tensor]) -> float:
+    """Return a statistic's standard error by leaving out each group once (Eq. 11.5): no row repeats.
+
+    A row that does is its own nearest neighbour where each searches the others.
+
+    Args:
+        difference: The statistic on some rows.
+        groups: Rows of each group, for examples that depend on each other within their group; two at least.
+    """
+    n = len(groups)
+    rest = [torch.cat([*groups[:out], *groups[out + 1 :]]).sort().values for out in range(n)]
+    values = torch.tensor([difference(rows) for rows in rest], dtype=torch.float64)
+    return math.sqrt((n - 1) ** 2 / n) * float(values.std())
 
 
 def error_of(difference: Callable[[Tensor], float], resamples: Iterator[Tensor]) -> float:

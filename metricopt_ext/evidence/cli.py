@@ -32,7 +32,7 @@ from metricopt_ext.utils.words import counted
 LOG = "log.txt"
 TASKS = ("classification", "detection", "retrieval")
 
-RUNS_CODE = (  # for --help of the tools that take configs of classification
+RUNS_CODE = (  # for --help of the tools that take such configs
     "Warning: a config can name a metric as MODULE:FUNCTION, which is imported and run. Read configs of others first."
 )
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from metricopt_ext.evidence.bootstrap import RESAMPLES, error_of, of_groups, within_groups
+from metricopt_ext.evidence.bootstrap import RESAMPLES, error_of, jackknife_error, of_groups, within_groups
 
 GROUPS = [torch.tensor([0, 2, 4, 6]), torch.tensor([1]), torch.tensor([3, 5])]
 
@@ -46,3 +46,21 @@ def test_errors_are_those_of_a_mean() -> None:
     whole = error_of(lambda rows: float(values[rows].mean()), of_groups(pairs, rng()))
     assert whole == pytest.approx(math.sqrt(float(means.var(correction=0)) / 30), rel=0.2)
     assert error_of(lambda rows: 1.0, within_groups(halves, rng())) == 0
+
+
+def test_the_jackknife_is_exact_for_a_mean_of_groups_of_one_size() -> None:
+    values = torch.randn(12, generator=rng(), dtype=torch.float64)
+    alone = [torch.tensor([i]) for i in range(12)]
+    assert jackknife_error(lambda rows: float(values[rows].mean()), alone) == pytest.approx(
+        float(values.std()) / math.sqrt(12)
+    )
+    groups = [torch.tensor([i, i + 6]) for i in range(6)]
+    means = torch.stack([values[group].mean() for group in groups])
+    error = jackknife_error(lambda rows: float(values[rows].mean()), groups)
+    assert error == pytest.approx(float(means.std()) / math.sqrt(6))
+
+
+def test_the_jackknife_leaves_out_each_group_once_and_repeats_no_row() -> None:
+    seen: list[list[int]] = []
+    jackknife_error(lambda rows: float(seen.append(rows.tolist()) or 0), GROUPS)
+    assert seen == [[1, 3, 5], [0, 2, 3, 4, 5, 6], [0, 1, 2, 4, 6]]

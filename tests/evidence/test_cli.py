@@ -153,7 +153,8 @@ def test_help_tells_the_settings_and_examples(called: Any, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("tool", "warns"),
     [
-        *((name, True) for name in ("finetune_classifier", "compare", "compare_starts", "ablate_recipe")),
+        *((name, True) for name in ("finetune_classifier", "finetune_retrieval", "compare")),
+        *((name, True) for name in ("compare_starts", "ablate_recipe")),
         *((name, True) for name in ("measure_search", "measure_correlation")),
         ("finetune_detector", False),  # its metric is AP50
     ],

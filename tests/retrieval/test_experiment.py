@@ -41,3 +41,24 @@ def test_the_error_of_a_recalls_difference_is_that_of_whole_classes(tmp_path: Pa
     labels = torch.tensor([0] * 8 + [1])  # the single image of a class is no query
     experiment.splits = replace(experiment.splits, test=Split(part.x[some], labels))
     assert experiment.test_error(before, after) is None
+
+
+def test_the_error_of_another_metric_is_that_of_classes_left_out(tmp_path: Path) -> None:
+    """Each of five classes is a group; the metric is the mean of the first coordinate, weighed by nothing."""
+    (tmp_path / "own_first_coordinate.py").write_text(
+        "def mean(embeddings, labels):\n    return embeddings[:, 0].mean()\n"
+    )
+    own = ["metric.name=own_first_coordinate:mean", f"metric.folder={tmp_path}", "metric.bounds=[-100,100]"]
+    config = load_config(RetrievalConfig, DIGITS, [*TINY, *own, "data.fractions=[0.3,0.2,0.5]"])
+    experiment = RetrievalExperiment(config, tmp_path, 3)
+    task, part = experiment.task, experiment.splits.test
+    before, after = (State(task, phi) for phi in (task.origin(), task.starts(1.0, 0, [0])[0]))
+    first = [embed_with(task.adapter, phi, part.x)[:, 0].double() for _, phi in (before, after)]
+    change = first[1] - first[0]
+    rest = [float(change[part.y != label].mean()) for label in part.y.unique()]
+    expected = math.sqrt(4 / 5 * sum((each - statistics.mean(rest)) ** 2 for each in rest))
+    assert expected > 0.001
+    assert experiment.test_error(before, after) == pytest.approx(expected, rel=1e-3)
+    assert experiment.test_error(before, before) == 0
+    experiment.splits = replace(experiment.splits, test=Split(part.x[:4], torch.tensor([0, 0, 1, 1])))
+    assert experiment.test_error(before, after) is None

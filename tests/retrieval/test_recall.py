@@ -243,8 +243,8 @@ def test_kinds_of_embeddings(convert: Any) -> None:
 
 def test_contiguous_float32_is_not_copied() -> None:
     x, y = clusters(50)
-    assert recall._check_items(x, y, "")[0] is x
-    assert np.shares_memory(recall._check_items(torch.from_numpy(x), y, "")[0], x)
+    assert recall.check_items(x, y, "")[0] is x
+    assert np.shares_memory(recall.check_items(torch.from_numpy(x), y, "")[0], x)
 
 
 def test_subset_is_exact_for_its_queries_and_fixed() -> None:

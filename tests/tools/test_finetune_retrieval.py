@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from sklearn.metrics import silhouette_score
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import load_adapter
@@ -320,6 +321,20 @@ def test_class_folders_with_a_fixed_test_part_and_a_subset_of_queries(tmp_path: 
     assert content["methods"]["metricopt"]["test"] == [pytest.approx(expected)]
 
 
+def test_another_metric_than_recall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["metric.name=sklearn.metrics:silhouette_score", "metric.bounds=[-1.0,1.0]"]
+    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *own)
+    shown = capsys.readouterr().out
+    assert "conv4 on shifted digits: silhouette_score (higher is better)" in shown
+    assert "silhouette_score: sklearn.metrics:silhouette_score of embeddings and labels" in shown
+    content = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert content["metric"] == {"name": "silhouette_score", "maximize": True}
+    for name, tuned in (("pretrained", False), ("metricopt", True)):
+        embeddings, labels = kept_embeddings(config_of(*own), tmp_path / "run", 0, tuned)
+        expected = silhouette_score(embeddings.numpy(), labels.numpy())
+        assert content["methods"][name]["test"] == [pytest.approx(expected, abs=1e-6)]
+
+
 # --- What it refuses -------------------------------------------------------------------------------------------
 
 
@@ -333,6 +348,7 @@ def test_class_folders_with_a_fixed_test_part_and_a_subset_of_queries(tmp_path: 
         (["loss.samples=1"], r"loss\.samples=1: it must be at least 2"),
         (["metric.ks=[0]"], r"metric: ks must be .* of at least 1, got \[0\]"),
         (["metric.ks=[]"], r"metric: ks must be one or more numbers"),
+        (["metric.name=recal"], r"metric\.name='recal' is none of recall, mean_average_precision_at_r, r_precision"),
         (["queries=15"], r"15 queries are too few .* give at least 16"),
         (["model.lr=0"], r"model: lr is 0\.0; it must be above 0"),
         (
@@ -430,7 +446,7 @@ def test_the_metric_and_its_halves_against_the_definition() -> None:
     part = Split(torch.randn(30, 7, generator=rng), y)
     halves = class_halves(y, seed=1)
     model = nn.Linear(7, 4)
-    answer = build_metric(MetricConfig([1, 3]), part, halves).evaluate(model, "test")
+    answer = build_metric(MetricConfig(ks=[1, 3]), part, halves).evaluate(model, "test")
     with torch.no_grad():
         embeddings = model(part.x)
 
@@ -439,7 +455,7 @@ def test_the_metric_and_its_halves_against_the_definition() -> None:
 
     assert answer.cost == pytest.approx(cost(torch.arange(30)))
     assert answer.halves == (pytest.approx(cost(halves[0])), pytest.approx(cost(halves[1])))
-    assert build_metric(MetricConfig([1, 3]), part).evaluate(model, "test") == Evaluation(answer.cost)
+    assert build_metric(MetricConfig(ks=[1, 3]), part).evaluate(model, "test") == Evaluation(answer.cost)
 
 
 def test_embeddings_that_do_not_match_their_labels_are_refused() -> None:
@@ -449,7 +465,7 @@ def test_embeddings_that_do_not_match_their_labels_are_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x[::2]
 
-    metric = build_metric(MetricConfig([1]), part)
+    metric = build_metric(MetricConfig(ks=[1]), part)
     with pytest.raises(MetricError, match="embeddings and labels must match in number, got 3 and 6"):
         metric.evaluate(Halving(), "test")
     with pytest.raises(MetricError, match="embeddings must be n x d"):
@@ -598,7 +614,7 @@ def test_methods_that_train_classifiers_are_not_for_embedders() -> None:
 def test_the_metric_of_a_batch_is_that_of_its_embeddings() -> None:
     rng = torch.Generator().manual_seed(0)
     x, y = torch.randn(30, 4, generator=rng, dtype=torch.float64), torch.arange(30) % 6
-    metric = build.batch_metric(MetricConfig([1, 4]))
+    metric = build.batch_metric(MetricConfig(ks=[1, 4]))
     expected = (naive_recall(x, y, 1) + naive_recall(x, y, 4)) / 2
     assert metric.to_value(metric.cost(x, y, "test")) == pytest.approx(expected, abs=1e-12)
 

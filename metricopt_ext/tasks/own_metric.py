@@ -1,0 +1,75 @@
+"""A metric of the user's own that a config names as ``MODULE:FUNCTION``: its settings, its import, its value."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from metricopt_ext.errors import ConfigError, MetricError
+from metricopt_ext.utils.imports import import_named
+
+
+@dataclass(kw_only=True)
+class OwnMetricConfig:
+    """The settings of a metric that is named as ``MODULE:FUNCTION``; others leave them as they are."""
+
+    folder: str = ""  # where the module is, if it is not installed
+    # the function's further arguments, e.g. {average: macro}; metric.kwargs.average=macro on the command line
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    maximize: bool = True  # whether higher is better
+    bounds: list[float] = field(default_factory=lambda: [0.0, 1.0])  # lowest and highest value
+
+
+def imported(name: str, config: OwnMetricConfig) -> Callable[..., Any]:
+    """Import what ``metric.name`` names, which runs its module, and bind the further arguments.
+
+    Args:
+        name: ``MODULE:FUNCTION``, or a class to make the metric of, such as one of torchmetrics.
+        config: The other settings.
+
+    Raises:
+        ConfigError: There is no such function, or it does not take the arguments.
+    """
+    try:
+        found = import_named(name, config.folder, "metric.folder")
+        if isinstance(found, type):
+            made: Callable[..., Any] = found(**config.kwargs)
+            return made
+        return partial(found, **config.kwargs) if config.kwargs else found
+    except ConfigError:
+        raise
+    except ModuleNotFoundError as error:
+        places = "modules are imported from the installed packages and metric.folder alone"
+        raise ConfigError(f"metric.name={name!r}: {error}; {places}") from error
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"metric.name={name!r}: {error}") from error
+
+
+def number_within(result: Any, bounds: tuple[float, float], name: str) -> float:
+    """Return what a metric returned as a number within its bounds, which rounding may have overshot.
+
+    Raises:
+        MetricError: It is not one number, not finite or out of bounds.
+    """
+    low, high = bounds
+    try:
+        value = float(result)
+    except (TypeError, ValueError, RuntimeError):
+        raise MetricError(f"metric {name!r} must return one number, got {result!r}") from None
+    slack = 1e-6 * (high - low)  # single precision may overshoot a bound
+    if not (math.isfinite(value) and low - slack <= value <= high + slack):
+        raise MetricError(f"metric {name!r} must be within its bounds ({low:g}, {high:g}), got {value:g}")
+    return min(max(value, low), high)
+
+
+def in_order(bounds: Any) -> tuple[float, float]:
+    """Return the lowest and the highest value.
+
+    Raises:
+        ValueError: They are not two, or not in this order.
+    """
+    low, high = (float(bound) for bound in bounds)
+    if not low < high:
+        raise ValueError(f"bounds must be (smallest, largest), got {bounds}")
+    return low, high

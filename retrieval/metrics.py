@@ -1,0 +1,115 @@
+"""What an embedding can be judged by: mean Recall@k, two of pytorch-metric-learning's metrics, one's own functions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.retrieval.config import MetricConfig
+from metricopt_ext.retrieval.recall import Array, check_items, check_options, recall_at_k
+from metricopt_ext.tasks.own_metric import imported, in_order, number_within
+from metricopt_ext.utils.seeding import generator
+
+CALCULATED = {  # by pytorch-metric-learning; R is the number of a query's class besides itself
+    "mean_average_precision_at_r": "average precision of the R nearest, mean over queries (Musgrave et al., 2020)",
+    "r_precision": "share of the R nearest that have the query's class, mean over queries",
+}
+
+
+@dataclass(frozen=True)
+class EmbeddingMetric:
+    """A metric of embeddings, each of which searches all others.
+
+    Attributes:
+        function: Called with embeddings, ``n x d``, and labels, ``n``, both on the CPU; returns the value.
+        name: Name in tables.
+        maximize: Whether higher is better.
+        bounds: Lowest and highest value.
+        description: What it is, in a line; empty if its name says it.
+    """
+
+    function: Callable[[Tensor, Tensor], float]
+    name: str
+    maximize: bool = True
+    bounds: tuple[float, float] = (0.0, 1.0)
+    description: str = ""
+
+
+def embedding_metric(config: MetricConfig) -> EmbeddingMetric:
+    """Return the metric that the settings name; a module that they name is imported, which runs it.
+
+    Raises:
+        ConfigError: There is no such metric, or the settings are not its own or impossible.
+    """
+    name = config.name
+    _, own, attribute = name.partition(":")
+    if config.kwargs and not own:
+        raise ConfigError(f"metric.kwargs={config.kwargs} is for MODULE:FUNCTION; {name} takes no arguments")
+    if config.query_subset and name != "recall":
+        raise ConfigError(f"metric.query_subset={config.query_subset} is for recall; {name} takes all images")
+    if name == "recall":
+        ks, subset = check_ks(config), config.query_subset or None
+        title = ("mean " if len(ks) > 1 else "") + "Recall@" + ",".join(map(str, ks))
+        return EmbeddingMetric(lambda x, y: recall_at_k(x, y, ks, query_subset=subset).mean, title)
+    if name in CALCULATED:
+        return EmbeddingMetric(_checked(_calculated(name), (0.0, 1.0), name), name, description=CALCULATED[name])
+    if not own:
+        known = ", ".join(["recall", *CALCULATED])
+        raise ConfigError(f"metric.name={name!r} is none of {known}; name your own function as MODULE:FUNCTION")
+    try:
+        bounds = in_order(config.bounds)
+    except ValueError as error:
+        raise ConfigError(f"metric.name={name!r}: {error}") from error
+    function = _checked(imported(name, config), bounds, attribute)
+    return EmbeddingMetric(function, attribute, config.maximize, bounds, f"{name} of embeddings and labels")
+
+
+def check_ks(config: MetricConfig) -> tuple[int, ...]:
+    """Return the numbers of neighbours.
+
+    Raises:
+        ConfigError: The numbers are impossible.
+    """
+    try:
+        return check_options(config.ks, "l2", None, 0)
+    except MetricOptError as error:
+        raise ConfigError(f"metric: {error}") from error
+
+
+def try_metric(config: MetricConfig, labels: Tensor, size: int) -> None:
+    """Call a metric of the user's own on random embeddings, before work is done for it.
+
+    Args:
+        config: The metric's settings.
+        labels: The validation images' labels, ``n``.
+        size: d, of the embeddings.
+
+    Raises:
+        ConfigError: The metric fails; the message says why.
+    """
+    if ":" not in config.name:
+        return
+    metric, embeddings = embedding_metric(config), torch.randn(len(labels), size, generator=generator(0, "try_metric"))
+    try:
+        metric.function(embeddings, labels.cpu())
+    except Exception as error:
+        raise ConfigError(
+            f"metric.name={config.name} fails on random embeddings of shape {tuple(embeddings.shape)} and as many"
+            f" labels: {str(error).rstrip('.')}; see metric.kwargs (its arguments) and metric.bounds (its range)"
+        ) from error
+
+
+def _calculated(name: str) -> Callable[[Array, Array], float]:
+    from metricopt_ext.retrieval.accuracy import RecallCalculator
+
+    calculator = RecallCalculator(include=(name,), k="max_bin_count", device=torch.device("cpu"))
+    return lambda embeddings, labels: calculator.get_accuracy(embeddings, labels)[name]
+
+
+def _checked(
+    function: Callable[[Array, Array], float], bounds: tuple[float, float], name: str
+) -> Callable[[Tensor, Tensor], float]:
+    """Check what goes into a function of arrays, and what comes out."""
+    return lambda embeddings, labels: number_within(function(*check_items(embeddings, labels)), bounds, name)

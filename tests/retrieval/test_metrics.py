@@ -1,0 +1,107 @@
+"""What embeddings are judged by, beside definitions and scikit-learn, and which settings are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import silhouette_score
+from torch import Tensor
+
+pytest.importorskip("faiss")
+pytest.importorskip("pytorch_metric_learning")
+
+from metricopt_ext.errors import ConfigError, DataError, MetricError
+from metricopt_ext.retrieval.config import MetricConfig
+from metricopt_ext.retrieval.metrics import embedding_metric, try_metric
+
+X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+Y = torch.tensor([0] * 9 + [1] * 6 + [2] * 5 + [3] * 3 + [4])  # the last class has no pair
+OWN = "sklearn.metrics:silhouette_score"
+
+
+def ranked(embeddings: Tensor, labels: Tensor) -> list[tuple[np.ndarray, int]]:
+    """For each query of a class with others: whether the R nearest have its label, and R."""
+    x, y = embeddings.double().numpy(), labels.numpy()
+    found = []
+    for i in range(len(x)):
+        others = np.delete(np.arange(len(x)), i)
+        size = int((y[others] == y[i]).sum())
+        if size:
+            nearest = others[np.linalg.norm(x[others] - x[i], axis=1).argsort()][:size]
+            found.append((y[nearest] == y[i], size))
+    return found
+
+
+def test_r_precision_and_average_precision_against_their_definitions() -> None:
+    queries = ranked(X, Y)
+    assert len(queries) == 23
+    precision = np.mean([hits.mean() for hits, _ in queries])
+    average = np.mean([(hits * hits.cumsum() / np.arange(1, size + 1)).sum() / size for hits, size in queries])
+    for name, expected in (("r_precision", precision), ("mean_average_precision_at_r", average)):
+        metric = embedding_metric(MetricConfig(name))
+        assert metric.function(X, Y) == pytest.approx(expected, abs=1e-6)
+        assert (metric.name, metric.maximize, metric.bounds) == (name, True, (0.0, 1.0))
+        assert "nearest" in metric.description
+
+
+def test_an_own_function_is_given_embeddings_and_labels() -> None:
+    metric = embedding_metric(MetricConfig(OWN, bounds=[-1.0, 1.0], kwargs={"metric": "cosine"}))
+    assert metric.function(X, Y) == pytest.approx(silhouette_score(X.numpy(), Y.numpy(), metric="cosine"))
+    assert (metric.name, metric.maximize, metric.bounds) == ("silhouette_score", True, (-1.0, 1.0))
+
+
+def test_an_own_function_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "own_embedding_scores.py").write_text(
+        "def spread(embeddings, labels, power=1):\n"
+        "    assert str(embeddings.dtype) == 'float32' and str(labels.dtype) == 'int64'\n"
+        "    return abs(embeddings).mean() ** power\n"
+    )
+    settings: dict[str, Any] = {"folder": str(tmp_path), "maximize": False, "kwargs": {"power": 2}, "bounds": [0, 9]}
+    metric = embedding_metric(MetricConfig("own_embedding_scores:spread", **settings))
+    assert not metric.maximize
+    assert metric.function(X, Y) == pytest.approx(float(X.abs().mean()) ** 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("recal", {}, r"metric\.name='recal' is none of recall, mean_average_precision_at_r, r_precision; name your"),
+        ("r_precision", {"query_subset": 9}, r"metric\.query_subset=9 is for recall; r_precision takes all images"),
+        (OWN, {"query_subset": 9}, "query_subset=9 is for recall"),
+        ("recall", {"kwargs": {"a": 1}}, r"metric\.kwargs=\{'a': 1\} is for MODULE:FUNCTION; recall takes no"),
+        ("recall", {"ks": [0]}, r"metric: ks must be"),
+        (OWN, {"bounds": [1.0, -1.0]}, r"bounds must be \(smallest, largest\), got \[1\.0, -1\.0\]"),
+        ("sklearn.metrics:nothing", {}, "has no attribute 'nothing'"),
+        ("no_such_module:score", {}, "there is no module 'no_such_module'"),
+    ],
+)
+def test_impossible_settings_are_refused(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        embedding_metric(MetricConfig(name, **change))
+
+
+def test_an_own_function_is_tried_before_the_work() -> None:
+    try_metric(MetricConfig(OWN, bounds=[-1.0, 1.0]), Y, 5)
+    try_metric(MetricConfig(), torch.zeros(2), 5)  # a known one is not
+    for config, message in (
+        (MetricConfig("sklearn.metrics:davies_bouldin_score"), r"must be within its bounds \(0, 1\), got "),
+        (MetricConfig(OWN, bounds=[-1.0, 1.0], kwargs={"metrics": "l2"}), "unexpected keyword argument 'metrics'"),
+    ):
+        with pytest.raises(ConfigError, match=rf"fails on random embeddings of shape \(24, 5\) .*{message}"):
+            try_metric(config, Y, 5)
+
+
+@pytest.mark.parametrize("name", ["r_precision", OWN])
+def test_what_are_no_embeddings_of_these_labels_is_refused(name: str) -> None:
+    function = embedding_metric(MetricConfig(name)).function
+    with pytest.raises(DataError, match="embeddings and labels must match in number, got 9 and 24"):
+        function(X[:9], Y)
+    with pytest.raises(DataError, match="NaN or infinity in 1 of 24 rows"):
+        function(torch.where(torch.arange(24)[:, None] == 3, torch.nan, X), Y)
+
+
+def test_a_value_that_is_none_is_refused() -> None:
+    with pytest.raises(MetricError, match="'r_precision' must be within its bounds"):
+        embedding_metric(MetricConfig("r_precision")).function(X[:3], torch.arange(3))  # no class has a pair
