@@ -2,22 +2,24 @@
 
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.pretrained import pretrained
-from metricopt_ext.detection.ap50 import METRICS, Definition
-from metricopt_ext.detection.config import DetectionConfig, DetectorAdapterConfig
+from metricopt_ext.detection.ap50 import DEFINITIONS, METRICS
+from metricopt_ext.detection.config import DetectionConfig, DetectorAdapterConfig, MetricConfig
 from metricopt_ext.detection.data import DetectionSplits
 from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
+from metricopt_ext.detection.metric import DetectionMetric, MeanAveragePrecision, OwnDetectionMetric
 from metricopt_ext.detection.task import ExampleBatches
 from metricopt_ext.detection.toolkit import Toolkit
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.train import train_detector
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.tasks.own_metric import imported, in_order
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.progress import Watcher
 
@@ -81,18 +83,29 @@ def _refuse_settings_of_others(config: DetectionConfig) -> None:
                 )
 
 
-def check_definition(config: DetectionConfig) -> Definition:
-    """Return the definition of the average precision.
+def build_metric(config: MetricConfig) -> DetectionMetric:
+    """Return the metric that the settings name; a module that they name is imported, which runs it.
 
     Raises:
-        ConfigError: There is no such definition, or no such metric.
+        ConfigError: There is no such metric or definition, or the settings are not a function's.
     """
-    if config.metric.name not in METRICS:
-        raise ConfigError(f"metric.name={config.metric.name!r} is none of {', '.join(METRICS)}")
-    definition: Definition = config.metric.definition  # type: ignore[assignment]
-    if definition not in get_args(Definition):
-        raise ConfigError(f"metric.definition={definition!r} is none of {', '.join(get_args(Definition))}")
-    return definition
+    name, definition = config.name, config.definition
+    _, own, attribute = name.partition(":")
+    if own:
+        try:
+            bounds = in_order(config.bounds)
+        except ValueError as error:
+            raise ConfigError(f"metric.name={name!r}: {error}") from error
+        explained = f"{name} of objects and detections"
+        return OwnDetectionMetric(imported(name, config), attribute, config.maximize, bounds, explained)
+    if name not in METRICS:
+        known = ", ".join(METRICS)
+        raise ConfigError(f"metric.name={name!r} is none of {known}; name your own function as MODULE:FUNCTION")
+    if config.kwargs:
+        raise ConfigError(f"metric.kwargs={config.kwargs} is for MODULE:FUNCTION; {name} takes no arguments")
+    if definition not in DEFINITIONS:
+        raise ConfigError(f"metric.definition={definition!r} is none of {', '.join(DEFINITIONS)}")
+    return MeanAveragePrecision(name, definition)
 
 
 def detector(

@@ -7,6 +7,7 @@ from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, check_at_least
+from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import MISSING, default_of
 
 
@@ -86,11 +87,13 @@ class DetectorAdapterConfig(AdapterConfig):
 
 
 @dataclass
-class MetricConfig:
+class MetricConfig(OwnMetricConfig):
     """What the detector's boxes are judged by."""
 
-    name: str = "AP50"  # or AP: the mean over the IoUs 0.5, 0.55, ..., 0.95, with definition=coco COCO's AP
-    definition: str = "voc_11_point"  # voc_11_point (VOC 2007), voc (all points, 2010 on) or coco
+    # AP50; AP, the mean over the IoUs 0.5, 0.55, ..., 0.95, with definition=coco COCO's AP; or MODULE:FUNCTION,
+    # which is imported and run
+    name: str = "AP50"
+    definition: str = "voc_11_point"  # AP50, AP: voc_11_point (VOC 2007), voc (all points, 2010 on) or coco
 
 
 @dataclass

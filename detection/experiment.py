@@ -1,4 +1,4 @@
-"""One seed of a detection run: train a detector, finetune it for AP50 or AP, and run the rivals."""
+"""One seed of a detection run: train a detector, finetune it for its metric, and run the rivals."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,11 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metricopt_ext.detection.ap50 import Matches, match_for, mean_over_ious
-from metricopt_ext.detection.build import attach, build_toolkit, check_definition, detector, remembering
+from metricopt_ext.detection.build import attach, build_metric, build_toolkit, detector, remembering
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, image_halves, load_splits
-from metricopt_ext.detection.metric import ap50_metric, in_batches, truth_of
+from metricopt_ext.detection.metric import (
+    OwnDetectionMetric,
+    ValueOn,
+    detect_all,
+    detector_metric,
+    in_batches,
+    truth_of,
+)
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import proposal_recall
 from metricopt_ext.detection.task import ExampleBatches, detection_loss
@@ -43,29 +49,32 @@ class DetectionExperiment(Experiment[DetectionConfig]):
     @classmethod
     def describe(cls, config: DetectionConfig) -> Subject:
         """Return what a run is about."""
-        check_definition(config)
+        metric = build_metric(config.metric)
         build_toolkit(config)
         model = config.model.name if config.toolkit == "torchvision" else Path(config.model.config_file).stem
         data = config.data.name if config.shift.is_none else f"shifted {config.data.name}"
-        return Subject(f"detection/{config.data.name}", f"{config.toolkit}'s {model} on {data}", config.metric.name)
+        title = f"{config.toolkit}'s {model} on {data}"
+        return Subject(f"detection/{config.data.name}", title, metric.name, metric.maximize, metric.description)
 
     def prepare(self) -> tuple[FinetuneTask, Metric]:
         """Load the data, train the detector or load it from the folder, and return the task and the test metric."""
         config, seed, folder = self.config, self.seed, self.folder
-        self.toolkit, definition = build_toolkit(config), check_definition(config)
+        self.toolkit, metric = build_toolkit(config), build_metric(config.metric)
         self.splits = splits = load_splits(config, seed, folder)
+        if isinstance(metric, OwnDetectionMetric):
+            metric.try_on(truth_of(splits.validation, splits.classes))
         model = detector(config, self.toolkit, splits, seed, folder, self.watcher)
         adapter = attach(self.toolkit, model, config.adapter, seed)
         self.used, classes = remembering(self.toolkit, adapter, config.adapter), splits.classes
-        name, halves = config.metric.name, image_halves(len(splits.validation), seed)
+        halves = image_halves(len(splits.validation), seed)
         task = FinetuneTask(
             adapter,
             loss=detection_loss(self.used),
             batches=ExampleBatches(splits.train, config.batch_size),
-            metric=ap50_metric(self.used, splits.validation, classes, definition, halves, name=name),
+            metric=detector_metric(metric, self.used, splits.validation, classes, halves),
             population=1,
         )
-        return task, ap50_metric(self.used, splits.test, classes, definition, name=name)
+        return task, detector_metric(metric, self.used, splits.test, classes)
 
     def validation(self) -> tuple[Sequence[Any], Batches]:
         """Return the validation images as the detector takes them, and labelled batches of them."""
@@ -78,21 +87,20 @@ class DetectionExperiment(Experiment[DetectionConfig]):
 
         Both are judged on the same images, resampled within those that have an object and those that have none.
         """
-        splits, definition = self.splits, check_definition(self.config)
+        splits, metric = self.splits, build_metric(self.config.metric)
         truth = truth_of(splits.test, splits.classes)
 
-        def matches(state: State) -> list[Matches]:
+        def judged(state: State) -> ValueOn:
             with state.task.adapter.using(state.phi) as model:
-                found = [each for batch in in_batches(splits.test) for each in self.used.detect(model, batch)]
-            return match_for(self.config.metric.name, found, truth, definition)
+                return metric.judge(detect_all(self.used, model, splits.test), truth)
 
-        first, second = map(matches, (before, after))
+        first, second = map(judged, (before, after))
 
         def difference(images: Tensor) -> float:
             rows = images.tolist()
-            return mean_over_ious(second, rows) - mean_over_ious(first, rows)
+            return second(rows) - first(rows)
 
-        full = torch.from_numpy(first[0].objects.any(axis=1))
+        full = torch.from_numpy(metric.with_objects(truth))
         groups = [rows.nonzero().flatten() for rows in (full, ~full) if rows.any()]
         return error_of(difference, within_groups(groups, generator(self.seed, "test_error")))
 

@@ -1,17 +1,125 @@
-"""AP50 or AP of a detector as the black-box metric."""
+"""What a detector is judged by, as the black-box metric: AP50, AP, or a function of one's own."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from metricopt_ext.detection.ap50 import Definition, match, match_for, mean_over_ious
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.detection.toolkit import Example, Toolkit
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.tasks.own_metric import number_within
 
 EVALUATION_BATCH = 8
+
+ValueOn = Callable[[Sequence[int] | None], float]  # the value on images at some positions, or on all
+
+
+class DetectionMetric(ABC):
+    """A metric of what a detector finds in images.
+
+    Attributes:
+        name: Name in tables.
+        maximize: Whether higher is better.
+        bounds: Lowest and highest value.
+        description: What it is, in a line; empty if its name says it.
+    """
+
+    name: str
+    maximize: bool = True
+    bounds: tuple[float, float] = (0.0, 1.0)
+    description: str = ""
+
+    @abstractmethod
+    def judge(self, found: Sequence[Detections], truth: DetectionSet) -> ValueOn:
+        """Return the metric of what was found in each image of a set, as a function of its images."""
+
+    @abstractmethod
+    def with_objects(self, truth: DetectionSet) -> npt.NDArray[np.bool_]:
+        """Return which images have an object that counts, ``n``."""
+
+
+@dataclass(frozen=True)
+class MeanAveragePrecision(DetectionMetric):
+    """AP50 or AP.
+
+    Attributes:
+        name: ``"AP50"``, or ``"AP"``, the mean over the IoUs from 0.5 to 0.95.
+        definition: See `ap50`.
+    """
+
+    name: str
+    definition: Definition
+
+    def judge(self, found: Sequence[Detections], truth: DetectionSet) -> ValueOn:
+        """Return the average precision as a function of images; one of them must have an object that counts."""
+        matches = match_for(self.name, found, truth, self.definition)
+        return lambda images: mean_over_ious(matches, images)
+
+    def with_objects(self, truth: DetectionSet) -> npt.NDArray[np.bool_]:
+        """Return which images have an object that counts by the definition."""
+        nothing = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+        counted: npt.NDArray[np.bool_] = match([nothing] * len(truth), truth, self.definition).objects.sum(axis=1) > 0
+        return counted
+
+
+@dataclass(frozen=True)
+class OwnDetectionMetric(DetectionMetric):
+    """A function of the user's own.
+
+    Attributes:
+        function: ``function(truth, found)``, two lists of a dict for each image. Of arrays, both have ``boxes``,
+            ``m x 4`` (left, top, right, bottom, in pixels), and ``labels``, ``m`` indices of classes; the first also
+            ``difficult`` and ``crowd``, ``m`` booleans, the second ``scores``, ``m``. Returns the value.
+        name: Name in tables.
+        maximize: Whether higher is better.
+        bounds: Lowest and highest value.
+        description: What it is, in a line.
+    """
+
+    function: Callable[[list[dict[str, Any]], list[dict[str, Any]]], Any]
+    name: str
+    maximize: bool = True
+    bounds: tuple[float, float] = (0.0, 1.0)
+    description: str = ""
+
+    def judge(self, found: Sequence[Detections], truth: DetectionSet) -> ValueOn:
+        """Return the function's value as a function of images."""
+        known = [_arrays(image, "boxes", "labels", "difficult", "crowd") for image in truth.images]
+        seen = [_arrays(image, "boxes", "scores", "labels") for image in found]
+
+        def value_on(images: Sequence[int] | None) -> float:
+            rows = range(len(known)) if images is None else images
+            given = [known[i] for i in rows], [seen[i] for i in rows]
+            return number_within(self.function(*given), self.bounds, self.name)
+
+        return value_on
+
+    def with_objects(self, truth: DetectionSet) -> npt.NDArray[np.bool_]:
+        """Return which images have an object."""
+        return np.array([len(image.labels) > 0 for image in truth.images])
+
+    def try_on(self, truth: DetectionSet) -> None:
+        """Call the function as if a detector had found every object, before work is done for it.
+
+        Raises:
+            ConfigError: It fails; the message says why.
+        """
+        found = [Detections(image.boxes, torch.ones(len(image.labels)), image.labels) for image in truth.images]
+        try:
+            self.judge(found, truth)(None)
+        except Exception as error:
+            raise ConfigError(
+                f"metric {self.name!r} fails where each object of {len(truth)} images is found:"
+                f" {str(error).rstrip('.')}; see metric.kwargs (its arguments) and metric.bounds (its range)"
+            ) from error
 
 
 def truth_of(examples: Sequence[Example], classes: Sequence[str]) -> DetectionSet:
@@ -24,6 +132,41 @@ def in_batches(examples: Sequence[Example]) -> list[Sequence[Example]]:
     return [examples[at : at + EVALUATION_BATCH] for at in range(0, len(examples), EVALUATION_BATCH)]
 
 
+def detect_all(toolkit: Toolkit, model: nn.Module, examples: Sequence[Example]) -> list[Detections]:
+    """Return what a detector finds in each image, in batches."""
+    return [found for batch in in_batches(examples) for found in toolkit.detect(model, batch)]
+
+
+def detector_metric(
+    metric: DetectionMetric,
+    toolkit: Toolkit,
+    examples: Sequence[Example],
+    classes: Sequence[str],
+    halves: Sequence[Sequence[int]] = (),
+) -> Metric:
+    """Return the black box: a metric of what a detector finds in images.
+
+    Args:
+        metric: The metric.
+        toolkit: The toolkit of the detectors to evaluate.
+        examples: The images.
+        classes: Names of the classes.
+        halves: Positions of two halves of the images, for a metric that also reports its value on each; empty for one
+            that does not. They are not reported if one of them has no object that counts.
+    """
+    truth = truth_of(examples, classes)
+    has_object = metric.with_objects(truth)
+    told = [torch.tensor(half) for half in halves] if all(has_object[list(half)].any() for half in halves) else []
+
+    def function(model: nn.Module) -> Any:
+        value_on = metric.judge(
+            [each for batch in in_batches(examples) for each in toolkit.detect(model, batch)], truth
+        )
+        return with_halves(lambda half: value_on(None if half is None else half.tolist()), told)
+
+    return Metric(function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
+
+
 def ap50_metric(
     toolkit: Toolkit,
     examples: Sequence[Example],
@@ -33,29 +176,9 @@ def ap50_metric(
     *,
     name: str = "AP50",
 ) -> Metric:
-    """Return the black box: AP50 of what a detector finds in images, or AP.
+    """Return the black box of AP50 or AP; see `detector_metric` and `MeanAveragePrecision`."""
+    return detector_metric(MeanAveragePrecision(name, definition), toolkit, examples, classes, halves)
 
-    Args:
-        toolkit: The toolkit of the detectors to evaluate.
-        examples: The images.
-        classes: Names of the classes.
-        definition: See `ap50`.
-        halves: Positions of two halves of the images, for a metric that also reports its value on each; empty for one
-            that does not. They are not reported if one of them has no object that counts.
-        name: ``"AP50"``, or ``"AP"``, the mean over the IoUs from 0.5 to 0.95.
-    """
-    truth = truth_of(examples, classes)
-    nothing = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
-    objects = match([nothing] * len(truth), truth, definition).objects
-    reported = [torch.tensor(half) for half in halves] if all(objects[list(half)].any() for half in halves) else []
 
-    def function(model: nn.Module) -> Any:
-        found = [each for batch in in_batches(examples) for each in toolkit.detect(model, batch)]
-        matches = match_for(name, found, truth, definition)
-
-        def value_on(half: Tensor | None) -> float:
-            return mean_over_ious(matches, None if half is None else half.tolist())
-
-        return with_halves(value_on, reported)
-
-    return Metric(function, maximize=True, name=name)
+def _arrays(record: Any, *fields: str) -> dict[str, Any]:
+    return {name: getattr(record, name).numpy(force=True) for name in fields}

@@ -20,7 +20,7 @@ from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils import ranks
-from metricopt_ext.utils.config import known_keys, load_config
+from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.extras import naming_extras, require
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
@@ -81,7 +81,7 @@ def main_of(
     schema = experiment.config_type
     parser = argparse.ArgumentParser(
         description=description,
-        epilog=RUNS_CODE if "metric.folder" in known_keys(schema) else None,
+        epilog=RUNS_CODE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config-file", required=True, help=f"YAML file; its keys are those of {schema.__name__}")

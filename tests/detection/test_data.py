@@ -1,4 +1,4 @@
-"""The parts of a detection run's data, and AP50 as its black box."""
+"""The parts of a detection run's data, and the black box that judges on them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +14,11 @@ from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import write_coco
 from metricopt_ext.detection.config import DataConfig, DetectionConfig
 from metricopt_ext.detection.data import image_halves, load_splits
-from metricopt_ext.detection.metric import ap50_metric, truth_of
+from metricopt_ext.detection.metric import OwnDetectionMetric, ap50_metric, detector_metric, truth_of
 from metricopt_ext.detection.records import Annotated, Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
-from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.errors import ConfigError, DataError, MetricError
 from metricopt_ext.tasks.metric import Evaluation
 
 CLASSES = ("cat", "dog")
@@ -143,3 +143,61 @@ def test_a_half_whose_objects_are_all_difficult_is_told_only_where_they_count(de
         example.truth.difficult[:] = True
     metric = ap50_metric(Finding(), images, CLASSES, definition, ([0, 1], [2, 3]))
     assert (metric.evaluate(nn.Identity(), "test").halves is not None) == told
+
+
+def counted(truth: list[dict[str, Any]], found: list[dict[str, Any]]) -> float:
+    """The share of images in which as many detections have a score above 0.5 as there are objects."""
+    right = [(seen["scores"] > 0.5).sum() == len(known["labels"]) for known, seen in zip(truth, found, strict=True)]
+    return sum(right) / len(right)
+
+
+def test_a_function_of_one_s_own_judges_all_images_and_each_half() -> None:
+    images, toolkit, halves = examples(19), Finding(), image_halves(19, seed=0)
+    given: list[tuple[Any, Any]] = []
+
+    def function(truth: list[dict[str, Any]], found: list[dict[str, Any]]) -> float:
+        given.append((truth, found))
+        return counted(truth, found)
+
+    own = OwnDetectionMetric(function, "counted", bounds=(0.0, 2.0))
+    metric = detector_metric(own, toolkit, images, CLASSES, halves)
+    answer = metric.evaluate(nn.Identity(), "test")
+    detections = toolkit.detect(nn.Identity(), images)
+    right = [int((each.scores > 0.5).sum()) == 2 for each in detections]
+    values = [sum(right[i] for i in rows) / len(rows) for rows in (range(19), *halves)]
+    assert 0 < values[0] < 1
+    assert [metric.to_value(cost) for cost in (answer.cost, *answer.halves)] == pytest.approx(values)
+    (truth, found), half = given[0], given[1]
+    assert [len(each) for each in (truth, found, *half)] == [19, 19, 10, 10]
+    assert set(truth[0]) == {"boxes", "labels", "difficult", "crowd"}
+    assert set(found[0]) == {"boxes", "labels", "scores"}
+    for i, example in enumerate(images):
+        assert truth[i]["boxes"].tolist() == example.truth.boxes.tolist()
+        assert found[i]["boxes"].tolist() == detections[i].boxes.tolist()
+        assert found[i]["scores"].tolist() == detections[i].scores.tolist()
+        assert truth[i]["labels"].tolist() == found[i]["labels"].tolist() == [0, 1]
+
+
+def test_a_function_of_one_s_own_is_tried_and_its_values_are_checked() -> None:
+    truth = truth_of(examples(3), CLASSES)
+    OwnDetectionMetric(counted, "counted").try_on(truth)
+    for function, message in (
+        (lambda truth, found: 2.0, r"within its bounds \(0, 1\), got 2; see metric\.kwargs"),
+        (lambda truth, found: found[0]["masks"], "'masks'; see metric"),
+        (lambda truth: 1.0, "takes 1 positional argument but 2 were given"),
+    ):
+        with pytest.raises(ConfigError, match=f"'own' fails where each object of 3 images is found: .*{message}"):
+            OwnDetectionMetric(function, "own").try_on(truth)
+    metric = detector_metric(OwnDetectionMetric(lambda *given: -1, "own"), Finding(), examples(3), CLASSES)
+    with pytest.raises(MetricError, match=r"metric 'own' must be within its bounds \(0, 1\), got -1"):
+        metric.evaluate(nn.Identity(), "test")
+
+
+def test_halves_without_an_object_are_not_reported() -> None:
+    images = examples(4)
+    for example in images[2:]:
+        object.__setattr__(example.truth, "labels", example.truth.labels[:0])
+    own = OwnDetectionMetric(lambda *given: 0.5, "own")
+    for halves, told in ((([0, 1], [2, 3]), False), (([0, 2], [1, 3]), True)):
+        metric = detector_metric(own, Finding(), images, CLASSES, halves)
+        assert (metric.evaluate(nn.Identity(), "test").halves is not None) == told

@@ -21,7 +21,7 @@ pytest.importorskip("torchvision")
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.data import training_state
 from metricopt_ext.detection import build, scenes
-from metricopt_ext.detection.build import build_toolkit, check_definition
+from metricopt_ext.detection.build import build_metric, build_toolkit
 from metricopt_ext.detection.coco import write_coco
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.data import load_splits
@@ -330,6 +330,30 @@ def test_features_in_memory_change_no_number(finished: Path, tmp_path: Path, mon
             assert method[part] == pytest.approx(never[name][part], abs=1e-9)
 
 
+def test_a_metric_of_one_s_own(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own_best_scores.py").write_text(
+        "def best(truth, found):\n"
+        "    assert len(truth) == len(found) == 6 or len(truth) == 3\n"
+        "    return sum(each['scores'].max() for each in found) / len(found)\n"
+    )
+    own = ["metric.name=own_best_scores:best", f"metric.folder={tmp_path}", "metric.maximize=false"]
+    weights = f"model.weights={finished / 'seed-0' / 'model.safetensors'}"
+    call("--config-file", SCENES, "--output-dir", tmp_path / "run", *TINY, weights, *own)
+    shown = capsys.readouterr().out
+    assert "shifted scenes: best (lower is better)" in shown
+    assert "best: own_best_scores:best of objects and detections" in shown
+    content = content_of(tmp_path / "run")
+    assert content["metric"] == {"name": "best", "maximize": False}
+    test = load_splits(config_of(*TINY, *own), 0, tmp_path / "run" / "seed-0").test
+    model = STOCK.build(1, seed=9)
+    load_checkpoint(model, finished / "seed-0" / "model.safetensors")
+    for name in ("pretrained", "metricopt"):
+        if name == "metricopt":
+            load_adapter(model, tmp_path / "run" / "seed-0" / "adapter.safetensors")
+        best = [float(found.scores.max()) for found in STOCK.detect(model.eval(), test)]
+        assert content["methods"][name]["test"] == [pytest.approx(sum(best) / 6, abs=1e-9)]
+
+
 def test_voc_s_format_with_validation_held_out_of_train(finished: Path, tmp_path: Path) -> None:
     tree = shutil.copytree(finished / "seed-0" / "scenes", tmp_path / "voc")
     (tree / "ImageSets" / "Main" / "train.txt").rename(tree / "ImageSets" / "Main" / "trainval.txt")
@@ -368,7 +392,7 @@ def test_every_config_is_sound(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(ROOT)
     config = config_of(file=file)
     config.check()
-    check_definition(config)
+    build_metric(config.metric)
     there = config.toolkit == "torchvision" or importlib.util.find_spec("detectron2")
     with nullcontext() if there else pytest.raises(ConfigError, match="toolkit=detectron2 needs Detectron2"):
         build_toolkit(config)
@@ -392,6 +416,9 @@ def test_published_weights_are_whole_where_nothing_trains_them(overrides: list[s
     [
         (["data.nmae=voc"], r"unknown key 'data\.nmae'; did you mean 'data\.name'\?"),
         (["toolkit=mmdet"], r"toolkit='mmdet' is none of detectron2, torchvision"),
+        (["metric.name=ap50"], r"metric\.name='ap50' is none of AP50, AP; name your own function as MODULE:FUNCTION"),
+        (["metric.kwargs={a: 1}"], r"metric\.kwargs=\{'a': 1\} is for MODULE:FUNCTION; AP50 takes no arguments"),
+        (["metric.name=math:fsum", "metric.bounds=[1,0]"], r"math:fsum': bounds must be \(smallest, largest\)"),
         (["metric.definition=coco50"], r"metric\.definition='coco50' is none of voc_11_point, voc, coco"),
         (["model.name=yolo"], r"no detector is named 'yolo'; the choices are fasterrcnn_resnet50_fpn"),
         (["toolkit=detectron2"], r"model\.min_size=48 is for toolkit=torchvision .*no effect with toolkit=detectron2$"),
