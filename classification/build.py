@@ -45,7 +45,7 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
-from metricopt_ext.tasks.own_metric import imported
+from metricopt_ext.tasks.own_metric import own_metric
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.files import load_checkpoint
 from metricopt_ext.utils.modes import evaluating
@@ -176,24 +176,22 @@ def build_metric(config: MetricConfig) -> MetricSpec:
     Raises:
         ConfigError: There is no such metric, or its settings are incomplete.
     """
-    _, colon, function = config.name.partition(":")
-    if config.kwargs and not colon:
-        raise ConfigError(f"metric.kwargs={config.kwargs} is for MODULE:FUNCTION; {config.name} takes no arguments")
+    own = own_metric(config.name, config)
     if config.name in METRICS:
         return METRICS[config.name]
     try:
         if config.name == "expected_cost":
             return expected_cost(config.costs, config.prior or None)
-        if not colon:
+        if own is None:
             raise ConfigError(
                 f"metric.name={config.name!r} is none of {', '.join([*METRICS, 'expected_cost'])}; name your own"
                 " function as MODULE:FUNCTION, e.g. sklearn.metrics:matthews_corrcoef"
             )
         return from_callable(
-            imported(config.name, config),
-            maximize=config.maximize,
-            bounds=config.bounds,  # type: ignore[arg-type]
-            name=function,
+            own.function,
+            maximize=own.maximize,
+            bounds=own.bounds,
+            name=own.name,
             scores=config.scores,  # type: ignore[arg-type]
         )
     except ConfigError:

@@ -19,7 +19,7 @@ from metricopt_ext.detection.toolkit import Toolkit
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.train import train_detector
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.tasks.own_metric import imported, in_order
+from metricopt_ext.tasks.own_metric import own_metric
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.progress import Watcher
 
@@ -90,19 +90,11 @@ def build_metric(config: MetricConfig) -> DetectionMetric:
         ConfigError: There is no such metric or definition, or the settings are not a function's.
     """
     name, definition = config.name, config.definition
-    _, own, attribute = name.partition(":")
-    if own:
-        try:
-            bounds = in_order(config.bounds)
-        except ValueError as error:
-            raise ConfigError(f"metric.name={name!r}: {error}") from error
-        explained = f"{name} of objects and detections"
-        return OwnDetectionMetric(imported(name, config), attribute, config.maximize, bounds, explained)
+    if own := own_metric(name, config):
+        return OwnDetectionMetric(*own, f"{name} of objects and detections")
     if name not in METRICS:
         known = ", ".join(METRICS)
         raise ConfigError(f"metric.name={name!r} is none of {known}; name your own function as MODULE:FUNCTION")
-    if config.kwargs:
-        raise ConfigError(f"metric.kwargs={config.kwargs} is for MODULE:FUNCTION; {name} takes no arguments")
     if definition not in DEFINITIONS:
         raise ConfigError(f"metric.definition={definition!r} is none of {', '.join(DEFINITIONS)}")
     return MeanAveragePrecision(name, definition)

@@ -9,7 +9,7 @@ from torch import Tensor
 from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.recall import Array, check_items, check_options, recall_at_k
-from metricopt_ext.tasks.own_metric import imported, in_order, number_within
+from metricopt_ext.tasks.own_metric import number_within, own_metric
 from metricopt_ext.utils.seeding import generator
 
 CALCULATED = {  # by pytorch-metric-learning; R is the number of a query's class besides itself
@@ -44,26 +44,19 @@ def embedding_metric(config: MetricConfig) -> EmbeddingMetric:
         ConfigError: There is no such metric, or the settings are not its own or impossible.
     """
     name = config.name
-    _, own, attribute = name.partition(":")
-    if config.kwargs and not own:
-        raise ConfigError(f"metric.kwargs={config.kwargs} is for MODULE:FUNCTION; {name} takes no arguments")
     if config.query_subset and name != "recall":
         raise ConfigError(f"metric.query_subset={config.query_subset} is for recall; {name} takes all images")
+    if own := own_metric(name, config):
+        function = _checked(own.function, own.bounds, own.name)
+        return EmbeddingMetric(function, *own[1:], f"{name} of embeddings and labels")
     if name == "recall":
         ks, subset = check_ks(config), config.query_subset or None
         title = ("mean " if len(ks) > 1 else "") + "Recall@" + ",".join(map(str, ks))
         return EmbeddingMetric(lambda x, y: recall_at_k(x, y, ks, query_subset=subset).mean, title)
     if name in CALCULATED:
         return EmbeddingMetric(_checked(_calculated(name), (0.0, 1.0), name), name, description=CALCULATED[name])
-    if not own:
-        known = ", ".join(["recall", *CALCULATED])
-        raise ConfigError(f"metric.name={name!r} is none of {known}; name your own function as MODULE:FUNCTION")
-    try:
-        bounds = in_order(config.bounds)
-    except ValueError as error:
-        raise ConfigError(f"metric.name={name!r}: {error}") from error
-    function = _checked(imported(name, config), bounds, attribute)
-    return EmbeddingMetric(function, attribute, config.maximize, bounds, f"{name} of embeddings and labels")
+    known = ", ".join(["recall", *CALCULATED])
+    raise ConfigError(f"metric.name={name!r} is none of {known}; name your own function as MODULE:FUNCTION")
 
 
 def check_ks(config: MetricConfig) -> tuple[int, ...]:

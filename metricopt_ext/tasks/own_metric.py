@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.utils.imports import import_named
@@ -21,22 +21,38 @@ class OwnMetricConfig:
     bounds: list[float] = field(default_factory=lambda: [0.0, 1.0])  # lowest and highest value
 
 
-def imported(name: str, config: OwnMetricConfig) -> Callable[..., Any]:
-    """Import what ``metric.name`` names, which runs its module, and bind the further arguments.
+class OwnMetric(NamedTuple):
+    """The function, what it is called in tables, and what is known of its values."""
+
+    function: Callable[..., Any]
+    name: str
+    maximize: bool
+    bounds: tuple[float, float]
+
+
+def own_metric(name: str, config: OwnMetricConfig) -> OwnMetric | None:
+    """Import what ``metric.name`` names as ``MODULE:FUNCTION``, which runs its module, and bind the further arguments.
 
     Args:
-        name: ``MODULE:FUNCTION``, or a class to make the metric of, such as one of torchmetrics.
+        name: The name; of a class, such as one of torchmetrics, an object is made.
         config: The other settings.
 
+    Returns:
+        None for a name without a colon.
+
     Raises:
-        ConfigError: There is no such function, or it does not take the arguments.
+        ConfigError: There is no such function, it does not take the arguments, or there are arguments for none.
     """
+    _, colon, attribute = name.partition(":")
+    if not colon and config.kwargs:
+        raise ConfigError(f"metric.kwargs={config.kwargs} is for MODULE:FUNCTION; {name} takes no arguments")
+    if not colon:
+        return None
     try:
-        found = import_named(name, config.folder, "metric.folder")
-        if isinstance(found, type):
-            made: Callable[..., Any] = found(**config.kwargs)
-            return made
-        return partial(found, **config.kwargs) if config.kwargs else found
+        bounds, found = in_order(config.bounds), import_named(name, config.folder, "metric.folder")
+        made = isinstance(found, type)
+        function = found(**config.kwargs) if made else partial(found, **config.kwargs) if config.kwargs else found
+        return OwnMetric(function, attribute, config.maximize, bounds)
     except ConfigError:
         raise
     except ModuleNotFoundError as error:
