@@ -21,6 +21,7 @@ from metricopt_ext.utils.files import read_json, to_json, write_json
 
 LOCK = ".lock"
 ROUNDING = 1e-4  # far above what processors differ by in float32, far below what a change of settings does
+ABSENT = "nothing"
 
 
 def claim(path: str | Path, identity: dict[str, Any]) -> None:
@@ -38,10 +39,20 @@ def claim(path: str | Path, identity: dict[str, Any]) -> None:
     theirs = read_json(path)
     for key in {**identity, **theirs}:  # in the identity's order, so that causes can come before what follows from them
         if not same(theirs.get(key), identity.get(key)):
+            name, old, new = _first_that_differs(key, theirs.get(key), identity.get(key))
             raise FileFormatError(
-                f"{Path(path).parent} holds another run: {key} was {theirs.get(key)!r}, now {identity.get(key)!r};"
+                f"{Path(path).parent} holds another run: {name} was {old!r}, now {new!r};"
                 " continue with the old settings or use another output folder"
             )
+
+
+def _first_that_differs(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    """Return the name and both values of the first key that differs, within those that hold further ones."""
+    while isinstance(old, dict) and isinstance(new, dict):
+        pairs = ((key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in {**new, **old})
+        key, old, new = next(pair for pair in pairs if not same(*pair[1:]))
+        name = f"{name}.{key}"
+    return name, old, new
 
 
 def same(a: Any, b: Any) -> bool:

@@ -29,7 +29,7 @@ def test_a_run_folder_is_not_mixed(tmp_path: Path) -> None:
     open_run(tmp_path, {**config, "seed": 3, "seeds": 9, "workers": 2, "device": "cpu"}, resume=True)
     with pytest.raises(FileFormatError, match=r"queries was 600, now 700"):
         open_run(tmp_path, {**config, "queries": 700}, resume=True)
-    with pytest.raises(FileFormatError, match=r"recipe was \{'steps': 50\}, now \{'steps': 60\}"):
+    with pytest.raises(FileFormatError, match=r"recipe\.steps was 50, now 60"):
         open_run(tmp_path, {**config, "recipe": {"steps": 60}}, resume=True)
     open_run(tmp_path / "new", config, resume=True)  # nothing there to go on with
     assert json.loads((tmp_path / "new" / "run.json").read_text()) == {

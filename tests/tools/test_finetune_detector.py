@@ -225,7 +225,7 @@ def test_a_second_call_needs_resume(finished: Path) -> None:
     message = refused("--config-file", SCENES, "--output-dir", finished, *FINISHED)
     assert message == f"{finished} holds an earlier run: add --resume to continue it, or use another folder"
     message = refused("--config-file", SCENES, "--output-dir", finished, "--resume", *FINISHED, "recipe.lr=0.07")
-    assert "holds another run: recipe was" in message
+    assert "holds another run: recipe.lr was" in message
 
 
 def test_a_finished_run_resumes_without_any_training(

@@ -50,9 +50,11 @@ def test_processors_may_round_differently(tmp_path: Path) -> None:
     for other, said in [
         ({"loss": 0.2502}, r"loss was 0\.25, now 0\.2502"),
         ({"steps": 4}, "steps was 3, now 4"),
-        ({"of": {"each": [0.5, 1.1]}}, "of was"),
-        ({"of": {"each": [0.5]}}, "of was"),
-        ({"of": {"all": [0.5, 1.0]}}, "of was"),
+        ({"of": {"each": [0.5, 1.1]}}, r"of\.each was \[0\.5, 1\.0\], now \[0\.5, 1\.1\];"),
+        ({"of": {"each": [0.5]}}, r"of\.each was"),
+        ({"of": {"all": [0.5, 1.0]}}, r"of\.all was 'nothing', now \[0\.5, 1\.0\];"),
+        ({"of": {"each": [0.5, 1.0], "all": None}}, r"of\.all was 'nothing', now None;"),
+        ({"of": 3}, r"of was \{'each': \[0\.5, 1\.0\]\}, now 3;"),
         ({"more": 1}, "more was None, now 1"),
     ]:
         with pytest.raises(FileFormatError, match=said):
