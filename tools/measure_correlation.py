@@ -9,7 +9,8 @@ training (siblings.reloss in the config). Then another network is trained, and i
 checkpoints, in batches of siblings.batch_size, are ranked by the losses and by the metric; 1 - p is the mean of the
 probabilities of all classes but the true one. Neither that network nor that data had a part in learning the loss.
 Writes correlation.json, correlation.md, and for each seed a plot and the loss; what is measured is one query of the
-batch metric for each batch, none of the metric of a model.
+batch metric for each batch, none of the metric of a model. The same command goes on with an interrupted run, seed by
+seed, and adds seeds to a finished one.
 """
 
 import argparse
@@ -38,13 +39,14 @@ from metricopt_ext.evidence.cli import RUNS_CODE, errors_in_one_line
 from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report
 from metricopt_ext.evidence.report import paired_interval, spread, versions
 from metricopt_ext.evidence.style import direction, markdown_table, print_table
+from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.siblings.ranked_batches import true_class_log_probability
 from metricopt_ext.methods.siblings.relational_loss import RelationalLoss
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.tasks.batches import BlockBatches
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
-from metricopt_ext.utils.files import write_atomically, write_json
+from metricopt_ext.utils.files import kept_json, write_atomically, write_json
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds
@@ -54,6 +56,7 @@ from metricopt_ext.utils.words import counted
 
 OTHER = 100_000  # what is added to a seed for the network whose outputs are judged
 HEADER = ("loss", "Spearman", "Kendall")
+KINDS = {"correlations": dict, "outputs": int, "batch_queries": int, "seconds": float}  # of a seed's file
 
 
 def main() -> None:
@@ -77,6 +80,7 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
     spec, seeds = build_metric(config.metric), range(config.seed, config.seed + config.seeds)
     with deterministic(config.deterministic, config.threads), sole_writer(folder):
         machine = Machine.current(choose_device(config.device), config.threads)
+        open_run(folder, {**config.as_dict(), "computed_on": str(machine)}, resume=True, files=config.data_files())
         run = partial(run_seed, config, folder)
         most = config.siblings.reloss.training + config.siblings.reloss.heldout
         rows = run_seeds(run, seeds, queries=most, workers=config.workers, threads=config.threads)
@@ -125,6 +129,16 @@ def gain_note(rival: str, gain: Any, gains: list[float]) -> str:
 
 
 def run_seed(config: ClassificationConfig, folder: Path, seed: int, watcher: Watcher) -> dict[str, Any]:
+    """Return what comes out for a seed, from its file if it is there."""
+    file = folder / f"seed-{seed}.json"
+    watcher.stage("on file" if file.exists() else "random outputs")
+    row = kept_json(file, KINDS, lambda: learn_and_judge(config, folder, seed, watcher))
+    watcher.query(row["batch_queries"], f"Spearman {row['correlations']['ReLoss']['spearman']:.4f}")
+    watcher.done()
+    return row
+
+
+def learn_and_judge(config: ClassificationConfig, folder: Path, seed: int, watcher: Watcher) -> dict[str, Any]:
     """Learn a loss, judge it on another network's outputs, and return what came out."""
     device = choose_device(config.device)
     splits = load_splits(config, seed).to(device)
@@ -150,11 +164,8 @@ def run_seed(config: ClassificationConfig, folder: Path, seed: int, watcher: Wat
     watcher.stage("another network")
     report = judged(config, task, loss, splits.test, seed)
     report.plot(folder / f"seed-{seed}.png")
-    content = report.to_json()
-    watcher.query(task.batch_metric.ledger.spent, f"Spearman {report.correlations['ReLoss'].spearman:.4f}")
-    watcher.done()
     return {
-        "correlations": content["correlations"],
+        "correlations": report.to_json()["correlations"],
         "outputs": len(report.values),
         "batch_queries": task.batch_metric.ledger.spent,
         "seconds": seconds,

@@ -7,7 +7,8 @@ Each seed trains a model and searches it with the config's queries and starts. T
 search's f from phi = 0 on the model that it was learned for, without a query, and its end is compared with the
 search's own, kept or not. Last, another model is trained with another seed, on another split, and searched twice: from
 the same kinds of starts as the first, and from the first model's phi besides, which costs a query. The test metric
-after each of --budgets is that of what the guard keeps. Writes search.json and search.md.
+after each of --budgets is that of what the guard keeps. Writes search.json and search.md. The same command goes on with
+an interrupted run, seed by seed, and adds seeds to a finished one.
 """
 
 import argparse
@@ -28,11 +29,12 @@ from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction, markdown_table, print_table
 from metricopt_ext.methods.pipeline import guided_results
 from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.starts import Start, with_start
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
-from metricopt_ext.utils.files import write_atomically, write_json
+from metricopt_ext.utils.files import kept_json, write_atomically, write_json
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds
@@ -41,6 +43,7 @@ from metricopt_ext.utils.words import counted
 
 OTHER = 100_000  # what is added to a seed for the second model
 PREVIOUS = "previous"
+KINDS = {"seed": int, "search": float, "second": dict}  # of a seed's file
 
 
 def main() -> None:
@@ -78,6 +81,9 @@ def measure_search(
         raise ConfigError(f"strategy={config.strategy}: what is measured here is a guided search; leave it at search")
     subject = experiment.describe(config)
     with deterministic(config.deterministic, config.threads), sole_writer(folder):
+        machine = Machine.current(choose_device(config.device), config.threads)
+        settings = {**config.as_dict(), "budgets": list(budgets), "computed_on": str(machine)}
+        open_run(folder, settings, resume=True, files=config.data_files())
         rows = run_seeds(
             partial(run_seed, experiment, config, budgets, folder),
             range(config.seed, config.seed + config.seeds),
@@ -93,7 +99,7 @@ def measure_search(
         "queries": config.queries,
         "per_seed": rows,
         "followed": {"mean": float(np.mean(gaps)) if gaps else None, "error": standard_error(gaps), "seeds": len(gaps)},
-        "machine": vars(Machine.current(choose_device(config.device), config.threads)),
+        "machine": vars(machine),
         "versions": versions(),
         "config": config.as_dict(),
     }
@@ -137,8 +143,23 @@ def run_seed(
     seed: int,
     watcher: Watcher,
 ) -> dict[str, Any]:
+    """Return what comes out for a seed, from its file if it is there."""
+    file = folder / f"seed-{seed}" / "row.json"
+    watcher.stage("on file" if file.exists() else "train the first model")
+    row = kept_json(file, KINDS, lambda: search_both(experiment_type, config, budgets, folder, seed, watcher))
+    watcher.done()
+    return row
+
+
+def search_both(
+    experiment_type: type[Experiment[Any]],
+    config: RunConfig,
+    budgets: Sequence[int],
+    folder: Path,
+    seed: int,
+    watcher: Watcher,
+) -> dict[str, Any]:
     """Search one model, follow its f, and search another with and without the first one's phi."""
-    watcher.stage("train the first model")
     first = experiment_type(config, folder / f"seed-{seed}", seed)
     (run,) = search(first, {}, [config.queries], watcher)
     watcher.stage("train the second model")
@@ -148,7 +169,6 @@ def run_seed(
     second_runs = {
         kind: search(second, more, budgets, watcher) for kind, more in (("alone", {}), (PREVIOUS, {PREVIOUS: previous}))
     }
-    watcher.done()
     return {
         "seed": seed,
         "search": tested(first, run, "search"),

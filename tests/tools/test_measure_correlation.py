@@ -93,3 +93,25 @@ def test_the_expected_error_is_the_mean_of_1_minus_p() -> None:
 def test_a_folder_that_another_run_writes_is_refused(tmp_path: Path) -> None:
     with sole_writer(tmp_path), pytest.raises(SystemExit, match="is being written by another process"):
         call("--config-file", CONFIGS / "reloss_digits.yaml", "--output-dir", tmp_path, *TINY)
+
+
+def test_a_seed_on_file_is_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["--config-file", CONFIGS / "reloss_digits.yaml", "--output-dir", tmp_path, *TINY]
+    call(*given, "seeds=1")
+    (first,) = json.loads((tmp_path / "correlation.json").read_text())["per_seed"]
+    original, computed = tool.learn_and_judge, []
+
+    def spy(config: Any, folder: Path, seed: int, watcher: Any) -> dict[str, Any]:
+        computed.append(seed)
+        return original(config, folder, seed, watcher)
+
+    monkeypatch.setattr(tool, "learn_and_judge", spy)
+    call(*given, "seeds=2")
+    rows = json.loads((tmp_path / "correlation.json").read_text())["per_seed"]
+    assert computed == [1]
+    assert rows[0] == first != rows[1]
+    with pytest.raises(SystemExit, match=r"holds another run: siblings\.reloss\.lr was 0\.01, now 0\.5;"):
+        call(*given, "seeds=2", "siblings.reloss.lr=0.5")
+    (tmp_path / "seed-1.json").write_text('{"correlations": 3}')
+    with pytest.raises(SystemExit, match=r"seed-1\.json holds no seed-1 with correlations, outputs.*delete it"):
+        call(*given, "seeds=2")

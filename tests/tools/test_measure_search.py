@@ -97,3 +97,14 @@ def test_what_is_no_guided_search_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_another_run_writes_is_refused(tmp_path: Path) -> None:
     with sole_writer(tmp_path), pytest.raises(SystemExit, match="is being written by another process"):
         call("--output-dir", tmp_path, "--budgets", "25", *TINY)
+
+
+def test_a_seed_on_file_is_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call("--output-dir", tmp_path, "--budgets", "20", *TINY, "seeds=1")
+    before = (tmp_path / "search.json").read_bytes()
+    monkeypatch.setattr(tool, "search_both", lambda *_: pytest.fail("was computed again"))
+    (tmp_path / "search.json").unlink()
+    call("--output-dir", tmp_path, "--budgets", "20", *TINY, "seeds=1")
+    assert (tmp_path / "search.json").read_bytes() == before
+    with pytest.raises(SystemExit, match="budgets"):
+        call("--output-dir", tmp_path, "--budgets", "25", *TINY, "seeds=1")
