@@ -1,6 +1,5 @@
 """The settings of `tools/finetune_classifier.py`; each key is a field here and nowhere else."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -174,11 +173,7 @@ class ClassificationConfig(RunConfig):
                 )
         if self.data.metric_on not in ("validation", "train"):
             raise ConfigError(f"data.metric_on={self.data.metric_on!r} must be validation or train")
-        bounds = self.metric.bounds
-        if len(bounds) != 2 or not 0 < bounds[1] - bounds[0] < math.inf:
-            raise ConfigError(
-                f"metric.bounds={bounds}: it must be two finite numbers, the lowest and the highest value"
-            )
+        self.metric.check()
         self.model.check()
         if self.adapter.temperature and not self.adapter.acts_on_logits:
             raise ConfigError("adapter.temperature=true needs adapter.outputs=true, or adapter.kind=outputs")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.tasks.own_metric import in_order, number_within
+from metricopt_ext.tasks.own_metric import number_within
 
 MetricFunction = Callable[[Tensor, Tensor], float]
 Matrix = Tensor | npt.NDArray[Any] | Sequence[Any]
@@ -375,7 +375,9 @@ def from_callable(
     """
     if scores not in ("labels", "probabilities", "logits"):
         raise ValueError(f"scores must be 'labels', 'probabilities' or 'logits', got {scores!r}")
-    limits = in_order(bounds)
+    low, high = (float(bound) for bound in bounds)
+    if not low < high:
+        raise ValueError(f"bounds must be (smallest, largest), got {bounds}")
     inner: Any = fn
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -406,9 +408,9 @@ def from_callable(
 
     def function(logits: Tensor, labels: Tensor) -> float:
         logits, labels, num_classes = _check(logits, labels)
-        return number_within(evaluate(predictions(logits, num_classes), labels), limits, label)
+        return number_within(evaluate(predictions(logits, num_classes), labels), (low, high), label)
 
-    return MetricSpec(label, maximize, limits, function, f"{label} of the {scores}")
+    return MetricSpec(label, maximize, (low, high), function, f"{label} of the {scores}")
 
 
 def check_split(labels: Tensor, num_classes: int, where: str = "validation", *, all_classes: bool = False) -> None:

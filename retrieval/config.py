@@ -88,6 +88,7 @@ class RetrievalConfig(RunConfig):
             raise ConfigError(
                 "data.test_classes chooses the test part, as data.last_test or the set's own lists do; leave it empty"
             )
+        self.metric.check()
         self.model.check()
         check_at_least(1, {"model.embedding": self.model.embedding, "model.width": self.model.width})
         check_at_least(2, {"loss.classes": self.loss.classes, "loss.samples": self.loss.samples})

@@ -12,13 +12,24 @@ from metricopt_ext.utils.imports import import_named
 
 @dataclass(kw_only=True)
 class OwnMetricConfig:
-    """The settings of a metric that is named as ``MODULE:FUNCTION``; others leave them as they are."""
+    """The settings of a metric that is named as ``MODULE:FUNCTION``, for no other."""
 
     folder: str = ""  # where the module is, if it is not installed
     # the function's further arguments, e.g. {average: macro}; metric.kwargs.average=macro on the command line
     kwargs: dict[str, Any] = field(default_factory=dict)
     maximize: bool = True  # whether higher is better
     bounds: list[float] = field(default_factory=lambda: [0.0, 1.0])  # lowest and highest value
+
+    def check(self) -> None:
+        """Reject bounds that are none.
+
+        Raises:
+            ConfigError: The message names them.
+        """
+        if len(self.bounds) != 2 or not 0 < self.bounds[1] - self.bounds[0] < math.inf:
+            raise ConfigError(
+                f"metric.bounds={self.bounds}: it must be two finite numbers, the lowest and the highest value"
+            )
 
 
 class OwnMetric(NamedTuple):
@@ -41,18 +52,20 @@ def own_metric(name: str, config: OwnMetricConfig) -> OwnMetric | None:
         None for a name without a colon.
 
     Raises:
-        ConfigError: There is no such function, it does not take the arguments, or there are arguments for none.
+        ConfigError: There is no such function, it does not take the arguments, or there are settings for none.
     """
     _, colon, attribute = name.partition(":")
-    if not colon and config.kwargs:
-        raise ConfigError(f"metric.kwargs={config.kwargs} is for MODULE:FUNCTION; {name} takes no arguments")
     if not colon:
+        for key, default in vars(OwnMetricConfig()).items():
+            if getattr(config, key) != default:
+                raise ConfigError(f"metric.{key}={getattr(config, key)} is for MODULE:FUNCTION; {name} has its own")
         return None
+    config.check()
     try:
-        bounds, found = in_order(config.bounds), import_named(name, config.folder, "metric.folder")
+        found = import_named(name, config.folder, "metric.folder")
         made = isinstance(found, type)
         function = found(**config.kwargs) if made else partial(found, **config.kwargs) if config.kwargs else found
-        return OwnMetric(function, attribute, config.maximize, bounds)
+        return OwnMetric(function, attribute, config.maximize, (config.bounds[0], config.bounds[1]))
     except ConfigError:
         raise
     except ModuleNotFoundError as error:
@@ -77,15 +90,3 @@ def number_within(result: Any, bounds: tuple[float, float], name: str) -> float:
     if not (math.isfinite(value) and low - slack <= value <= high + slack):
         raise MetricError(f"metric {name!r} must be within its bounds ({low:g}, {high:g}), got {value:g}")
     return min(max(value, low), high)
-
-
-def in_order(bounds: Any) -> tuple[float, float]:
-    """Return the lowest and the highest value.
-
-    Raises:
-        ValueError: They are not two, or not in this order.
-    """
-    low, high = (float(bound) for bound in bounds)
-    if not low < high:
-        raise ValueError(f"bounds must be (smallest, largest), got {bounds}")
-    return low, high

@@ -601,7 +601,7 @@ def table(folder: Path, positives: int) -> list[str]:
         (["metric.name=sklearn.nothing:f"], r"'sklearn\.nothing:f': .* 'sklearn\.nothing'; modules are imported from "),
         (
             ["metric.kwargs.average=macro"],
-            r"metric\.kwargs=\{'average': 'macro'\} is for MODULE:FUNCTION; accuracy takes",
+            r"metric\.kwargs=\{'average': 'macro'\} is for MODULE:FUNCTION; accuracy has",
         ),
         (
             ["metric.name=sklearn.metrics:f1_score", "metric.bounds=[0]"],
