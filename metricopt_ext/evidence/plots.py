@@ -11,6 +11,7 @@ from metricopt_ext.evidence.report import Report, paired_interval
 from metricopt_ext.evidence.style import direction, new_figure, over_seeds, save_figure
 from metricopt_ext.utils.words import counted
 
+FEW_DOTS = 400  # queries that can be told apart in a picture
 STRETCH = 3.0  # a method that alone makes the axis this many times as long is drawn as an arrow at its end
 
 
@@ -103,8 +104,10 @@ def plot_search(report: Report, path: str | Path) -> Path:
     searched = [record.searched for record in report.records]
     shortest = min(map(len, searched))
     best = np.array([best_of.accumulate(values)[:shortest] for values in searched])
+    size, alpha = (7, 0.5) if sum(map(len, searched)) <= FEW_DOTS else (3, 0.25)
     for values in searched:
-        axes.plot(np.arange(1, len(values) + 1), values, ".", color=colour, alpha=0.25, markersize=3, markeredgewidth=0)
+        queries = np.arange(1, len(values) + 1)
+        axes.plot(queries, values, ".", color=colour, alpha=alpha, markersize=size, markeredgewidth=0)
     axes.plot([], [], ".", color=colour, alpha=0.5, label="queries")
     steps, mean, error = np.arange(1, shortest + 1), best.mean(0), best.std(0) / math.sqrt(max(1, len(best) - 1))
     axes.plot(steps, mean, color=colour, label="best so far, mean over seeds" if len(best) > 1 else "best so far")
