@@ -287,7 +287,8 @@ def classifier(
         DataError: The weights don't fit the model.
     """
     settings = config.model
-    own: dict[str, Any] = {"weight_decay": settings.weight_decay, "bfloat16": settings.bfloat16, "watcher": watcher}
+    own: dict[str, Any] = {name: getattr(settings, name) for name in ("optimizer", "weight_decay", "bfloat16")}
+    own["watcher"] = watcher
     return pretrained(
         lambda: build_model(settings.name, splits.train.x.shape[1:], splits.num_classes),
         lambda model, file: train(model, splits.train, settings, settings.balanced, seed, checkpoint=file, **own),

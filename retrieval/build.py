@@ -202,6 +202,7 @@ def train(
         steps=max(1, settings.epochs * len(part) // (batches.classes * batches.samples)),
         lr=settings.lr,
         seed=seed,
+        optimizer=settings.optimizer,
         weight_decay=settings.weight_decay,
         augment=settings.augment,
         checkpoint=checkpoint,

@@ -1,6 +1,7 @@
 """Supervised training of a model in memory, before it is finetuned for a metric."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,11 @@ from metricopt_ext.data.training_state import TrainingState
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+}
+
 
 def train_supervised(
     model: nn.Module,
@@ -21,13 +27,14 @@ def train_supervised(
     steps: int,
     lr: float,
     seed: int,
+    optimizer: str = "adamw",
     weight_decay: float = 0.0,
     augment: bool = False,
     bfloat16: bool = False,
     checkpoint: Path | None = None,
     watcher: Watcher | None = None,
 ) -> None:
-    """Train a model's trainable parameters by AdamW with a one-cycle schedule; leaves it in evaluation mode.
+    """Train a model's trainable parameters with a one-cycle schedule; leaves it in evaluation mode.
 
     A killed training goes on from its checkpoint and ends where it would have ended, bit for bit.
 
@@ -38,7 +45,9 @@ def train_supervised(
         steps: Number of steps, at least 1.
         lr: Peak learning rate.
         seed: Seed of batches and augmentation.
-        weight_decay: Share of the rate by which weights shrink in each step; 0 makes it Adam.
+        optimizer: ``"adamw"``, or ``"sgd"`` with Nesterov's momentum, which the schedule moves between 0.95 and 0.85.
+        weight_decay: AdamW's, the share of the rate by which weights shrink in each step (0 makes it Adam), or SGD's,
+            the factor of a penalty.
         augment: Whether images are flipped and shifted at random, see `images.flip_and_shift`.
         bfloat16: Whether convolutions and matrix products are computed in bfloat16, and images' channels lie last.
         checkpoint: File to go on from if it exists, written once a minute; None for none.
@@ -49,10 +58,11 @@ def train_supervised(
     """
     if bfloat16:
         model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=weight_decay)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
-    settings = {"lr": lr, "seed": seed, "weight_decay": weight_decay, "augment": augment, "bfloat16": bfloat16}
-    state = TrainingState(model, optimizer, steps, settings, checkpoint, watcher)
+    descent = OPTIMIZERS[optimizer](model.parameters(), lr, weight_decay=weight_decay)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(descent, lr, total_steps=steps)
+    settings = {"optimizer": optimizer, "lr": lr, "seed": seed, "weight_decay": weight_decay}
+    settings |= {"augment": augment, "bfloat16": bfloat16}
+    state = TrainingState(model, descent, steps, settings, checkpoint, watcher)
     schedule.last_epoch = len(state.losses)
     model.train()
     for step in state.steps_left():
@@ -61,9 +71,9 @@ def train_supervised(
             x = flip_and_shift(x, generator(seed, "augment", step))
         with torch.autocast(x.device.type, torch.bfloat16, enabled=bfloat16):
             value = loss(model, (x, y))
-        optimizer.zero_grad()
+        descent.zero_grad()
         value.backward()
-        optimizer.step()
+        descent.step()
         schedule.step()
         state.losses.append(float(value.detach()))
     if bfloat16:

@@ -8,6 +8,7 @@ from typing import Any
 from metricopt_ext.data.images import MAX_PIXELS, Limits
 from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.data.shift import ImageShift
+from metricopt_ext.data.training import OPTIMIZERS
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.paper import Algorithm1
@@ -206,8 +207,9 @@ class TrainingConfig:
 
     weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use instead of training
     epochs: int = 10
-    lr: float = 1e-3  # peak rate of Adam with a one-cycle schedule
-    weight_decay: float = 0.0  # share of the rate by which weights shrink in a step (AdamW)
+    optimizer: str = "adamw"  # or sgd, with Nesterov's momentum; which is better for convolutions in long trainings
+    lr: float = 1e-3  # peak rate, with a one-cycle schedule
+    weight_decay: float = 0.0  # adamw: share of the rate by which weights shrink in a step; sgd: factor of the penalty
     augment: bool = False  # images: random flips and shifts by up to 4 pixels while training
 
     def check(self) -> None:
@@ -216,6 +218,8 @@ class TrainingConfig:
         Raises:
             ConfigError: A value is out of range.
         """
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"model.optimizer={self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
         with config_section("model"):
             check_above(0, lr=self.lr)
             check_finite(weight_decay=self.weight_decay)

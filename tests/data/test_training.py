@@ -59,6 +59,24 @@ def test_steps_are_those_of_adamw_under_a_one_cycle_schedule(decay: float) -> No
     torch.testing.assert_close(trained, w, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.05])
+def test_steps_are_those_of_sgd_with_nesterov_s_momentum_under_a_one_cycle_schedule(decay: float) -> None:
+    model, steps, peak = linear(), 20, 0.05
+    x, y = rand(8, 3, seed=100), rand(8, 1, seed=200)
+    ones = torch.cat([x, torch.ones(8, 1).double()], dim=1)
+    w = torch.cat([model.weight.detach().flatten(), model.bias.detach()])
+    velocity = torch.zeros(4).double()
+    for step in range(steps):
+        gradient = 2 * ones.T @ (ones @ w - y.flatten()) / 8 + decay * w
+        rate, momentum = one_cycle(step, steps, peak)
+        velocity = momentum * velocity + gradient
+        w = w - rate * (gradient + momentum * velocity)
+    options: dict[str, Any] = {"optimizer": "sgd", "steps": steps, "lr": peak, "seed": 0, "weight_decay": decay}
+    train_supervised(model, squares, lambda *address: (x, y), **options)
+    trained = torch.cat([model.weight.detach().flatten(), model.bias.detach()])
+    torch.testing.assert_close(trained, w, rtol=1e-9, atol=1e-9)
+
+
 def test_it_comes_to_the_least_squares_solution() -> None:
     x, noise = rand(50, 3), rand(50, 1, seed=2)
     y = x @ torch.tensor([[1.0], [-2.0], [0.5]]).double() + 0.3 + 0.1 * noise

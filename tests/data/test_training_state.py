@@ -62,7 +62,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("killed", [0, 1, 3, 7, STEPS - 1])
-@pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1, "bfloat16": True}])
+@pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1, "bfloat16": True}, {"optimizer": "sgd"}])
 def test_a_killed_training_goes_on_to_the_same_bits(settings: dict[str, Any], killed: int, tmp_path: Path) -> None:
     file = tmp_path / "t.safetensors"
     straight = Training(None, small_net(0), **settings)

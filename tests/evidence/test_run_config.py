@@ -179,6 +179,7 @@ def test_searches_get_enough_queries_or_none(name: str, least: int) -> None:
     ("settings", "message"),
     [
         ({"epochs": 0}, "model.epochs=0: it must be at least 1"),
+        ({"optimizer": "adam"}, r"model\.optimizer='adam' is none of adamw, sgd"),
         ({"lr": 0.0}, r"model: lr is 0\.0; it must be above 0"),
         ({"lr": math.nan}, "model: lr is nan; it must be a finite number"),
         ({"lr": math.inf}, "model: lr is inf; it must be a finite number"),
