@@ -194,7 +194,8 @@ def files_of_run(config: RunConfig) -> list[str]:
     """Return the names of what a run leaves in its folder, besides its seeds' folders and pictures of one task."""
     course = "search.png" if config.strategy == "search" else "finetuning.png"
     reports = ["report.json", "report.md", "report.html"]
-    return ["run.json", "log.txt", *reports, "methods.png", course, "value_function.png", "events"]
+    predicted = [] if config.strategy == "paper" else ["value_function.png"]  # which is drawn of held-out predictions
+    return ["run.json", "log.txt", *reports, "methods.png", course, *predicted, "events"]
 
 
 def files_of_seed(config: RunConfig, own: tuple[str, ...]) -> list[str]:

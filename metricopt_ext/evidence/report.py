@@ -115,7 +115,7 @@ class Report:
 
     @property
     def predicts(self) -> bool:
-        """Whether a value function made predictions; none is fitted where the metric never varied."""
+        """Whether a value function made predictions of what it was not fitted to; not under ``strategy=paper``."""
         return any(record.predicted for record in self.records)
 
     @property

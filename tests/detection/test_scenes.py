@@ -123,7 +123,7 @@ def test_a_finished_folder_is_left_as_it_is(tmp_path: Path) -> None:
 
 def test_a_folder_with_other_settings_is_refused(tmp_path: Path) -> None:
     write_scenes(tmp_path, images=(1, 1, 1))
-    with pytest.raises(FileFormatError, match="shift was"):
+    with pytest.raises(FileFormatError, match=r"shift\.contrast was 1\.0, now 0\.5;"):
         write_scenes(tmp_path, images=(1, 1, 1), shift=SceneShift(contrast=0.5))
 
 

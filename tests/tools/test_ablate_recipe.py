@@ -77,7 +77,7 @@ def test_a_table_of_paired_differences(few: None, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tool, "whole", lambda *_: pytest.fail("ran again what is on file"))
     monkeypatch.setattr(tool, "fitted", lambda *_: pytest.fail("fitted again what is on file"))
     assert tool.ablate([task], tmp_path, range(3, 5), workers=1) == content
-    with pytest.raises(FileFormatError, match="recipe was"):
+    with pytest.raises(FileFormatError, match=r"recipe\.lr was 0\.05, now 0\.01;"):
         tool.ablate([[*task, "recipe.lr=0.01"]], tmp_path, range(3, 5), workers=1)
     edited = tmp_path / DIGITS.name
     edited.write_text(DIGITS.read_text().replace("\nbatch_size: 30", "\nbatch_size: 50"))

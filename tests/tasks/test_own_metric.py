@@ -1,0 +1,74 @@
+"""A metric named as MODULE:FUNCTION: what is imported, which settings are its own, and what values it may have."""
+
+import functools
+import statistics
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from metricopt_ext.errors import ConfigError, MetricError
+from metricopt_ext.tasks.own_metric import OwnMetric, OwnMetricConfig, number_within, own_metric
+
+
+def test_a_function_comes_with_what_is_known_of_it() -> None:
+    found = own_metric("statistics:mean", OwnMetricConfig(maximize=False, bounds=[-1.0, 3.0]))
+    assert found == OwnMetric(statistics.mean, "mean", False, (-1.0, 3.0))
+
+
+def test_further_arguments_are_bound_and_objects_made_of_classes() -> None:
+    found = own_metric("statistics:quantiles", OwnMetricConfig(kwargs={"n": 2}))
+    assert found is not None
+    assert isinstance(found.function, functools.partial)
+    assert found.function([1, 2, 3]) == [2]
+    made = own_metric("fractions:Fraction", OwnMetricConfig(kwargs={"numerator": 3, "denominator": 4}))
+    assert made is not None
+    assert made.function == Fraction(3, 4)
+
+
+def test_another_name_has_none_and_takes_no_settings() -> None:
+    assert own_metric("accuracy", OwnMetricConfig()) is None
+    changes: list[dict[str, Any]] = [{"folder": "x"}, {"kwargs": {"a": 1}}, {"maximize": False}, {"bounds": [0.0, 2.0]}]
+    for change in changes:
+        ((key, value),) = change.items()
+        with pytest.raises(ConfigError) as caught:
+            own_metric("accuracy", OwnMetricConfig(**change))
+        assert str(caught.value) == f"metric.{key}={value} is for MODULE:FUNCTION; accuracy has its own"
+
+
+@pytest.mark.parametrize("bounds", [[], [0.0], [1.0, 0.0], [1.0, 1.0], [0.0, float("inf")], [float("nan"), 1.0]])
+def test_bounds_are_two_finite_numbers(bounds: list[float]) -> None:
+    config = OwnMetricConfig(bounds=bounds)
+    with pytest.raises(ConfigError, match=r"metric\.bounds=\[.*\]: it must be two finite numbers"):
+        config.check()
+    with pytest.raises(ConfigError, match=r"metric\.bounds=\[.*\]: it must be two finite numbers"):
+        own_metric("statistics:mean", config)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("statistics:nothing", {}, "metric.name='statistics:nothing': module 'statistics' has no attribute 'nothing'"),
+        ("no_such_module:f", {}, "there is no module 'no_such_module' installed"),
+        ("statistics.nothing:f", {}, "modules are imported from the installed packages and metric.folder alone"),
+        ("fractions:Fraction", {"kwargs": {"half": 1}}, "metric.name='fractions:Fraction': .*'half'"),
+    ],
+)
+def test_what_cannot_be_imported_or_made_is_named(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        own_metric(name, OwnMetricConfig(**change))
+
+
+def test_values_are_numbers_within_the_bounds_but_for_rounding() -> None:
+    assert number_within(torch.tensor(0.25), (0.0, 1.0), "own") == 0.25
+    assert number_within(1 + 1e-7, (0.0, 1.0), "own") == 1
+    assert number_within(-2e-6, (0.0, 4.0), "own") == 0
+    for result, message in (
+        (1.01, r"metric 'own' must be within its bounds \(0, 1\), got 1\.01"),
+        (float("nan"), r"must be within its bounds \(0, 1\), got nan"),
+        ([0.5, 0.5], r"metric 'own' must return one number, got \[0\.5, 0\.5\]"),
+        (None, "must return one number, got None"),
+    ):
+        with pytest.raises(MetricError, match=message):
+            number_within(result, (0.0, 1.0), "own")
