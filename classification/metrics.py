@@ -396,7 +396,7 @@ def from_callable(
 
     def evaluate(predicted: Tensor, labels: Tensor) -> Any:
         if not takes_tensors:
-            return fn(labels.numpy(force=True), predicted.numpy(force=True))
+            return fn(labels.numpy(force=True).copy(), predicted.numpy(force=True).copy())  # it may work in place
         if not stateful:
             return fn(predicted, labels)
         metric: Any = fn

@@ -92,13 +92,12 @@ class OwnDetectionMetric(DetectionMetric):
 
     def judge(self, found: Sequence[Detections], truth: DetectionSet) -> ValueOn:
         """Return the function's value as a function of images."""
-        known = [_arrays(image, "boxes", "labels", "difficult", "crowd") for image in truth.images]
-        seen = [_arrays(image, "boxes", "scores", "labels") for image in found]
 
         def value_on(images: Sequence[int] | None) -> float:
-            rows = range(len(known)) if images is None else images
-            given = [known[i] for i in rows], [seen[i] for i in rows]
-            return number_within(self.function(*given), self.bounds, self.name)
+            rows = range(len(truth)) if images is None else images
+            known = [_arrays(truth.images[i], "boxes", "labels", "difficult", "crowd") for i in rows]
+            seen = [_arrays(found[i], "boxes", "scores", "labels") for i in rows]
+            return number_within(self.function(known, seen), self.bounds, self.name)
 
         return value_on
 
@@ -159,9 +158,7 @@ def detector_metric(
     told = [torch.tensor(half) for half in halves] if all(has_object[list(half)].any() for half in halves) else []
 
     def function(model: nn.Module) -> Any:
-        value_on = metric.judge(
-            [each for batch in in_batches(examples) for each in toolkit.detect(model, batch)], truth
-        )
+        value_on = metric.judge(detect_all(toolkit, model, examples), truth)
         return with_halves(lambda half: value_on(None if half is None else half.tolist()), told)
 
     return Metric(function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
@@ -181,4 +178,5 @@ def ap50_metric(
 
 
 def _arrays(record: Any, *fields: str) -> dict[str, Any]:
-    return {name: getattr(record, name).numpy(force=True) for name in fields}
+    """Copies, as a function may work in place."""
+    return {name: getattr(record, name).numpy(force=True).copy() for name in fields}

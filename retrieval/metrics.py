@@ -104,5 +104,10 @@ def _calculated(name: str) -> Callable[[Array, Array], float]:
 def _checked(
     function: Callable[[Array, Array], float], bounds: tuple[float, float], name: str
 ) -> Callable[[Tensor, Tensor], float]:
-    """Check what goes into a function of arrays, and what comes out."""
-    return lambda embeddings, labels: number_within(function(*check_items(embeddings, labels)), bounds, name)
+    """Check what goes into a function of arrays, which may work in place, and what comes out."""
+
+    def value(embeddings: Tensor, labels: Tensor) -> float:
+        x, y = check_items(embeddings, labels)
+        return number_within(function(x.copy(), y.copy()), bounds, name)
+
+    return value

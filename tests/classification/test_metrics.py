@@ -286,6 +286,18 @@ def test_from_callable_takes_scikit_learn() -> None:
     assert ovr.function(logits, labels) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("scores", ["labels", "probabilities", "logits"])
+def test_from_callable_takes_functions_that_work_in_place(scores: Any) -> None:
+    def in_place(y: Any, p: Any) -> float:
+        value = float(y.mean() + abs(p).mean())
+        y[:], p[:] = 0, 0
+        return value
+
+    logits, labels = _case("multi", 0)
+    function = from_callable(in_place, maximize=True, bounds=(0, 100), scores=scores).function
+    assert function(logits, labels) == function(logits, labels) > 0
+
+
 def test_from_callable_gives_binary_functions_the_positive_class() -> None:
     pair, labels = _case("binary", 0)
     probability = pair.double().softmax(1)[:, 1]

@@ -178,6 +178,25 @@ def test_a_function_of_one_s_own_judges_all_images_and_each_half() -> None:
         assert truth[i]["labels"].tolist() == found[i]["labels"].tolist() == [0, 1]
 
 
+def test_a_function_of_one_s_own_may_work_in_place() -> None:
+    def function(truth: list[dict[str, Any]], found: list[dict[str, Any]]) -> float:
+        value = float(sum(known["boxes"].sum() for known in truth) + sum(seen["scores"].sum() for seen in found))
+        for each in (*truth, *found):
+            for array in each.values():
+                array[:] = 0
+        return value
+
+    images = examples(6)
+    own = OwnDetectionMetric(function, "own", bounds=(0.0, 1e6))
+    own.try_on(truth_of(images, CLASSES))
+    metric = detector_metric(own, Finding(), images, CLASSES, ([0, 1, 2], [3, 4, 5]))
+    first, second = (metric.evaluate(nn.Identity(), "test") for _ in range(2))
+    assert first == second
+    whole, *halves = (metric.to_value(cost) for cost in (first.cost, *first.halves))
+    assert whole == pytest.approx(sum(halves))
+    assert min(halves) > 1
+
+
 def test_a_function_of_one_s_own_is_tried_and_its_values_are_checked() -> None:
     truth = truth_of(examples(3), CLASSES)
     OwnDetectionMetric(counted, "counted").try_on(truth)

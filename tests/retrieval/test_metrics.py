@@ -64,6 +64,18 @@ def test_an_own_function_of_a_folder(tmp_path: Path) -> None:
     assert metric.function(X, Y) == pytest.approx(float(X.abs().mean()) ** 2, rel=1e-5)
 
 
+def test_an_own_function_may_work_in_place(tmp_path: Path) -> None:
+    (tmp_path / "own_in_place.py").write_text(
+        "def first(embeddings, labels):\n"
+        "    value = abs(embeddings).mean() + labels.mean()\n"
+        "    embeddings[:], labels[:] = 0, 0\n"
+        "    return value\n"
+    )
+    metric = embedding_metric(MetricConfig("own_in_place:first", folder=str(tmp_path), bounds=[0.0, 9.0]))
+    x, y = X.clone(), Y.clone()
+    assert metric.function(x, y) == metric.function(x, y) > 1
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
