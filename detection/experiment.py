@@ -10,14 +10,7 @@ from torch import Tensor
 from metricopt_ext.detection.build import attach, build_metric, build_toolkit, detector, remembering
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, image_halves, load_splits
-from metricopt_ext.detection.metric import (
-    OwnDetectionMetric,
-    ValueOn,
-    detect_all,
-    detector_metric,
-    in_batches,
-    truth_of,
-)
+from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric, in_batches, truth_of
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import proposal_recall
 from metricopt_ext.detection.task import ExampleBatches, detection_loss
@@ -61,8 +54,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         config, seed, folder = self.config, self.seed, self.folder
         self.toolkit, metric = build_toolkit(config), build_metric(config.metric)
         self.splits = splits = load_splits(config, seed, folder)
-        if isinstance(metric, OwnDetectionMetric):
-            metric.try_on(truth_of(splits.validation, splits.classes))
+        metric.try_on(truth_of(splits.validation, splits.classes))
         model = detector(config, self.toolkit, splits, seed, folder, self.watcher)
         adapter = attach(self.toolkit, model, config.adapter, seed)
         self.used, classes = remembering(self.toolkit, adapter, config.adapter), splits.classes

@@ -45,6 +45,13 @@ class DetectionMetric(ABC):
     def with_objects(self, truth: DetectionSet) -> npt.NDArray[np.bool_]:
         """Return which images have an object that counts, ``n``."""
 
+    def try_on(self, truth: DetectionSet) -> None:  # noqa: B027
+        """Find out whether it can judge these images, before work is done for it; a known metric can.
+
+        Raises:
+            ConfigError: It fails; the message says why.
+        """
+
 
 @dataclass(frozen=True)
 class MeanAveragePrecision(DetectionMetric):
@@ -106,11 +113,7 @@ class OwnDetectionMetric(DetectionMetric):
         return np.array([len(image.labels) > 0 for image in truth.images])
 
     def try_on(self, truth: DetectionSet) -> None:
-        """Call the function as if a detector had found every object, before work is done for it.
-
-        Raises:
-            ConfigError: It fails; the message says why.
-        """
+        """Call the function as if a detector had found every object."""
         found = [Detections(image.boxes, torch.ones(len(image.labels)), image.labels) for image in truth.images]
         try:
             self.judge(found, truth)(None)

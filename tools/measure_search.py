@@ -12,7 +12,7 @@ an interrupted run, seed by seed, and adds seeds to a finished one.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,24 +146,30 @@ def run_seed(
     """Return what comes out for a seed, from its file if it is there."""
     file = folder / f"seed-{seed}" / "row.json"
     watcher.stage("on file" if file.exists() else "train the first model")
-    row = kept_json(file, KINDS, lambda: search_both(experiment_type, config, budgets, folder, seed, watcher))
+
+    def make(seed: int) -> Experiment[Any]:
+        return experiment_type(config, folder / f"seed-{seed}", seed)
+
+    row = kept_json(file, KINDS, lambda: search_both(make, seed, budgets, watcher))
     watcher.done()
     return row
 
 
 def search_both(
-    experiment_type: type[Experiment[Any]],
-    config: RunConfig,
-    budgets: Sequence[int],
-    folder: Path,
-    seed: int,
-    watcher: Watcher,
+    make: Callable[[int], Experiment[Any]], seed: int, budgets: Sequence[int], watcher: Watcher
 ) -> dict[str, Any]:
-    """Search one model, follow its f, and search another with and without the first one's phi."""
-    first = experiment_type(config, folder / f"seed-{seed}", seed)
-    (run,) = search(first, {}, [config.queries], watcher)
+    """Search one model, follow its f, and search another with and without the first one's phi.
+
+    Args:
+        make: Trains the model of a seed.
+        seed: The first model's.
+        budgets: The second model's, ascending.
+        watcher: Notified of progress.
+    """
+    first = make(seed)
+    (run,) = search(first, {}, [first.config.queries], watcher)
     watcher.stage("train the second model")
-    second = experiment_type(config, folder / f"seed-{seed + OTHER}", seed + OTHER)
+    second = make(seed + OTHER)
     like = second.starts().get(run.begun_at)  # the first model's phi is worth something under such buffers alone
     previous = Start(run.ends["search"], {} if like is None else like.buffers)
     second_runs = {

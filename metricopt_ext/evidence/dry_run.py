@@ -107,17 +107,17 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
     print(f"{subject.title}: {subject.metric} ({direction(subject.maximize)})")
     print_table(["dry run, of each seed", ""], [list(row) for row in rows], left=2)
     shared = f" It is for one process: {world} ranks share queries and rollouts." if at_once == 1 < world else ""
-    cut_short = [
-        f"The model was trained for {TRAINING:g} seconds; at this pace its training takes {duration(cut.left_out)}"
-        " more. The other times are those of a model that is hardly trained, which may predict faster or slower."
-    ]
     notes = [
         "The time is that of a probe, the second of two evaluations and of two loss steps, times the planned numbers."
         " Serial work is not in it: fits of f and what it proposes, the training of further methods, pictures."
         + shared,
-        *(cut_short if cut.left_out else []),
         "Nothing was written to the output folder, and no query was charged.",
     ]
+    if cut.left_out:
+        notes.append(
+            f"The model was trained for {TRAINING:g} seconds; at this pace its training takes {duration(cut.left_out)}"
+            " more. The other times are those of a model that is hardly trained, which may predict faster or slower."
+        )
     print_points(notes)
 
 
