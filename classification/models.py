@@ -1,5 +1,7 @@
 """The networks of the paper's classification experiments, and any torchvision classifier by name."""
 
+import re
+
 import torch
 from torch import Tensor, nn
 
@@ -63,31 +65,34 @@ class SmallCNN(nn.Sequential):
 class CifarResNet(nn.Sequential):
     """The residual network for 32-pixel images of He et al. (2016), section 4.2, with parameter-free shortcuts.
 
-    Three stages of n blocks and 16, 32, 64 channels: depth 6n + 2; 32 is the paper's network for MCR. Maps
+    Three stages of n blocks and 16k, 32k, 64k channels: depth 6n + 2; 32 is the paper's network for MCR. Maps
     ``n x 3 x h x w`` to logits, ``n x classes``.
 
     Args:
         depth: Number of layers, 6n + 2 with n at least 1.
         classes: Number of classes.
+        widening: How many times as wide as the published one, k, at least 1 (Zagoruyko and Komodakis, 2016).
 
     Raises:
-        ConfigError: The depth is not of this form.
+        ConfigError: The depth is not of this form, or the widening is below 1.
     """
 
-    def __init__(self, depth: int = 32, classes: int = 10) -> None:
+    def __init__(self, depth: int = 32, classes: int = 10, widening: int = 1) -> None:
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
             raise ConfigError(f"depth is {depth}; a CIFAR ResNet has 6n + 2 layers, e.g. 20, 32, 56")
-        blocks = (depth - 2) // 6
-        self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(16)
+        if widening < 1:
+            raise ConfigError(f"widening is {widening}; it must be at least 1, e.g. cifar_resnet14x2")
+        blocks, width = (depth - 2) // 6, 16 * widening
+        self.conv = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
         self.relu = nn.ReLU()
-        self.stage1 = self._stage(16, 16, blocks)
-        self.stage2 = self._stage(16, 32, blocks)
-        self.stage3 = self._stage(32, 64, blocks)
+        self.stage1 = self._stage(width, width, blocks)
+        self.stage2 = self._stage(width, 2 * width, blocks)
+        self.stage3 = self._stage(2 * width, 4 * width, blocks)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
-        self.head = nn.Linear(64, classes)
+        self.head = nn.Linear(4 * width, classes)
 
     @staticmethod
     def _stage(inputs: int, outputs: int, blocks: int) -> nn.Sequential:
@@ -118,8 +123,8 @@ def build_model(name: str, input_shape: torch.Size, classes: int) -> nn.Module:
     """Build an untrained classifier.
 
     Args:
-        name: ``tabular_mlp``, ``small_cnn``, ``cifar_resnet32`` (or another depth), or the name of a torchvision
-            classifier, e.g. ``resnet18``.
+        name: ``tabular_mlp``, ``small_cnn``, ``cifar_resnet32`` (or another depth, twice as wide with ``x2`` after it),
+            or the name of a torchvision classifier, e.g. ``resnet18``.
         input_shape: Shape of one input: ``features`` or ``channels x h x w``.
         classes: Number of classes c. Two classes give the MLP one logit.
 
@@ -134,6 +139,7 @@ def build_model(name: str, input_shape: torch.Size, classes: int) -> nn.Module:
         raise ConfigError(f"model.name={name} takes images, but the data has shape {tuple(input_shape)}")
     if name == "small_cnn":
         return SmallCNN(input_shape[0], classes)
-    if name.startswith("cifar_resnet") and name.removeprefix("cifar_resnet").isdigit():
-        return CifarResNet(int(name.removeprefix("cifar_resnet")), classes)
+    if cifar_resnet := re.fullmatch(r"cifar_resnet(\d+)(?:x(\d+))?", name):
+        depth, widening = cifar_resnet.groups(default="1")
+        return CifarResNet(int(depth), classes, int(widening))
     return torchvision_classifier(name, input_shape, classes, others="tabular_mlp, small_cnn, cifar_resnetN")

@@ -13,6 +13,16 @@ def test_cifar_resnet_has_the_published_size_and_depth() -> None:
     assert len(layers) == 32
 
 
+def test_widened_cifar_resnet_has_the_size_that_its_layers_add_up_to() -> None:
+    model = build_model("cifar_resnet14x2", torch.Size((3, 32, 32)), 10)
+    assert isinstance(model, CifarResNet)
+    # A convolution a -> b has 9 ab weights, its norm 2b; two blocks in each of three stages.
+    pairs = [(3, 32), *[(32, 32)] * 4, (32, 64), *[(64, 64)] * 3, (64, 128), *[(128, 128)] * 3]
+    assert sum(p.numel() for p in model.parameters()) == sum(9 * a * b + 2 * b for a, b in pairs) + 128 * 10 + 10
+    narrow, as_named = CifarResNet(14).state_dict(), build_model("cifar_resnet14x1", torch.Size((3, 32, 32)), 10)
+    assert {k: v.shape for k, v in narrow.items()} == {k: v.shape for k, v in as_named.state_dict().items()}
+
+
 def test_cifar_block_shortcut_is_parameter_free_identity_padded_with_zeros() -> None:
     block = CifarResNet(8).stage2[0].eval()
     torch.nn.init.zeros_(block.conv2.weight)
@@ -26,6 +36,11 @@ def test_cifar_block_shortcut_is_parameter_free_identity_padded_with_zeros() -> 
 def test_impossible_depth_is_named(depth: int) -> None:
     with pytest.raises(ConfigError, match=str(depth)):
         CifarResNet(depth)
+
+
+def test_impossible_width_is_named() -> None:
+    with pytest.raises(ConfigError, match="widening is 0; it must be at least 1"):
+        build_model("cifar_resnet14x0", torch.Size((3, 32, 32)), 10)
 
 
 @pytest.mark.parametrize(
