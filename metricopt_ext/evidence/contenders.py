@@ -231,7 +231,7 @@ class Telling(Metric):
 
 
 def with_budget(task: FinetuneTask, queries: int) -> FinetuneTask:
-    """Return the task with a ledger of its own that refuses any query beyond so many."""
+    """Return the task with a ledger of its own that refuses any query beyond so many; who is told of them stays."""
     metric = task.metric.with_new_ledger()
-    metric.ledger = Ledger(queries)
+    metric.ledger = Ledger(queries, task.metric.ledger.on_spent)
     return task.judged_by(metric)

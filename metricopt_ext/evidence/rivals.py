@@ -9,6 +9,7 @@ from torch import Tensor
 
 from metricopt_ext.evidence.contenders import Contender, best_of_loss_finetune, loss_path, usual_contenders
 from metricopt_ext.evidence.method import (
+    METHODS,
     Meter,
     Method,
     MethodResult,
@@ -27,7 +28,7 @@ from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.progress import Watcher, Within
 
 
 def usual_methods(
@@ -103,7 +104,7 @@ def usual_methods(
     if config.search_queries:
         contenders = usual_contenders(config)
         for name in ("guided_es", "cma_es"):
-            methods[name] = following_start(contenders[name], config.search_queries, seed)
+            methods[name] = following_start(contenders[name], config.search_queries, seed, name, shown)
     for name in (name for name in config.methods if name in VARIANTS):
         methods[name] = variant_method(name, config, seed, folder=folder, resume=resume, watcher=watcher)
     if config.refine_queries:
@@ -129,7 +130,7 @@ def at_budget(contender: Contender, queries: int, seed: int) -> Method:
     return method
 
 
-def following_start(contender: Contender, queries: int | str, seed: int) -> Method:
+def following_start(contender: Contender, queries: int | str, seed: int, name: str, watcher: Watcher) -> Method:
     """Make a method of a search from where MetricOpt's own search began, if it was one, and from phi = 0 else.
 
     What was spent on choosing the start counts as the method's own too.
@@ -138,6 +139,8 @@ def following_start(contender: Contender, queries: int | str, seed: int) -> Meth
         contender: The search.
         queries: Its budget, the choice of the start included; ``"same"`` for what MetricOpt spent.
         seed: Its seed.
+        name: Its name in `METHODS`.
+        watcher: Told of its queries now and then.
     """
 
     def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
@@ -145,7 +148,8 @@ def following_start(contender: Contender, queries: int | str, seed: int) -> Meth
         if isinstance(before.details, SearchRun):
             start, asked = before.details.candidates[before.details.begun_at], len(before.details.candidates)
         budget = before.reached[-1].queries if isinstance(queries, str) else queries
-        own = with_start(task, start)
+        own, shown = with_start(task, start), Within(watcher, METHODS[name].title, budget)
+        own.metric.ledger.on_spent = lambda spent: shown.query(spent + asked, "")
         (reached,) = contender.run(own, start.phi, [budget - asked], seed)
         assert isinstance(reached.end, Tensor)
         own.adapter.set_phi(reached.end)

@@ -10,7 +10,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.siblings.learned import LearnedResult, metricopt_learned
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.progress import Watcher, Within
 
 
 def variant_method(
@@ -31,22 +31,23 @@ def variant_method(
         seed: Seed of all draws.
         folder: The seed's folder; the method keeps its work in a folder of its own name there.
         resume: Continue what an interrupted run left there.
-        watcher: Told the stages alone: queries shown are MetricOpt's.
+        watcher: Told the stages, and of queries now and then: those counted are MetricOpt's.
     """
     recipe, output_dir = config.recipe.build(), None if folder is None else folder / name
+    watcher, learned = watcher or Watcher(), config.learned.queries or config.queries
 
     def run(task: FinetuneTask) -> Result:
         if name == "metricopt_learned":
             return metricopt_learned(
                 task,
-                queries=config.learned.queries or config.queries,
+                queries=learned,
                 settings=config.learned.build(recipe),
                 lr=recipe.lr,
                 guard_confidence=config.guard_confidence,
                 seed=seed,
                 output_dir=output_dir,
                 resume=resume,
-                watcher=Watcher(),
+                watcher=Within(watcher, METHODS[name].title, learned),
             )
         return optimize_metric(
             task,
@@ -56,12 +57,12 @@ def variant_method(
             seed=seed,
             output_dir=output_dir,
             resume=resume,
-            watcher=Watcher(),
+            watcher=Within(watcher, METHODS[name].title, config.queries),
         )
 
     def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
         meter = Meter(task)
-        (watcher or Watcher()).stage(METHODS[name].title)
+        watcher.stage(METHODS[name].title)
         result = run(task)
         reached = replace(meter.reached(result.ends[result.chosen]), queries_per_start=result.queries_per_start)
         return MethodResult((reached,), result.path if isinstance(result, LearnedResult) else None)

@@ -98,6 +98,42 @@ class Several(_Passing):
             getattr(watcher, method)(*arguments)
 
 
+class Within(Watcher):
+    """Shows a part of a run, whose queries are not among the run's, as a stage of it that takes long.
+
+    Args:
+        watcher: The run's.
+        name: The part's.
+        total: Queries that the part may spend.
+        clock: Returns seconds, to space out what is said.
+    """
+
+    def __init__(self, watcher: Watcher, name: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._watcher, self._name, self._total, self._clock = watcher, name, total, clock
+        self._told = clock()
+
+    def stage(self, description: str) -> None:
+        """Say it under the part's name, unless something was said just before."""
+        self._tell(description)
+
+    def query(self, spent: int, seen: str) -> None:
+        """Say how many of the part's queries have been spent, unless something was said just before."""
+        self._tell(f"{spent} of {self._total} queries")
+
+    def say(self, line: str) -> None:
+        """Pass on."""
+        self._watcher.say(line)
+
+    def warning(self, line: str) -> None:
+        """Pass on."""
+        self._watcher.warning(line)
+
+    def _tell(self, description: str) -> None:
+        if self._clock() - self._told >= INTERVAL:
+            self._watcher.stage(f"{self._name}, {description}")
+            self._told = self._clock()
+
+
 class QueueWatcher(_Passing):
     """Passes everything on through a queue, from another process to `relay`."""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from metricopt_ext.evidence.contenders import at_each_budget, searching
-from metricopt_ext.evidence.method import MethodResult, Reached
+from metricopt_ext.evidence.method import METHODS, MethodResult, Reached
 from metricopt_ext.evidence.rivals import at_budget, usual_methods
 from metricopt_ext.evidence.run_config import RecipeConfig, RunConfig
 from metricopt_ext.methods.result import SearchRun
@@ -15,6 +15,8 @@ from metricopt_ext.methods.starts import Start
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.utils import progress
+from metricopt_ext.utils.progress import Watcher
 
 
 def test_finetuning_on_labels_uses_their_batches(quadratic: Callable[..., Any]) -> None:
@@ -49,6 +51,23 @@ def test_searches_run_where_they_are_given_queries(quadratic: Callable[..., Any]
         assert reached.queries == reached.queries_per_start == task.queries - before == 30
         assert torch.equal(reached.end, search(task, task.origin(), 30, seed=5).phi)
     assert "refined" in usual
+
+
+def test_searches_that_take_long_say_how_far_they_are(
+    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    class Stages(Watcher):
+        def stage(self, description: str) -> None:
+            told.append(description)
+
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    task = quadratic()
+    config = RunConfig(recipe=RecipeConfig(steps=6, lr=0.2), search_queries=30)
+    usual = usual_methods(config, 5, inputs=[], batches=task.batches, watcher=Stages())
+    usual["cma_es"](task, {"metricopt": MethodResult((Reached(task.origin(), 9, 9, 0.0),))})
+    assert told == [f"{METHODS['cma_es'].title}, {n} of 30 queries" for n in range(1, 31)]
 
 
 @pytest.mark.parametrize("queries", [40, "same"])

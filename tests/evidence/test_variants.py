@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from metricopt_ext.evidence.variants import variant_method
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.siblings.learned import metricopt_learned
 from metricopt_ext.search.update_rule import load_update_rule
+from metricopt_ext.utils import progress
 from metricopt_ext.utils.progress import Watcher
 
 SMALL = LearnedConfig(tasks=2, pairs=2, hidden=4, queries=30)
@@ -79,3 +80,26 @@ def test_too_little_is_refused_before_any_work() -> None:
         RunConfig(recipe=CONFIG.recipe, queries=6, methods=["metricopt_paper"], starts=[]).check()
     with pytest.raises(ConfigError, match="learned: pairs is 1"):
         RunConfig(learned=LearnedConfig(pairs=1), methods=CONFIG.methods).check()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_one_that_takes_long_says_how_far_it_is(
+    name: str, quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stages(Watcher):
+        told: ClassVar[list[str]] = []
+
+        def stage(self, description: str) -> None:
+            self.told.append(description)
+
+        def query(self, spent: int, seen: str) -> None:
+            raise AssertionError("these are not the run's queries")
+
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    Stages.told.clear()
+    config = RunConfig(recipe=CONFIG.recipe, learned=SMALL, queries=30, paper=PaperConfig(labels="observed"))
+    variant_method(name, config, 5, watcher=Stages())(quadratic(3), {})
+    title = METHODS[name].title
+    assert Stages.told[0] == title
+    assert {f"{title}, {n} of 30 queries" for n in (1, 10, 20)} <= set(Stages.told)
+    assert all(each.startswith(title) for each in Stages.told)

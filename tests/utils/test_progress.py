@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from metricopt_ext.utils.progress import Bars, QueueWatcher, Several, Watcher, relay
+from metricopt_ext.utils.progress import INTERVAL, Bars, QueueWatcher, Several, Watcher, Within, relay
 
 
 class Recorder(Watcher):
@@ -328,3 +328,24 @@ def test_a_log_has_the_lines_and_warnings_whatever_is_drawn(console: Any) -> Non
         "seed 0  done; 3 of 3 queries spent, 0 left; accuracy 0.60 -> 0.71",
     ]
     assert "UserWarning" not in console.file.getvalue()  # Python has shown it
+
+
+def test_a_part_of_a_run_speaks_of_itself_seldom_and_never_of_the_run_s_queries() -> None:
+    now, run = [0.0], Recorder()
+    part = Within(run, "CMA-ES", 300, lambda: now[0])
+    tell_everything(part)
+    assert run.told == [("say", "value function: 50 %"), ("warning", "UserWarning: odd")]
+    run.told.clear()
+    for second in range(100):
+        now[0] = float(second)
+        part.query(second, "accuracy 0.71")
+    now[0] = 100.0
+    part.stage("guard")  # ten seconds after the last query that was told
+    now[0] = 3 * INTERVAL + 30.0
+    part.stage("the end")
+    assert run.told == [
+        ("stage", "CMA-ES, 30 of 300 queries"),
+        ("stage", "CMA-ES, 60 of 300 queries"),
+        ("stage", "CMA-ES, 90 of 300 queries"),
+        ("stage", "CMA-ES, the end"),
+    ]
