@@ -26,6 +26,7 @@ from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
 from metricopt_ext.search.turbo import TuRBO
 from metricopt_ext.tasks.metric import Evaluation, Item, Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.progress import Watcher
 
 # (task, start phi ``d``, budgets in ascending order, seed) -> where it stood at each budget, in that order.
 Run = Callable[[FinetuneTask, Tensor, Sequence[int], int], Iterator[Reached]]
@@ -230,8 +231,26 @@ class Telling(Metric):
         return Telling(super().with_new_ledger(), self.told)
 
 
+class Spent:
+    """Passes what a `Telling` tells on to a watcher, with the number of queries.
+
+    Args:
+        watcher: Notified of each query.
+        metric: The metric's name.
+        queries: Those that were spent before.
+    """
+
+    def __init__(self, watcher: Watcher, metric: str, queries: int = 0) -> None:
+        self.watcher, self.metric, self.queries = watcher, metric, queries
+
+    def __call__(self, value: float) -> None:
+        """Count a query, whose value this is."""
+        self.queries += 1
+        self.watcher.query(self.queries, f"{self.metric} {value:.4f}")
+
+
 def with_budget(task: FinetuneTask, queries: int) -> FinetuneTask:
-    """Return the task with a ledger of its own that refuses any query beyond so many; who is told of them stays."""
+    """Return the task with a ledger of its own that refuses any query beyond so many."""
     metric = task.metric.with_new_ledger()
-    metric.ledger = Ledger(queries, task.metric.ledger.on_spent)
+    metric.ledger = Ledger(queries)
     return task.judged_by(metric)

@@ -10,7 +10,7 @@ from typing import Any
 
 from metricopt_ext.errors import BudgetError, ConfigError, FileFormatError
 from metricopt_ext.evidence.compare import judge
-from metricopt_ext.evidence.contenders import Contender, Telling
+from metricopt_ext.evidence.contenders import Contender, Spent, Telling
 from metricopt_ext.evidence.experiment import Experiment, State
 from metricopt_ext.evidence.guarded import TRAINED, Candidate, Change, guarded
 from metricopt_ext.evidence.method import METHODS, End, Reached, now
@@ -126,7 +126,7 @@ def run_seed(
     if missing or not (folder / STARTS).exists():
         watcher.stage("train the model")
         experiment = experiment_type(config, folder, seed, watcher)
-        spent = _Spent(watcher, experiment.task.metric.name)
+        spent = Spent(watcher, experiment.task.metric.name)
         watcher.stage("starts")
         began = now()
         free = {TRAINED: Start(experiment.task.origin()), **experiment.starts()}
@@ -179,18 +179,7 @@ def chosen_starts(found: dict[str, Start], wanted: Sequence[str]) -> dict[str, S
     return {name: found[name] for name in wanted} if wanted else found
 
 
-class _Spent:
-    """Passes the queries of all methods of a seed on to a watcher."""
-
-    def __init__(self, watcher: Watcher, metric: str) -> None:
-        self.watcher, self.metric, self.queries = watcher, metric, 0
-
-    def __call__(self, value: float) -> None:
-        self.queries += 1
-        self.watcher.query(self.queries, f"{self.metric} {value:.4f}")
-
-
-def _fresh(task: FinetuneTask, spent: _Spent) -> FinetuneTask:
+def _fresh(task: FinetuneTask, spent: Spent) -> FinetuneTask:
     fresh = noticing(task)
     return fresh.judged_by(Telling(fresh.metric, spent))
 
@@ -217,7 +206,7 @@ class _Row:
         spent: Told of each query.
     """
 
-    def __init__(self, experiment: Experiment[Any], begun: Begun, spent: _Spent) -> None:
+    def __init__(self, experiment: Experiment[Any], begun: Begun, spent: Spent) -> None:
         self.experiment, self.begun, self.spent = experiment, begun, spent
         self.task, self.start = begun.state
         self.chosen_by = len(begun.starts)

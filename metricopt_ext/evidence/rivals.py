@@ -7,7 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from metricopt_ext.evidence.contenders import Contender, best_of_loss_finetune, loss_path, usual_contenders
+from metricopt_ext.evidence.contenders import (
+    Contender,
+    Spent,
+    Telling,
+    best_of_loss_finetune,
+    loss_path,
+    usual_contenders,
+)
 from metricopt_ext.evidence.method import (
     METHODS,
     Meter,
@@ -149,8 +156,8 @@ def following_start(contender: Contender, queries: int | str, seed: int, name: s
             start, asked = before.details.candidates[before.details.begun_at], len(before.details.candidates)
         budget = before.reached[-1].queries if isinstance(queries, str) else queries
         own, shown = with_start(task, start), Within(watcher, METHODS[name].title, budget)
-        own.metric.ledger.on_spent = lambda spent: shown.query(spent + asked, "")
-        (reached,) = contender.run(own, start.phi, [budget - asked], seed)
+        told = own.judged_by(Telling(own.metric, Spent(shown, own.metric.name, asked)))
+        (reached,) = contender.run(told, start.phi, [budget - asked], seed)
         assert isinstance(reached.end, Tensor)
         own.adapter.set_phi(reached.end)
         end, total = own.adapter.model if start.buffers else reached.end, reached.queries + asked

@@ -30,16 +30,15 @@ class Ledger:
 
     Args:
         budget: Maximum number of queries, at least 0; None for no limit.
-        on_spent: Told the queries spent so far whenever some are booked; None for nobody.
 
     Raises:
         ValueError: The budget is out of range.
     """
 
-    def __init__(self, budget: int | None = None, on_spent: Callable[[int], None] | None = None) -> None:
+    def __init__(self, budget: int | None = None) -> None:
         if budget is not None:
             check_integer(0, budget=budget)
-        self.budget, self.on_spent = budget, on_spent
+        self.budget = budget
         self.spent_on: dict[str, int] = {}
 
     @property
@@ -64,8 +63,6 @@ class Ledger:
                 f" {self.budget}; spent so far: {self.spent_on}"
             )
         self.spent_on[purpose] = self.spent_on.get(purpose, 0) + queries
-        if self.on_spent is not None:
-            self.on_spent(self.spent)
 
 
 class Evaluation(NamedTuple):

@@ -221,16 +221,6 @@ def test_several_queries_at_once(asked: int, fits: bool) -> None:
         assert ledger.spent_on == {"early": 2}
 
 
-def test_who_asks_is_told_what_was_spent() -> None:
-    told: list[int] = []
-    metric = Metric(lambda: 0.5, maximize=True, repeats=2, ledger=Ledger(5, told.append))
-    for _ in range(2):
-        metric.cost(nn.Identity(), "collect")
-    with pytest.raises(BudgetError):
-        metric.cost(nn.Identity(), "collect")
-    assert told == [2, 4]
-
-
 def test_with_new_ledger_judges_alike_and_counts_apart() -> None:
     metric = Metric(constant(1.0), maximize=True, bounds=(0.0, 4.0), name="judge", ledger=Ledger(1))
     metric.cost(nn.Identity(), "test")
