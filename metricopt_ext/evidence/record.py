@@ -21,7 +21,7 @@ class Outcome:
         test: Metric on the test data, evaluated once.
         queries_total: Metric queries spent.
         queries_per_start: How many of these each further start costs again.
-        seconds: Wall-clock seconds.
+        seconds: Wall-clock seconds; of a method that was interrupted, since it went on.
         batch_queries: Evaluations of the metric on batches of scores and labels, besides ``queries_total``.
     """
 

@@ -38,7 +38,7 @@ GAINS = "MetricOpt's gains on test, paired by seed; positive is better"
 OVER = ["over", "gain", "95% interval", "shown"]
 # What the terminal does not show.
 MORE_NOTES = (
-    "seconds: wall-clock time, the mean over seeds.",
+    "seconds: wall-clock time, the mean over seeds; of a method that was interrupted, since it went on.",
     "needs: of the data that the metric sees, the metric's scores alone, the inputs, or the labels too; another f: the"
     " value function of another run; batch metric: the metric of any scores and labels, asked on training batches.",
 )
