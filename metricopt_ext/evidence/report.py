@@ -58,6 +58,7 @@ UNITS = (
     " the metric mapped to [0, 1] by its bounds or, for one without bounds, itself with that sign."
 )
 DIGITS = 4  # after the point, of a metric
+FROM_OUR_START = ("metricopt", "guided_es", "cma_es", "refined")  # from the best free start, as MetricOpt's search
 HEADER = ["method", "validation", "test", "queries", "per start", "seconds"]
 
 
@@ -91,8 +92,8 @@ class Report:
 
     def needs(self, method: str) -> str:
         """Return what a method needs of the data that the metric sees, its free starts included."""
-        begins_from_inputs = self.config.get("strategy") == "search" and "batchnorm" in self.config.get("starts", [])
-        return "inputs" if method == "metricopt" and begins_from_inputs else METHODS[method].needs
+        start_needs_inputs = self.config.get("strategy") == "search" and "batchnorm" in self.config.get("starts", [])
+        return "inputs" if method in FROM_OUR_START and start_needs_inputs else METHODS[method].needs
 
     def values(self, method: str, column: str) -> list[float]:
         """Return one number of a method's last `Outcome`, e.g. ``"test"``, for each seed that has the method."""

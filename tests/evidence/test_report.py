@@ -130,14 +130,15 @@ def test_findings_tell_whether_f_was_trusted(report: Callable[..., Report]) -> N
     assert last == "Kept by the guard: MetricOpt in 2, the model as it was in 1"
 
 
-def test_a_search_that_may_begin_from_batchnorm_needs_the_inputs(report: Callable[..., Report]) -> None:
+@pytest.mark.parametrize("method", ["metricopt", "guided_es", "cma_es", "refined"])
+def test_what_may_begin_from_batchnorm_needs_the_inputs(report: Callable[..., Report], method: str) -> None:
     made = report()
-    assert made.needs("metricopt") == "scores"
+    assert made.needs(method) == "scores"
     made.config.update(strategy="search", starts=["loss_finetune"])
-    assert made.needs("metricopt") == "scores"
+    assert made.needs(method) == "scores"
     made.config.update(starts=["loss_finetune", "batchnorm"])
-    assert made.needs("metricopt") == "inputs"
-    assert made.needs("cma_es") == "scores"
+    assert made.needs(method) == "inputs"
+    assert made.needs("pretrained") == "scores"
 
 
 def test_findings_on_a_search_tell_what_f_said_before_each_query(report: Callable[..., Report]) -> None:
