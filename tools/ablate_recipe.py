@@ -404,6 +404,7 @@ def plot(content: dict[str, Any], path: Path) -> None:
     figure, panels = new_figure(10.0, 1.2 + 0.21 * len(variants), 1, 2, sharey=True)
     colours = ("#c02942", "#2f6fa3", "#4f8f8b", "#d98c3f", "#8a6fb0")
     height, several = 0.7 / len(content["tasks"]), len(content["seeds"]) > 1
+    means: tuple[list[float], list[float]] = [], []
     for number, task in enumerate(content["tasks"]):
         colour = colours[number % len(colours)]
         tests = [row["test"] for row in content["tasks"][task]["variants"][DEFAULT]]
@@ -412,16 +413,19 @@ def plot(content: dict[str, Any], path: Path) -> None:
             if variant not in content["tasks"][task]["variants"]:
                 continue
             y = -row - height * (number - (len(content["tasks"]) - 1) / 2)
-            for axes, values, unit in zip(panels.flat, compared(content, task, variant), (1.0, scale), strict=True):
+            differences = zip(panels.flat, means, compared(content, task, variant), (1.0, scale), strict=True)
+            for axes, of_panel, values, unit in differences:
                 if values:
                     mean, low, high = (value / unit for value in paired_interval(values))
+                    of_panel.append(mean)
                     axes.plot([low, high], [y, y], color=colour, linewidth=1.0, alpha=0.6)
                     axes.plot(mean, y, "o", color=colour, markersize=3.5, label=task if row == 0 else None)
     gain = ("gain on test / std over seeds", 6) if several else ("gain on test", None)
-    for axes, (label, limit) in zip(panels.flat, (("held-out Spearman", 0.6), gain), strict=True):
+    for axes, of_panel, (label, limit) in zip(panels.flat, means, (("held-out Spearman", 0.6), gain), strict=True):
         axes.axvline(0, color="black", linewidth=0.8)
-        axes.set_xlabel(f"{label}, less the default's; higher is better")
-        if limit:
+        axes.set_xlabel(f"{label}, less the default's; higher is better", fontsize=8)
+        if limit:  # a long interval may leave the panel, a mean may not
+            limit = max(limit, 1.1 * max(map(abs, of_panel), default=0.0))
             axes.set_xlim(-limit, limit)
         axes.grid(axis="x", alpha=0.25)
     panels[0, 0].set_yticks([-row for row in range(len(variants))], variants, fontsize=7)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.utils.config import load_config
@@ -105,6 +106,23 @@ def test_one_seed_has_no_interval(tmp_path: Path, few: None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a standard deviation of a single number
         tool.plot(content, tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(("spearman", "limit"), [(0.3, 0.6), (0.9, 1.1 * 0.9)])
+def test_no_mean_is_drawn_outside_its_panel(
+    few: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spearman: float, limit: float
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(tool, "save_figure", lambda figure, path: figures.append(figure))
+    rows = {
+        "default": [{"spearman": 0.0, "test": test, "queries": 9} for test in (0.4, 0.5)],
+        "ridge alone": [{"spearman": spearman, "test": test, "queries": 9} for test in (0.5, 0.5)],
+    }
+    content = {"seeds": [3, 4], "computed_on": "", "tasks": {"t": {"maximize": True, "variants": rows}}}
+    tool.plot(content, tmp_path / "x.png")
+    ranks, gains = figures[0].axes
+    assert ranks.get_xlim() == pytest.approx((-limit, limit))
+    assert gains.get_xlim() == pytest.approx((-6, 6))
 
 
 def test_differences_are_better_where_the_metric_is(few: None) -> None:
