@@ -1,4 +1,4 @@
-"""A task whose loss and metric are known in closed form, a record keeper in memory, and a tiny Detectron2."""
+"""A task of closed form, a record keeper in memory, a tiny Detectron2, and its catalog of sets as it was."""
 
 import io
 import os
@@ -260,3 +260,14 @@ def torchrun(tmp_path: Path) -> Iterator[Launched]:
         if process.poll() is None:
             process.terminate()  # it ends its children
             process.communicate(timeout=60)
+
+
+@pytest.fixture
+def catalog() -> Iterator[Any]:
+    """Detectron2's catalog of sets, from which is taken out again what a test put in."""
+    data = pytest.importorskip("detectron2.data", reason="needs Detectron2")
+    before = set(data.DatasetCatalog.list())
+    yield data.DatasetCatalog
+    for name in set(data.DatasetCatalog.list()) - before:
+        data.DatasetCatalog.remove(name)
+        data.MetadataCatalog.remove(name)

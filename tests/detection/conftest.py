@@ -1,8 +1,7 @@
-"""A set of small images with squares, and Detectron2's catalog of sets as it was."""
+"""A set of small images with squares."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,14 +37,3 @@ def squares(tmp_path: Path) -> Callable[..., DetectionSet]:
         return DetectionSet(("red", "green"), made)
 
     return make
-
-
-@pytest.fixture
-def catalog() -> Iterator[Any]:
-    """Detectron2's catalog of sets, from which is taken out again what a test put in."""
-    data = pytest.importorskip("detectron2.data", reason="needs Detectron2")
-    before = set(data.DatasetCatalog.list())
-    yield data.DatasetCatalog
-    for name in set(data.DatasetCatalog.list()) - before:
-        data.DatasetCatalog.remove(name)
-        data.MetadataCatalog.remove(name)
