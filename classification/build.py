@@ -38,6 +38,7 @@ from metricopt_ext.classification.published import cropped, load_published, mean
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
 from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split
+from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.training import train_supervised
@@ -51,8 +52,6 @@ from metricopt_ext.utils.files import load_checkpoint
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
-
-EVALUATION_BATCH = 2048
 
 SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
 LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the settings and the bounds
@@ -86,7 +85,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def predict(model: nn.Module, x: Tensor) -> Tensor:
     """Return the logits of inputs ``n x ...``, in batches; the caller sets evaluation mode and disables gradients."""
-    return torch.cat([model(part) for part in x.split(EVALUATION_BATCH)])
+    return torch.cat([model(part) for part in x.split(part_size(x))])
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.classification.build import (
-    EVALUATION_BATCH,
     attach,
     batch_metric,
     build_metric,
@@ -40,7 +39,8 @@ from metricopt_ext.classification.offsets import (
 )
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.data.splits import PARTS, Splits, in_parts
+from metricopt_ext.data.parts import large_parts
+from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.evidence.bootstrap import error_of, within_groups
 from metricopt_ext.evidence.contenders import Contender, at_each_budget
 from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report
@@ -108,7 +108,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         metric = build_metric(config.metric)
         model = tuned_part(classifier(config, splits, seed, self.folder, self.watcher), config)
         if isinstance(model, Rest):
-            self.splits = splits = model.features(splits, EVALUATION_BATCH)
+            self.splits = splits = model.features(splits)
         task = FinetuneTask(
             attach(model, config, seed, splits.train.x),
             loss=classification_loss,
@@ -128,7 +128,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def validation(self) -> tuple[Sequence[Tensor], Batches]:
         """Return the validation inputs in parts, and labelled batches of them."""
         part = self.splits.validation
-        return in_parts(part.x, EVALUATION_BATCH), self._batches(part)
+        return large_parts(part.x), self._batches(part)
 
     def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
         """Return the usual methods, what adds constants to the logits, and any others that the settings select."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.data.labelled import Split
+from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.modes import evaluating
@@ -52,17 +53,16 @@ class Rest(nn.Sequential):
         return features
 
     @torch.no_grad()
-    def features(self, splits: Splits, batch: int) -> Splits:
+    def features(self, splits: Splits) -> Splits:
         """Return the splits with what the layers before compute, ``n x ...``, in place of the inputs.
 
         Args:
             splits: Inputs of the whole model, on its device.
-            batch: How many of them are computed at once.
         """
         layers = nn.Sequential(*(self._modules[name] for name in self.before))
 
         def computed(part: Split, name: str) -> Split:
-            return Split(torch.cat([layers(x) for x in part.x.split(batch)]), part.y)
+            return Split(torch.cat([layers(x) for x in part.x.split(part_size(part.x))]), part.y)
 
         with evaluating(layers):
             return splits.map(computed)

@@ -13,6 +13,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split
+from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.training import train_supervised
@@ -35,8 +36,6 @@ from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
-EVALUATION_BATCH = 256
-
 LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the settings and the bounds
     "class_folders": lambda data, limits: load_image_folder(data.root, data.image_size or None, **limits),
     "digits": lambda data, limits: load_digits(),
@@ -46,7 +45,7 @@ LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the setti
 
 def embed(model: nn.Module, x: Tensor) -> Tensor:
     """Return the embeddings, ``n x d``, of images, in batches; the caller sets evaluation mode."""
-    return torch.cat([model(part) for part in x.split(EVALUATION_BATCH)])
+    return torch.cat([model(part) for part in x.split(part_size(x))])
 
 
 @torch.no_grad()

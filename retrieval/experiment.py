@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.splits import PARTS, Splits, in_parts
+from metricopt_ext.data.parts import large_parts
+from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.evidence.bootstrap import error_of, jackknife_error, of_groups
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.siblings import plot_histories, sibling_method
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.retrieval.build import (
-    EVALUATION_BATCH,
     attach,
     batch_metric,
     build_loss,
@@ -40,6 +40,7 @@ from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
+STATISTICS_BATCH = 256  # images that BatchNorm's statistics are taken of at once
 LEFT_OUT = 20  # groups of test classes that are left out in turn
 FEWEST = 3  # classes: with one of two left out, every image has the other's label
 
@@ -89,7 +90,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
     def validation(self) -> tuple[Sequence[Tensor], Batches]:
         """Return the validation images in parts, and labelled batches of them."""
         part = self.splits.validation
-        return in_parts(part.x, EVALUATION_BATCH), class_batches(part, self.config.loss)
+        return large_parts(part.x, STATISTICS_BATCH), class_batches(part, self.config.loss)
 
     def methods(self, resume: bool = False, watcher: Watcher | None = None) -> dict[str, Method]:
         """Return the usual methods, and the sibling methods that the settings select."""

@@ -189,7 +189,8 @@ class FiLM(Modulation):
     def forward(self, h: Tensor) -> Tensor:
         """Modulate ``B x C x ...`` (or ``... x C`` for channels-last layers); the dtype is the input's."""
         scale, shift = self.scale_and_shift()
-        return h * _along(self.axis, scale, h) + _along(self.axis, shift, h)
+        scaled = h * _along(self.axis, scale, h)
+        return scaled.add_(_along(self.axis, shift, h))  # in place: one tensor of that size less
 
     def scale_and_shift(self) -> tuple[Tensor, Tensor]:
         """Return ``1 + A phi`` and ``B phi``, each ``C``."""

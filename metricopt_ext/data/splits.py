@@ -1,11 +1,9 @@
 """The three parts of a labelled set: what the loss sees, what the metric sees, and what the result is reported on."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.shift import ImageShift
@@ -85,11 +83,6 @@ class Splits:
             return Split(shift(x, seed=drawn[name]), part.y)
 
         return self.map(change)
-
-
-def in_parts(x: Tensor, size: int) -> tuple[Tensor, ...]:
-    """Divide inputs, ``n x ...``, into parts of about equal size, at most ``size`` each."""
-    return x.tensor_split(math.ceil(len(x) / size))
 
 
 def check_fractions(fractions: Sequence[float]) -> None:

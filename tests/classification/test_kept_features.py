@@ -38,7 +38,7 @@ def splits() -> Splits:
 def test_logits_and_gradient_are_those_of_the_whole_model(first: str, splits: Splits) -> None:
     model = model_of(first)
     rest = Rest(model_of(first), first)
-    kept = rest.features(splits, batch=13)
+    kept = rest.features(splits)
     found = []
     for each, part in ((model, splits.test), (rest, kept.test)):
         adapter = attach_film(each, LAYERS[first], dim=5, seed=3)
@@ -54,9 +54,10 @@ def test_logits_and_gradient_are_those_of_the_whole_model(first: str, splits: Sp
     assert all(torch.equal(weight, other_weights[name]) for name, weight in weights.items())
 
 
-def test_features_take_the_place_of_inputs_in_every_part(splits: Splits) -> None:
+def test_features_take_the_place_of_inputs_in_every_part(splits: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metricopt_ext.data.parts.CPU_BYTES", 4 * 3 * 16 * 16 * 4)  # of four images
     model = model_of("stage3")
-    kept = Rest(model, "stage3").features(splits, batch=4)
+    kept = Rest(model, "stage3").features(splits)
     for name in ("train", "validation", "test"):
         part, before = getattr(kept, name), getattr(splits, name)
         assert torch.equal(part.y, before.y)
@@ -68,7 +69,7 @@ def test_layers_before_are_frozen_and_not_run(splits: Splits) -> None:
     model = model_of("conv3").train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     rest = Rest(model, "conv3")
-    kept = rest.features(splits, batch=2)
+    kept = rest.features(splits)
     assert model.training  # and batch norm's statistics are those of training
     rest(kept.train.x).sum().backward()
     trained = {name for name, weight in rest.named_parameters() if weight.requires_grad}
@@ -80,7 +81,7 @@ def test_layers_before_are_frozen_and_not_run(splits: Splits) -> None:
 def test_a_batchnorm_start_changes_only_what_runs(splits: Splits) -> None:
     rest = Rest(model_of("stage3"), "stage3")
     before = copy.deepcopy(rest.state_dict())
-    other = reestimate_batchnorm(rest, [rest.features(splits, batch=13).test.x])
+    other = reestimate_batchnorm(rest, [rest.features(splits).test.x])
     changed = {name for name, value in other.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {f"stage3.0.norm{i}.{of}" for i in (1, 2) for of in STATISTICS}
 

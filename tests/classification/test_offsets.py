@@ -180,7 +180,7 @@ def test_bad_numbers_of_offsets(wrong: dict[str, float]) -> None:
 @pytest.mark.parametrize("parts", [1, 3])
 def test_the_model_runs_once_on_data_in_memory(monkeypatch: pytest.MonkeyPatch, tuned: str, parts: int) -> None:
     """However many queries there are, the ends are the same as if it ran for each."""
-    monkeypatch.setattr("metricopt_ext.classification.build.EVALUATION_BATCH", 40 // parts)
+    monkeypatch.setattr("metricopt_ext.data.parts.CPU_BYTES", 40 // parts * X[0].numel() * 4)
     torch.manual_seed(0)
     x = X.float()
     model = TabularMLP(4) if tuned == "threshold" else nn.Linear(4, 3)

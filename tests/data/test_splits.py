@@ -5,7 +5,7 @@ import torch
 
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.shift import ImageShift
-from metricopt_ext.data.splits import Splits, check_fractions, in_parts
+from metricopt_ext.data.splits import Splits, check_fractions
 from metricopt_ext.errors import DataError
 
 
@@ -70,16 +70,6 @@ def test_validation_and_test_are_shifted_by_draws_of_their_own(dtype: torch.dtyp
     assert not torch.equal(shifted.validation.x, shifted.test.x)
     plain = splits.shifted(ImageShift(brightness=0.0), 3)
     torch.testing.assert_close(plain.test.x, x.float() / (255 if dtype == torch.uint8 else 1))
-
-
-@pytest.mark.parametrize(("n", "size"), [(10, 4), (8, 4), (3, 4), (1, 1), (9, 1)])
-def test_parts_are_whole_and_of_about_one_size(n: int, size: int) -> None:
-    parts = in_parts(torch.arange(n)[:, None], size)
-    sizes = [len(part) for part in parts]
-    assert torch.cat(parts).flatten().tolist() == list(range(n))
-    assert max(sizes) <= size
-    assert max(sizes) - min(sizes) <= 1
-    assert len(sizes) == -(-n // size)  # no more than needed
 
 
 def test_fractions_may_sum_to_one_but_for_rounding() -> None:

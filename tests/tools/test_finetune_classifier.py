@@ -981,7 +981,7 @@ def test_large_sets_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     model.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
     x = torch.randn(10, 5)
     whole = predict(model, x)
-    monkeypatch.setattr(build, "EVALUATION_BATCH", 4)
+    monkeypatch.setattr("metricopt_ext.data.parts.CPU_BYTES", 4 * 5 * 4)  # of four examples of five floats
     torch.testing.assert_close(predict(model, x), whole)
     assert sizes == [10, 4, 4, 2]
 
