@@ -3,6 +3,7 @@
 import gzip
 import importlib.util
 import json
+import math
 import os
 import struct
 import subprocess
@@ -43,10 +44,13 @@ from metricopt_ext.methods.siblings.kept import NUMBERS, load_kept
 from metricopt_ext.methods.siblings.loss_policy import LossPolicy, load_loss_policy
 from metricopt_ext.methods.siblings.relational_loss import RelationalLoss, load_relational_loss
 from metricopt_ext.methods.siblings.set_loss import SetLoss, load_set_loss
+from metricopt_ext.methods.siblings.training import TrainingTask
+from metricopt_ext.methods.siblings.unfinished import Unfinished
 from metricopt_ext.methods.starts import load_buffers, save_buffers
 from metricopt_ext.retrieval.data import load_stanford_online_products
 from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
 from metricopt_ext.tasks import cached_metric
+from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore, load_trajectories
@@ -322,6 +326,30 @@ def read_training(path: Path) -> None:
     TrainingState(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), 2, {"seed": 0}, path)
 
 
+def sibling_task() -> TrainingTask:
+    torch.manual_seed(0)
+    return TrainingTask(
+        nn.Linear(2, 2),
+        trains="model",
+        batches=lambda *_: None,
+        predict=lambda net, batch: (torch.zeros(2), torch.zeros(2)),
+        batch_metric=BatchMetric(lambda scores, labels: 0.5, maximize=False),
+        metric=Metric(lambda net: 0.5, maximize=False),
+        loss=lambda net, batch: torch.zeros(()),
+    )
+
+
+def write_sibling_training(folder: Path) -> Path:
+    left = Unfinished(sibling_task(), {"seed": 0}, folder / "training.safetensors")
+    left._kept = -math.inf
+    left.keep("stage", 2, {"loss": [(0, 0.5), (1, 0.25)]}, surrogate=SetLoss())
+    return folder / "training.safetensors"
+
+
+def read_sibling_training(path: Path) -> tuple[int, Any]:
+    return Unfinished(sibling_task(), {"seed": 0}, path).go_on("stage", surrogate=SetLoss())
+
+
 def evaluations(path: Path) -> CachedMetric:
     return CachedMetric(Metric(lambda net: 0.5, maximize=True, bounds=(0, 1), name="m"), path)
 
@@ -342,6 +370,7 @@ LOADERS: dict[str, Loader] = {
     "trajectories": Loader(write_trajectory, lambda path: load_trajectories(path.parent)),
     "buffers": Loader(write_buffers, lambda path: load_buffers(model(), path)),
     "training": Loader(write_training, read_training),
+    "sibling_training": Loader(write_sibling_training, read_sibling_training),
     "checkpoint": Loader(checkpoint(".safetensors"), lambda path: load_checkpoint(nn.Linear(2, 2), path)),
     "torch checkpoint": Loader(checkpoint(".pt"), lambda path: load_checkpoint(nn.Linear(2, 2), path)),
     "evaluations": Loader(

@@ -256,7 +256,7 @@ def sibling_method(
         tune: Tunes what it trained by queries of the task's metric; returns None where that does not apply.
         seed: Its seed.
         folder: Receives its files.
-        resume: Take what a finished training left there.
+        resume: Take what a finished training left there, and go on with one that a kill ended.
         watcher: Notified of its progress.
     """
     watcher = watcher or Watcher()
@@ -266,8 +266,12 @@ def sibling_method(
         training = make(task)
         trained = load_kept(training.copied().model, folder, name) if resume else None
         if trained is None:
-            trained = method.train(training, seed=seed, watcher=watcher)
+            unfinished = folder / f"{name}_training.safetensors"
+            if not resume:
+                unfinished.unlink(missing_ok=True)
+            trained = method.train(training, seed=seed, watcher=watcher, unfinished=unfinished)
             keep(trained, folder, name)
+            unfinished.unlink(missing_ok=True)
         queries, asked = sum(trained.queries.values()), sum(trained.batch_queries.values())
         reached = [Reached(trained.model, queries, queries, trained.seconds, batch_queries=asked)]
         before, began = task.metric.ledger.spent, now()

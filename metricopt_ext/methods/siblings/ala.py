@@ -21,8 +21,9 @@ from metricopt_ext.methods.siblings.adaptive_losses import (
     check_lowest,
 )
 from metricopt_ext.methods.siblings.loss_policy import ACTIONS, LossPolicy, Reinforce, States
-from metricopt_ext.methods.siblings.sibling import History, Sibling
+from metricopt_ext.methods.siblings.sibling import Sibling
 from metricopt_ext.methods.siblings.training import TrainingTask
+from metricopt_ext.methods.siblings.unfinished import History, Unfinished
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
@@ -160,7 +161,7 @@ class AdaptiveLossAlignment(Sibling):
             return ClassCorrelation(2 if scores.dim() == 1 else scores.shape[1], self.link, self.lowest)
         return DistanceMixture() if self.loss == DistanceMixture.family else FocalWeighting(self.offset)
 
-    def run(self, task: TrainingTask, seed: int, watcher: Watcher) -> tuple[LossPolicy, History]:
+    def run(self, task: TrainingTask, seed: int, watcher: Watcher, left: Unfinished) -> tuple[LossPolicy, History]:
         """Train the children and the policy; the best child's weights become the task's model's.
 
         Returns:

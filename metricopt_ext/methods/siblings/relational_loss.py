@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.methods.siblings.ranked_batches import RankedBatches, true_class_log_probability
-from metricopt_ext.methods.siblings.sibling import History
 from metricopt_ext.methods.siblings.soft_spearman import soft_spearman, spearman
+from metricopt_ext.methods.siblings.unfinished import History
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.files import content_of, module_of, read_tensors, write_tensors
 from metricopt_ext.utils.progress import Watcher

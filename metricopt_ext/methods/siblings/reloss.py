@@ -10,8 +10,9 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.methods.siblings.checkpoints import train
 from metricopt_ext.methods.siblings.ranked_batches import BatchSource, true_class_log_probability
 from metricopt_ext.methods.siblings.relational_loss import RelationalLoss, RelationalTraining
-from metricopt_ext.methods.siblings.sibling import History, Sibling
+from metricopt_ext.methods.siblings.sibling import Sibling
 from metricopt_ext.methods.siblings.training import TrainingTask
+from metricopt_ext.methods.siblings.unfinished import History, Unfinished
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
@@ -69,7 +70,7 @@ class ReLoss(Sibling):
                 f"the loss to begin with ranks by {self.begin.metric!r}, the metric is {task.batch_metric.name!r}"
             )
 
-    def run(self, task: TrainingTask, seed: int, watcher: Watcher) -> tuple[RelationalLoss, History]:
+    def run(self, task: TrainingTask, seed: int, watcher: Watcher, left: Unfinished) -> tuple[RelationalLoss, History]:
         """Learn the loss, unless there is one, and train the model by it.
 
         Returns:

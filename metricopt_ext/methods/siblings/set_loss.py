@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.methods.siblings.clipped_adam import ClippedAdam
-from metricopt_ext.methods.siblings.sibling import History
+from metricopt_ext.methods.siblings.unfinished import History, Unfinished
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.files import content_of, module_of, read_tensors, write_tensors
@@ -200,7 +200,14 @@ class UniversalTraining:
             raise ValueError(f"positive is {self.positive}; it must be above 0 and below 1")
 
     def learn(
-        self, surrogate: SetLoss, metric: BatchMetric, size: int, *, seed: int = 0, watcher: Watcher | None = None
+        self,
+        surrogate: SetLoss,
+        metric: BatchMetric,
+        size: int,
+        *,
+        seed: int = 0,
+        watcher: Watcher | None = None,
+        left: Unfinished | None = None,
     ) -> History:
         """Train a surrogate in place, ``steps`` queries of the batch metric.
 
@@ -210,6 +217,7 @@ class UniversalTraining:
             size: N, labels in a batch.
             seed: Seed of the batches.
             watcher: Notified of progress.
+            left: Keeps the state, of a training that this is the first stage of.
 
         Returns:
             ``"universal"``: the distance |loss - surrogate|.
@@ -217,29 +225,35 @@ class UniversalTraining:
         Raises:
             FloatingPointError: The distance is no longer finite.
         """
-        watcher, every, history = watcher or Watcher(), max(1, self.steps // self.records), []
+        watcher, every = watcher or Watcher(), max(1, self.steps // self.records)
         with ClippedAdam(surrogate.parameters(), self.lr, self.clip) as optimizer:
-            for step, (scores, labels) in enumerate(self.batches(surrogate, size, seed)):
+            parts: dict[str, Any] = {"surrogate": surrogate, "optimizer": optimizer}
+            first, history = left.go_on("universal", **parts) if left is not None else (0, {})
+            history.setdefault("universal", [])
+            for step, (scores, labels) in enumerate(self.batches(surrogate, size, seed, first), first):
                 true = metric.cost(scores, labels, "universal")
                 distance, gradients = surrogate.distance(scores, labels, true)
                 optimizer.descend(gradients)
                 if step % every == 0 or step == self.steps - 1:
-                    history.append((step, finite(distance, step)))
+                    history["universal"].append((step, finite(distance, step)))
                 if step % max(1, self.steps // 20) == 0:
                     watcher.stage(f"SL, universal, {100 * step // self.steps}%")
-        return {"universal": history}
+                if left is not None:
+                    left.keep("universal", step + 1, history, **parts)
+        return history
 
-    def batches(self, surrogate: SetLoss, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Draw scores, ``N`` or ``N x C``, and labels, ``N``, for each step."""
+    def batches(self, surrogate: SetLoss, size: int, seed: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Draw scores, ``N`` or ``N x C``, and labels, ``N``, for each step from the first on."""
         like, c = next(surrogate.parameters()), surrogate.outputs
-        for at in range(0, self.steps, BLOCK):
+        for at in range(first - first % BLOCK, self.steps, BLOCK):
             rng, n = generator(seed, "universal", at), min(BLOCK, self.steps - at)
             if c > 2:
                 labels = torch.randint(c, (n, size), generator=rng)
             else:
                 labels = (torch.rand(n, size, generator=rng) < self.positive).long()
             scores = torch.randn((n, size, c) if c > 1 else (n, size), generator=rng) * self.std + self.mean
-            yield from zip(scores.to(like), labels.to(like.device), strict=True)
+            drawn = slice(max(0, first - at), None)
+            yield from zip(scores.to(like)[drawn], labels.to(like.device)[drawn], strict=True)
 
 
 def finite(value: Tensor, at: int) -> float:

@@ -11,13 +11,10 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.methods.siblings.training import TrainingTask, Trains
-from metricopt_ext.tasks.metric import Ledger
+from metricopt_ext.methods.siblings.unfinished import History, Unfinished, difference
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator, seeded_streams
-
-# By name, what was measured on the way: pairs of an iteration and a value.
-History = dict[str, list[tuple[int, float]]]
 
 
 class Product(Protocol):
@@ -65,47 +62,49 @@ class Sibling(ABC):
         """Refuse a task that the method can't train, before any query; the model is left unchanged."""
 
     @abstractmethod
-    def run(self, task: TrainingTask, seed: int, watcher: Watcher) -> tuple[Product | None, History]:
+    def run(self, task: TrainingTask, seed: int, watcher: Watcher, left: Unfinished) -> tuple[Product | None, History]:
         """Train ``task.model``, a copy in training mode, in place.
 
         torch's global stream is seeded, so that dropout may draw from it. Queries go through ``task.metric`` and
-        ``task.batch_metric`` alone, whose ledgers count them.
+        ``task.batch_metric`` alone, whose ledgers count them. A method that trains for longer than minutes keeps its
+        state by ``left``, and goes on from what a killed training left there.
 
         Returns:
             What was learned besides the model, and what was measured on the way.
         """
 
-    def train(self, task: TrainingTask, *, seed: int = 0, watcher: Watcher | None = None) -> Trained:
+    def train(
+        self, task: TrainingTask, *, seed: int = 0, watcher: Watcher | None = None, unfinished: Path | None = None
+    ) -> Trained:
         """Train a copy of the task's model; the task's own model and the global random streams stay as they are.
 
         Args:
             task: Model, batches and metrics. What is spent is charged to both metrics' ledgers as it is.
             seed: Seed of all draws.
             watcher: Notified of progress.
+            unfinished: File where the state of a long training is kept, and gone on from if it exists; None for none.
 
         Raises:
             ValueError: The seed, or what `check` refuses.
             BudgetError: A ledger's budget ran out.
             MetricError: A metric failed.
             FloatingPointError: What is trained is no longer finite.
+            FileFormatError: The file is corrupt, or from another training.
         """
         check_integer(0, seed=seed)
         self.check(task)
         own, before, began = task.copied(), _spent(task), time.perf_counter()
+        left = Unfinished(own, {"method": repr(self), "trains": task.trains, "seed": seed}, unfinished)
         own.model.train()
         with seeded_streams(generator(seed, "sibling").initial_seed(), task.device):
-            product, history = self.run(own, seed, watcher or Watcher())
+            product, history = self.run(own, seed, watcher or Watcher(), left)
         own.model.eval()
         if task.device.type == "cuda":
             torch.cuda.synchronize()
-        queries, batch_queries = (_difference(a, b) for a, b in zip(_spent(task), before, strict=True))
-        return Trained(own.model, own.trains, product, queries, batch_queries, time.perf_counter() - began, history)
+        queries, batch_queries = (difference(a, b) for a, b in zip(_spent(task), before, strict=True))
+        seconds = left.seconds + time.perf_counter() - began
+        return Trained(own.model, own.trains, product, queries, batch_queries, seconds, history)
 
 
 def _spent(task: TrainingTask) -> tuple[dict[str, int], dict[str, int]]:
-    ledgers: tuple[Ledger, Ledger] = task.metric.ledger, task.batch_metric.ledger
-    return dict(ledgers[0].spent_on), dict(ledgers[1].spent_on)
-
-
-def _difference(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
-    return {name: n - before.get(name, 0) for name, n in after.items() if n > before.get(name, 0)}
+    return dict(task.metric.ledger.spent_on), dict(task.batch_metric.ledger.spent_on)

@@ -8,13 +8,15 @@ import torch
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.methods.siblings.clipped_adam import ClippedAdam
 from metricopt_ext.methods.siblings.set_loss import SetLoss, UniversalTraining, finite
-from metricopt_ext.methods.siblings.sibling import History, Sibling
+from metricopt_ext.methods.siblings.sibling import Sibling
 from metricopt_ext.methods.siblings.training import TrainingTask
+from metricopt_ext.methods.siblings.unfinished import History, Part, Unfinished
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 
 Surrogate = Literal["universal", "scratch", "refined"]
+ALTERNATING = "alternating"  # the stage of Algorithm 1
 SURROGATES: tuple[Surrogate, ...] = ("universal", "scratch", "refined")
 
 
@@ -89,7 +91,7 @@ class SurrogateLearning(Sibling):
                 f" {task.batch_metric.name!r}"
             )
 
-    def run(self, task: TrainingTask, seed: int, watcher: Watcher) -> tuple[SetLoss, History]:
+    def run(self, task: TrainingTask, seed: int, watcher: Watcher, left: Unfinished) -> tuple[SetLoss, History]:
         """Train the model and, but for a universal one, the surrogate; returns the surrogate and the history.
 
         Returns:
@@ -101,23 +103,38 @@ class SurrogateLearning(Sibling):
         history: History = {}
         if self.begin is not None:
             surrogate.load_state_dict(self.begin.state_dict())
-        elif self.surrogate != "scratch":
-            history |= self.universal.learn(surrogate, task.batch_metric, size, seed=seed, watcher=watcher)
-        history |= self.alternate(task, surrogate, seed, watcher)
-        return surrogate, history
+        elif self.surrogate != "scratch" and left.stage != ALTERNATING:
+            history = self.universal.learn(surrogate, task.batch_metric, size, seed=seed, watcher=watcher, left=left)
+        return surrogate, self.alternate(task, surrogate, seed, watcher, left, history)
 
-    def alternate(self, task: TrainingTask, surrogate: SetLoss, seed: int, watcher: Watcher) -> History:
-        """Run Algorithm 1 on the task's model and a surrogate, both in place; a universal one stays as it is."""
-        step = 0
+    def alternate(
+        self,
+        task: TrainingTask,
+        surrogate: SetLoss,
+        seed: int,
+        watcher: Watcher,
+        left: Unfinished,
+        earlier: History | None = None,
+    ) -> History:
+        """Run Algorithm 1 on the task's model and a surrogate, both in place; a universal one stays as it is.
+
+        Returns:
+            The earlier history, and what this one measured.
+        """
         every = max(1, self.iterations // self.records)
+        steps = self.model_steps + (self.surrogate_steps if self.surrogate != "universal" else 0)
         judged = {self.iterations * (i + 1) // self.evals - 1 for i in range(self.evals)}
-        history: dict[str, list[tuple[int, float]]] = {name: [] for name in ("surrogate", "distance", "metric")}
         with (
             ClippedAdam(task.parameters(), self.model_lr, self.clip) as alpha,
             ClippedAdam(surrogate.parameters(), self.surrogate_lr, self.clip) as beta,
         ):
+            parts: dict[str, Part] = {"surrogate": surrogate, "alpha": alpha, "beta": beta}
+            first, history = left.go_on(ALTERNATING, **parts)
+            if first == 0:
+                history = {**(earlier or {}), "surrogate": [], "distance": [], "metric": []}
+            step = first * steps
             surrogate.requires_grad_(False)  # autograd is for the model's steps; the surrogate's have their gradients
-            for iteration in range(self.iterations):
+            for iteration in range(first, self.iterations):
                 kept = iteration % every == 0 or iteration == self.iterations - 1
                 for _ in range(self.model_steps):  # lines 3-7
                     scores, labels = task.predict(task.model, task.batches(seed, 0, step))
@@ -141,6 +158,7 @@ class SurrogateLearning(Sibling):
                     history["metric"].append((iteration, value))
                 if iteration % max(1, self.iterations // 20) == 0:
                     watcher.stage(f"SL, {100 * iteration // self.iterations}%")
+                left.keep(ALTERNATING, iteration + 1, history, **parts)
         surrogate.requires_grad_(True)
         return {name: points for name, points in history.items() if points}
 

@@ -14,6 +14,7 @@ from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment, Child, discounted_sum
 from metricopt_ext.methods.siblings.loss_policy import LossPolicy, load_loss_policy
 from metricopt_ext.methods.siblings.training import TrainingTask
+from metricopt_ext.methods.siblings.unfinished import Unfinished
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
@@ -90,7 +91,7 @@ def test_it_is_algorithm_1(trains: Any, optimizer: Any, training_task: Make) -> 
     begun = LossPolicy("classes", 2)
     task.model.train()
     own = task.copied()
-    policy, history = replace(method, begin=begun).run(own, 5, Watcher())
+    policy, history = replace(method, begin=begun).run(own, 5, Watcher(), Unfinished(own, {}))
 
     # The same, line by line.
     theirs = LossPolicy("classes", 2)

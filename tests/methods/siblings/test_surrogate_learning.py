@@ -15,6 +15,7 @@ from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.methods.siblings.set_loss import SetLoss, UniversalTraining
 from metricopt_ext.methods.siblings.surrogate_learning import SurrogateLearning
 from metricopt_ext.methods.siblings.training import TrainingTask
+from metricopt_ext.methods.siblings.unfinished import Unfinished
 from metricopt_ext.utils.progress import Watcher
 
 RATES: dict[str, Any] = {"model_lr": 0.02, "surrogate_lr": 0.03, "clip": 0.1}
@@ -67,7 +68,7 @@ def test_it_is_algorithm_1(
     plain, plain_net = task.copied(), copy.deepcopy(net)
     expected = algorithm_1(plain, plain_net, method, seed=2)
     task.model.train()
-    history = method.alternate(task, net, 2, Watcher())
+    history = method.alternate(task, net, 2, Watcher(), Unfinished(task, {}))
     for (name, a), b in zip(task.model.state_dict().items(), plain.model.state_dict().values(), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-9), name
     for a, b in zip(net.parameters(), plain_net.parameters(), strict=True):
