@@ -28,4 +28,4 @@ def large_parts(x: Tensor, largest: int = LARGEST) -> tuple[Tensor, ...]:
 
 def _within(x: Tensor, size: int) -> int:
     """Return how many inputs take at most ``size`` bytes as floats, 1 to 2,048."""
-    return max(1, min(LARGEST, size // (FLOAT_BYTES * max(1, x[0].numel()))))
+    return max(1, min(LARGEST, size // (FLOAT_BYTES * max(1, x.shape[1:].numel()))))

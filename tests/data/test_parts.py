@@ -20,6 +20,10 @@ def test_a_part_of_inputs_takes_a_mebibyte(shape: tuple[int, ...], expected: int
     assert part_size(torch.empty(2, *shape, dtype=dtype)) == expected
 
 
+def test_no_inputs_have_a_part_size_too() -> None:
+    assert part_size(torch.empty(0, 3, 32, 32)) == 85
+
+
 def test_parts_are_larger_on_other_devices() -> None:
     assert part_size(torch.empty(2, 3, 224, 224, device="meta")) == 111  # 64 MiB / 602,112 bytes
 
