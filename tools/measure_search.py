@@ -27,7 +27,7 @@ from metricopt_ext.evidence.experiment import Experiment
 from metricopt_ext.evidence.report import paired_interval, spread, versions
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction, markdown_table, print_table
-from metricopt_ext.methods.pipeline import guided_results
+from metricopt_ext.methods.guided import guided_results
 from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.starts import Start, with_start

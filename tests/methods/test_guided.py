@@ -1,0 +1,270 @@
+"""A guided search as a whole job: starts, guard, other buffers and resuming, on tasks known in closed form."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from metricopt_ext.adapters.attach import attach_film, load_adapter
+from metricopt_ext.errors import FileFormatError, MetricError
+from metricopt_ext.methods.guided import guided_results
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.run_folder import load_kept
+from metricopt_ext.methods.starts import Start, batchnorm_start, load_buffers
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.value.loading import load_value_function
+
+NEAR = {"near": 0.8, "far": -3.0}  # starts at so much of the goal
+
+
+def guided(task: Any, *, queries: int = 30, **arguments: Any) -> SearchRun:
+    return optimize_metric(task, queries=queries, **{"watcher": Watcher(), **arguments})
+
+
+def starts_of(task: Any, **shares: float) -> dict[str, Start]:
+    return {name: Start(share * task.goal) for name, share in (shares or NEAR).items()}
+
+
+def assert_same_search(a: SearchRun, b: SearchRun) -> None:
+    assert str(a) == str(b)
+    for name in ("before", "after", "best", "chosen", "queries", "starts", "begun_at", "verdict", "costs", "widened"):
+        assert getattr(a, name) == getattr(b, name), name
+    assert torch.equal(a.points, b.points)
+    assert all(torch.equal(phi, b.ends[name]) for name, phi in a.ends.items())
+    assert a.fit is not None
+    assert b.fit is not None
+    assert a.fit.f.quality == b.fit.f.quality
+    assert all(torch.equal(value, b.fit.f.state_dict()[key]) for key, value in a.fit.f.state_dict().items())
+
+
+class Normed:
+    """A classifier whose BatchNorm statistics are wrong, and a metric that sees how far its outputs are."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.x = 3 * torch.randn(64, 5) + 1
+        self.model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)).eval()
+
+    def task(self) -> FinetuneTask:
+        adapter = attach_film(self.model, dim=3)
+        task = FinetuneTask(
+            adapter,
+            loss=lambda model, batch: model(batch).square().mean(),
+            batches=lambda seed, task, step: self.x[(task + step) % 8 :: 8],
+            metric=Metric(self.metric, maximize=False, bounds=None, name="gap"),
+        )
+        self.start = batchnorm_start(task, self.x.split(16))
+        return task
+
+    def metric(self, model: nn.Module) -> float:
+        """How far the statistics are from those of the inputs, and phi from 1."""
+        off = (model[1].running_mean - self.model[0](self.x).mean(0)).abs().mean()
+        return float(off + 0.1 * (model.metricopt.phi - 1).square().mean())
+
+
+def test_the_guided_search_is_the_default(quadratic: Callable[..., Any]) -> None:
+    task, alone = quadratic(), quadratic()
+    result = guided(task)
+    assert_same_search(result, guided(quadratic(), strategy=GuidedTrustRegion()))
+    end = GuidedTrustRegion()(alone, alone.origin(), 30)
+    assert torch.equal(result.ends["search"], end.phi)
+    assert torch.equal(result.points, end.points)
+    assert result.after == end.cost == task.true_cost(task.adapter.phi.detach()) < result.before
+    assert result.chosen == "search"
+    assert result.queries == task.metric.ledger.spent_on == {"starts": 1, "search": 29}
+    assert task.queries == result.queries_per_start == 30
+    assert result.fit is not None
+    assert torch.equal(result.fit.predicted, end.predicted[:, 0])
+    assert torch.equal(result.fit.true, end.predicted[:, 1])
+
+
+def test_starts_are_judged_first_and_the_search_begins_from_the_best(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    result = guided(task, starts=starts_of(task))
+    points = [torch.zeros_like(task.goal), 0.8 * task.goal, -3.0 * task.goal]
+    assert torch.equal(result.points[:3], torch.stack(points))
+    assert result.starts == dict(zip(("start", "near", "far"), map(task.true_cost, points), strict=True))
+    assert result.begun_at == "near"
+    assert result.queries == task.metric.ledger.spent_on == {"starts": 3, "search": 27}
+    assert task.queries == 30
+    around = result.points[3:7]
+    torch.testing.assert_close(around.mean(0), points[1], rtol=0, atol=1e-12)  # pairs around where it began
+    assert result.after <= result.starts["near"] < result.before
+    told = ", ".join(f"{name} {task.true_cost(point):.4f}" for name, point in zip(result.starts, points, strict=True))
+    assert f"the search began from the start 'near', the best of the starts ({told})" in str(result).splitlines()
+
+
+def test_a_start_may_be_what_the_model_holds(quadratic: Callable[..., Any]) -> None:
+    task, other = quadratic(), quadratic()
+    task.adapter.set_phi(0.8 * task.goal)
+    result = guided(task, starts={"near": Start(task.adapter.phi)})
+    assert_same_search(result, guided(other, starts=starts_of(other, near=0.8)))
+
+
+def test_the_guard_refuses_an_end_and_a_start_alike(halved: Callable[..., Any], quadratic: Callable[..., Any]) -> None:
+    sure, unsure = halved(quadratic(), 1e-6), halved(quadratic(), 1e4)
+    kept, left = (guided(task, starts=starts_of(quadratic())) for task in (sure, unsure))
+    assert (kept.chosen, left.chosen) == ("search", "start")
+    assert kept.after == kept.best < left.after == left.before
+    assert not unsure.adapter.phi.any()
+    assert not left.verdict.accepted
+    assert left.verdict.gain > 3
+    assert f"up to {left.needed + left.optimism:.4f} of a gain may be chance and optimism" in str(left)
+    assert left.lines()[0].endswith("kept the model as it was")
+
+
+def test_an_end_that_f_does_not_believe_in_is_left_with_other_words(quadratic: Callable[..., Any]) -> None:
+    run = guided(quadratic())
+    unbelieved = replace(run, after=run.before, chosen="start", verdict=replace(run.verdict, predicted=-1.0))
+    assert f"the best candidate has {run.best:.4f}, but f, which knows all points" in str(unbelieved)
+    assert "may be chance and optimism" not in str(unbelieved)
+
+
+def test_a_search_that_finds_nothing_keeps_the_start_that_gained(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    result = guided(task, starts=starts_of(task, goal=1.0))
+    assert (result.chosen, result.begun_at, result.after) == ("goal", "goal", 0.0)
+    assert torch.equal(task.adapter.phi, task.goal)
+    assert "kept the start 'goal'" in str(result)
+
+
+@pytest.mark.parametrize("gain", [True, False])
+def test_batchnorm_statistics_stay_only_if_they_gain(gain: bool, tmp_path: Path) -> None:
+    host = Normed()
+    task = host.task()
+    if not gain:
+        metric = Metric(lambda model: 9 - host.metric(model), maximize=False, bounds=None, name="gap")
+        task = task.judged_by(metric)
+    before = {name: value.clone() for name, value in host.model.named_buffers()}
+    result = guided(task, starts={"batchnorm": host.start}, output_dir=tmp_path)
+    changed = {name for name, value in host.model.named_buffers() if not torch.equal(value, before[name])}
+    assert result.begun_at == ("batchnorm" if gain else "start")
+    assert changed == (set(host.start.buffers) if gain else set())
+    assert result.buffers.keys() == changed
+    assert result.after == task.metric.to_value(task.cost(task.adapter.phi.detach(), "check"))
+    assert result.queries == {"starts": 2, "search": 28}
+    assert len(result.points) == 28  # without the start of the other buffers, and the end
+    assert (tmp_path / "buffers.safetensors").exists() == gain
+    assert ("BatchNorm re-estimated, the best of the starts" in str(result)) == gain
+
+
+def test_a_fresh_model_computes_what_a_search_of_other_buffers_left(tmp_path: Path) -> None:
+    host, fresh = Normed(), Normed()
+    result = guided(host.task(), starts={"batchnorm": host.start}, output_dir=tmp_path)
+    assert result.chosen == "search"
+    left, trained = host.model(host.x), fresh.model(host.x)
+    again = copy.deepcopy(fresh.model)
+    load_buffers(fresh.model, tmp_path / "buffers.safetensors")
+    adapter = load_adapter(fresh.model, tmp_path / "adapter.safetensors")
+    load_kept(again, tmp_path / "adapter.safetensors")
+    assert torch.equal(fresh.model(host.x), left)
+    assert torch.equal(again(host.x), left)
+    adapter.set_phi(torch.zeros(3))
+    assert (fresh.model(host.x) - left).abs().max() > 0.01
+    assert (fresh.model(host.x) - trained).abs().max() > 0.01
+
+
+def test_a_search_is_resumed_with_the_buffers_that_it_began_with(tmp_path: Path) -> None:
+    host, fresh = Normed(), Normed()
+    task = host.task()
+    first = guided(task, starts={"batchnorm": host.start}, output_dir=tmp_path)
+    with pytest.raises(FileFormatError, match=r"left the buffers of buffers\.safetensors in this model; resume"):
+        guided(task, starts={"batchnorm": host.start}, output_dir=tmp_path, resume=True)
+    assert task.metric.ledger.spent == 30
+    again = fresh.task()
+    assert_same_search(guided(again, starts={"batchnorm": host.start}, output_dir=tmp_path, resume=True), first)
+    refused = Normed().task()
+    with pytest.raises(FileFormatError, match="starts was"):
+        guided(refused, output_dir=tmp_path, resume=True)  # another model's buffers are none of this run's
+
+
+def test_buffers_that_are_no_longer_kept_leave_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard is no part of a run's identity: one that asks more of a start may then keep the model as it was."""
+    kept, host = Normed(), Normed()
+
+    def halves(model: nn.Module) -> tuple[float, tuple[float, float]]:
+        """The buffers gain on one half alone, so the chance of that gain is about as large as it."""
+        cost, moved = kept.metric(model), 0.1 * float((model.metricopt.phi - 1).square().mean())
+        return cost, (2 * (cost - moved), 2 * moved)
+
+    def search(host: Normed, confidence: float, resume: bool) -> SearchRun:
+        task = host.task().judged_by(Metric(halves, maximize=False, bounds=None, name="gap"))
+        starts = {"batchnorm": host.start}
+        return guided(task, starts=starts, guard_confidence=confidence, output_dir=tmp_path, resume=resume)
+
+    assert search(kept, 0.5, resume=False).buffers
+    assert (tmp_path / "buffers.safetensors").exists()
+    monkeypatch.setattr("metricopt_ext.methods.guard.START_CONFIDENCE", 0.99)
+    assert not search(host, 0.99, resume=True).buffers
+    assert not (tmp_path / "buffers.safetensors").exists()
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 4, 17, 29])
+def test_a_killed_search_is_resumed_bit_for_bit(quadratic: Callable[..., Any], tmp_path: Path, after: int) -> None:
+    broken, resumed = quadratic(), quadratic()
+    expected = guided(quadratic(), starts=starts_of(broken))
+    broken.problem.fail_after = after
+    with pytest.raises(MetricError, match="server is down"):
+        guided(broken, starts=starts_of(broken), output_dir=tmp_path)
+    result = guided(resumed, starts=starts_of(resumed), output_dir=tmp_path, resume=True)
+    assert_same_search(result, expected)
+    assert resumed.queries == 30 - after
+    assert resumed.metric.ledger.spent_on == {"starts": 3, "search": 27}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".lock",
+        "identity.json",
+        "evaluations.json",
+        "adapter.safetensors",
+        "value_function.safetensors",
+    }
+    f = load_value_function(tmp_path / "value_function.safetensors", 4, resumed.adapter.signature)
+    assert result.fit is not None
+    assert f.signature == resumed.adapter.signature == result.fit.f.signature
+    assert all(torch.equal(value, result.fit.f.state_dict()[key]) for key, value in f.state_dict().items())
+
+
+@pytest.mark.parametrize("other", [{}, {"near": 0.8}, {"near": 0.8, "far": -2.0}, {"near": 0.8, "away": -3.0}])
+def test_a_search_is_not_resumed_from_other_starts(
+    quadratic: Callable[..., Any], tmp_path: Path, other: dict[str, float]
+) -> None:
+    task = quadratic()
+    guided(quadratic(), starts=starts_of(task), output_dir=tmp_path)
+    changed = starts_of(task, **other) if other else None
+    with pytest.raises(FileFormatError, match="starts"):
+        guided(task, starts=changed, output_dir=tmp_path, resume=True)
+    assert task.queries == 0
+
+
+def test_a_flat_metric_is_told(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task = quadratic()
+    task = replace(task, metric=Metric(lambda: 0.25, maximize=False, name="constant"))
+    result = guided(task, output_dir=tmp_path)
+    assert (result.chosen, result.fit, result.before, result.after) == ("start", None, 0.25, 0.25)
+    assert result.queries == task.metric.ledger.spent_on == {"starts": 1, "search": 28}
+    assert result.lines() == [
+        "constant: 0.2500 -> 0.2500; kept the model as it was",
+        "queries: 29 (starts 1, search 28); 29 for each further start",
+        result.lines()[2],
+        f"the metric did not react at first, so phi was moved {result.widened:.0f} times as far",
+        "the metric never varied, so there is no value function: modulate more layers, or train first",
+    ]
+    assert "reports no halves" in result.lines()[2]
+    assert not (tmp_path / "value_function.safetensors").exists()
+
+
+def test_each_number_of_queries_has_the_result_of_its_own_run(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    results = list(guided_results(task, [13, 20, 30], starts=starts_of(task)))
+    assert task.queries == 30 + 2
+    for queries, result in zip((13, 20, 30), results, strict=True):
+        assert_same_search(result, guided(quadratic(), queries=queries, starts=starts_of(task)))
+    assert not task.adapter.phi.any()
