@@ -30,6 +30,7 @@ torch.set_num_threads(1)
 out = Path(sys.argv[1])
 STRATEGIES = {
     "search": (None, 45),
+    "kept_aside": (None, 45),
     "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),)), 62),
     "paper": (Algorithm1(steps=6, evals=3), 40),
     "cma_es": (CMAES(), 45),
@@ -46,6 +47,9 @@ def score(model):
     right = (model(x).argmax(1) == y).double() + 0.3 * model(x).softmax(1)[:, 0].double().sigmoid()
     return float(right.mean()), (float(right[::2].mean()), float(right[1::2].mean()))
 
+def aside(model):
+    return float((model(x).argmax(1) == y)[::3].double().mean())
+
 def run(name):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
@@ -53,15 +57,19 @@ def run(name):
         attach_film(model, "1", dim=6, seed=0),
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
         batches=TensorBatches(x, y, batch_size=30),
-        metric=Metric(score, maximize=True, bounds=(0, 2), name="score"),
+        metric=Metric(
+            score if name != "kept_aside" else lambda model: score(model)[0],  # without halves any gain is kept
+            maximize=True, bounds=(0, 2), name="score",
+        ),
         population=3,
     )
     strategy, queries = STRATEGIES[name]
     run = mo.optimize_metric(
         task, queries=queries, strategy=strategy, seed=1, output_dir=out / name, watcher=Watcher(),
+        kept_aside=Metric(aside, maximize=True, name="aside") if name == "kept_aside" else None,
     )
     kept = {"phi": task.adapter.phi.detach(), "before": run.before, "after": run.after, "best": run.best,
-            "queries": run.queries, "spent": task.metric.ledger.spent_on, "text": str(run),
+            "queries": run.queries, "spent": task.metric.ledger.spent_on, "text": str(run), "aside": run.aside,
             **{f"end {name}": end for name, end in run.ends.items()}}
     fit = getattr(run, "fit", None)
     if fit is not None:
@@ -100,7 +108,8 @@ def test_the_result_does_not_depend_on_the_number_of_ranks(torchrun: Any, tmp_pa
         return ends, files
 
     (alone,), files = results(1)
-    assert len(files) == 5 + 3 + 16 + 12  # adapters, functions, and the trajectories of recipe and paper
+    assert alone["ends"]["kept_aside"]["aside"].keys() == {"start", "search"}
+    assert len(files) == 6 + 4 + 16 + 12  # adapters, functions, and the trajectories of recipe and paper
     shared, same_files = results(3)
     for each in shared:
         assert_same(alone["ends"], each["ends"])

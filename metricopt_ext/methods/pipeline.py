@@ -8,11 +8,12 @@ from typing import overload
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates, judge
 from metricopt_ext.methods.guided import guided_results
+from metricopt_ext.methods.kept_aside import check_kept_aside, confirmed
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe, Setting
 from metricopt_ext.methods.result import MetricOptResult, Result, SearchRun
 from metricopt_ext.methods.rounds import meta_train
-from metricopt_ext.methods.run_folder import RunFolder, identity_of
+from metricopt_ext.methods.run_folder import KEPT_ASIDE, RunFolder, identity_of
 from metricopt_ext.methods.starts import Start, all_starts, set_buffers
 from metricopt_ext.methods.tuning import (
     FRESH,
@@ -25,11 +26,13 @@ from metricopt_ext.methods.tuning import (
 from metricopt_ext.search.direct import Search
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.cached_metric import CachedMetric
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import split_half_correlation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_instance, check_integer
+from metricopt_ext.utils.identity import fingerprint_of_code
 from metricopt_ext.utils.progress import Watcher, watched
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
@@ -43,6 +46,7 @@ def optimize_metric(
     strategy: GuidedTrustRegion | None = None,
     starts: Mapping[str, Start] | None = None,
     guard_confidence: float = CONFIDENCE,
+    kept_aside: Metric | None = None,
     seed: int = 0,
     output_dir: str | Path | None = None,
     resume: bool = False,
@@ -58,6 +62,7 @@ def optimize_metric(
     strategy: Recipe | Algorithm1,
     starts: None = None,
     guard_confidence: float = CONFIDENCE,
+    kept_aside: Metric | None = None,
     seed: int = 0,
     output_dir: str | Path | None = None,
     resume: bool = False,
@@ -73,6 +78,7 @@ def optimize_metric(
     strategy: Search,
     starts: None = None,
     guard_confidence: float = CONFIDENCE,
+    kept_aside: Metric | None = None,
     seed: int = 0,
     output_dir: str | Path | None = None,
     resume: bool = False,
@@ -87,6 +93,7 @@ def optimize_metric(
     strategy: GuidedTrustRegion | Recipe | Algorithm1 | Search | None = None,
     starts: Mapping[str, Start] | None = None,
     guard_confidence: float = CONFIDENCE,
+    kept_aside: Metric | None = None,
     seed: int = 0,
     output_dir: str | Path | None = None,
     resume: bool = False,
@@ -112,6 +119,8 @@ def optimize_metric(
         strategy: A guided search, a recipe for learning and following f, the paper's algorithm, or a direct search.
         starts: Of a guided search, what it may begin from besides phi = 0, by name; each costs a query.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
+        kept_aside: The metric on data that ``task.metric`` does not see. What the guard would keep is kept only if it
+            is the best there, too (`Result.aside`); two or three queries at the end, of this metric's own ledger.
         seed: Seed of all draws.
         output_dir: Keeps what was collected, ``value_function.safetensors``, ``adapter.safetensors`` and, only if what
             was kept is of a start with other buffers, ``buffers.safetensors`` (see `load_buffers`); None keeps nothing.
@@ -124,7 +133,7 @@ def optimize_metric(
 
     Raises:
         ValueError: A number is out of range, or ``strategy`` is a class, or has no use for ``starts``, or a start has a
-            name that is taken.
+            name that is taken, or ``kept_aside`` is no metric of other data.
         AdapterError: The loss is no scalar, or has no gradient in phi; or a start does not fit the model.
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
@@ -141,6 +150,8 @@ def optimize_metric(
     if starts and not isinstance(strategy, GuidedTrustRegion):
         raise ValueError(f"starts are {list(starts)}; only a GuidedTrustRegion begins from the best of several")
     all_starts(task, starts or {})  # refuses what does not fit
+    if kept_aside is not None:
+        check_kept_aside(task, kept_aside, starts or {})
     if queries > task.metric.ledger.left:
         asked = counted(queries, "query")
         raise BudgetError(f"{asked} requested, {task.metric.ledger.left} left in the metric's own budget")
@@ -153,6 +164,8 @@ def optimize_metric(
         raise BudgetError(f"{error} (each an evaluation of {task.metric.repeats} queries: its repeats)") from error
     kept = output_dir is not None or ranks.several()
     identity = identity_of(strategy, task, starts or {}, seed=seed, size=size) if kept else {}
+    if kept and kept_aside is not None:
+        identity["kept aside"] = [fingerprint_of_code(kept_aside.function), guard_confidence]
     with ExitStack() as run:
         run.enter_context(ranks.sharing({"queries": queries, **identity}))
         folder = RunFolder(output_dir, identity)
@@ -166,6 +179,9 @@ def optimize_metric(
             result = _as_printed(task, queries, strategy, size["tasks"], guard_confidence, seed, folder, shown)
         else:
             result = _search_directly(task, queries, strategy, guard_confidence, seed, folder, shown)
+        if kept_aside is not None:
+            shown.stage("data kept aside")
+            result = confirmed(result, task.judged_by(folder.cached(kept_aside, KEPT_ASIDE)))
         result = ranks.on_first(lambda: result)
         task.adapter.set_phi(result.ends[result.chosen])
         buffers = result.buffers if isinstance(result, SearchRun) else {}

@@ -50,6 +50,7 @@ class Result:
         ends: End point phi, ``d``, of each candidate.
         needed: What a gain must exceed, besides the optimism, for the guard to believe it.
         reports_halves: Whether the metric reports its value on two halves of its data.
+        aside: Metric on data kept aside, by candidate, what the guard would have kept last; empty without such data.
     """
 
     metric: str
@@ -64,6 +65,7 @@ class Result:
     ends: dict[str, Tensor]
     reports_halves: bool = field(kw_only=True)
     needed: float = field(kw_only=True)
+    aside: dict[str, float] = field(kw_only=True, default_factory=dict)
 
     def __str__(self) -> str:
         """State the outcome, its cost and whether f was to be trusted, in a few lines."""
@@ -75,6 +77,9 @@ class Result:
         lines = [f"{self.metric}: {self.before:.4f} -> {self.after:.4f}{self.beside()}; kept {kept(self.chosen)}"]
         if self.best != self.after:
             lines.append(f"the best candidate has {self.best:.4f}, but {self.doubt()}")
+        if self.aside:
+            shown = ", ".join(f"{kept(name)} {value:.4f}" for name, value in self.aside.items())
+            lines.append(f"on the data kept aside: {shown}")
         total = sum(self.queries.values())
         lines.append(f"queries: {total} ({spent}); {self.queries_per_start} for each further start")
         if not self.reports_halves and not self.chance:
@@ -84,8 +89,15 @@ class Result:
             )
         return lines
 
+    @property
+    def overruled(self) -> bool:
+        """Whether data kept aside prefer another candidate than the guard."""
+        return bool(self.aside) and self.chosen != list(self.aside)[-1]
+
     def doubt(self) -> str:
         """Say why the best candidate was not kept."""
+        if self.overruled:
+            return "it is not the best on the data kept aside"
         return (
             f"with so little data up to {self.needed + self.optimism:.4f} of a gain may be chance and optimism. Use"
             " more data to see smaller gains"
@@ -153,7 +165,8 @@ class SearchRun(Result):
 
     def doubt(self) -> str:
         """Say why the best candidate was not kept."""
-        if self.verdict.gain - self.verdict.optimism > self.verdict.needed:  # by the queries alone, it was better
+        by_queries = self.verdict.gain - self.verdict.optimism > self.verdict.needed
+        if by_queries and not self.overruled:
             return "f, which knows all points that were asked, does not expect it to be that much better"
         return super().doubt()
 

@@ -26,7 +26,7 @@ from metricopt_ext.utils.files import remove_unfinished
 from metricopt_ext.utils.identity import claim, fingerprint, fingerprint_of_code, fingerprint_of_files, sole_writer
 from metricopt_ext.value.value_function import ValueFunction
 
-IDENTITY, EVALUATIONS = "identity.json", "evaluations.json"
+IDENTITY, EVALUATIONS, KEPT_ASIDE = "identity.json", "evaluations.json", "kept_aside.json"
 BUFFERS = "buffers.safetensors"
 
 FORMAT = 5  # of what is kept: a folder of another format is not resumed
@@ -109,11 +109,15 @@ class RunFolder:
         own, metric.ledger = metric.ledger, Ledger(queries)
         self._unpaid = own, metric.ledger
         try:
-            yield CachedMetric(metric, None if self.path is None else self.path / EVALUATIONS)
+            yield self.cached(metric, EVALUATIONS)
         finally:
             metric.ledger = own
             if self.path is None:
                 self._charge()
+
+    def cached(self, metric: Metric, name: str) -> CachedMetric:
+        """Return a metric that keeps its evaluations in a file of the folder; its ledger is its own."""
+        return CachedMetric(metric, None if self.path is None else self.path / name)
 
     def _charge(self) -> None:
         if self._unpaid is not None:

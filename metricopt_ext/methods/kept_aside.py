@@ -1,0 +1,68 @@
+"""The last word of data that nothing was chosen by: what the guard would keep must be the best there, too."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from metricopt_ext.errors import BudgetError
+from metricopt_ext.methods.result import Result, SearchRun
+from metricopt_ext.methods.starts import Start, all_starts, with_start
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+
+CANDIDATES = 3  # at most: the model as it was, the start that the search began from, and the search's end
+
+
+def check_kept_aside(task: FinetuneTask, metric: Metric, starts: Mapping[str, Start]) -> None:
+    """Refuse a metric that can't judge a run on data kept aside.
+
+    Raises:
+        ValueError: It is no metric, or the one that the run sees, or of another direction.
+        AdapterError: It takes no model, but a start has buffers.
+        BudgetError: Its ledger has too few queries left.
+    """
+    if not isinstance(metric, Metric):
+        raise ValueError(f"kept_aside is {metric!r}; it must be a Metric, of data that task.metric does not see")
+    if metric is task.metric or metric.function is task.metric.function:
+        raise ValueError(f"kept_aside is {metric.name!r} itself, which the search sees; it must be of other data")
+    if metric.maximize != task.metric.maximize:
+        better = "higher" if metric.maximize else "lower"
+        raise ValueError(f"of kept_aside, {metric.name!r}, {better} is better, unlike of {task.metric.name!r}")
+    all_starts(task.judged_by(metric), starts)
+    if metric.ledger.left < CANDIDATES * metric.repeats:
+        needed = CANDIDATES * metric.repeats
+        raise BudgetError(f"kept_aside takes up to {needed} queries, {metric.ledger.left} are left in its budget")
+
+
+def confirmed(result: Result, task: FinetuneTask) -> Result:
+    """Return a run's result with what data kept aside prefer: what the guard kept, or a candidate that it had before.
+
+    The search has fitted phi to the data that its metric sees, both halves of them, so these can't tell what carries
+    over to other classes, say. Other data can, by a comparison of two or three candidates, which owe nothing to them.
+
+    Args:
+        result: What the guard made of the run; one that kept the model as it was is returned as it is.
+        task: The run's, judged on the data kept aside: a query for the model as it was, for the start that a search
+            began from, if that is another, and for what was kept.
+
+    Raises:
+        MetricError: The metric failed.
+    """
+    if result.chosen == "start":
+        return result
+    values, candidates = {"start": result.before, result.chosen: result.after}, [result.chosen]
+    if isinstance(result, SearchRun):
+        values |= {result.begun_at: result.starts[result.begun_at]}
+        candidates = [result.begun_at, result.chosen]
+    costs = {name: _cost(result, task, name) for name in dict.fromkeys(["start", *candidates])}
+    chosen = min(costs, key=lambda name: costs[name])
+    aside = {name: task.metric.to_value(cost) for name, cost in costs.items()}
+    return replace(result, chosen=chosen, after=values[chosen], aside=aside)
+
+
+def _cost(result: Result, task: FinetuneTask, name: str) -> float:
+    """Return a candidate's cost on the data kept aside, under the buffers of the start that it belongs to."""
+    start = Start(result.ends[name])
+    if isinstance(result, SearchRun):
+        start = Start(start.phi, result.candidates[result.begun_at if name == "search" else name].buffers)
+    (evaluation,) = with_start(task, start).evaluate_at(start.phi[None], "kept aside", f"{name!r}; ")
+    return evaluation.cost
