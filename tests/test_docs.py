@@ -159,6 +159,14 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 
 
+def test_comparisons_keep_to_themselves_where_their_data_lay() -> None:
+    files = sorted((ROOT / "docs" / "comparison").rglob("*.json"))
+    assert files
+    settings = {file.name: json.loads(file.read_text()).get("config", {}).get("of_task", {}) for file in files}
+    roots = {name: each.get("data", {}).get("root", "") for name, each in settings.items()}
+    assert {name: root for name, root in roots.items() if root not in ("", "FOLDER")} == {}
+
+
 def test_there_are_two_notebooks_with_outputs() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["detector", "table"]
     for path in NOTEBOOKS:
