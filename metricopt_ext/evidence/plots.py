@@ -18,16 +18,19 @@ STRETCH = 3.0  # a method that alone makes the axis this many times as long is d
 def plot_methods(report: Report, path: str | Path) -> Path:
     """Draw each method's test metric: a dot for each seed, a stroke at the mean and a bar for its 95% interval.
 
-    A single method so much worse that the others would merge becomes an arrow at the axis' end, with its mean.
+    A single method so much worse that the others would merge becomes an arrow at the axis' end, with its mean. The axis
+    is that of the dots: intervals of few seeds can be many times as long, and the plot says that they are cut.
     """
     values = {name: report.values(name, "test") for name in reversed(report.methods)}
     low, high = _bulk(list(values.values()), report.maximize)
     margin = 0.05 * (high - low) or 0.01
+    cut = False
     figure, ((axes,),) = new_figure(6.4, 1.1 + 0.36 * len(values))
     for row, (name, dots) in enumerate(values.items()):
         colour, (mean, *interval) = METHODS[name].colour, paired_interval(dots)
         if len(dots) > 1:
             axes.hlines(row, *interval, color=colour, linewidth=7, alpha=0.2)
+            cut = cut or interval[0] < low - margin or interval[1] > high + margin
         axes.plot(dots, [row] * len(dots), "o", color=colour, markersize=5, alpha=0.6, markeredgewidth=0)
         axes.plot([mean] * 2, [row - 0.33, row + 0.33], color=colour, linewidth=2.5)
         if min(dots) < low:
@@ -38,8 +41,9 @@ def plot_methods(report: Report, path: str | Path) -> Path:
     axes.set_yticks(range(len(values)), [report.title(name) for name in values])
     axes.grid(axis="x", alpha=0.25)
     several = len(report.records) > 1
-    key = "dots: seeds, stroke: mean, bar: its 95% interval" if several else "one seed, so no intervals"
-    arrow = ", arrow: beyond the axis" if axes.texts else ""
+    bar = "bar: its 95% interval, cut at the axis' ends" if cut else "bar: its 95% interval"
+    key = f"dots: seeds, stroke: mean, {bar}" if several else "one seed, so no intervals"
+    arrow = "; arrow: beyond the axis" if axes.texts else ""
     axes.set_xlabel(f"test {report.metric} ({direction(report.maximize)})")
     figure.suptitle(f"{key}{arrow}", fontsize=9)
     return save_figure(figure, path)

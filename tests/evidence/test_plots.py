@@ -68,10 +68,20 @@ def test_methods_are_dots_for_seeds_and_a_stroke_at_their_mean(
     for place, name in enumerate(made.methods):  # the first of the table stands at the top
         assert shown[made.title(name)] == (made.values(name, "test"), METHODS[name].colour, len(titles) - 1 - place)
     assert f"({'higher' if maximize else 'lower'} is better)" in axes.get_xlabel()
-    assert figures[0].get_suptitle() == "dots: seeds, stroke: mean, bar: its 95% interval"
+    assert figures[0].get_suptitle().startswith("dots: seeds, stroke: mean, bar: its 95% interval")
     assert not axes.texts  # nothing lies beyond the axis
     low, high = axes.get_xlim()
     assert all(low < x < high for dot in dots for x in dot.get_xdata())
+
+
+@pytest.mark.parametrize(("third", "cut"), [(0.5, False), (0.7, True)])
+def test_intervals_that_are_cut_are_said_to_be(
+    report: Callable[..., Report], figures: list[Any], third: float, cut: bool
+) -> None:
+    levels = {name: [0.3, 0.3, 0.3] for name in report().methods}
+    levels |= {"cma_es": [0.7, 0.7, 0.7], "metricopt": [0.5, 0.5, third]}
+    plot_methods(report(levels), "methods.png")  # of 0.5, 0.5, 0.7 the interval goes from 0.28 to 0.85
+    assert figures[0].get_suptitle().endswith(", cut at the axis' ends") == cut
 
 
 def test_one_seed_has_no_interval_and_the_plot_says_so(report: Callable[..., Report], figures: list[Any]) -> None:
