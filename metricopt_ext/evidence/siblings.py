@@ -336,6 +336,8 @@ def plot_histories(folder: Path, seeds: Sequence[int]) -> list[Path]:
             axes.plot(*history.get(quantity, np.empty((0, 2))).T, color=METHODS[name].colour, linewidth=0.9)
         axes.set_title(quantity, fontsize=9)
         axes.set_xlabel("iteration")
+        axes.locator_params("x", nbins=4, integer=True)  # 300,000 is wide
+        axes.xaxis.set_major_formatter("{x:,.0f}")
     for name in dict.fromkeys(name for name, _ in histories):
         row[0].plot([], [], color=METHODS[name].colour, label=METHODS[name].title)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)

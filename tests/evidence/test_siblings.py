@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from metricopt_ext.evidence.siblings import (
     SiblingsConfig,
     SLConfig,
     learned_losses,
+    plot_histories,
     sibling_method,
 )
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
@@ -36,6 +38,7 @@ from metricopt_ext.methods.siblings.unfinished import Unfinished
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.progress import Watcher
 
 
@@ -274,3 +277,23 @@ def test_an_unfinished_training_goes_on_on_resume_alone(
         earlier.append(method.earlier)
     assert earlier == [0, 1, 0, 1, 2]
     assert {path.name for path in tmp_path.iterdir()} == {"sl_r.json", "sl_r_model.safetensors"}
+
+
+@pytest.mark.parametrize("iterations", [2, 600, 30_000, 300_000])
+def test_numbers_below_what_was_measured_on_the_way_do_not_touch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iterations: int
+) -> None:
+    (tmp_path / "seed-0").mkdir()
+    line = [[step * iterations / 10, 0.1] for step in range(11)]
+    write_json(tmp_path / "seed-0" / "sl_s.json", {"history": {"surrogate": line, "distance": line, "metric": line}})
+    figures: list[Any] = []
+    monkeypatch.setattr("metricopt_ext.evidence.siblings.save_figure", lambda figure, path: figures.append(figure))
+    plot_histories(tmp_path, [0])
+    figures[0].draw_without_rendering()
+    for axes in figures[0].axes:
+        low, high = axes.get_xlim()
+        shown = [label for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high]
+        texts = [label.get_text() for label in shown]
+        assert len(set(texts)) == len(texts) > 1
+        boxes = [label.get_window_extent() for label in shown]
+        assert all(left.x1 + 4 < right.x0 for left, right in pairwise(boxes))
