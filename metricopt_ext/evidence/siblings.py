@@ -1,5 +1,6 @@
 """The sibling methods in a task's tool: their settings, and each as a method of a comparison."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -330,8 +331,12 @@ def plot_histories(folder: Path, seeds: Sequence[int]) -> list[Path]:
     quantities = list(dict.fromkeys(quantity for _, history in histories for quantity in history))
     if not quantities:
         return []
-    figure, (row,) = new_figure(4.0 * len(quantities), 3.6, columns=len(quantities))
-    for axes, quantity in zip(row, quantities, strict=True):
+    columns = min(4, len(quantities))
+    rows = math.ceil(len(quantities) / columns)
+    figure, panels = new_figure(4.0 * columns, 3.0 * rows + 0.6, rows, columns)
+    for axes in panels.flat[len(quantities) :]:
+        axes.remove()
+    for axes, quantity in zip(panels.flat, quantities, strict=False):
         for name, history in histories:
             axes.plot(*history.get(quantity, np.empty((0, 2))).T, color=METHODS[name].colour, linewidth=0.9)
         axes.set_title(quantity, fontsize=9)
@@ -339,6 +344,6 @@ def plot_histories(folder: Path, seeds: Sequence[int]) -> list[Path]:
         axes.locator_params("x", nbins=4, integer=True)  # 300,000 is wide
         axes.xaxis.set_major_formatter("{x:,.0f}")
     for name in dict.fromkeys(name for name, _ in histories):
-        row[0].plot([], [], color=METHODS[name].colour, label=METHODS[name].title)
+        panels[0, 0].plot([], [], color=METHODS[name].colour, label=METHODS[name].title)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return [save_figure(figure, folder / "siblings.png")]

@@ -297,3 +297,17 @@ def test_numbers_below_what_was_measured_on_the_way_do_not_touch(
         assert len(set(texts)) == len(texts) > 1
         boxes = [label.get_window_extent() for label in shown]
         assert all(left.x1 + 4 < right.x0 for left, right in pairwise(boxes))
+
+
+@pytest.mark.parametrize(("count", "rows"), [(1, 1), (4, 1), (5, 2), (11, 3)])
+def test_what_was_measured_on_the_way_is_drawn_in_rows_of_four(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, rows: int
+) -> None:
+    (tmp_path / "seed-0").mkdir()
+    names = [f"quantity {i}" for i in range(count)]
+    write_json(tmp_path / "seed-0" / "sl_s.json", {"history": {name: [[0, 0.1], [9, 0.2]] for name in names}})
+    figures: list[Any] = []
+    monkeypatch.setattr("metricopt_ext.evidence.siblings.save_figure", lambda figure, path: figures.append(figure))
+    plot_histories(tmp_path, [0])
+    assert [axes.get_title() for axes in figures[0].axes] == names
+    assert {axes.get_gridspec().get_geometry() for axes in figures[0].axes} == {(rows, min(4, count))}
