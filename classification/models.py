@@ -120,7 +120,7 @@ class CifarBlock(nn.Module):
 
 
 class CifarResNet9(nn.Sequential):
-    """The residual network of nine layers for 32-pixel images that few epochs train (Page, 2018).
+    """ResNet-9, a network for 32-pixel images that few epochs train (Page, "How to Train Your ResNet", 2018).
 
     Three times the channels double and the resolution halves, with a residual block after the first and after the last.
     Here pooling comes before BatchNorm, the block's sum goes through a ReLU, and logits are not scaled. Maps
