@@ -3,8 +3,9 @@
 Attach an adapter (`attach_film`, `attach_input_bias`, `attach_outputs`), describe the task (`FinetuneTask`, `Metric`),
 and call `optimize_metric` with a number of metric queries: a guided search (`GuidedTrustRegion`) then finds phi, from
 the best of the starts (`Start`, `batchnorm_start`). For many starts under one value function there are `Recipe`,
-`meta_train` and `tune_start`; the optimizer `MetricOpt` follows a value function in your own loop. `metricopt_learned`
-learns an optimizer instead, which `LearnedOptimizer` takes to any loop. What can go wrong is in `metricopt_ext.errors`.
+`meta_train` and `tune_start`; the optimizer `MetricOpt` follows a value function in your own loop. `AlgorithmS1` learns
+an optimizer instead, which `LearnedOptimizer` takes to any loop; `Algorithm1` is the paper's algorithm as printed. What
+can go wrong is in `metricopt_ext.errors`.
 """
 
 from typing import Any

@@ -9,6 +9,7 @@ __all__ = [
     "MetricError",
     "MetricOptError",
     "RankError",
+    "UnguardedError",
     "ValueFunctionError",
 ]
 
@@ -23,6 +24,10 @@ class AdapterError(MetricOptError, ValueError):
 
 class MetricError(MetricOptError, RuntimeError):
     """The black-box metric raised, returned NaN or left its bounds."""
+
+
+class UnguardedError(MetricError):
+    """A guard is required, but nothing could tell a gain from chance."""
 
 
 class BudgetError(MetricOptError, RuntimeError):

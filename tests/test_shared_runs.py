@@ -18,6 +18,7 @@ from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
@@ -33,6 +34,7 @@ STRATEGIES = {
     "kept_aside": (None, 45),
     "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),)), 62),
     "paper": (Algorithm1(steps=6, evals=3), 40),
+    "learned": (AlgorithmS1(steps=6, evals=3, tasks=2, pairs=2, hidden=4), 40),
     "cma_es": (CMAES(), 45),
     "guided_es": (GuidedES(), 45),
 }
@@ -75,6 +77,8 @@ def run(name):
     if fit is not None:
         kept |= {f"f {name}": value for name, value in fit.f.state_dict().items()}
         kept |= {"quality": repr(fit.f.quality), "predicted": fit.predicted}
+    if name == "learned":
+        kept |= {"path": run.path, "rule": run.learned.rule.weights.detach(), "quality": repr(run.learned.f.quality)}
     return kept
 
 with errors_in_one_line(keeps=out), ranks.joined():
@@ -109,7 +113,8 @@ def test_the_result_does_not_depend_on_the_number_of_ranks(torchrun: Any, tmp_pa
 
     (alone,), files = results(1)
     assert alone["ends"]["kept_aside"]["aside"].keys() == {"start", "search"}
-    assert len(files) == 6 + 4 + 16 + 12  # adapters, functions, and the trajectories of recipe and paper
+    # Adapters, functions, the trajectories of recipe, paper and learned; the learned optimizer, and its training.
+    assert len(files) == 7 + 5 + 16 + 12 + 10 + 2
     shared, same_files = results(3)
     for each in shared:
         assert_same(alone["ends"], each["ends"])

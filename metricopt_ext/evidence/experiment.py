@@ -255,6 +255,7 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
         setting=setting,
         split_half=None if math.isnan(result.split_half) else result.split_half,
         chance=result.chance,
+        guard=result.guard,
         curves=comparison.curves,
         true=[] if result.fit is None else [to_value(cost) for cost in result.fit.true.tolist()],
         predicted=[] if result.fit is None else [to_value(cost) for cost in result.fit.predicted.tolist()],

@@ -73,7 +73,7 @@ def guarded(
         "kept": kept,
         "accepted": kept == "search",
         "gain": scale * verdict.gain,
-        "chance": scale * verdict.chance,
+        "chance": None if verdict.chance is None else scale * verdict.chance,
         "optimism": scale * verdict.optimism,
         "reliability": verdict.reliability,
         "candidates": verdict.candidates,

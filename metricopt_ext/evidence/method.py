@@ -64,7 +64,7 @@ METHODS: dict[str, Entry] = {
     "placebo": Entry("the same f, turned", "#b9c58f", "free", "another f"),
     "metricopt": Entry("MetricOpt", "#c02942", "queries", shared=True),
     "metricopt_paper": Entry("MetricOpt, Algorithm 1", "#e57fb0", "queries", shared=True),
-    "metricopt_learned": Entry("MetricOpt, learned", "#8e1b8e", "queries"),
+    "metricopt_learned": Entry("MetricOpt, learned", "#8e1b8e", "queries", shared=True),
     "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "queries", after="metricopt"),
     "second_round": Entry("MetricOpt, second round", "#7a1f3d", "queries", after="metricopt"),
     "sl_u": Entry("SL, universal surrogate", "#c9b458", "queries", "batch metric"),

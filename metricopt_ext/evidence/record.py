@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from metricopt_ext.errors import FileFormatError
+from metricopt_ext.methods.guard import Guard
 from metricopt_ext.methods.recipe import Setting
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import read_json, write_json
@@ -46,7 +47,8 @@ class SeedRecord:
         kept: Which end point the guard kept.
         setting: How boldly f was followed; None for a search.
         split_half: Correlation of the metric's halves over random phi; None if it does not report them.
-        chance: Standard deviation of the chance part of a validation gain; 0 if the metric does not report halves.
+        chance: Standard deviation of the chance part of a validation gain; None if nothing told.
+        guard: What told it; see `Result.guard`.
         curves: Validation metric along finetuning by method, ``steps + 1`` numbers each. Evaluated for the plot; no
             method sees them.
         true: Metric at held-out points where f is used.
@@ -66,7 +68,8 @@ class SeedRecord:
     kept: str
     setting: Setting | None
     split_half: float | None
-    chance: float
+    chance: float | None
+    guard: Guard
     curves: dict[str, list[float]]
     true: list[float]
     predicted: list[float]

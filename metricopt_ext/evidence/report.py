@@ -14,7 +14,7 @@ import numpy as np
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.style import direction, markdown_table, print_points, print_table
-from metricopt_ext.methods.guard import deviates
+from metricopt_ext.methods.guard import Guard, deviates
 from metricopt_ext.methods.result import kept
 from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.words import counted
@@ -156,6 +156,7 @@ class Report:
             },
             "correlations": [record.correlations for record in self.records],
             "split_half": [record.split_half for record in self.records],
+            "guard": self.guard,
             "chance": [record.chance for record in self.records],
             "kept": [record.kept for record in self.records],
             "queries": [record.queries for record in self.records],
@@ -164,6 +165,12 @@ class Report:
             "versions": versions(),
             "config": self.config,
         }
+
+    @property
+    def guard(self) -> Guard:
+        """What told gains from chance, in all seeds; ``"none"`` if nothing did in one of them."""
+        told = [record.guard for record in self.records]
+        return "none" if "none" in told else told[0]
 
     def gain(self, over: str, part: str = "test") -> Interval:
         """Return MetricOpt's gain over a method, over the seeds that have it; see `paired_interval`.
@@ -225,14 +232,14 @@ class Report:
     def _accepted(self) -> str:
         """Say what the guard did, and whether the gain may be chance."""
         seeds, left = len(self.records), sum(record.kept == "start" for record in self.records)
-        known = all(record.split_half is not None or record.chance > 0 for record in self.records)
+        known = self.guard != "none"
         if left == seeds:
             why = "no gain on validation exceeded what chance explains" if known else "validation showed no gain"
             return f"the guard left the model as it was{' in every seed' if seeds > 1 else ''}, as {why}"
         where = "" if seeds == 1 else f" in {seeds - left} of {seeds} seeds"
         beside = f" and left the model as it was in {left}" if left else ""
         guard = f"the guard accepted the change{where}{beside}" + (
-            "" if known else ", not knowing how much of it may be chance, as the metric reports no halves"
+            "" if known else ", unguarded: the metric gives one number, so nobody can tell how much of it is chance"
         )
         return f"{guard}; the gain on test, {self._gain_in_words('pretrained')}"
 
@@ -322,8 +329,9 @@ class Report:
         """Say what counted as chance and what the guard kept."""
         lines, seeds = [], counted(len(self.records), "seed")
         halves = [record.split_half for record in self.records if record.split_half is not None]
-        if halves:
-            chance, confidence = np.mean([record.chance for record in self.records]), self.config["guard_confidence"]
+        chances = [record.chance for record in self.records if record.chance is not None]
+        if halves and chances:
+            chance, confidence = np.mean(chances), self.config["guard_confidence"]
             left = sum(record.kept == "start" for record in self.records)
             lines.append(
                 f"Split-half correlation of the metric over phi: {np.mean(halves):.2f} (near 0 no method can"

@@ -183,6 +183,7 @@ class LearnedConfig:
                 steps=recipe.steps,
                 evals=recipe.evals,
                 start_std=recipe.start_std,
+                lr=recipe.lr,
                 objective=LearnedObjective(self.metric_weight, self.sharpness or None),
                 estimator=self.estimator,  # type: ignore[arg-type]
                 value=ReptileLearner() if self.mixed else ReptileLearner.paper(),

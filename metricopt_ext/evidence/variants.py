@@ -7,8 +7,7 @@ from pathlib import Path
 from metricopt_ext.evidence.method import METHODS, Meter, Method, MethodResult
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.siblings.learned import LearnedResult, metricopt_learned
+from metricopt_ext.methods.result import LearnedResult
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher, Within
 
@@ -34,36 +33,23 @@ def variant_method(
         watcher: Told the stages, and of queries now and then: those counted are MetricOpt's.
     """
     recipe, output_dir = config.recipe.build(), None if folder is None else folder / name
-    watcher, learned = watcher or Watcher(), config.learned.queries or config.queries
-
-    def run(task: FinetuneTask) -> Result:
-        if name == "metricopt_learned":
-            return metricopt_learned(
-                task,
-                queries=learned,
-                settings=config.learned.build(recipe),
-                lr=recipe.lr,
-                guard_confidence=config.guard_confidence,
-                seed=seed,
-                output_dir=output_dir,
-                resume=resume,
-                watcher=Within(watcher, METHODS[name].title, learned),
-            )
-        return optimize_metric(
-            task,
-            queries=config.queries,
-            strategy=config.paper.build(recipe),
-            guard_confidence=config.guard_confidence,
-            seed=seed,
-            output_dir=output_dir,
-            resume=resume,
-            watcher=Within(watcher, METHODS[name].title, config.queries),
-        )
+    watcher, learns = watcher or Watcher(), name == "metricopt_learned"
+    strategy = config.learned.build(recipe) if learns else config.paper.build(recipe)
+    queries = (config.learned.queries if learns else 0) or config.queries
 
     def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
         meter = Meter(task)
         watcher.stage(METHODS[name].title)
-        result = run(task)
+        result = optimize_metric(
+            task,
+            queries=queries,
+            strategy=strategy,
+            guard_confidence=config.guard_confidence,
+            seed=seed,
+            output_dir=output_dir,
+            resume=resume,
+            watcher=Within(watcher, METHODS[name].title, queries),
+        )
         reached = replace(meter.reached(result.ends[result.chosen]), queries_per_start=result.queries_per_start)
         return MethodResult((reached,), result.path if isinstance(result, LearnedResult) else None)
 

@@ -1,15 +1,23 @@
-"""The guard: keep a change only if its gain exceeds chance and the optimism of having chosen the best of many."""
+"""The guard: keep a change only if its gain exceeds chance and the optimism of having chosen the best of many.
+
+How large chance is shows in three ways: two halves of the metric's data, repeats of an evaluation, or data held out
+from the search. Of a metric that is a plain number nothing is known, and every gain is believed.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from metricopt_ext.tasks.metric import Evaluation, stacked_halves
+from metricopt_ext.tasks.metric import Evaluation, noise_of, stacked_halves
 from metricopt_ext.tasks.split_half import chance_of_gain
+
+# What tells a gain from chance.
+Guard = Literal["halves", "repeats", "held-out", "none"]
 
 # How sure the guard must be, one-sided, that a gain is not chance.
 CONFIDENCE = 0.93
@@ -22,6 +30,9 @@ EXPECTED = 0.5
 
 # The candidates that the end is compared with: the best of the visited points, this share of them and at least so many.
 SHARE, LEAST = 1 / 4, 8
+
+# Points from which on their costs tell how much of what sets them apart is chance; of fewer, all of it may be.
+TELLING = 3
 
 
 def deviates(confidence: float) -> float:
@@ -42,26 +53,27 @@ class Verdict:
     Attributes:
         gain: By how much the candidate's cost is lower.
         optimism: How much of it is expected to be lost on other data, as the candidate was chosen for its cost.
-        chance: Standard deviation of the chance part of what is left; if the metric reports no halves, of what repeats
-            show of it, and 0 without these.
+        chance: Standard deviation of the chance part of what is left; None if nothing tells.
         reliability: Share of the variance among the best candidates that is not chance, in [0, 1]; 1 if unknown.
         candidates: How many there were to choose from.
-        needed: What a gain must exceed besides the optimism.
+        needed: What a gain must exceed besides the optimism; None if chance is unknown.
         predicted: The gain as f sees it, all points considered; infinite if there is no f to ask.
+        guard: What tells chance.
     """
 
     gain: float
     optimism: float
-    chance: float
+    chance: float | None
     reliability: float
     candidates: int
-    needed: float
+    needed: float | None
     predicted: float = math.inf
+    guard: Guard = "halves"
 
     @property
     def accepted(self) -> bool:
         """Whether the gain is to be believed."""
-        return min(self.gain, self.predicted) - self.optimism > self.needed
+        return min(self.gain, self.predicted) - self.optimism > (self.needed or 0.0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,7 @@ class Decision:
 
     Attributes:
         kept: Its name among the candidates.
-        verdict: What the guard thinks of the search's end: over the model as it was trained if that is what it was
+        verdict: What the guard thinks of the best end: over the model as it was trained if that is what it was
             refused for, or if no start was kept; and else over the start.
     """
 
@@ -84,7 +96,7 @@ def decide(
     confidence: float = CONFIDENCE,
     predicted: Callable[[str], float] = lambda kept: math.inf,
 ) -> Decision:
-    """Keep the model as it was trained, the start that the search began from, or the search's end.
+    """Keep the model as it was trained, the start that a search began from, or the search's end.
 
     What has to be made sure of is that the model is not worse than it was. So the end is held against the model as it
     was trained. Start or end is then a choice between two changes: the one that is expected to be better is made.
@@ -109,27 +121,49 @@ def decide(
     return Decision(end if verdict.accepted else kept, verdict)
 
 
+def decide_among(
+    ends: Mapping[str, Evaluation],
+    visited: Sequence[Evaluation],
+    confidence: float = CONFIDENCE,
+    overstated: Mapping[str, float] | None = None,
+) -> Decision:
+    """Keep the model as it was, or the best of the ends of several ways to finetune it.
+
+    Args:
+        ends: Evaluations by name: of the model as it was first, then of each end.
+        visited: Those made before, where finetuning goes.
+        confidence: How sure to be that the end gains on the model as it was, at least 0.5 and below 1.
+        overstated: By how much the gain of some ends is known to be overstated, by name; see `judge`.
+    """
+    was, *others = ends
+    chosen_from = [*visited, *(ends[name] for name in others)]
+
+    def verdict_on(name: str) -> Verdict:
+        known = (overstated or {}).get(name, 0.0)
+        return judge(ends[was], ends[name], chosen_from, confidence, overstated=known)
+
+    verdicts = {name: verdict_on(name) for name in others}
+    best = max(others, key=lambda name: verdicts[name].gain - verdicts[name].optimism)
+    return Decision(best if verdicts[best].accepted else was, verdicts[best])
+
+
 def judge(
     start: Evaluation,
     end: Evaluation,
     visited: Sequence[Evaluation],
     confidence: float = CONFIDENCE,
     predicted: float = math.inf,
+    overstated: float = 0.0,
 ) -> Verdict:
-    """Judge the gain of an end over a start, from what the two halves of the metric's data say.
+    """Judge the gain of an end over a start, from what halves of the metric's data or repeats say.
 
     The start may have been unlucky, or chosen as the luckiest of several, and so may the end. Where there is an f, it
     has smoothed both over their neighbours: the smaller of the observed and of f's gain counts.
 
-    Chance is the larger of two estimates. One is `chance_of_gain` over the best visited points, where the end lies; but
-    these resemble each other, and a metric that is nearly perfect may have no difference between halves there. So the
-    other takes all points: the variance of a gain is assumed proportional to its size, as of a share of examples.
-
-    Among some points, part of the variance is chance: the correlation r of the halves there, stepped up to all data as
-    2r / (1 + r) (Spearman-Brown), is the share that is not. The end was chosen for its cost, so what sets it apart from
-    their mean counts only by that share (Kelley's regression to the mean); the rest is optimism, though no more than
-    the largest of so many draws of chance is expected to be. The best visited points and all of them are such points;
-    the larger optimism counts.
+    Among some points, part of the variance is chance, and a share, their reliability, is not. The end was chosen for
+    its cost, so what sets it apart from their mean counts only by that share (Kelley's regression to the mean); the
+    rest is optimism, though no more than the largest of so many draws of chance is expected to be. The best visited
+    points and all of them are such points; the larger optimism counts.
 
     Args:
         start: The evaluation of the start.
@@ -137,22 +171,76 @@ def judge(
         visited: Those of the points that it was chosen from.
         confidence: How sure to be, at least 0.5 and below 1.
         predicted: f's cost at the start less f's cost at the end, if there is an f.
+        overstated: An optimism that is known otherwise, as from `optimism_of_gain`; the larger counts.
     """
     gain, certainty = start.cost - end.cost, deviates(confidence)
-    ranked = sorted(visited, key=lambda each: each.cost)
-    halves = stacked_halves(ranked)
-    if start.halves is None or halves is None or len(ranked) < 3:
-        noise = math.hypot(start.noise or 0.0, end.noise or 0.0)
-        return Verdict(gain, 0.0, noise, 1.0, len(visited), certainty * noise, predicted)
-    costs = torch.tensor([each.cost for each in ranked], dtype=torch.float64)
-    best = max(LEAST, math.ceil(SHARE * len(ranked)))
-    chance = max(chance_of_gain(start, halves[:best]), _chance_by_size(start, costs, halves, gain))
-    largest = chance * math.sqrt(2 * math.log(len(visited)))
+    ranked = sorted(visited or [end], key=lambda each: each.cost)
+    chance = _by_halves(start, ranked, gain) or _by_repeats(start, end, ranked)
+    if chance is None:
+        return Verdict(gain, overstated, None, 1.0, len(visited), None, predicted, "none")
+    costs = torch.tensor([each.cost for each in chance.ranked], dtype=torch.float64)
+    best = _best(costs)
+    largest = chance.deviation * math.sqrt(2 * math.log(max(1, len(costs))))
     optimism = max(
-        min((1 - reliability_of(halves[:count])) * max(0.0, float(costs[:count].mean()) - end.cost), largest)
-        for count in (best, len(ranked))
+        min((1 - chance.reliability(count)) * max(0.0, float(costs[:count].mean()) - end.cost), largest)
+        for count in (best, len(costs))
     )
-    return Verdict(gain, optimism, chance, reliability_of(halves[:best]), len(visited), certainty * chance, predicted)
+    return Verdict(
+        gain,
+        max(optimism, overstated),
+        chance.deviation,
+        chance.reliability(best),
+        len(visited),
+        certainty * chance.deviation,
+        predicted,
+        chance.guard,
+    )
+
+
+def judge_held_out(seen: float, held_out: float, confidence: float = CONFIDENCE) -> Verdict:
+    """Judge a gain that nothing but data held out from the search can tell from chance.
+
+    The two gains are two samples of one: chance is the standard error of their mean, which has to exceed it by the
+    quantile of Student's t with one degree of freedom. At 0.93 they may differ by a factor of about 1.6.
+
+    Args:
+        seen: The gain on the data that the search sees.
+        held_out: The gain on the others.
+        confidence: How sure to be, at least 0.5 and below 1.
+    """
+    deviates(confidence)  # refuses what is out of range
+    chance = abs(seen - held_out) / 2
+    needed = math.tan(math.pi * (confidence - 0.5)) * chance
+    return Verdict((seen + held_out) / 2, 0.0, chance, 1.0, 1, needed, guard="held-out")
+
+
+class _Chance(NamedTuple):
+    """How large chance is: its standard deviation in a gain, and the share of some best points' variance that isn't."""
+
+    guard: Guard
+    ranked: Sequence[Evaluation]  # the points that tell, the best first
+    deviation: float
+    reliability: Callable[[int], float]  # of the first so many
+
+
+def _best(ranked: Sequence[Evaluation] | Tensor) -> int:
+    return max(LEAST, math.ceil(SHARE * len(ranked)))
+
+
+def _by_halves(start: Evaluation, ranked: Sequence[Evaluation], gain: float) -> _Chance | None:
+    """Return what two halves of the metric's data tell of chance, or None without them.
+
+    The deviation is the larger of two estimates. One is `chance_of_gain` over the best visited points, where the end
+    lies; but these resemble each other, and a metric that is nearly perfect may have no difference between halves
+    there. So the other takes all points: the variance of a gain is assumed proportional to its size, as of a share of
+    examples.
+    """
+    halves = stacked_halves(ranked)
+    if start.halves is None or halves is None:
+        return None
+    costs = torch.tensor([each.cost for each in ranked], dtype=torch.float64)
+    deviation = max(chance_of_gain(start, halves[: _best(ranked)]), _chance_by_size(start, costs, halves, gain))
+    return _Chance("halves", ranked, deviation, lambda count: reliability_of(halves[:count]))
 
 
 def _chance_by_size(start: Evaluation, costs: Tensor, halves: Tensor, gain: float) -> float:
@@ -165,8 +253,34 @@ def _chance_by_size(start: Evaluation, costs: Tensor, halves: Tensor, gain: floa
 
 
 def reliability_of(halves: Tensor) -> float:
-    """Return the share of the variance of costs on all data that is not chance, from their halves, ``n x 2``."""
-    if (halves.std(0) == 0).any():
+    """Return the share of the variance of costs on all data that is not chance, from their halves, ``n x 2``.
+
+    It is the correlation r of the halves, stepped up to all data as 2r / (1 + r) (Spearman-Brown); 0 for fewer than
+    `TELLING` points.
+    """
+    if len(halves) < TELLING or (halves.std(0) == 0).any():
         return 0.0
     r = float(torch.corrcoef(halves.T)[0, 1])
     return max(0.0, 2 * r / (1 + r)) if r > -1 else 0.0
+
+
+def _by_repeats(start: Evaluation, end: Evaluation, ranked: Sequence[Evaluation]) -> _Chance | None:
+    """Return what repeats of the evaluations tell of chance, or None without them.
+
+    A few repeats hardly show the noise of one evaluation, so all of them are pooled. Start and end have it both.
+    """
+    ranked = [each for each in ranked if each.noise is not None]
+    if start.noise is None or end.noise is None or not ranked:
+        return None
+    noise = noise_of([start, end, *ranked])
+    costs = torch.tensor([each.cost for each in ranked], dtype=torch.float64)
+    return _Chance("repeats", ranked, math.sqrt(2) * noise, lambda count: reliability_under(noise, costs[:count]))
+
+
+def reliability_under(noise: float, costs: Tensor) -> float:
+    """Return the share of the variance of costs, ``n``, that is not noise of a standard deviation."""
+    if noise == 0:
+        return 1.0
+    if len(costs) < TELLING or (variance := float(costs.var())) == 0:
+        return 0.0
+    return max(0.0, 1 - noise**2 / variance)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from metricopt_ext.methods.guard import CONFIDENCE, decide
-from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.result import SearchRun, outcome
 from metricopt_ext.methods.starts import Start, all_starts, same_buffers, with_start
 from metricopt_ext.methods.tuning import evaluate, query_callback
 from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
@@ -85,27 +85,18 @@ def _guarded(
 
     candidates = {"start": asked["start"], begun: asked[begun], "search": end.evaluation}
     decision = decide(candidates, end.evaluations, confidence, gain_by_f)
-    chosen, verdict = decision.kept, decision.verdict
-    value, scale, repeats = task.metric.to_value, task.metric.scale, task.metric.repeats
+    value, repeats = task.metric.to_value, task.metric.repeats
     predicted = end.predicted
+    ends = {**{name: start.phi for name, start in starts.items()}, "search": end.phi}
     fit = None if end.f is None else Fit(end.f, {}, predicted[:, 0], predicted[:, 1])
     return SearchRun(
-        metric=task.metric.name,
-        before=value(asked["start"].cost),
-        after=value(candidates[chosen].cost),
-        best=value(min(end.cost, asked[begun].cost)),
-        chosen=chosen,
-        chance=verdict.chance * scale,
-        optimism=verdict.optimism * scale,
-        needed=verdict.needed * scale,
+        **outcome(task.metric, candidates, decision, ends),
         queries={"starts": len(starts) * repeats, "search": (evaluations - len(starts)) * repeats},
         queries_per_start=evaluations * repeats,
-        ends={**{name: start.phi for name, start in starts.items()}, "search": end.phi},
-        reports_halves=asked["start"].halves is not None,
         starts={name: value(each.cost) for name, each in asked.items()},
         begun_at=begun,
         fit=fit,
-        verdict=verdict,
+        verdict=decision.verdict,
         points=end.points,
         split_half=correlation_of_halves(stacked_halves(end.evaluations)),
         costs=tuple(each.cost for each in end.evaluations),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from metricopt_ext.errors import BudgetError
+from metricopt_ext.methods.guard import judge_held_out
 from metricopt_ext.methods.result import Result, SearchRun
 from metricopt_ext.methods.starts import Start, all_starts, with_start
 from metricopt_ext.tasks.metric import Metric
@@ -33,16 +34,18 @@ def check_kept_aside(task: FinetuneTask, metric: Metric, starts: Mapping[str, St
         raise BudgetError(f"kept_aside takes up to {needed} queries, {metric.ledger.left} are left in its budget")
 
 
-def confirmed(result: Result, task: FinetuneTask) -> Result:
+def confirmed(result: Result, task: FinetuneTask, confidence: float) -> Result:
     """Return a run's result with what data kept aside prefer: what the guard kept, or a candidate that it had before.
 
     The search has fitted phi to the data that its metric sees, both halves of them, so these can't tell what carries
     over to other classes, say. Other data can, by a comparison of two or three candidates, which owe nothing to them.
+    If the metric can't tell a gain from chance, these data are what does (`judge_held_out`).
 
     Args:
         result: What the guard made of the run; one that kept the model as it was is returned as it is.
         task: The run's, judged on the data kept aside: a query for the model as it was, for the start that a search
             began from, if that is another, and for what was kept.
+        confidence: How sure to be of a gain that nothing else can tell from chance, at least 0.5 and below 1.
 
     Raises:
         MetricError: The metric failed.
@@ -56,7 +59,25 @@ def confirmed(result: Result, task: FinetuneTask) -> Result:
     costs = {name: _cost(result, task, name) for name in dict.fromkeys(["start", *candidates])}
     chosen = min(costs, key=lambda name: costs[name])
     aside = {name: task.metric.to_value(cost) for name, cost in costs.items()}
-    return replace(result, chosen=chosen, after=values[chosen], aside=aside)
+    if result.guard != "none":
+        return replace(result, chosen=chosen, after=values[chosen], aside=aside)
+    sign = 1 if task.metric.maximize else -1
+    verdicts = {
+        name: judge_held_out(sign * (values[name] - values["start"]), sign * (aside[name] - aside["start"]), confidence)
+        for name in costs
+        if name != "start"
+    }
+    best = min(verdicts, key=lambda name: (not verdicts[name].accepted, costs[name]))
+    chosen, verdict = best if verdicts[best].accepted else "start", verdicts[best]
+    return replace(
+        result,
+        chosen=chosen,
+        after=values[chosen],
+        aside=aside,
+        chance=verdict.chance,
+        needed=verdict.needed,
+        guard=verdict.guard,
+    )
 
 
 def _cost(result: Result, task: FinetuneTask, name: str) -> float:

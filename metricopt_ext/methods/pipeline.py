@@ -6,28 +6,31 @@ from pathlib import Path
 from typing import overload
 
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.methods.guard import CONFIDENCE, deviates, judge
+from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide, decide_among, deviates
 from metricopt_ext.methods.guided import guided_results
 from metricopt_ext.methods.kept_aside import check_kept_aside, confirmed
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe, Setting
-from metricopt_ext.methods.result import MetricOptResult, Result, SearchRun
+from metricopt_ext.methods.result import LearnedResult, MetricOptResult, Result, SearchRun, outcome
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.run_folder import KEPT_ASIDE, RunFolder, identity_of
+from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.starts import Start, all_starts, set_buffers
 from metricopt_ext.methods.tuning import (
     FRESH,
     choose_setting,
+    evaluate_ends,
     finetune,
-    judge_ends,
     query_callback,
     tune_start,
 )
 from metricopt_ext.search.direct import Search
+from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.split_half import split_half_correlation
+from metricopt_ext.tasks.split_half import evaluations_where_used, split_half_correlation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils import ranks
@@ -36,6 +39,7 @@ from metricopt_ext.utils.identity import fingerprint_of_code
 from metricopt_ext.utils.progress import Watcher, watched
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
+from metricopt_ext.value.value_function import ValueFunction
 
 
 @overload
@@ -75,6 +79,22 @@ def optimize_metric(
     task: FinetuneTask,
     *,
     queries: int,
+    strategy: AlgorithmS1,
+    starts: None = None,
+    guard_confidence: float = CONFIDENCE,
+    kept_aside: Metric | None = None,
+    seed: int = 0,
+    output_dir: str | Path | None = None,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> LearnedResult: ...
+
+
+@overload
+def optimize_metric(
+    task: FinetuneTask,
+    *,
+    queries: int,
     strategy: Search,
     starts: None = None,
     guard_confidence: float = CONFIDENCE,
@@ -90,7 +110,7 @@ def optimize_metric(
     task: FinetuneTask,
     *,
     queries: int,
-    strategy: GuidedTrustRegion | Recipe | Algorithm1 | Search | None = None,
+    strategy: GuidedTrustRegion | Recipe | Algorithm1 | AlgorithmS1 | Search | None = None,
     starts: Mapping[str, Start] | None = None,
     guard_confidence: float = CONFIDENCE,
     kept_aside: Metric | None = None,
@@ -103,11 +123,12 @@ def optimize_metric(
 
     By default a guided trust-region search learns f from every query and follows it (`GuidedTrustRegion`), from the
     best of the starts on. A `Recipe` learns f from rounds of finetuning instead: the tool for many starts, as each
-    further one then costs a few queries (`tune_start`); `paper.Algorithm1` does so as the paper prints it. A direct
-    search (`direct.CMAES`, `direct.GuidedES`) does without f. In each case the guard has the last word: the model is
-    left at phi = 0 unless the gain exceeds chance, as far as the metric reveals it (see `Metric`), so on the data that
-    the metric sees it never ends up worse than it was trained. Any phi that it held before is ignored: continue from
-    it by ``starts``, or `Adapter.merge` it and attach a new adapter.
+    further one then costs a few queries (`tune_start`); `Algorithm1` does so as the paper prints it, and `AlgorithmS1`
+    learns the optimizer of phi with f. A direct search (`CMAES`, `GuidedES`) does without f. In each case the guard has
+    the last word: the model is left at phi = 0 unless the gain exceeds chance, as halves of the metric's data, repeats
+    or ``kept_aside`` show it. Without any of these the run is unguarded, and says so: the best on the data that the
+    metric sees is kept (`Result.guard`). Any phi that the model held before is ignored: continue from it by ``starts``,
+    or `Adapter.merge` it and attach a new adapter.
 
     Processes that have joined (`ranks.joined`), under torchrun or in a process group of your own, each call this with
     the same arguments: they share the evaluations and rollouts, and all return what one would (docs/scale.md).
@@ -116,14 +137,16 @@ def optimize_metric(
         task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end;
             a failed run that keeps its work in ``output_dir`` is charged once resumed.
         queries: Total metric queries that may be spent, the metric's repeats among them.
-        strategy: A guided search, a recipe for learning and following f, the paper's algorithm, or a direct search.
+        strategy: A guided search, a recipe for learning and following f, one of the paper's algorithms, or a direct
+            search.
         starts: Of a guided search, what it may begin from besides phi = 0, by name; each costs a query.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
         kept_aside: The metric on data that ``task.metric`` does not see. What the guard would keep is kept only if it
             is the best there, too (`Result.aside`); two or three queries at the end, of this metric's own ledger.
         seed: Seed of all draws.
-        output_dir: Keeps what was collected, ``value_function.safetensors``, ``adapter.safetensors`` and, only if what
-            was kept is of a start with other buffers, ``buffers.safetensors`` (see `load_buffers`); None keeps nothing.
+        output_dir: Keeps what was collected, ``value_function.safetensors``, ``update_rule.safetensors`` of
+            `AlgorithmS1`, ``adapter.safetensors`` and, only if what was kept is of a start with other buffers,
+            ``buffers.safetensors`` (see `load_buffers`); None keeps nothing.
         resume: Continue what an interrupted run left in ``output_dir``; the result is the same bit for bit. A model in
             which a run left other buffers has to be as it was before that run.
         watcher: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
@@ -137,6 +160,8 @@ def optimize_metric(
         AdapterError: The loss is no scalar, or has no gradient in phi; or a start does not fit the model.
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
+        UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance; no query
+            counts.
         FileFormatError: ``output_dir`` holds another run, with other settings or model weights (the buffers that a
             finished run left in the model among them), it holds a run and ``resume`` is False, or another process
             writes to it.
@@ -145,13 +170,14 @@ def optimize_metric(
     strategy = strategy or GuidedTrustRegion()
     check_integer(0, queries=queries, seed=seed)
     deviates(guard_confidence)  # refuses what is out of range
-    if not isinstance(strategy, (Recipe, Algorithm1)):
+    if not isinstance(strategy, (Recipe, Algorithm1, AlgorithmS1)):
         check_instance("GuidedTrustRegion() or CMAES()", strategy=strategy)
     if starts and not isinstance(strategy, GuidedTrustRegion):
         raise ValueError(f"starts are {list(starts)}; only a GuidedTrustRegion begins from the best of several")
     all_starts(task, starts or {})  # refuses what does not fit
     if kept_aside is not None:
         check_kept_aside(task, kept_aside, starts or {})
+        task = task.judged_by(task.metric.guarded_otherwise()) if task.metric.require_guard else task
     if queries > task.metric.ledger.left:
         asked = counted(queries, "query")
         raise BudgetError(f"{asked} requested, {task.metric.ledger.left} left in the metric's own budget")
@@ -177,30 +203,44 @@ def optimize_metric(
             result = _follow(task, queries, strategy, size["tasks"], guard_confidence, seed, folder, shown)
         elif isinstance(strategy, Algorithm1):
             result = _as_printed(task, queries, strategy, size["tasks"], guard_confidence, seed, folder, shown)
+        elif isinstance(strategy, AlgorithmS1):
+            result = _learn_optimizer(
+                task, queries, strategy, size["iterations"], guard_confidence, seed, folder, shown
+            )
         else:
             result = _search_directly(task, queries, strategy, guard_confidence, seed, folder, shown)
         if kept_aside is not None:
             shown.stage("data kept aside")
-            result = confirmed(result, task.judged_by(folder.cached(kept_aside, KEPT_ASIDE)))
+            result = confirmed(result, task.judged_by(folder.cached(kept_aside, KEPT_ASIDE)), guard_confidence)
         result = ranks.on_first(lambda: result)
         task.adapter.set_phi(result.ends[result.chosen])
         buffers = result.buffers if isinstance(result, SearchRun) else {}
-        f = result.fit.f if isinstance(result, (MetricOptResult, SearchRun)) and result.fit else None
-        folder.keep(task, f, buffers)
+        folder.keep(task, _learned_by(result), buffers)
         set_buffers(task.adapter.model, buffers)  # last: a run that can't be kept is resumed with those of before
         shown.outcome(f"{result.metric} {result.before:.4f} -> {result.after:.4f}")
         shown.done()
     return result
 
 
+def _learned_by(result: Result) -> dict[str, ValueFunction | UpdateRule]:
+    """Return what a run has learned, by the name of its file."""
+    if isinstance(result, LearnedResult):
+        return {"value_function": result.learned.f, "update_rule": result.learned.rule}
+    if isinstance(result, (MetricOptResult, SearchRun)) and result.fit is not None:
+        return {"value_function": result.fit.f}
+    return {}
+
+
 def _size(
-    strategy: GuidedTrustRegion | Recipe | Algorithm1 | Search, dim: int, evaluations: int, starts: int
+    strategy: GuidedTrustRegion | Recipe | Algorithm1 | AlgorithmS1 | Search, dim: int, evaluations: int, starts: int
 ) -> dict[str, int]:
     """Return what follows from a number of evaluations, or say that it is too small."""
     if isinstance(strategy, Recipe):
         return {"tasks": strategy.tasks_per_round(evaluations, dim)}
     if isinstance(strategy, Algorithm1):
         return {"tasks": strategy.tasks(evaluations)}
+    if isinstance(strategy, AlgorithmS1):
+        return {"iterations": strategy.iterations(evaluations)}
     if evaluations < (least := strategy.least_queries(dim) + starts):
         raise BudgetError(f"{evaluations} queries are too few: {strategy} in {dim} dimensions needs at least {least}")
     return {"queries": evaluations}
@@ -245,25 +285,15 @@ def _follow(
         tuned = tune_start(
             counted, fit, recipe=recipe, setting=setting, guard_confidence=confidence, seed=seed, watcher=watcher
         )
-    value = {name: task.metric.to_value(evaluation.cost) for name, evaluation in tuned.evaluations.items()}
     return MetricOptResult(
-        metric=task.metric.name,
-        before=value["start"],
-        after=value[tuned.chosen],
-        best=value[tuned.best],
-        chosen=tuned.chosen,
-        chance=tuned.chance * task.metric.scale,
+        **outcome(task.metric, tuned.evaluations, Decision(tuned.chosen, tuned.verdict), tuned.ends),
         queries=dict(ledger.spent_on),
         queries_per_start=ledger.spent - before,
-        ends=tuned.ends,
-        optimism=tuned.optimism * task.metric.scale,
-        needed=deviates(confidence) * tuned.chance * task.metric.scale,
-        loss_finetune=value["loss_finetune"],
+        loss_finetune=task.metric.to_value(tuned.evaluations["loss_finetune"].cost),
         setting=setting,
         split_half=split_half_correlation(list(store)),
         fit=fit,
         trajectories=tuple(store),
-        reports_halves=tuned.evaluations["start"].halves is not None,
     )
 
 
@@ -289,15 +319,50 @@ def _as_printed(
         loss_only = finetune(task, algorithm.loss_only(), algorithm.steps, seed)[-1]
         followed = algorithm.meta_test(task, f, start, seed=seed, index=FRESH)[-1]
         before, ends = ledger.spent, {"start": start, "loss_finetune": loss_only, "metricopt": followed}
-        outcome = judge_ends(counted, ends, list(store), confidence, watcher)
+        asked = evaluate_ends(counted, ends, watcher)
+    decision = decide_among(asked, evaluations_where_used(list(store)), confidence)
     return MetricOptResult(
-        **outcome,
+        **outcome(task.metric, asked, decision, ends),
         queries=dict(ledger.spent_on),
         queries_per_start=ledger.spent - before,
+        loss_finetune=task.metric.to_value(asked["loss_finetune"].cost),
         setting=Setting(0.0, algorithm.metric_rate),
         split_half=split_half_correlation(list(store)),
         fit=Fit(f),
         trajectories=tuple(store),
+    )
+
+
+def _learn_optimizer(
+    task: FinetuneTask,
+    queries: int,
+    algorithm: AlgorithmS1,
+    iterations: int,
+    confidence: float,
+    seed: int,
+    folder: RunFolder,
+    watcher: Watcher,
+) -> LearnedResult:
+    with folder.counted(task.metric, queries) as cached:
+        store, ledger, counted = folder.trajectories, cached.ledger, task.judged_by(cached)
+        _retell(task, store, cached, watcher)
+        learned = algorithm.meta_train(
+            task, iterations=iterations, seed=seed, store=store, checkpoint=folder.joint_training, watcher=watcher
+        )
+        before = ledger.spent
+        watcher.stage("meta-test")
+        path = algorithm.meta_test(counted, learned.rule, task.origin(), seed=seed)
+        loss_only = finetune(task, LossStep(algorithm.lr), algorithm.steps, seed)[-1]
+        ends = {"start": task.origin(), "loss_finetune": loss_only, "learned": path[-1]}
+        asked = evaluate_ends(counted, ends, watcher)
+    decision = decide_among(asked, evaluations_where_used(list(store)), confidence)
+    return LearnedResult(
+        **outcome(task.metric, asked, decision, ends),
+        queries=dict(ledger.spent_on),
+        queries_per_start=ledger.spent - before,
+        loss_finetune=task.metric.to_value(asked["loss_finetune"].cost),
+        path=path,
+        learned=learned,
     )
 
 
@@ -327,21 +392,11 @@ def _search_directly(
         watcher.stage("search on the metric")
         evaluations = queries // task.metric.repeats
         found = search(counted, task.origin(), evaluations, seed=seed, on_query=query_callback(counted, watcher))
-    start, *others = cached.evaluations
-    end = min(cached.evaluations, key=lambda each: each.cost)
-    verdict = judge(start, end, others, confidence)
-    chosen, value, scale = "search" if verdict.accepted else "start", task.metric.to_value, task.metric.scale
+    start, *visited = found.evaluations
+    candidates = {"start": start, "search": found.evaluation}
+    ends = {"start": task.origin(), "search": found.phi}
     return Result(
-        metric=task.metric.name,
-        before=value(start.cost),
-        after=value(end.cost if verdict.accepted else start.cost),
-        best=value(end.cost),
-        chosen=chosen,
-        chance=verdict.chance * scale,
-        optimism=verdict.optimism * scale,
-        needed=verdict.needed * scale,
+        **outcome(task.metric, candidates, decide(candidates, visited, confidence), ends),
         queries=dict(cached.ledger.spent_on),
         queries_per_start=evaluations * task.metric.repeats,
-        ends={"start": task.origin(), "search": found.phi},
-        reports_halves=start.halves is not None,
     )

@@ -3,13 +3,16 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from metricopt_ext.methods.guard import Verdict
+from metricopt_ext.methods.guard import Decision, Guard, Verdict
 from metricopt_ext.methods.recipe import Setting
+from metricopt_ext.methods.siblings.algorithm_s1 import JointlyLearned
 from metricopt_ext.methods.starts import Start
+from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.fitting import Fit
 
@@ -42,14 +45,15 @@ class Result:
         after: Metric of the model as it is now.
         best: Metric of the best candidate; it differs from ``after`` if its gain may be due to chance.
         chosen: The candidate that was kept: ``"start"`` or another of ``ends``.
-        chance: Standard deviation of the chance part of a gain; 0 if the metric neither reports halves nor is repeated.
+        chance: Standard deviation of the chance part of a gain; None of an unguarded run, as nothing tells.
         optimism: How much of the gain is expected to be lost on other data, as what was kept was chosen for its metric;
-            0 if the metric does not report halves.
+            0 if nothing tells.
         queries: Queries spent, by purpose.
         queries_per_start: Queries that another start would cost.
         ends: End point phi, ``d``, of each candidate.
-        needed: What a gain must exceed, besides the optimism, for the guard to believe it.
-        reports_halves: Whether the metric reports its value on two halves of its data.
+        needed: What a gain must exceed, besides the optimism, for the guard to believe it; None of an unguarded run.
+        guard: What told a gain from chance: ``"halves"`` of the metric's data, ``"repeats"`` of each evaluation,
+            ``"held-out"`` data, or ``"none"``: the run is unguarded, and any gain was kept.
         aside: Metric on data kept aside, by candidate, what the guard would have kept last; empty without such data.
     """
 
@@ -58,13 +62,13 @@ class Result:
     after: float
     best: float
     chosen: str
-    chance: float
+    chance: float | None
     optimism: float
     queries: dict[str, int]
     queries_per_start: int
     ends: dict[str, Tensor]
-    reports_halves: bool = field(kw_only=True)
-    needed: float = field(kw_only=True)
+    needed: float | None = field(kw_only=True)
+    guard: Guard = field(kw_only=True)
     aside: dict[str, float] = field(kw_only=True, default_factory=dict)
 
     def __str__(self) -> str:
@@ -74,7 +78,9 @@ class Result:
     def lines(self) -> list[str]:
         """Return what ``str`` joins."""
         spent = ", ".join(f"{purpose} {n}" for purpose, n in self.queries.items())
-        lines = [f"{self.metric}: {self.before:.4f} -> {self.after:.4f}{self.beside()}; kept {kept(self.chosen)}"]
+        unguarded = ", unguarded" if self.guard == "none" else ""
+        changed = f"{self.before:.4f} -> {self.after:.4f}{self.beside()}{unguarded}"
+        lines = [f"{self.metric}: {changed}; kept {kept(self.chosen)}"]
         if self.best != self.after:
             lines.append(f"the best candidate has {self.best:.4f}, but {self.doubt()}")
         if self.aside:
@@ -82,10 +88,11 @@ class Result:
             lines.append(f"on the data kept aside: {shown}")
         total = sum(self.queries.values())
         lines.append(f"queries: {total} ({spent}); {self.queries_per_start} for each further start")
-        if not self.reports_halves and not self.chance:
+        if self.guard == "none":
             lines.append(
-                "how much of a gain may be chance is unknown, as the metric reports no halves; let it return"
-                " (value, (half, half)), its values on all of its data and on two random halves of them"
+                "how much of a gain is chance, nobody can tell from one number; let the metric return (value, (half,"
+                " half)), its values on all of its data and on two random halves of them, or give it repeats if it is"
+                " noisy, or the run data that the search does not see"
             )
         return lines
 
@@ -97,15 +104,41 @@ class Result:
     def doubt(self) -> str:
         """Say why the best candidate was not kept."""
         if self.overruled:
-            return "it is not the best on the data kept aside"
+            return "the data kept aside do not confirm it"
         return (
-            f"with so little data up to {self.needed + self.optimism:.4f} of a gain may be chance and optimism. Use"
-            " more data to see smaller gains"
+            f"with so little data up to {(self.needed or 0) + self.optimism:.4f} of a gain may be chance and optimism."
+            " Use more data to see smaller gains"
         )
 
     def beside(self) -> str:
         """Return what is printed next to the outcome."""
         return ""
+
+
+def outcome(
+    metric: Metric, candidates: Mapping[str, Evaluation], decision: Decision, ends: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Return the fields of a `Result` that follow from what the guard decided.
+
+    Args:
+        metric: The run's.
+        candidates: Evaluations by name, of ``"start"`` and the others that the guard chose from.
+        decision: What it kept.
+        ends: End point phi, ``d``, of each candidate.
+    """
+    verdict = decision.verdict
+    return {
+        "metric": metric.name,
+        "before": metric.to_value(candidates["start"].cost),
+        "after": metric.to_value(candidates[decision.kept].cost),
+        "best": metric.to_value(min(each.cost for each in candidates.values())),
+        "chosen": decision.kept,
+        "chance": None if verdict.chance is None else verdict.chance * metric.scale,
+        "optimism": verdict.optimism * metric.scale,
+        "needed": None if verdict.needed is None else verdict.needed * metric.scale,
+        "ends": ends,
+        "guard": verdict.guard,
+    }
 
 
 @dataclass(frozen=True)
@@ -130,6 +163,29 @@ class MetricOptResult(Result):
         """Return what ``str`` joins."""
         halves = "" if math.isnan(self.split_half) else f"; the metric's halves correlate at {self.split_half:.2f}"
         return [*super().lines(), f"value function ({self.fit.f.kind}): {self.fit.f.quality}{halves}"]
+
+    def beside(self) -> str:
+        """Return what is printed next to the outcome."""
+        return f" (loss-only {self.loss_finetune:.4f})"
+
+
+@dataclass(frozen=True)
+class LearnedResult(Result):
+    """What `optimize_metric` did by learning an optimizer and a value function that trains it.
+
+    Attributes:
+        loss_finetune: Metric after the same number of steps on the loss alone.
+        path: The points that the optimizer visited, ``(T + 1) x d``.
+        learned: The optimizer and the value function.
+    """
+
+    loss_finetune: float
+    path: Tensor
+    learned: JointlyLearned
+
+    def lines(self) -> list[str]:
+        """Return what ``str`` joins."""
+        return [*super().lines(), f"value function ({self.learned.f.kind}): {self.learned.f.quality}"]
 
     def beside(self) -> str:
         """Return what is printed next to the outcome."""
@@ -165,7 +221,7 @@ class SearchRun(Result):
 
     def doubt(self) -> str:
         """Say why the best candidate was not kept."""
-        by_queries = self.verdict.gain - self.verdict.optimism > self.verdict.needed
+        by_queries = self.verdict.gain - self.verdict.optimism > (self.verdict.needed or 0)
         if by_queries and not self.overruled:
             return "f, which knows all points that were asked, does not expect it to be that much better"
         return super().doubt()

@@ -11,7 +11,7 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.tuning import query_callback
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.rollout import Policy, collect
-from metricopt_ext.tasks.split_half import halves_where_used, seen_on_half
+from metricopt_ext.tasks.split_half import evaluations_where_used, seen_on_half
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils import ranks
@@ -126,7 +126,7 @@ def learn_in_rounds(
     assert fit is not None
     half_fits = tuple(f.to(device) for f in ranks.on_first(lambda: _fit_halves(seen, recipe, seed)))
     watcher.say(f"value function ({fit.f.kind}): {fit.f.quality}")
-    return replace(fit, halves=halves_where_used(seen), half_fits=half_fits)
+    return replace(fit, visited=evaluations_where_used(seen), half_fits=half_fits)
 
 
 def _fit_halves(trajectories: Sequence[Trajectory], recipe: Recipe, seed: int) -> tuple[ValueFunction, ...]:

@@ -15,8 +15,10 @@ from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.starts import Start, holds_buffers, load_buffers, read_buffers, save_buffers
 from metricopt_ext.search.direct import Search
+from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -28,6 +30,7 @@ from metricopt_ext.value.value_function import ValueFunction
 
 IDENTITY, EVALUATIONS, KEPT_ASIDE = "identity.json", "evaluations.json", "kept_aside.json"
 BUFFERS = "buffers.safetensors"
+JOINT_TRAINING = "joint_training.safetensors"
 
 FORMAT = 5  # of what is kept: a folder of another format is not resumed
 
@@ -55,6 +58,11 @@ class RunFolder:
         """What was collected, empty in a new run."""
         folder = None if self.path is None else self.path / TRAJECTORIES
         return ranks.on_first(lambda: TrajectoryStore(folder, self.identity))
+
+    @property
+    def joint_training(self) -> Path | None:
+        """The file of the state in which an optimizer and f are learned; None without a folder."""
+        return None if self.path is None else self.path / JOINT_TRAINING
 
     @contextmanager
     def writing(self, resume: bool, model: nn.Module) -> Iterator[None]:
@@ -126,15 +134,24 @@ class RunFolder:
             for purpose, spent in run.spent_on.items():
                 own.spend(purpose, spent)
 
-    def keep(self, task: FinetuneTask, f: ValueFunction | None, buffers: Mapping[str, Tensor]) -> None:
-        """Write the adapter, with its current phi, and the value function and replaced buffers, if there are any.
+    def keep(
+        self, task: FinetuneTask, learned: Mapping[str, ValueFunction | UpdateRule], buffers: Mapping[str, Tensor]
+    ) -> None:
+        """Write the adapter, with its current phi, replaced buffers, if there are any, and what was learned.
 
         The run, which is complete then, is charged.
+
+        Args:
+            task: Has the adapter.
+            learned: By the names of their files, without an ending.
+            buffers: By their names in the model.
         """
-        ranks.on_first(lambda: self._write(task, f, buffers))
+        ranks.on_first(lambda: self._write(task, learned, buffers))
         self._charge()
 
-    def _write(self, task: FinetuneTask, f: ValueFunction | None, buffers: Mapping[str, Tensor]) -> None:
+    def _write(
+        self, task: FinetuneTask, learned: Mapping[str, ValueFunction | UpdateRule], buffers: Mapping[str, Tensor]
+    ) -> None:
         if self.path is None:
             return
         task.adapter.save(self.path / "adapter.safetensors")
@@ -142,8 +159,8 @@ class RunFolder:
             save_buffers(self.path / BUFFERS, buffers)
         else:
             (self.path / BUFFERS).unlink(missing_ok=True)  # a resumed run's guard may be of another confidence
-        if f is not None:
-            f.save(self.path / "value_function.safetensors")
+        for name, each in learned.items():
+            each.save(self.path / f"{name}.safetensors")
 
 
 def load_kept(model: nn.Module, path: str | Path) -> Adapter:
@@ -163,7 +180,7 @@ def load_kept(model: nn.Module, path: str | Path) -> Adapter:
 
 
 def identity_of(
-    strategy: Recipe | Algorithm1 | Search,
+    strategy: Recipe | Algorithm1 | AlgorithmS1 | Search,
     task: FinetuneTask,
     starts: Mapping[str, Start],
     *,
@@ -182,8 +199,9 @@ def identity_of(
     if isinstance(strategy, Recipe):
         parts = {name: _described(getattr(strategy, name)) for name in ("labels", "learners", "refine")}
         settings = {**asdict(strategy), **parts}
-    elif isinstance(strategy, Algorithm1):
-        settings = {"paper": {name: _described(value) for name, value in vars(strategy).items()}}
+    elif isinstance(strategy, (Algorithm1, AlgorithmS1)):
+        method = "paper" if isinstance(strategy, Algorithm1) else "learned"
+        settings = {method: {name: _described(value) for name, value in vars(strategy).items()}}
     else:
         settings = {"search": repr(strategy)}
     if starts:

@@ -1,20 +1,18 @@
 """One start: finetune it under a value function, and keep the change only if the metric agrees beyond chance."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from metricopt_ext.methods.guard import CONFIDENCE, deviates
+from metricopt_ext.methods.guard import CONFIDENCE, Verdict, decide_among
 from metricopt_ext.methods.recipe import Recipe, Setting, checked_setting
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.rollout import Policy, rollout
-from metricopt_ext.tasks.split_half import chance_of_gain, halves_where_used, optimism_of_gain
+from metricopt_ext.tasks.split_half import optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.renamed import Renamed
@@ -37,15 +35,13 @@ class Tuned:
             ``"adapted"`` and ``"refined"`` if the recipe has them.
         evaluations: The metric's evaluation of each of them.
         chosen: The candidate to keep.
-        chance: Standard deviation of the chance part of a gain over the start, in units of the cost; 0 if unknown.
-        optimism: How much of f's gain is expected to be lost on other data of the same kind; 0 if unknown.
+        verdict: What the guard thinks of the best of the others than the start.
     """
 
     ends: dict[str, Tensor]
     evaluations: dict[str, Evaluation]
     chosen: str
-    chance: float
-    optimism: float
+    verdict: Verdict
 
     answers = Renamed("evaluations")
 
@@ -72,12 +68,12 @@ def tune_start(
     The metric judges the start, the end of a loss-only finetune and MetricOpt's end, and, if it reports halves, two
     ends that show how optimistic MetricOpt's gain is. If the recipe says so, f is then adapted to the metric along
     MetricOpt's path and followed again, and a direct search continues from the best end. The start is kept unless
-    another end is better by more than chance and optimism (`split_half`).
+    another end is better by more than chance and optimism (`guard.decide_among`).
 
     Args:
         task: Model, loss, batches and metric. The model is left unchanged: set the phi of ``ends[chosen]`` yourself.
         fit: The value function with its held-out quality; without skill it is not followed. For one from a file,
-            ``Fit(load_value_function(path))``, on phi's device; chance and optimism are then unknown.
+            ``Fit(load_value_function(path))``, on phi's device, the ends alone show how large chance is.
         recipe: How the start is tuned.
         setting: How boldly f is followed; by default the recipe's first.
         start: phi_0, ``d``; by default 0, the model as it was trained.
@@ -106,6 +102,7 @@ def tune_start(
 
     watcher.stage("guard")
     evaluations: dict[str, Evaluation] = {}
+    visited = list(fit.visited)
     for name, phi in ends.items():
         same = next((other for other in evaluations if torch.equal(ends[other], phi)), None)
         evaluations[name] = evaluations[same] if same else evaluate(task, phi, "guard", f"end guard, {name}", watcher)
@@ -116,7 +113,7 @@ def tune_start(
             # With half the data f may look untrusted; not following it here would show no optimism at all.
             end = follow(replace(metric_policy(f, recipe, setting), even_untrusted=True))[-1]
             crossed.append(evaluate(task, end, "guard", f"cross-check, half {half}", watcher))
-    optimism = optimism_of_gain(crossed)
+    led = optimism_of_gain(crossed)
 
     if recipe.adapt_queries and fit.f.trusted:
         watcher.stage("adapt f")
@@ -133,63 +130,16 @@ def tune_start(
         watcher.stage("refine on the metric")
         best = ends[min(evaluations, key=lambda name: evaluations[name].cost)]
         found = recipe.refine(task, best, recipe.refine_queries, seed=seed, on_query=query_callback(task, watcher))
-        ends["refined"], evaluations["refined"] = found.phi, Evaluation(found.cost)
-    chance = chance_of_gain(evaluations["start"], fit.halves)
-    return Tuned(ends, evaluations, choose(evaluations, chance, optimism, guard_confidence), chance, optimism)
+        ends["refined"], evaluations["refined"] = found.phi, found.evaluation
+        visited += found.evaluations
+    overstated = {name: led for name in ends if name not in WITHOUT_F}
+    decision = decide_among(evaluations, visited, guard_confidence, overstated)
+    return Tuned(ends, evaluations, decision.kept, decision.verdict)
 
 
-def judge_ends(
-    task: FinetuneTask,
-    ends: dict[str, Tensor],
-    trajectories: Sequence[Trajectory],
-    confidence: float,
-    watcher: Watcher,
-) -> dict[str, Any]:
-    """Ask the metric about each end, one query each, and choose one.
-
-    Args:
-        task: What is finetuned.
-        ends: phi, ``d``, of each candidate, including ``"start"`` and ``"loss_finetune"``.
-        trajectories: Where the metric was observed before; the halves of its answers there say how large chance is.
-        confidence: How sure to be that a gain is not chance, at least 0.5 and below 1.
-        watcher: Notified of the queries.
-
-    Returns:
-        The fields of a `Result` that follow, and ``loss_finetune``.
-    """
-    asked = {name: evaluate(task, phi, "guard", f"end guard, {name}", watcher) for name, phi in ends.items()}
-    chance, value = chance_of_gain(asked["start"], halves_where_used(trajectories)), task.metric.to_value
-    chosen = choose(asked, chance, confidence=confidence)
-    return {
-        "metric": task.metric.name,
-        "before": value(asked["start"].cost),
-        "after": value(asked[chosen].cost),
-        "best": value(min(each.cost for each in asked.values())),
-        "chosen": chosen,
-        "chance": chance * task.metric.scale,
-        "needed": deviates(confidence) * chance * task.metric.scale,
-        "optimism": 0.0,
-        "ends": ends,
-        "reports_halves": asked["start"].halves is not None,
-        "loss_finetune": value(asked["loss_finetune"].cost),
-    }
-
-
-def choose(
-    evaluations: Mapping[str, Evaluation], chance: float, optimism: float = 0.0, confidence: float = CONFIDENCE
-) -> str:
-    """Return the candidate with the lowest cost, or the start unless that gains more than chance.
-
-    Args:
-        evaluations: The metric's evaluation of each candidate, including ``"start"``.
-        chance: Standard deviation of the chance part of a gain, in units of the cost.
-        optimism: By how much the gain of a candidate that f led to is overstated; only the start and the loss-only end
-            do not depend on f.
-        confidence: How sure to be that a gain is not chance, at least 0.5 and below 1.
-    """
-    corrected = {name: a.cost + optimism * (name not in WITHOUT_F) for name, a in evaluations.items()}
-    best = min(corrected, key=lambda name: corrected[name])
-    return best if corrected["start"] - corrected[best] > deviates(confidence) * chance else "start"
+def evaluate_ends(task: FinetuneTask, ends: Mapping[str, Tensor], watcher: Watcher) -> dict[str, Evaluation]:
+    """Evaluate the metric at each end, ``d``, one query each."""
+    return {name: evaluate(task, phi, "guard", f"end guard, {name}", watcher) for name, phi in ends.items()}
 
 
 def choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int, watcher: Watcher) -> Setting:

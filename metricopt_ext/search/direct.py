@@ -16,6 +16,7 @@ from torch.nn.functional import normalize
 
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.search.guided_es import es_direction
+from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator
@@ -30,13 +31,20 @@ class SearchResult:
 
     Attributes:
         phi: The best of all points at which the metric was evaluated, ``d``.
-        cost: Its cost.
+        evaluation: The metric's evaluation of it.
+        evaluations: Those of all these points, in order, the start's first.
         curve: (queries, best cost so far), at the start and whenever the best cost fell.
     """
 
     phi: Tensor
-    cost: float
+    evaluation: Evaluation
+    evaluations: tuple[Evaluation, ...]
     curve: tuple[tuple[int, float], ...]
+
+    @property
+    def cost(self) -> float:
+        """The end's cost."""
+        return self.evaluation.cost
 
 
 class Search(Protocol):
@@ -194,9 +202,13 @@ class _Counted:
                 f"{counted(asked, 'query')} requested, {task.metric.ledger.left} left in the metric's budget"
             )
         self.task, self.queries, self.on_query = task, queries, on_query
-        self.spent, self.best, self.cost = 0, start, math.inf
+        self.best, self.evaluations = start, list[Evaluation]()
         self.curve: list[tuple[int, float]] = []
         self.one(start)
+
+    @property
+    def spent(self) -> int:
+        return len(self.evaluations)
 
     @property
     def left(self) -> int:
@@ -208,10 +220,10 @@ class _Counted:
         found = self.task.evaluate_each(points, "search", lambda i: f"query {first + i} of {self.queries}")
         for point, evaluation in zip(points, found, strict=True):
             costs.append(evaluation.cost)
-            self.spent += 1
-            if evaluation.cost < self.cost:
-                self.best, self.cost = point.clone(), evaluation.cost
-                self.curve.append((self.spent, self.cost))
+            self.evaluations.append(evaluation)
+            if not self.curve or evaluation.cost < self.curve[-1][1]:
+                self.best, self.end = point.clone(), evaluation
+                self.curve.append((self.spent, evaluation.cost))
             if self.on_query is not None:
                 self.on_query(evaluation.cost)
         return torch.tensor(costs, dtype=torch.float64)
@@ -227,7 +239,7 @@ class _Counted:
         shares = torch.linspace(0, 1, self.left + 1)[1:].tolist()
         if shares:
             self(torch.stack([torch.lerp(last, mean, share) for share in shares]))
-        return SearchResult(self.best, self.cost, tuple(self.curve))
+        return SearchResult(self.best, self.end, tuple(self.evaluations), tuple(self.curve))
 
 
 def _import_cma() -> Any:

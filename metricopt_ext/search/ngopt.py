@@ -56,7 +56,7 @@ class NGOpt:
         with own:
             optimizer = ng.optimizers.NGOpt(parametrization=space, budget=queries, num_workers=1)
             optimizer.suggest(origin)
-            optimizer.tell(optimizer.ask(), cost_at.cost)
+            optimizer.tell(optimizer.ask(), cost_at.end.cost)
         while cost_at.left:
             with own:
                 candidate = optimizer.ask()

@@ -48,19 +48,15 @@ class SearchEnd(SearchResult):
     Attributes:
         queries: That number, the end's own query included; one fewer if the metric never varied, as there is no end to
             ask for then.
-        evaluation: The metric's evaluation of the end.
         f: The value function, with its domain and quality; None if the metric never varied.
-        points: The visited phi, ``n x d``, in order.
-        evaluations: Their evaluations.
+        points: The visited phi, ``n x d``, in the order of ``evaluations``, which the end's own may not be among.
         predicted: What f predicted before it was queried, and what was found, ``m x 2``.
         widened: How many times wider than probed the design had to be for the metric to react; 1 if not at all.
     """
 
     queries: int
-    evaluation: Evaluation
     f: GPValueFunction | None
     points: Tensor
-    evaluations: tuple[Evaluation, ...]
     predicted: Tensor
     widened: float
 
@@ -277,13 +273,12 @@ class GuidedTrustRegion:
                 curve.append((queries, best))
         return SearchEnd(
             phi=point,
-            cost=evaluation.cost,
+            evaluation=evaluation,
+            evaluations=tuple(visited.evaluations),
             curve=tuple(curve),
             queries=len(visited.points) + (f is not None),
-            evaluation=evaluation,
             f=f,
             points=torch.stack(visited.points),
-            evaluations=tuple(visited.evaluations),
             predicted=visited.predicted(),
             widened=visited.widened,
         )

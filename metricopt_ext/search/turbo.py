@@ -75,7 +75,7 @@ class TuRBO:
         def costs(unit: Tensor) -> Tensor:
             return cost_at((centre + (2 * unit - 1) * self.half_width).to(start))
 
-        x, y = first, torch.tensor([cost_at.cost], dtype=torch.float64)
+        x, y = first, torch.tensor([cost_at.end.cost], dtype=torch.float64)
         while cost_at.left:  # one region after another
             new = _sobol(task.dim, min(self.initial - len(x), cost_at.left), _drawn(seeds))
             x, y, region = torch.cat([x, new]), torch.cat([y, costs(new)]), Region(math.ceil(task.dim / self.batch))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.errors import BudgetError, MetricError, UnguardedError
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.modes import evaluating
@@ -63,6 +63,12 @@ class Ledger:
                 f" {self.budget}; spent so far: {self.spent_on}"
             )
         self.spent_on[purpose] = self.spent_on.get(purpose, 0) + queries
+
+    def take_back(self, purpose: str, queries: int) -> None:
+        """Count queries no more, which were refused."""
+        self.spent_on[purpose] -= queries
+        if not self.spent_on[purpose]:
+            del self.spent_on[purpose]
 
 
 class Evaluation(NamedTuple):
@@ -153,6 +159,8 @@ class Metric(CostScale, KnowsRenamed):
             their mean is the value, and their spread tells a search how much noise there is. Each call is a query.
         failures: How many evaluations may fail, at least 0: where the function raises, takes too long or returns what
             is no value, the worst cost so far is taken in its place, with a warning, and the queries count.
+        require_guard: Refuse to be asked where nothing could tell a gain from chance: without repeats, by a function
+            that reports no halves. A run with data held out from it does without (`optimize_metric`).
 
     Attributes:
         takes_model: Whether ``function`` takes the model, and so can judge a copy of it.
@@ -175,6 +183,7 @@ class Metric(CostScale, KnowsRenamed):
         timeout: float | None = None,
         repeats: int = 1,
         failures: int = 0,
+        require_guard: bool = False,
     ) -> None:
         check_above(0, timeout=timeout)
         check_integer(1, repeats=repeats)
@@ -184,6 +193,7 @@ class Metric(CostScale, KnowsRenamed):
         name = name or getattr(function, "__name__", "metric").strip("<>")
         super().__init__(maximize=maximize, bounds=bounds, name=name, ledger=ledger)
         self.function, self.timeout, self.repeats, self.failures = function, timeout, repeats, failures
+        self.require_guard = require_guard
         self.takes_model = _takes_model(function)
         self.failed = 0
         self._worst: Evaluation | None = None
@@ -194,7 +204,7 @@ class Metric(CostScale, KnowsRenamed):
     @property
     def settings(self) -> dict[str, Any]:
         """What it was made with besides the function and the ledger."""
-        names = ("maximize", "bounds", "name", "timeout", "repeats", "failures")
+        names = ("maximize", "bounds", "name", "timeout", "repeats", "failures", "require_guard")
         return {name: getattr(self, name) for name in names}
 
     def with_new_ledger(self) -> "Metric":
@@ -204,6 +214,10 @@ class Metric(CostScale, KnowsRenamed):
     def enduring(self, *, timeout: float | None, failures: int) -> "Metric":
         """Return the same metric, with an empty ledger, and another limit of time and number of failures."""
         return Metric(self.function, **{**self.settings, "timeout": timeout, "failures": failures})
+
+    def guarded_otherwise(self) -> "Metric":
+        """Return the same metric, with the same ledger, for a run in which something else tells chance."""
+        return Metric(self.function, **{**self.settings, "require_guard": False}, ledger=self.ledger)
 
     def cost(self, model: nn.Module, purpose: str) -> float:
         """Evaluate the metric on the model as it is and return the cost; see `evaluate`."""
@@ -237,11 +251,14 @@ class Metric(CostScale, KnowsRenamed):
             BudgetError: The budget is spent; the next item was not evaluated.
             MetricError: As from `judge`, once more than ``failures`` have failed, or if the first does. What was
                 evaluated at once with it counts too.
+            UnguardedError: As from `judge`; no query counts.
         """
 
         def tried(item: Item) -> Evaluation | MetricError:
             try:
                 return judged(item)
+            except UnguardedError:
+                raise
             except MetricError as error:
                 if not self.failures:
                     raise
@@ -252,10 +269,14 @@ class Metric(CostScale, KnowsRenamed):
             possible = int(min(ranks.world(), self.ledger.left / self.repeats))
             wave = items[at : at + max(1, possible)]
             self.ledger.spend(purpose, len(wave) * self.repeats)
-            for outcome in ranks.each(tried, wave):
-                evaluation = outcome if isinstance(outcome, Evaluation) else self._skipped(outcome)
-                self.saw(evaluation)
-                yield evaluation
+            try:
+                for outcome in ranks.each(tried, wave):
+                    evaluation = outcome if isinstance(outcome, Evaluation) else self._skipped(outcome)
+                    self.saw(evaluation)
+                    yield evaluation
+            except UnguardedError:
+                self.ledger.take_back(purpose, len(wave) * self.repeats)
+                raise
             at += len(wave)
 
     def saw(self, evaluation: Evaluation) -> None:
@@ -286,7 +307,10 @@ class Metric(CostScale, KnowsRenamed):
         Raises:
             MetricError: The metric raised, took longer than its timeout, did not return a finite number, or left its
                 bounds.
+            UnguardedError: A guard is required, but the metric reports no halves and is not repeated.
         """
+        if self.require_guard and self.repeats == 1 and returns_number(self.function):
+            raise self._unguarded()
         calls = [self._call(model) for _ in range(self.repeats)]
         if len(calls) == 1:
             return calls[0]
@@ -317,10 +341,19 @@ class Metric(CostScale, KnowsRenamed):
                 f"metric {self.name!r} returned {returned!r}; it must be a number, or (number, (half, half))"
             ) from error
         cost = self.checked_cost(value)
+        if halves is None and self.require_guard and self.repeats == 1:
+            raise self._unguarded()
         if halves is None:
             return Evaluation(cost)
         first, second = (self.checked_cost(half, " on a half of its data") for half in halves)
         return Evaluation(cost, (first, second))
+
+    def _unguarded(self) -> UnguardedError:
+        return UnguardedError(
+            f"metric {self.name!r} returns one number, so nobody could tell a gain from chance, but a guard is"
+            " required; let it return (value, (half, half)), its values on all of its data and on two random halves of"
+            " them, or give it repeats if it is noisy, or the run data that the search does not see"
+        )
 
     def _report(self, changed: Sequence[str]) -> None:
         """Say once that the function changed the model."""
@@ -343,6 +376,14 @@ def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Ten
     """
     value = value_on(None)
     return (value, tuple(value_on(half) for half in halves)) if halves else value
+
+
+def returns_number(function: Callable[..., Any]) -> bool:
+    """Whether a function says, by its annotation, that it returns one number alone."""
+    try:
+        return inspect.signature(function).return_annotation in (float, int, "float", "int")
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
 
 
 def _takes_model(function: Callable[..., Any]) -> bool:

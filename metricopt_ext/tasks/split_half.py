@@ -60,14 +60,18 @@ def chance_of_gain(start: Evaluation, elsewhere: Tensor | None) -> float:
     return float((gains[:, 0] - gains[:, 1]).square().mean().sqrt() / 2)
 
 
-def halves_where_used(trajectories: Sequence[Trajectory]) -> Tensor | None:
-    """Return the halves, ``m x 2``, observed where finetuning goes; None if the metric does not report them.
+def evaluations_where_used(trajectories: Sequence[Trajectory]) -> tuple[Evaluation, ...]:
+    """Return the evaluations, ``m``, that were made where finetuning goes.
 
-    That is the second half of on-policy trajectories, or of all trajectories while none is on-policy.
+    That is along the second half of on-policy trajectories, or of all trajectories while none is on-policy.
     """
-    on_policy = [t for t in trajectories if t.round > 0] or list(trajectories)
-    late = [t.halves[2 * t.observed >= len(t.phi) - 1] for t in on_policy if t.halves is not None]
-    return torch.cat(late) if len(late) == len(on_policy) else None
+    on_policy = [t for t in trajectories if t.round > 0] or trajectories
+    return tuple(
+        evaluation
+        for t in on_policy
+        for step, evaluation in zip(t.observed.tolist(), t.evaluations, strict=True)
+        if 2 * step >= len(t.phi) - 1
+    )
 
 
 def seen_on_half(trajectories: Sequence[Trajectory], half: int) -> list[Trajectory]:

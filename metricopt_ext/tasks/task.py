@@ -234,7 +234,7 @@ class FinetuneTask(KnowsRenamed):
             try:
                 yield next(evaluations)
             except MetricError as error:
-                raise MetricError(f"{error} ({where(i)}, |phi| = {point.norm():.3g})") from error
+                raise type(error)(f"{error} ({where(i)}, |phi| = {point.norm():.3g})") from error
 
     def _judge(self, phi: Tensor) -> Evaluation:
         """Judge the model at phi, which is copied into the model's own parameter meanwhile.

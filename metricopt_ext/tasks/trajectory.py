@@ -19,6 +19,8 @@ from metricopt_ext.utils.words import brief
 
 FILE_FORMAT = "metricopt_ext/trajectory/2"
 
+OPTIONAL = ("halves", "noise")  # tensors that not every file has
+
 TRAJECTORIES = "trajectories"  # the folder of them in a run's folder
 
 
@@ -35,6 +37,7 @@ class Trajectory:
         cost: The metric there as a cost, float64, ``K``.
         halves: The costs on two halves of the metric's data, float64, ``K x 2``; None if the metric reports none.
         signature: What phi means: the adapter that was finetuned; None if unknown.
+        noise: Standard errors of the costs, float64, ``K``; None if no evaluation is repeated.
     """
 
     round: int
@@ -45,6 +48,7 @@ class Trajectory:
     cost: Tensor
     halves: Tensor | None = None
     signature: Signature | None = None
+    noise: Tensor | None = None
 
     @classmethod
     def of(
@@ -59,7 +63,17 @@ class Trajectory:
     ) -> "Trajectory":
         """Make one of the metric's evaluations at the observed steps; the others are as in the attributes."""
         cost = torch.tensor([each.cost for each in evaluations], dtype=torch.float64)
-        return cls(round, index, phi, loss, observed, cost, stacked_halves(evaluations), signature)
+        noise = [each.noise for each in evaluations]
+        spread = None if None in noise else torch.tensor(noise, dtype=torch.float64)
+        return cls(round, index, phi, loss, observed, cost, stacked_halves(evaluations), signature, spread)
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """The metric's evaluations at the observed steps, ``K``."""
+        unknown = [None] * len(self.cost)
+        halves = unknown if self.halves is None else [(a, b) for a, b in self.halves.tolist()]
+        noise = unknown if self.noise is None else self.noise.tolist()
+        return [Evaluation(*each) for each in zip(self.cost.tolist(), halves, noise, strict=True)]
 
     @property
     def observed_phi(self) -> Tensor:
@@ -161,8 +175,7 @@ class _Described:
 
 def _write(path: Path, trajectory: Trajectory) -> None:
     tensors = {name: getattr(trajectory, name) for name in ("phi", "loss", "observed", "cost")}
-    if trajectory.halves is not None:
-        tensors["halves"] = trajectory.halves
+    tensors |= {name: each for name in OPTIONAL if (each := getattr(trajectory, name)) is not None}
     signature = None if trajectory.signature is None else trajectory.signature.to_json()
     described = {"round": trajectory.round, "index": trajectory.index, "signature": signature}
     write_tensors(path, tensors, FILE_FORMAT, described)
@@ -175,7 +188,8 @@ def _read(path: Path) -> Trajectory:
         points, dim = tensors["phi"].shape
         evaluations = len(tensors["observed"])
         shapes = {"phi": (points, dim), "loss": (points - 1,), "observed": (evaluations,), "cost": (evaluations,)}
-        check_tensors(path, tensors, {**shapes, **({"halves": (evaluations, 2)} if "halves" in tensors else {})})
+        more = {"halves": (evaluations, 2), "noise": (evaluations,)}
+        check_tensors(path, tensors, shapes | {name: more[name] for name in OPTIONAL if name in tensors})
         observed = tensors["observed"]
         if observed.dtype != torch.int64 or not bool(((observed >= 0) & (observed < points)).all()):
             raise ValueError(f"its observed steps are {brief(observed.tolist())}, not steps from 0 to {points - 1}")

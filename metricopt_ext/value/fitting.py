@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
@@ -26,7 +27,7 @@ class Fit:
         candidates: Held-out quality of each kind that was fitted.
         predicted: Held-out predictions where f is used, ``m``.
         true: The costs observed there, ``m``.
-        halves: The costs on two halves of the metric's data there, ``m x 2``; None if the metric does not report them.
+        visited: The metric's evaluations there, ``m``, and what they tell of chance.
         half_fits: Two more value functions, fitted to the costs on one half each; none if there are no halves.
     """
 
@@ -34,7 +35,7 @@ class Fit:
     candidates: dict[str, Quality] = field(default_factory=dict)
     predicted: Tensor = field(default_factory=lambda: torch.empty(0))
     true: Tensor = field(default_factory=lambda: torch.empty(0))
-    halves: Tensor | None = None
+    visited: tuple[Evaluation, ...] = ()
     half_fits: tuple[ValueFunction, ...] = ()
 
 

@@ -45,6 +45,7 @@ def _report(tests: dict[str, list[float]] | None = None, *, seeds: int = 3, maxi
                 setting=Setting(0.3, 0.15),
                 split_half=0.75,
                 chance=0.01,
+                guard="halves",
                 curves={name: (0.5 + noise[row, :3, 0]).tolist() for name in ("loss_finetune", "metricopt")},
                 true=noise[row, :, 0].tolist(),
                 predicted=noise[row, :, 1].tolist(),

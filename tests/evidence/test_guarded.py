@@ -32,7 +32,6 @@ def end(cost: float, promise: float = 100.0) -> SearchEnd:
     found = candidate(None, "search", cost)
     return SearchEnd(
         phi=found.state.phi,
-        cost=cost,
         curve=(),
         queries=12,
         evaluation=found.evaluation,

@@ -106,10 +106,13 @@ def test_the_verdict_says_what_the_guard_did(report: Callable[..., Report]) -> N
     assert unsure.verdict().partition("; the best on test")[0].endswith(", may be chance")
     worse = report({"pretrained": [0.5, 0.5, 0.5], "metricopt": [0.4, 0.42, 0.41]})
     assert "-0.0900 (95% interval [-0.1148, -0.0652]), is a loss beyond chance; " in worse.verdict()
+    assert both.to_json()["guard"] == "halves"
     for record in both.records:
         object.__setattr__(record, "split_half", None)
-        object.__setattr__(record, "chance", 0.0)
-    assert "not knowing how much of it may be chance, as the metric reports no halves" in both.verdict()
+        object.__setattr__(record, "chance", None)
+        object.__setattr__(record, "guard", "none")
+    assert "in 3 of 3 seeds, unguarded: the metric gives one number, so nobody can tell" in both.verdict()
+    assert (both.to_json()["guard"], both.to_json()["chance"]) == ("none", [None] * 3)
 
 
 def test_a_refused_end_is_said_in_the_verdict_and_nothing_is_to_be_merged(

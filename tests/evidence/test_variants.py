@@ -13,7 +13,6 @@ from metricopt_ext.evidence.rivals import usual_methods
 from metricopt_ext.evidence.run_config import VARIANTS, LearnedConfig, PaperConfig, RecipeConfig, RunConfig
 from metricopt_ext.evidence.variants import variant_method
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.siblings.learned import metricopt_learned
 from metricopt_ext.search.update_rule import load_update_rule
 from metricopt_ext.utils import progress
 from metricopt_ext.utils.progress import Watcher
@@ -31,9 +30,9 @@ def test_the_learned_optimizer_runs_where_it_is_asked_for(quadratic: Callable[..
     result = methods["metricopt_learned"](task, {})
     assert result is not None
     (reached,) = result.reached
-    expected = metricopt_learned(
-        quadratic(3), queries=30, settings=SMALL.build(CONFIG.recipe.build()), lr=0.2, seed=5, watcher=Watcher()
-    )
+    strategy = SMALL.build(CONFIG.recipe.build())
+    assert strategy.lr == 0.2
+    expected = optimize_metric(quadratic(3), queries=30, strategy=strategy, seed=5, watcher=Watcher())
     assert isinstance(reached.end, torch.Tensor)
     assert torch.equal(reached.end, expected.ends[expected.chosen])
     assert result.path is not None

@@ -17,8 +17,10 @@ from metricopt_ext.methods.guard import (
     START_CONFIDENCE,
     Verdict,
     decide,
+    decide_among,
     deviates,
     judge,
+    judge_held_out,
     reliability_of,
 )
 from metricopt_ext.tasks.metric import Evaluation
@@ -108,14 +110,123 @@ def test_optimism_is_at_most_the_largest_of_so_many_draws() -> None:
     assert 0 < found.optimism < 8
 
 
-@pytest.mark.parametrize("few", [0, 1, 2])
-def test_without_halves_every_gain_is_believed(few: int) -> None:
+def test_a_plain_number_tells_nothing_and_every_gain_is_believed() -> None:
     told, plain = evaluations(rand(9, 2, seed=3)), [Evaluation(float(i)) for i in range(9)]
-    for start, visited in ((Evaluation(1.0), told), (told[0], plain), (told[0], told[:few])):
+    for start, visited in ((Evaluation(1.0), told), (told[0], plain), (Evaluation(1.0), [])):
         for cost, accepted in ((start.cost - 1e-9, True), (start.cost, False), (start.cost + 1, False)):
             found = judge(start, Evaluation(cost), visited)
-            assert (found.optimism, found.chance, found.needed, found.reliability) == (0, 0, 0, 1)
+            assert (found.guard, found.chance, found.needed) == ("none", None, None)
+            assert (found.optimism, found.reliability) == (0, 1)
             assert found.accepted == accepted
+
+
+@pytest.mark.parametrize("few", [0, 1, 2])
+def test_few_points_with_halves_tell_how_large_chance_is_but_nothing_of_their_order(few: int) -> None:
+    start, visited = Evaluation(5.0, (4.5, 5.5)), evaluations([(1.0, 2.0), (3.0, 2.0)][:few])
+    end = visited[0] if visited else Evaluation(1.5, (1.0, 2.0))
+    found = judge(start, end, visited)
+    assert found.reliability == 0
+    assert found.guard == "halves"
+    apart = [0.0] if few < 2 else [0.0, -2.0]  # of the halves' gains: 3.5 and 3.5, 1.5 and 3.5
+    sizes = [3.5] if few < 2 else [3.5, 2.5]
+    near = math.sqrt(sum(each**2 for each in apart) / len(apart)) / 2
+    assert found.chance == pytest.approx(max(near, math.sqrt(sum(each**2 for each in apart) / 4 / sum(sizes) * 3.5)))
+
+
+@pytest.mark.parametrize("n", [3, 8, 12, 40])
+@pytest.mark.parametrize("signal", [0.0, 1.0, 10.0])
+def test_the_verdict_from_repeats_by_hand(n: int, signal: float) -> None:
+    costs = signal * rand(n, seed=n) + rand(n, seed=n + 1)
+    noise = 0.5 + rand(n + 1, seed=n + 2).abs()
+    visited = [Evaluation(cost, None, each) for cost, each in zip(costs.tolist(), noise[1:].tolist(), strict=True)]
+    start, end = Evaluation(1.2, None, float(noise[0])), min(visited, key=lambda each: each.cost)
+    unrepeated = Evaluation(-100.0)  # tells nothing
+    found = judge(start, end, [*visited, unrepeated], 0.95)
+
+    ordered = np.sort(costs.numpy())
+    of_end = float(noise[1:][costs.argmin()])
+    pooled = np.concatenate([noise.numpy(), [of_end]])  # the start, the end, and all that were visited
+    variance = (pooled**2).mean()
+
+    def reliability(count: int) -> float:
+        return max(0.0, 1 - variance / ordered[:count].var(ddof=1))
+
+    best, chance = min(n, max(LEAST, math.ceil(SHARE * n))), math.sqrt(2 * variance)
+    largest = chance * math.sqrt(2 * math.log(n))
+    optimism = max(min((1 - reliability(m)) * (ordered[:m].mean() - ordered[0]), largest) for m in (best, n))
+    assert found.guard == "repeats"
+    assert found.chance == pytest.approx(chance, rel=1e-12)
+    assert found.needed == pytest.approx(NormalDist().inv_cdf(0.95) * chance, rel=1e-12)
+    assert found.reliability == pytest.approx(reliability(best), abs=1e-12)
+    assert found.optimism == pytest.approx(optimism, rel=1e-9)
+
+
+def test_repeats_without_noise_leave_nothing_to_chance() -> None:
+    visited = [Evaluation(float(i), None, 0.0) for i in range(5)]
+    found = judge(Evaluation(1.0, None, 0.0), Evaluation(1 - 1e-9, None, 0.0), visited)
+    assert (found.chance, found.optimism, found.accepted) == (0, 0, True)
+
+
+def test_the_larger_of_two_optimisms_counts() -> None:
+    visited = evaluations(rand(20, 2, seed=0))
+    start, end = Evaluation(1.0, (1.0, 1.0)), visited[0]
+    plain = judge(start, end, visited)
+    for known in (0.0, plain.optimism / 2, plain.optimism + 1):
+        assert judge(start, end, visited, overstated=known).optimism == max(known, plain.optimism)
+    assert judge(Evaluation(1.0), Evaluation(0.5), [], overstated=0.6).accepted is False
+
+
+@pytest.mark.parametrize(
+    ("costs", "noise", "overstated", "kept"),
+    [
+        ({"start": 0.5, "loss": 0.4, "f": 0.3}, None, {}, "f"),
+        ({"start": 0.5, "loss": 0.4, "f": 0.3}, None, {"f": 0.11}, "loss"),
+        ({"start": 0.5, "loss": 0.6, "f": 0.3}, None, {"f": 0.21}, "start"),
+        ({"start": 0.3, "loss": 0.4, "f": 0.3}, None, {}, "start"),
+        ({"start": 0.5, "loss": 0.2, "f": 0.3}, 0.01, {}, "loss"),
+        ({"start": 0.5, "loss": 0.4, "f": 0.3}, 0.2, {}, "start"),
+    ],
+)
+def test_the_best_of_several_ends_is_kept_if_it_gains_more_than_chance_and_optimism(
+    costs: dict[str, float], noise: float | None, overstated: dict[str, float], kept: str
+) -> None:
+    ends = {name: Evaluation(cost, None, noise) for name, cost in costs.items()}
+    assert decide_among(ends, [], 0.84, overstated).kept == kept
+
+
+def test_of_several_ends_each_is_one_that_was_chosen_from() -> None:
+    visited = evaluations(rand(10, 2, seed=1))
+    ends = dict(zip(("start", "a", "b"), evaluations([(3.0, 3.1), (-2.0, -2.1), (0.0, 0.1)]), strict=True))
+    decision = decide_among(ends, visited, 0.95)
+    assert decision.kept == "a"
+    assert decision.verdict == judge(ends["start"], ends["a"], [*visited, ends["a"], ends["b"]], 0.95)
+
+
+@pytest.mark.parametrize(
+    ("seen", "held_out", "confidence", "accepted"),
+    [
+        (0.5, 0.5, 0.93, True),
+        (0.5, 0.3, 0.93, False),  # t = 4; the quantile of Student's t at 0.93 with one degree of freedom is 4.47
+        (0.5, 0.4, 0.93, True),  # t = 9
+        (0.5, 0.3, 0.9, True),  # 3.08
+        (0.5, -0.01, 0.75, False),  # at 0 both t and the quantile are 1
+        (0.5, 0.01, 0.75, True),
+        (0.5, -0.5, 0.5, False),
+        (0.0, 0.0, 0.93, False),
+    ],
+)
+def test_data_held_out_confirm_a_gain_by_students_t(
+    seen: float, held_out: float, confidence: float, accepted: bool
+) -> None:
+    found = judge_held_out(seen, held_out, confidence)
+    assert found.accepted == accepted
+    assert found.guard == "held-out"
+    from scipy.stats import t, ttest_1samp
+
+    assert found.needed == pytest.approx(t(1).ppf(confidence) * found.chance, rel=1e-9, abs=1e-15)
+    if seen != held_out:
+        expected = ttest_1samp([seen, held_out], 0, alternative="greater").pvalue
+        assert found.accepted == (expected < 1 - confidence - 1e-12)
 
 
 def test_the_threshold_is_exact() -> None:

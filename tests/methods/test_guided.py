@@ -251,13 +251,13 @@ def test_a_flat_metric_is_told(quadratic: Callable[..., Any], tmp_path: Path) ->
     assert (result.chosen, result.fit, result.before, result.after) == ("start", None, 0.25, 0.25)
     assert result.queries == task.metric.ledger.spent_on == {"starts": 1, "search": 28}
     assert result.lines() == [
-        "constant: 0.2500 -> 0.2500; kept the model as it was",
+        "constant: 0.2500 -> 0.2500, unguarded; kept the model as it was",
         "queries: 29 (starts 1, search 28); 29 for each further start",
         result.lines()[2],
         f"the metric did not react at first, so phi was moved {result.widened:.0f} times as far",
         "the metric never varied, so there is no value function: modulate more layers, or train first",
     ]
-    assert "reports no halves" in result.lines()[2]
+    assert "nobody can tell from one number" in result.lines()[2]
     assert not (tmp_path / "value_function.safetensors").exists()
 
 

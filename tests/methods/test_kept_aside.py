@@ -54,7 +54,7 @@ def test_what_is_worse_on_data_kept_aside_is_not_kept(
     assert result.aside[expected.chosen] == pytest.approx(float(without.adapter.phi.detach().square().sum()), rel=1e-12)
     assert metric.ledger.spent_on == {"kept aside": 2}
     assert task.metric.ledger.spent_on == without.metric.ledger.spent_on
-    assert f"the best candidate has {result.best:.4f}, but it is not the best on the data kept aside" in str(result)
+    assert f"the best candidate has {result.best:.4f}, but the data kept aside do not confirm it" in str(result)
     assert "on the data kept aside: the model as it was 0.0000, " in str(result)
 
 
@@ -66,7 +66,7 @@ def test_what_is_better_there_too_is_kept(quadratic: Callable[..., Any], strateg
     assert torch.equal(task.adapter.phi, without.adapter.phi)
     assert (result.chosen, result.after) == (expected.chosen, expected.after)
     assert result.aside[expected.chosen] == pytest.approx(expected.after, rel=1e-12)
-    assert "not the best on the data kept aside" not in str(result)
+    assert "do not confirm it" not in str(result)
     assert expected.aside == {}
     assert "kept aside" not in str(expected)
 
@@ -171,3 +171,22 @@ def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callabl
             run(task, output_dir=tmp_path / "run", **arguments)  # type: ignore[arg-type]
     assert task.queries == 0
     assert not (tmp_path / "run").exists()
+
+
+def test_data_kept_aside_are_a_guard_where_one_is_required(quadratic: Callable[..., Any]) -> None:
+    task, plain = quadratic(), quadratic()
+    metric = task.metric
+    strict = Metric(
+        metric.function,
+        maximize=metric.maximize,
+        bounds=metric.bounds,
+        name=metric.name,
+        ledger=metric.ledger,
+        require_guard=True,
+    )
+    result = run(task.judged_by(strict), kept_aside=away_from(task.goal))
+    assert result.guard == "held-out"
+    gains = [result.before - result.after, result.aside["start"] - result.aside[result.chosen]]
+    assert result.chance == pytest.approx(abs(gains[0] - gains[1]) / 2, abs=1e-12)
+    assert result.after == run(plain).after
+    assert metric.ledger.spent == 30

@@ -89,7 +89,7 @@ def test_the_search_asks_the_modules_own_validation() -> None:
     host.fit(module, BATCHES, DataLoader(TensorDataset(X, Y), batch_size=48))
     assert module.validated == 1 + 14  # its own epoch
     assert sum(callback.run.queries.values()) == 14
-    assert callback.run.reports_halves
+    assert callback.run.guard == "halves"
     assert callback.run.after >= callback.run.before
     assert module.trainer is host
     (scores,) = trainer().validate(module, DataLoader(TensorDataset(X, Y), batch_size=48), verbose=False)

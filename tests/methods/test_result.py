@@ -26,7 +26,7 @@ def searched(**change: Any) -> Result:
         "queries": {"search": 100},
         "queries_per_start": 100,
         "ends": {"search": torch.zeros(2)},
-        "reports_halves": True,
+        "guard": "halves",
     }
     return Result(**{**given, **change})
 
@@ -66,14 +66,14 @@ def test_halves_are_told_where_the_metric_has_them() -> None:
 
 
 @pytest.mark.parametrize("make", [searched, learned])
-def test_a_metric_without_halves_is_told_what_it_misses(make: Any) -> None:
-    plain, told = make().lines(), make(reports_halves=False).lines()
-    (line,) = [line for line in told if line not in plain]
-    assert [each for each in told if each != line] == plain
-    assert line.startswith(
-        "how much of a gain may be chance is unknown, as the metric reports no halves; let it return"
-    )
+def test_an_unguarded_run_says_so_first_and_what_would_guard_it(make: Any) -> None:
+    plain, told = make().lines(), make(guard="none", chance=None, needed=None).lines()
+    assert told[0] == plain[0].replace("; kept", ", unguarded; kept")
+    (line,) = [line for line in told[1:] if line not in plain]
+    assert [each for each in told[1:] if each != line] == plain[1:]
+    assert line.startswith("how much of a gain is chance, nobody can tell from one number; let the metric return")
     assert "(value, (half, half))" in line
+    assert "unguarded" not in str(make(guard="repeats")) + str(make(guard="held-out"))
 
 
 @pytest.mark.parametrize("make", [searched, learned])

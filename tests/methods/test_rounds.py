@@ -134,7 +134,7 @@ def test_rounds_are_collected_by_anyone_and_each_follows_the_fit_before() -> Non
         assert torch.equal(followed.f.coefficients, alone.f.coefficients)
         assert followed.f.quality == alone.f.quality
     assert torch.equal(fit.f.coefficients, recipe.fit(seen, 5).f.coefficients)
-    assert (fit.halves, fit.half_fits) == (None, ())
+    assert ([each.halves for each in fit.visited], fit.half_fits) == ([None] * len(fit.visited), ())
     skills = [f"{followed.f.quality.spearman:.2f}" for _, _, followed in given[1:]]
     assert watcher.stages == ["round 1/3, loss only", f"round 2/3, f at {skills[0]}", f"round 3/3, f at {skills[1]}"]
     assert watcher.lines == [f"value function (ridge): {fit.f.quality}"]
@@ -153,7 +153,7 @@ def test_each_half_of_the_metrics_data_gets_an_f_of_its_own() -> None:
         phi = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(f(phi), alone(phi))
     late = torch.cat([each.halves[2:] for each in made])  # type: ignore[index]
-    assert torch.equal(fit.halves, late)  # type: ignore[arg-type]
+    assert torch.equal(torch.tensor([each.halves for each in fit.visited], dtype=torch.float64), late)
 
 
 def test_a_half_that_never_differs_leaves_both_without_an_f() -> None:
@@ -163,4 +163,4 @@ def test_a_half_that_never_differs_leaves_both_without_an_f() -> None:
     made = [walk(index, square, round=0, halves=stuck) for index in range(8)]
     fit = learn_in_rounds(lambda *round: made, replace(RECIPE, rounds=1), tasks=8, seed=5, watcher=Watcher())
     assert fit.half_fits == ()
-    assert fit.halves is not None
+    assert all(each.halves is not None for each in fit.visited)

@@ -146,7 +146,7 @@ def test_a_search_from_a_trainer_ends_at_a_better_trunk() -> None:
         assert Counting.calls == sum(run.queries.values()) == 40
         assert not hooked
         assert torch.equal(adapter.phi, run.ends[run.chosen])
-        assert run.reports_halves
+        assert run.guard == "halves"
         assert run.metric == "val/recall_at_1"
 
         found = tester.test({"val": pairs(7, 4.0)}, 1, trunk, trainer.models["embedder"])

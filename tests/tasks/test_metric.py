@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.errors import BudgetError, MetricError, UnguardedError
 from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric, noise_of
 
 
@@ -443,3 +443,32 @@ def test_the_first_evaluation_must_not_fail() -> None:
 def test_policies_are_checked(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Metric(lambda: 0.5, maximize=True, **options)
+
+
+# --- A guard that is required ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("annotated", [True, False])
+def test_one_number_is_refused_where_a_guard_is_required_and_no_query_counts(annotated: bool) -> None:
+    asked = []
+
+    def value(model: nn.Module) -> float:
+        asked.append(model)
+        return 0.5
+
+    function = value if annotated else lambda model: value(model)
+    metric = Metric(function, maximize=True, name="f1", require_guard=True, failures=3)
+    with pytest.raises(UnguardedError, match=r"metric 'f1' returns one number, .* a guard is required; let it return"):
+        metric.evaluate(nn.Identity(), "search")
+    assert len(asked) == (0 if annotated else 1)  # what says that it returns a number need not be called
+    assert (metric.ledger.spent, metric.ledger.spent_on, metric.failed) == (0, {}, 0)
+
+
+def test_halves_and_repeats_are_what_a_required_guard_needs() -> None:
+    halves = Metric(lambda: (0.5, (0.4, 0.6)), maximize=True, require_guard=True)
+    repeats = Metric(lambda: 0.5, maximize=True, repeats=2, require_guard=True)
+    assert halves.evaluate(nn.Identity(), "x").halves == (0.6, 0.4)
+    assert repeats.evaluate(nn.Identity(), "x").noise == 0
+    otherwise = Metric(lambda: 0.5, maximize=True, require_guard=True).guarded_otherwise()
+    assert otherwise.evaluate(nn.Identity(), "x") == Evaluation(0.5)
+    assert not otherwise.settings["require_guard"]

@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.split_half import (
     chance_of_gain,
-    halves_where_used,
+    evaluations_where_used,
     optimism_of_gain,
     seen_on_half,
     split_half_correlation,
@@ -61,18 +61,17 @@ def test_chance_is_unknown_without_halves() -> None:
     assert chance_of_gain(Evaluation(0.6, (0.5, 0.7)), told[:0]) == 0
 
 
-def test_halves_are_those_of_late_points_on_policy() -> None:
+def test_evaluations_are_those_of_late_points_on_policy() -> None:
     early = trajectory(0, [0, 4, 5, 10], [[1, 1], [2, 2], [3, 3], [4, 4]])
     late = trajectory(2, [0, 4, 6, 10], [[5, 5], [6, 6], [7, 7], [8, 8]])
 
-    def first(trajectories: list[Trajectory]) -> list[float]:
-        halves = halves_where_used(trajectories)
-        assert halves is not None
-        return halves[:, 0].tolist()
+    def first(trajectories: list[Trajectory]) -> list[float | None]:
+        return [each.halves[0] if each.halves else None for each in evaluations_where_used(trajectories)]
 
     assert first([early]) == [3, 4]
     assert first([early, late]) == [7, 8]
-    assert halves_where_used([late, trajectory(1, [0, 10], None)]) is None
+    assert first([late, trajectory(1, [0, 10], None)]) == [7, 8, None]
+    assert first([]) == []
 
 
 def test_optimism_is_that_of_least_squares() -> None:

@@ -4,7 +4,7 @@ The paper leaves open what the inputs of Eq. 5 are scaled by, where the metric a
 and the rate of Adam on the optimizer's weights; `AlgorithmS1` says how they are read here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 from metricopt_ext.utils.progress import Watcher
@@ -80,6 +81,7 @@ class AlgorithmS1:
         sees_metric: Whether the metric is.
         hidden: The optimizer's hidden units.
         step: Typical change of a coordinate of phi in a step.
+        lr: Rate of the loss-only finetune that the guard compares with.
     """
 
     steps: int = 50
@@ -101,6 +103,7 @@ class AlgorithmS1:
     sees_metric: bool = True
     hidden: int = 32
     step: float = 0.02
+    lr: float = 0.1
 
     def __post_init__(self) -> None:
         """Reject what the algorithm is not defined for.
@@ -112,7 +115,7 @@ class AlgorithmS1:
         check_integer(2, evals=self.evals, hidden=self.hidden)
         check_integer(2 if self.estimator == "combined" else 1, pairs=self.pairs)  # two, to measure variances
         check_at_least(0, start_std=self.start_std)
-        check_above(0, rate=self.rate, variance=self.variance, clip=self.clip, step=self.step)
+        check_above(0, rate=self.rate, variance=self.variance, clip=self.clip, step=self.step, lr=self.lr)
         if self.evals > self.steps + 1:
             raise ValueError(f"evals is {self.evals}; it must be from 2 (both ends) to steps + 1 = {self.steps + 1}")
         if self.estimator not in ESTIMATORS:
@@ -183,7 +186,8 @@ class AlgorithmS1:
             iterations: Number of meta-iterations.
             seed: Seed of all draws.
             store: Keeps the trajectories; those already in it are not observed again.
-            checkpoint: File of the state after each meta-iteration, from which a run continues; None for none.
+            checkpoint: File of the state after each meta-iteration, from which a run continues; None for none. Of ranks
+                that share the work, the first alone reads and writes it.
             watcher: Notified of progress.
 
         Raises:
@@ -193,7 +197,7 @@ class AlgorithmS1:
         """
         check_integer(1, iterations=iterations)
         training = _Training(self, task, iterations, seed, TrajectoryStore() if store is None else store)
-        if checkpoint is not None and checkpoint.exists():
+        if checkpoint is not None:
             training.load(checkpoint)
         watcher = watcher or Watcher()
         on_query = query_callback(task, watcher)
@@ -201,7 +205,7 @@ class AlgorithmS1:
             if training.iteration % max(1, iterations // 10) == 0:
                 watcher.stage(f"optimizer {training.iteration}/{iterations}")
             training.advance(on_query)
-            if checkpoint is not None:
+            if checkpoint is not None and ranks.rank() == 0:
                 training.save(checkpoint)
         return training.result()
 
@@ -403,11 +407,18 @@ class _Training:
         self.objectives: list[float] = []
 
     def advance(self, on_query: Callable[[float], None]) -> None:
-        """Run one meta-iteration (lines 3-7)."""
-        settings, task, f, i = self.settings, self.task, self.value.f, self.iteration
-        new = settings.collect(  # line 3
-            task, self.rule, self.store, iteration=i, seed=self.seed, on_query=on_query
+        """Run one meta-iteration (lines 3-7); of ranks, all observe the metric, and the first one learns."""
+        new = self.settings.collect(  # line 3
+            self.task, self.rule, self.store, iteration=self.iteration, seed=self.seed, on_query=on_query
         )
+        state = ranks.on_first(lambda: self._learned(new))
+        if ranks.rank() > 0:
+            self._take(state)
+        self.iteration += 1
+
+    def _learned(self, new: Sequence[Trajectory]) -> dict[str, Tensor]:
+        """Learn from new trajectories (lines 4-7), and return the state."""
+        settings, task, f, i = self.settings, self.task, self.value.f, self.iteration
         with torch.no_grad():
             self.predicted.append(f.cpu()(torch.cat([t.observed_phi for t in new])).double())
         self._label(new)  # line 4
@@ -420,7 +431,7 @@ class _Training:
             self.objectives.append(value)
         f.cpu()
         self.value.update(1 - i / self.iterations)  # line 7
-        self.iteration += 1
+        return self._state()
 
     def _label(self, new: Sequence[Trajectory]) -> None:
         self.labelled.append(self.settings.labels(new))
@@ -438,8 +449,8 @@ class _Training:
         f.to(self.task.origin().device)
         return JointlyLearned(self.rule.requires_grad_(False), f, tuple(self.objectives), tuple(seen))
 
-    def save(self, path: Path) -> None:
-        """Write the state."""
+    def _state(self) -> dict[str, Tensor]:
+        """Return the state, the iteration apart, in main memory."""
         adam = {f"adam.{name}": value for name, value in self.adam.state[self.rule.weights].items()}
         tensors = {
             "rule": self.rule.weights,
@@ -448,19 +459,35 @@ class _Training:
             **adam,
             **{f"value.{name}": value for name, value in self.value.state_dict().items()},
         }
-        write_tensors(path, tensors, CHECKPOINT_FORMAT, {"iteration": self.iteration})
+        return {name: value.detach().cpu() for name, value in tensors.items()}
+
+    def _take(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a state, all but what is labelled."""
+        self.rule.weights.data.copy_(state["rule"])
+        self.adam.state[self.rule.weights] = {
+            name: each.to(self.rule.weights) if each.dim() else each  # steps stay on the CPU
+            for name, each in _under("adam.", state).items()
+        }
+        self.value.load_state_dict(_under("value.", state))
+        self.predicted, self.objectives = [state["predicted"]], state["objectives"].tolist()
+
+    def save(self, path: Path) -> None:
+        """Write the state."""
+        write_tensors(path, self._state(), CHECKPOINT_FORMAT, {"iteration": self.iteration})
 
     def load(self, path: Path) -> None:
-        """Continue from what `save` wrote and the store's trajectories.
+        """Continue from what `save` wrote, if there is such a file, and the store's trajectories.
 
         Raises:
             FileFormatError: The file is corrupt.
         """
-        tensors, described = read_tensors(path, CHECKPOINT_FORMAT)
+        kept = ranks.on_first(lambda: read_tensors(path, CHECKPOINT_FORMAT) if path.exists() else None)
+        if kept is None:
+            return
+        tensors, described = kept
         with content_of(path, "state of a joint training"):
             check_integer(1, iteration=described["iteration"])
-            adam = {name.removeprefix("adam."): t for name, t in tensors.items() if name.startswith("adam.")}
-            value = {name.removeprefix("value."): t for name, t in tensors.items() if name.startswith("value.")}
+            adam, value = _under("adam.", tensors), _under("value.", tensors)
             shape = self.rule.weights.shape
             check_tensors(path, adam, {"step": (), "exp_avg": shape, "exp_avg_sq": shape})
             check_tensors(path, value, {name: own.shape for name, own in self.value.state_dict().items()})
@@ -469,13 +496,12 @@ class _Training:
             own = {"rule": shape, "predicted": (observed,), "objectives": (iteration * self.settings.updates,)}
             check_tensors(path, {name: tensors[name] for name in own}, own)
             self.iteration = iteration
-            self.rule.weights.data.copy_(tensors["rule"])
-            self.adam.state[self.rule.weights] = {
-                name: each.to(self.rule.weights) if each.dim() else each  # steps stay on the CPU
-                for name, each in adam.items()
-            }
-            self.value.load_state_dict(value)
-            self.predicted, self.objectives = [tensors["predicted"]], tensors["objectives"].tolist()
+            self._take(tensors)
             latest = max(1, self.settings.replay // self.settings.tasks)
             for iteration in range(max(0, self.iteration - latest), self.iteration):
                 self._label([t for t in self.store if t.round == iteration])
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those whose names have a prefix, without it."""
+    return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
