@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +69,16 @@ def unpacked_wheel(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
+
+
+def test_the_least_python_is_the_one_that_all_tests_run_on() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(settings["project"]["classifiers"]))
+    assert settings["project"]["requires-python"] == f">={named[0]}"
+    assert settings["tool"]["ruff"]["target-version"] == f"py{named[0].replace('.', '')}"
+    if not (ROOT / ".ci").exists():
+        pytest.skip("an sdist has no .ci")
+    assert re.findall(r"3\.\d+", (ROOT / ".ci" / "run").read_text()) == named
 
 
 def test_checkout_links_folders() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,6 @@ def test_every_tool_names_the_extra_that_is_missing(tmp_path: Path) -> None:
 
 
 def test_the_extras_are_those_of_the_package() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     names = {
         extra: {line.partition(">")[0] for line in declared[extra]} for extra in ("retrieval-gpu", *EXTRAS)
