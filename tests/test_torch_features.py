@@ -90,14 +90,18 @@ def test_processes_follow_as_one_does(torchrun: Any, tmp_path: Path) -> None:
 import sys
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from metricopt_ext.utils.ranks import left_in_order
+
+@left_in_order()
+def main():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    adapter = mo.attach_film(make_model(), dim=4)
+    model = DistributedDataParallel(adapter.model)
+    follow(model, make_optimizer(adapter), [slice(rank * 16 // world, (rank + 1) * 16 // world)])
+    torch.save([adapter.phi.detach(), adapter.merge()(x)], f"{{sys.argv[1]}}/{{rank}}.pt")
 
 dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-adapter = mo.attach_film(make_model(), dim=4)
-model = DistributedDataParallel(adapter.model)
-follow(model, make_optimizer(adapter), [slice(rank * 16 // world, (rank + 1) * 16 // world)])
-torch.save([adapter.phi.detach(), adapter.merge()(x)], f"{{sys.argv[1]}}/{{rank}}.pt")
-dist.destroy_process_group()
+main()
 """
     for world in (1, 2):
         process = torchrun(script, world, str(tmp_path))

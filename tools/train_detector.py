@@ -36,6 +36,7 @@ from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.utils.extras import naming_extras
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.machine import restart_deterministically
+from metricopt_ext.utils.ranks import left_in_order
 from metricopt_ext.utils.stopping import ending_when_stopped
 
 with naming_extras():
@@ -55,6 +56,7 @@ with naming_extras():
 WRITTEN = re.compile(r"model_(final|best|merged|\d+)\.pth")  # by a finetuning run, in its OUTPUT_DIR
 
 
+@left_in_order()  # which Detectron2's launcher does not
 def run(arguments: argparse.Namespace) -> Any:
     """Run the command line's task in one process; returns the evaluation's results, if any."""
     if arguments.deterministic:

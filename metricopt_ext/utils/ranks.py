@@ -8,7 +8,7 @@ code. Only the first rank reads and writes a run's folder, so that ranks need no
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -165,11 +165,26 @@ def joined() -> Iterator[None]:
         _begin()
     before, _joined = _joined, _initialized()
     try:
-        yield
+        with left_in_order() if begun else nullcontext():
+            yield
     finally:
         _joined = before
-        if begun:
-            _groups.clear()
+
+
+@contextmanager
+def left_in_order() -> Iterator[None]:
+    """Leave torch's process group at the end, if there is one: all ranks together, but at once after an error.
+
+    A process that ends while its group's threads still serve another one can abort.
+    """
+    try:
+        yield
+        if _initialized():
+            with suppress(RuntimeError):  # a rank that has ended before says itself why
+                distributed.barrier()
+    finally:
+        _groups.clear()
+        if _initialized():
             distributed.destroy_process_group()
 
 

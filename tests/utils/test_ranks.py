@@ -96,6 +96,44 @@ def test_what_is_shared_is_the_same_on_every_rank(torchrun: Any, world: int) -> 
     assert sorted(re.findall(r"rank (\d) is done", output)) == [str(rank) for rank in range(world)]
 
 
+LEAVING = """
+import sys, time
+from pathlib import Path
+from torch import distributed
+from metricopt_ext.utils import ranks
+
+folder = Path(sys.argv[1])
+with ranks.joined():
+    own = distributed.get_rank()
+    if own == 1:
+        if sys.argv[2] == "fails":
+            raise SystemExit("failed")
+        time.sleep(1)
+        (folder / f"{sys.argv[2]} has come").touch()
+assert not distributed.is_initialized()
+assert sys.argv[2] == "fails" or (folder / f"{sys.argv[2]} has come").exists()
+print(f"rank {own} has left")
+"""
+
+
+@pytest.mark.slow
+def test_ranks_leave_together(torchrun: Any, tmp_path: Path) -> None:
+    """Several runs at once: a rank that ended while others still spoke to it was seen to abort on a busy machine."""
+    runs = [torchrun(LEAVING, 2, str(tmp_path), f"run {number}") for number in range(4)]
+    for run in runs:
+        output, _ = run.communicate(timeout=300)
+        assert run.returncode == 0, output
+        assert sorted(re.findall(r"rank (\d) has left", output)) == ["0", "1"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_not_waited_for(torchrun: Any, tmp_path: Path) -> None:
+    process = torchrun(LEAVING, 2, str(tmp_path), "fails")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "failed" in output
+
+
 def test_a_process_alone_shares_with_nobody() -> None:
     assert (ranks.world(), ranks.rank(), ranks.several(), ranks.restarted()) == (1, 0, False, False)
     with ranks.joined(), ranks.sharing({"seed": 0}):

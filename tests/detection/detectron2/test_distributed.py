@@ -34,6 +34,7 @@ from metricopt_ext.errors import MetricOptError
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.identity import fingerprint
+from metricopt_ext.utils.ranks import left_in_order
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 
@@ -55,6 +56,7 @@ def join(rank: int, folder: Path) -> None:
     seed_all_rng(rank)  # as Detectron2 does: the global streams differ
 
 
+@left_in_order()
 def finetune(rank: int, cfg: Any, folder: Path) -> None:
     join(rank, folder)
     model = with_film(build_model(cfg), dim=4, start_std=0.1)
@@ -78,7 +80,6 @@ def finetune(rank: int, cfg: Any, folder: Path) -> None:
         },
         folder / f"rank{rank}.pth",
     )
-    distributed.destroy_process_group()
 
 
 def test_two_processes_end_with_one_phi(tiny_config: Any, tmp_path: Path) -> None:
@@ -103,6 +104,7 @@ def test_two_processes_end_with_one_phi(tiny_config: Any, tmp_path: Path) -> Non
     assert len(TrajectoryStore(tmp_path / "kept")) == 1
 
 
+@left_in_order()
 def learn(rank: int, cfg: Any, folder: Path, processes: int = 2) -> None:
     if processes > 1:
         join(rank, folder)
@@ -111,10 +113,9 @@ def learn(rank: int, cfg: Any, folder: Path, processes: int = 2) -> None:
     MetricOptTrainer.build_metric = staticmethod(lambda cfg: metric)
     fit = meta_train(cfg, folder / "f.safetensors")
     torch.save({"told": fit.f(torch.eye(4))}, folder / f"rank{rank}.pth")
-    if processes > 1:
-        distributed.destroy_process_group()
 
 
+@left_in_order()
 def refuse(rank: int, cfg: Any, folder: Path, name: str) -> None:
     join(rank, folder)
     try:
@@ -122,7 +123,6 @@ def refuse(rank: int, cfg: Any, folder: Path, name: str) -> None:
     except MetricOptError as error:
         (folder / f"rank{rank}.txt").write_text(str(error))
     distributed.barrier()  # which a process that waits for another elsewhere would not pass
-    distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,7 @@ def test_two_processes_learn_the_f_of_one(tiny_config: Any, tmp_path: Path) -> N
     assert kept[1] == kept[2]
 
 
+@left_in_order()
 def look(rank: int, cfg: Any, folder: Path, processes: int) -> None:
     if processes > 1:
         join(rank, folder)
@@ -186,8 +187,6 @@ def look(rank: int, cfg: Any, folder: Path, processes: int) -> None:
     MetricOptTrainer.build_metric = staticmethod(lambda cfg: metric)
     run = search(cfg)
     torch.save({"phi": run.ends[run.chosen], "after": run.after, "seen": len(seen)}, folder / f"rank{rank}.pth")
-    if processes > 1:
-        distributed.destroy_process_group()
 
 
 def test_two_processes_find_the_phi_of_one(tiny_config: Any, tmp_path: Path) -> None:
