@@ -40,6 +40,7 @@ def write_run(folder: Path, finals: list[float], rewards: list[list[float]]) -> 
             setting=None,
             split_half=None,
             chance=0.0,
+            guard="halves",
             curves={},
             true=[],
             predicted=[],
