@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.build import (
     attach,
     batch_metric,
@@ -51,7 +52,6 @@ from metricopt_ext.evidence.siblings import learned_losses, plot_histories, sibl
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.methods.second_round import run_second_round
 from metricopt_ext.methods.siblings.training import TrainingTask
-from metricopt_ext.methods.starts import Start
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.batches import Batches, BlockBatches, TensorBatches

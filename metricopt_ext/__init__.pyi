@@ -7,6 +7,7 @@ from .adapters.attach import attach_input_bias as attach_input_bias
 from .adapters.attach import attach_outputs as attach_outputs
 from .adapters.attach import load_adapter as load_adapter
 from .adapters.signature import Outputs as Outputs
+from .adapters.start import Start as Start
 from .evidence.correlation import correlation_report as correlation_report
 from .methods.paper import Algorithm1 as Algorithm1
 from .methods.pipeline import optimize_metric as optimize_metric
@@ -18,7 +19,6 @@ from .methods.result import Result as Result
 from .methods.result import SearchRun as SearchRun
 from .methods.rounds import meta_train as meta_train
 from .methods.siblings.algorithm_s1 import AlgorithmS1 as AlgorithmS1
-from .methods.starts import Start as Start
 from .methods.starts import batchnorm_start as batchnorm_start
 from .methods.starts import load_buffers as load_buffers
 from .methods.tuning import Tuned as Tuned

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, errors_in_one_line, experiment_of
 from metricopt_ext.evidence.compare import judge
@@ -30,7 +31,7 @@ from metricopt_ext.evidence.style import direction, markdown_table, print_table
 from metricopt_ext.methods.guided import guided_results
 from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.run_folder import open_run
-from metricopt_ext.methods.starts import Start, with_start
+from metricopt_ext.methods.starts import with_start
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device

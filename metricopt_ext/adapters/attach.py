@@ -1,6 +1,5 @@
 """Attaching adapters: which layers of a frozen model phi modulates."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -32,7 +31,7 @@ from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.files import check_tensors, content_of
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.words import brief, shortened
+from metricopt_ext.utils.words import brief, nearest, shortened
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -123,7 +122,7 @@ def attach_input_bias(
     if not linear:
         raise AdapterError(f"{type(model).__name__} has no linear layer with a bias; use attach_film")
     if layer is not None and layer not in linear:
-        raise AdapterError(f"no linear layer with a bias is named {layer!r}{_nearest(layer, list(linear))}")
+        raise AdapterError(f"no linear layer with a bias is named {layer!r}{nearest(layer, list(linear))}")
     names = [layer if layer is not None else next(iter(linear))]
 
     def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
@@ -188,8 +187,8 @@ def _check_matrices(
     known, expected = dict(model.named_modules()), {"phi": [described.dim]}
     for name in layers:
         if name not in known:  # attaching would take it for a pattern
-            nearest = _nearest(name[:100], [each for each in known if each])
-            raise AdapterError(f"{path}: {brief(name)} is no layer of the model{nearest}")
+            near = nearest(name[:100], [each for each in known if each])
+            raise AdapterError(f"{path}: {brief(name)} is no layer of the model{near}")
         if (why := _unusable(known[name])) is not None:
             raise AdapterError(f"{path}: layer {name!r} {why}")
         channels = affine(known[name])[0].shape[0]
@@ -247,7 +246,7 @@ def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str]) -> tupl
             )
         name = linear[-1]
     if name not in known:
-        raise AdapterError(f"the outputs' layer {name!r} is no layer of the model{_nearest(name, list(known))}")
+        raise AdapterError(f"the outputs' layer {name!r} is no layer of the model{nearest(name, list(known))}")
     if (why := _unusable(known[name])) is not None:
         raise AdapterError(f"the outputs' layer {name!r} {why}; it must be the layer that gives the logits")
     if name in others:
@@ -315,10 +314,5 @@ def _matching(patterns: list[str], model: nn.Module, usable: dict[str, nn.Module
         for name, module in model.named_modules():
             if fnmatchcase(name, pattern):
                 raise AdapterError(f"layers={pattern!r} matches {name!r}, which {_unusable(module)}")
-        raise AdapterError(f"layers={pattern!r} matches no layer{_nearest(pattern, list(usable))}")
+        raise AdapterError(f"layers={pattern!r} matches no layer{nearest(pattern, list(usable))}")
     return [name for name in usable if any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
-    return f"; did you mean {near}?" if near else f"; the choices are {shortened(known)}"

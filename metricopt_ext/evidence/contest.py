@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, ConfigError, FileFormatError
 from metricopt_ext.evidence.compare import judge
 from metricopt_ext.evidence.contenders import Contender, Spent, Telling
@@ -16,7 +17,7 @@ from metricopt_ext.evidence.guarded import TRAINED, Candidate, Change, guarded
 from metricopt_ext.evidence.method import METHODS, End, Reached, now
 from metricopt_ext.evidence.passes import Passes, noticing, passes_of
 from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.methods.starts import Start, best_start, with_start
+from metricopt_ext.methods.starts import best_start, with_start
 from metricopt_ext.search.trust_region import SearchEnd
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask

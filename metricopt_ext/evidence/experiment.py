@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.evidence.compare import Comparison, compare
 from metricopt_ext.evidence.contenders import Contender, at_each_budget, loss_path, usual_contenders
 from metricopt_ext.evidence.correlation import CorrelationReport
@@ -21,7 +22,7 @@ from metricopt_ext.evidence.rivals import usual_methods
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.trivial import trivial_predictors
 from metricopt_ext.methods.result import SearchRun
-from metricopt_ext.methods.starts import Start, batchnorm_start, set_buffers
+from metricopt_ext.methods.starts import batchnorm_start, set_buffers
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.evidence.contenders import (
     Contender,
     Spent,
@@ -30,7 +31,7 @@ from metricopt_ext.evidence.variants import variant_method
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import SearchRun
-from metricopt_ext.methods.starts import Start, reestimate_batchnorm, set_buffers, with_start
+from metricopt_ext.methods.starts import reestimate_batchnorm, set_buffers, with_start
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.batches import Batches

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import CONFIDENCE, decide
 from metricopt_ext.methods.result import SearchRun, outcome
-from metricopt_ext.methods.starts import Start, all_starts, same_buffers, with_start
+from metricopt_ext.methods.starts import all_starts, same_buffers, with_start
 from metricopt_ext.methods.tuning import evaluate, query_callback
 from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
 from metricopt_ext.tasks.metric import Evaluation, stacked_halves

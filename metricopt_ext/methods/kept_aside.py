@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import judge_held_out
 from metricopt_ext.methods.result import Result, SearchRun
-from metricopt_ext.methods.starts import Start, all_starts, with_start
+from metricopt_ext.methods.starts import all_starts, with_start
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 

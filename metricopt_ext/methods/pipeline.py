@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import overload
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide, decide_among, deviates
 from metricopt_ext.methods.guided import guided_results
@@ -15,7 +16,7 @@ from metricopt_ext.methods.result import LearnedResult, MetricOptResult, Result,
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.run_folder import KEPT_ASIDE, RunFolder, identity_of
 from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
-from metricopt_ext.methods.starts import Start, all_starts, set_buffers
+from metricopt_ext.methods.starts import all_starts, set_buffers
 from metricopt_ext.methods.tuning import (
     FRESH,
     choose_setting,

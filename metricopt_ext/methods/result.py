@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import Decision, Guard, Verdict
 from metricopt_ext.methods.recipe import Setting
 from metricopt_ext.methods.siblings.algorithm_s1 import JointlyLearned
-from metricopt_ext.methods.starts import Start
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.fitting import Fit

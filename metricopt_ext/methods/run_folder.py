@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import load_adapter
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
-from metricopt_ext.methods.starts import Start, holds_buffers, load_buffers, read_buffers, save_buffers
+from metricopt_ext.methods.starts import holds_buffers, load_buffers, read_buffers, save_buffers
 from metricopt_ext.search.direct import Search
 from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.cached_metric import CachedMetric

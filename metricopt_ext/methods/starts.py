@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,13 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import read_tensors, write_tensors
 
 FILE_FORMAT = "metricopt_ext/buffers/1"
-
-
-@dataclass(frozen=True, eq=False)
-class Start:
-    """A candidate to begin from.
-
-    Attributes:
-        phi: ``d``.
-        buffers: Buffers of the model that replace its own, by their names in its state dict, e.g. BatchNorm statistics.
-    """
-
-    phi: Tensor
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def all_starts(task: FinetuneTask, starts: Mapping[str, Start]) -> dict[str, Start]:

@@ -1,5 +1,6 @@
 """Words for numbers, names and values in messages."""
 
+import difflib
 import reprlib
 import textwrap
 
@@ -43,6 +44,17 @@ def shortened(names: list[str]) -> str:
         ("['a']", "['a', 'b', 'c', 'd', 'e', ... 7 in all]")
     """
     return str(names) if len(names) <= 6 else f"[{', '.join(map(repr, names[:5]))}, ... {len(names)} in all]"
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """Return the end of a message about an unknown name: the known names that are like it, or else all of them.
+
+    Example:
+        >>> nearest("heat", ["head", "body"])
+        "; did you mean ['head']?"
+    """
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
+    return f"; did you mean {near}?" if near else f"; the choices are {shortened(known)}"
 
 
 def brief(value: object) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.contenders import Contender, at_each_budget, ours, searching
 from metricopt_ext.evidence.contest import Plan, read_row, run_seed
@@ -16,7 +17,6 @@ from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.method import Reached
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.guard import Decision, Verdict
-from metricopt_ext.methods.starts import Start
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.build import predict_classes
 from metricopt_ext.classification.config import (
     ClassificationConfig,
@@ -21,7 +22,7 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.experiment import State, run_seed
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.run_config import EvaluationConfig, RecipeConfig
-from metricopt_ext.methods.starts import Start, set_buffers, with_start
+from metricopt_ext.methods.starts import set_buffers, with_start
 from metricopt_ext.utils.parallel import run_seeds
 
 

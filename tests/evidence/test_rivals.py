@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.evidence.contenders import at_each_budget, searching
 from metricopt_ext.evidence.method import METHODS, MethodResult, Reached
 from metricopt_ext.evidence.rivals import at_budget, usual_methods
 from metricopt_ext.evidence.run_config import RecipeConfig, RunConfig
 from metricopt_ext.methods.result import SearchRun
-from metricopt_ext.methods.starts import Start
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.tasks.batches import TensorBatches

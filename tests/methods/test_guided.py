@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from metricopt_ext.adapters.attach import attach_film, load_adapter
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError, MetricError
 from metricopt_ext.methods.guided import guided_results
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.run_folder import load_kept
-from metricopt_ext.methods.starts import Start, batchnorm_start, load_buffers
+from metricopt_ext.methods.starts import batchnorm_start, load_buffers
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask

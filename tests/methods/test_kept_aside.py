@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result, SearchRun
-from metricopt_ext.methods.starts import Start, batchnorm_start
+from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 import metricopt_ext as mo
 from metricopt_ext.adapters.attach import attach_input_bias, load_adapter
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError, ValueFunctionError
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import MetricOptResult, SearchRun
-from metricopt_ext.methods.starts import Start
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
 from metricopt_ext.search.direct import CMAES, GuidedES, Search
 from metricopt_ext.search.optimizer import LossStep

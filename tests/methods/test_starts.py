@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.methods.starts import (
-    Start,
     all_starts,
     batchnorm_start,
     best_start,
