@@ -30,6 +30,7 @@ from PIL import Image
 from torch import nn
 
 from metricopt_ext.adapters.attach import attach_film, attach_outputs, load_adapter
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.data import load_csv, load_libsvm
 from metricopt_ext.data.images import MAX_PIXELS, load_image_folder
@@ -99,6 +100,7 @@ def little_memory(allowed: int = ALLOWED) -> Iterator[None]:
 
 
 def model() -> nn.Module:
+    torch.manual_seed(0)  # an adapter's file is for the same weights
     return nn.Sequential(nn.Linear(4, 512), nn.BatchNorm1d(512), nn.Linear(512, 3))
 
 
@@ -358,6 +360,7 @@ KINDS = {"metric": {}, "budgets": [], "starts": {}, "best_start": {}, "methods":
 CONFIG = "seed: 3\ndata: &d {name: digits}\nmodel: {name: tabular_mlp}\nmetric: {name: f1, kwargs: {a: [1, 2]}}\n"
 LOADERS: dict[str, Loader] = {
     "adapter": Loader(saved(lambda: attach_film(model(), dim=4)), lambda path: load_adapter(model(), path)),
+    "start": Loader(saved(lambda: started()), lambda path: load_adapter(model(), path)),
     "outputs": Loader(saved(lambda: attach_outputs(model())), lambda path: load_adapter(model(), path)),
     "attached": Loader(saved(lambda: attach_film(model(), dim=4)), lambda path: attach_film(model(), dim=4).load(path)),
     "ridge": Loader(saved(ridge), load_value_function),
@@ -499,6 +502,17 @@ def adapter() -> Any:
     return attach_film(model(), dim=4)
 
 
+def started() -> Any:
+    """An adapter with a start that replaces a buffer and a parameter."""
+    made = adapter()
+    made.apply(Start(torch.ones(4), {"1.running_mean": torch.ones(512)}, {"2.bias": torch.ones(3)}))
+    return made
+
+
+def with_tensors(**tensors: torch.Tensor) -> Callable[[Path], Path]:
+    return lambda folder: edited(saved(started)(folder), {}, tensors)
+
+
 def zipped(name: str, size: int, *others: tuple[str, bytes]) -> Callable[[Path], Path]:
     """Write a zip file with a member of zeros, which shrinks a thousandfold."""
 
@@ -549,12 +563,32 @@ ATTACKS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], str]] = 
     "an adapter's matrices": (
         attack_file({"matrix_dim": 10**6}, adapter),
         lambda p: load_adapter(model(), p),
-        r"tensor '1.A' has shape \(512, 4\), but should have \(512, 1000000\)",
+        r"tensor 'matrices.1.A' has shape \(512, 4\), but should have \(512, 1000000\)",
     ),
     "an adapter's pattern": (
         attack_file({"layers": ["*"]}, adapter),
         lambda p: load_adapter(model(), p),
         r"'\*' is no layer of the model",
+    ),
+    "a start's unknown tensor": (
+        with_tensors(**{"buffers.1.x": torch.zeros(1)}),
+        lambda p: load_adapter(model(), p),
+        r"the model has no buffer '1\.x'",
+    ),
+    "a start's matrix": (
+        with_tensors(**{"buffers.1.metricopt_modulation.A": torch.zeros(512, 4)}),
+        lambda p: load_adapter(model(), p),
+        r"the model has no buffer '1\.metricopt_modulation\.A'",
+    ),
+    "a start's shape": (
+        with_tensors(**{"parameters.2.bias": torch.zeros(0, 10**9)}),
+        lambda p: load_adapter(model(), p),
+        r"parameter '2\.bias' has shape \(0, 1000000000\), the model's \(3,\)",
+    ),
+    "a start's type": (
+        with_tensors(**{"parameters.2.bias": torch.zeros(3, dtype=torch.complex64)}),
+        lambda p: load_adapter(model(), p),
+        r"parameter '2\.bias' has type torch\.complex64, the model's torch\.float32",
     ),
     "a value function's dim": (
         attack_file({"settings": {"dim": 10**9}}, ridge),
@@ -737,7 +771,7 @@ def test_a_model_is_as_it_was_after_an_adapter_that_can_not_be_loaded(change: di
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in before.items())
 
 
-@pytest.mark.parametrize("missing", ["phi", "1.A"])
+@pytest.mark.parametrize("missing", ["phi", "matrices.1.A"])
 def test_an_attached_adapter_is_as_it_was_after_a_file_that_lacks_a_tensor(missing: str, tmp_path: Path) -> None:
     path = saved(adapter)(tmp_path)
     tensors, kind, content = described(path)

@@ -1,12 +1,13 @@
-"""The handle to an attached adapter: set phi, save and load it, merge it into the model or remove it."""
+"""The handle to an attached adapter: set phi, apply a start, save and load both, merge them or remove them."""
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +15,28 @@ from torch.optim.swa_utils import AveragedModel
 
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
-    GENERATOR,
     MODULATION_NAME,
     AdapterKind,
     Context,
     Modulation,
 )
 from metricopt_ext.adapters.signature import Outputs, Signature
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
-from metricopt_ext.utils.words import brief, shortened
+from metricopt_ext.utils.identity import fingerprint
+from metricopt_ext.utils.weights import same_bits
+from metricopt_ext.utils.words import brief, nearest, shortened
 
-FILE_FORMAT = "metricopt_ext/adapter/1"
+FILE_FORMAT = "metricopt_ext/adapter/2"
+
+MATRIX = "matrices."  # begins a matrix's name in a file
+
+REPLACED = ("buffers", "parameters")  # what a start may replace; the names of its attributes
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what phi and matrices are kept in
 
 COMPILED = "OptimizedModule"  # what torch.compile returns; named, because its class takes long to import
 
@@ -37,7 +46,9 @@ TAG = "metricopt_signature"  # the attribute of a parameter that says what its n
 class Adapter:
     """Handle to the adapter that is attached to a model, as `attach_film` and the other attaching functions return it.
 
-    It keeps no state of its own: ``Adapter(copy.deepcopy(model))`` is the handle to the copy's adapter.
+    It keeps no state of its own: ``Adapter(copy.deepcopy(model))`` is the handle to the copy's adapter. The model is
+    its base, the weights that it was trained to, with phi and what a start replaced (`apply`); `remove` leaves the
+    base.
 
     Args:
         model: A model with an attached adapter.
@@ -143,13 +154,118 @@ class Adapter:
             for layer in map(self.model.get_submodule, self.context.layers)
         ]
 
+    def check(self, start: Start) -> None:
+        """Check that a start can be applied.
+
+        Raises:
+            AdapterError: Its phi is not ``d`` finite numbers. The bare model's state dict has no such buffer or
+                parameter, or one of another shape or type; or one tensor with two names is given two values.
+        """
+        self.check_phi(start.phi)
+        if not start.phi.isfinite().all():
+            raise AdapterError(f"phi is not finite: {brief(start.phi.tolist())}")
+        self._given(start)
+
+    def apply(self, start: Start) -> None:
+        """Make the model its base with a start: the start's phi, and its buffers and parameters in place of the base's.
+
+        Their values are copied into the model's own tensors, which optimizers, tied weights, DDP and compiled graphs
+        keep. The originals are kept aside, not in the state dict, until `remove` or another start puts them back; they
+        follow the model's copies, casts and moves. What the model then loads from a state dict changes what is in
+        place, not the originals: ``apply(Start(phi))`` before other weights are loaded.
+
+        Raises:
+            AdapterError: As from `check`; nothing is changed.
+        """
+        self.check(start)
+        self._put(start)
+
+    @contextmanager
+    def applied(self, start: Start) -> Iterator[nn.Module]:
+        """Apply a start for a while, then put the model back to what it held.
+
+        Raises:
+            AdapterError: As from `check`; nothing is changed.
+        """
+        held = self.as_start()
+        self.apply(start)
+        try:
+            yield self.model
+        finally:
+            self._put(held)
+
+    def as_start(self) -> Start:
+        """Return copies of what the model holds beyond its base; `apply` brings it back."""
+        originals = self.context.originals
+        replaced: dict[str, dict[str, Tensor]] = {}
+        for kind, own in self._own().items():
+            unique = {id(tensor): name for name, tensor in reversed(own.items()) if name in originals}
+            replaced[kind] = {name: own[name].detach().clone() for name in reversed(unique.values())}
+        return Start(self.phi.detach().clone(), **replaced)
+
+    def _own(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors that the bare model's state dict names, by kind; a tied one under each of its names."""
+        known = self.base_state_dict()
+        every = {
+            "buffers": self.model.named_buffers(remove_duplicate=False),
+            "parameters": self.model.named_parameters(remove_duplicate=False),
+        }
+        return {kind: {name: each for name, each in every[kind] if name in known} for kind in REPLACED}
+
+    def _given(self, start: Start) -> dict[int, Tensor]:
+        """Return the values for the model's tensors, by the tensors' ids.
+
+        Raises:
+            AdapterError: As from `check`.
+        """
+        given: dict[int, tuple[str, Tensor]] = {}
+        for kind, own in self._own().items():
+            for name, value in getattr(start, kind).items():
+                what = f"{kind[:-1]} {brief(name)}"
+                if name not in own:
+                    raise AdapterError(f"the model has no {what}{nearest(str(name)[:100], list(own))}")
+                tensor = own[name]
+                if not isinstance(value, Tensor):
+                    raise AdapterError(f"{what} is {brief(value)}; it must be a tensor")
+                if value.shape != tensor.shape:
+                    raise AdapterError(f"{what} has shape {tuple(value.shape)}, the model's {tuple(tensor.shape)}")
+                if value.dtype != tensor.dtype:
+                    raise AdapterError(f"{what} has type {value.dtype}, the model's {tensor.dtype}; convert it first")
+                other, earlier = given.setdefault(id(tensor), (name, value))
+                if not same_bits(value, earlier):
+                    raise AdapterError(f"{what} is the same tensor as {other!r}, but was given another value")
+        return {key: value for key, (_, value) in given.items()}
+
+    @torch.no_grad()
+    def _put(self, start: Start) -> None:
+        """Apply a start that was checked, or that was the model's own."""
+        context, given = self.context, self._given(start)
+        before, kept, originals = context.originals, dict[int, Tensor](), dict[str, Tensor]()
+        own = {name: tensor for each in self._own().values() for name, tensor in each.items()}
+        for name, tensor in own.items():
+            if id(tensor) in given and not same_bits(given[id(tensor)], before.get(name, tensor)):
+                if id(tensor) not in kept:
+                    kept[id(tensor)] = before[name] if name in before else tensor.detach().clone()
+                originals[name] = kept[id(tensor)]
+        for name, original in before.items():
+            if name not in originals:
+                own[name].copy_(original)
+        context.originals = originals  # first: of a copy that fails, `remove` puts back all
+        for name in originals:
+            own[name].copy_(given[id(own[name])])
+        self.phi.copy_(start.phi)
+
     def base_state_dict(self) -> dict[str, Tensor]:
-        """Return the state dict of the model without its adapter; loads strictly into a bare model."""
-        prefix = CONTEXT_NAME + "."
-        return {key: value for key, value in self.model.state_dict().items() if not key.startswith(prefix)}
+        """Return the state dict of the base: of the model without its adapter, and without what a start replaced.
+
+        It loads strictly into a bare model.
+        """
+        prefix, originals = CONTEXT_NAME + ".", self.context.originals
+        state = self.model.state_dict()
+        return {key: originals.get(key, value) for key, value in state.items() if not key.startswith(prefix)}
 
     def merged_state_dict(self) -> dict[str, Tensor]:
-        """Return the state dict of a copy into which phi is merged; loads strictly into a bare model.
+        """Return the state dict of a merged copy, with what a start replaced; loads strictly into a bare model.
 
         Raises:
             AdapterError: As from `merge`.
@@ -157,7 +273,11 @@ class Adapter:
         return Adapter(copy.deepcopy(self.model)).merge().state_dict()
 
     def remove(self) -> nn.Module:
-        """Detach, which restores the model bit for bit. Returns the model."""
+        """Detach, which restores the base bit for bit, what a start replaced included. Returns the model."""
+        self._put(Start(self.phi.detach()))
+        return self._detach()
+
+    def _detach(self) -> nn.Module:
         context = self.context
         for layer, modulation in self.modulations():
             modulation.handle.remove()
@@ -174,7 +294,8 @@ class Adapter:
     def merge(self) -> nn.Module:
         """Fold phi into the modulated layers and detach: the plain model computes what the adapted one did.
 
-        Every host can save, export and serve it, and it costs nothing at inference. Returns the model.
+        Every host can save, export and serve it, and it costs nothing at inference. What a start replaced stays.
+        Returns the model.
 
         Raises:
             AdapterError: A modulated layer shares its weight with another, or computes it; nothing is changed.
@@ -194,52 +315,74 @@ class Adapter:
                     )
         for layer, modulation in self.modulations():
             modulation.merge_into(layer)
-        return self.remove()
+        return self._detach()
 
     def save(self, path: str | Path) -> None:
-        """Write phi, A, B (or C) and where they act to a safetensors file."""
-        tensors = {"phi": self.phi.detach()}
-        for name, (_, modulation) in zip(self.layers, self.modulations(), strict=True):
-            tensors.update({f"{name}.{key}": value for key, value in modulation.named_buffers()})
+        """Write a safetensors file that `load_adapter` puts into the base.
+
+        It has phi, A, B (or C) and where they act, what a start replaced, and a digest of the base, not its weights.
+        """
+        tensors, start = self._kept_tensors(), self.as_start()
+        for kind in REPLACED:
+            tensors |= {f"{kind}.{name}": value for name, value in getattr(start, kind).items()}
         context = self.context
-        described = Described(**self._place(), seed=context.seed, generator=context.generator)
+        described = Described(
+            **self._place(),
+            seed=context.seed,
+            generator=context.generator,
+            base=fingerprint(self.base_state_dict()),
+        )
         write_tensors(path, tensors, FILE_FORMAT, asdict(described))
 
     def load(self, path: str | Path) -> None:
-        """Read phi and the matrices from a file that `save` wrote for an adapter of the same kind, dim and layers.
+        """Read what `save` wrote for an adapter of the same kind, dim and layers; a start is applied as by `apply`.
 
-        The outputs must be the same too: their scale is a part of what phi means.
-
-        Raises:
-            FileFormatError: The file is corrupt or not an adapter file.
-            AdapterError: The file's adapter differs from this one.
-        """
-        described, tensors = read_adapter(path)
-        self.load_described(path, described, tensors)
-
-    @torch.no_grad()
-    def load_described(self, path: str | Path, described: "Described", tensors: dict[str, Tensor]) -> None:
-        """Set phi and the matrices to what `read_adapter` read; on an error nothing is changed.
+        The outputs must be the same too: their scale is a part of what phi means. If the file was saved for another
+        base, a UserWarning says so.
 
         Raises:
-            FileFormatError: The tensors are not those of the adapter that the file describes.
-            AdapterError: The file's adapter differs from this one.
+            FileFormatError: The file is corrupt or not an adapter file; nothing is changed.
+            AdapterError: The file's adapter differs from this one, or its start does not fit the model; nothing is
+                changed.
         """
+        self.load_saved(path, read_adapter(path))
+
+    def load_saved(self, path: str | Path, saved: "Saved") -> None:
+        """Take over what `read_adapter` read; see `load`."""
+        described, tensors, replaced = saved
         for key, mine in self._place().items():
             theirs = getattr(described, key)
             if theirs != mine:
                 raise AdapterError(f"{path}: {key} is {brief(theirs)}, but the attached adapter's is {brief(mine)}")
-        own = {"phi": self.phi.detach()}
-        for name, (_, modulation) in zip(self.layers, self.modulations(), strict=True):
-            own.update({f"{name}.{key}": buffer for key, buffer in modulation.named_buffers()})
+        own = self._kept_tensors()
         check_tensors(path, tensors, {name: value.shape for name, value in own.items()})
+        start = Start(tensors["phi"], **replaced)
+        try:
+            self.check(start)
+        except AdapterError as error:
+            raise AdapterError(f"{path}: {error}") from error
         for name, value in own.items():
-            value.copy_(tensors[name])
+            if name != "phi":
+                value.copy_(tensors[name])
+        self._put(start)
         context = self.context
         context.seed = described.seed  # the seed of the matrices just copied
         context.generator = described.generator
         context.signature[0] = context.seed
         self._tag_phi()
+        if described.base != fingerprint(self.base_state_dict()):
+            warnings.warn(
+                f"{path} was saved for a model with other weights than {type(self.model).__name__} has: the metric that"
+                " it reached there does not hold here. Load the weights that it was tuned on first",
+                stacklevel=3,
+            )
+
+    def _kept_tensors(self) -> dict[str, Tensor]:
+        """Return phi and the matrices, by their names in a file."""
+        tensors = {"phi": self.phi.detach()}
+        for name, (_, modulation) in zip(self.layers, self.modulations(), strict=True):
+            tensors |= {f"{MATRIX}{name}.{key}": value for key, value in modulation.named_buffers()}
+        return tensors
 
     def _place(self) -> dict[str, Any]:
         """Where phi acts: what a file's adapter must have in common with this one."""
@@ -268,10 +411,11 @@ class Described:
         kind: What the matrices do.
         dim: Dimension d of phi.
         layers: Names of the modulated layers, that of the logits last.
-        outputs: How phi acts on the logits; None if it doesn't, as in files of earlier versions, which do not say it.
+        outputs: How phi acts on the logits; None if it doesn't.
         matrix_dim: Number of phi's coordinates that the matrices multiply.
         seed: Seed of the matrices.
         generator: How the matrices were drawn.
+        base: Fingerprint of the base.
     """
 
     kind: AdapterKind
@@ -281,10 +425,25 @@ class Described:
     matrix_dim: int
     seed: int
     generator: str
+    base: str
 
 
-def read_adapter(path: str | Path) -> tuple[Described, dict[str, Tensor]]:
-    """Read what `Adapter.save` wrote: the description, and phi and the matrices.
+class Saved(NamedTuple):
+    """What an adapter's file holds.
+
+    Attributes:
+        described: What it says.
+        tensors: Phi and the matrices, by their names in the file.
+        replaced: What replaces the model's own buffers and parameters, by `REPLACED` and name.
+    """
+
+    described: Described
+    tensors: dict[str, Tensor]
+    replaced: dict[str, dict[str, Tensor]]
+
+
+def read_adapter(path: str | Path) -> Saved:
+    """Read what `Adapter.save` wrote.
 
     Raises:
         FileFormatError: The file is corrupt or not an adapter file.
@@ -294,11 +453,16 @@ def read_adapter(path: str | Path) -> tuple[Described, dict[str, Tensor]]:
         if described["kind"] not in get_args(AdapterKind):
             kinds = ", ".join(map(repr, get_args(AdapterKind)))
             raise FileFormatError(f"{path}: unknown adapter kind {brief(described['kind'])}, expected one of {kinds}")
-        # What files of earlier versions do not say.
-        earlier = {"generator": GENERATOR, "outputs": None, "matrix_dim": described["dim"]}
-        content = from_json(Described, {**earlier, **described})
+        content = from_json(Described, described)
         check_integer(0, dim=content.dim, matrix_dim=content.matrix_dim, seed=content.seed)
-    return content, tensors
+    replaced: dict[str, dict[str, Tensor]] = {}
+    for kind in REPLACED:
+        names = [name for name in tensors if name.startswith(f"{kind}.")]
+        replaced[kind] = {name.removeprefix(f"{kind}."): tensors.pop(name) for name in names}
+    for name, value in tensors.items():
+        if value.dtype not in FLOATS:
+            raise FileFormatError(f"{path} is corrupt: tensor {brief(name)} has type {value.dtype}, not a float's")
+    return Saved(content, tensors, replaced)
 
 
 def refuse_wrapper(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.adapter import Adapter, Described, read_adapter, refuse_wrapper
+from metricopt_ext.adapters.adapter import MATRIX, Adapter, Described, read_adapter, refuse_wrapper
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
     MATRICES,
@@ -155,16 +155,21 @@ def attach_outputs(model: nn.Module, outputs: Outputs | None = None) -> Adapter:
 
 
 def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
-    """Attach an adapter that `Adapter.save` wrote to a bare model.
+    """Attach an adapter that `Adapter.save` wrote to a bare model, and apply what it holds: phi, and a start's tensors.
+
+    The model must have the weights that the adapter was tuned on, as the file has only what differs from them; if it
+    has others, a UserWarning says so.
 
     Raises:
         FileFormatError: The file is corrupt or not an adapter file. The model is then as it was.
-        AdapterError: The model lacks a layer that the file names, or has an adapter. The model is then as it was.
+        AdapterError: The model lacks a layer or tensor that the file names, or has one of another shape or type, or has
+            an adapter. The model is then as it was.
     """
-    described, tensors = read_adapter(path)
+    saved = read_adapter(path)
+    described = saved.described
     kind, dim, seed, outputs = described.kind, described.matrix_dim, described.seed, described.outputs
     layers = described.layers if outputs is None else described.layers[:-1]
-    _check_matrices(model, path, described, layers, tensors)
+    _check_matrices(model, path, described, layers, saved.tensors)
     with content_of(path, "adapter"):
         if kind == "film":
             adapter = attach_film(model, layers, dim=dim, seed=seed, outputs=outputs)
@@ -173,7 +178,7 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
         else:
             adapter = attach_outputs(model, outputs)
     try:
-        adapter.load_described(path, described, tensors)
+        adapter.load_saved(path, saved)
     except BaseException:
         adapter.remove()
         raise
@@ -192,7 +197,7 @@ def _check_matrices(
         if (why := _unusable(known[name])) is not None:
             raise AdapterError(f"{path}: layer {name!r} {why}")
         channels = affine(known[name])[0].shape[0]
-        expected |= {f"{name}.{key}": [channels, described.matrix_dim] for key in MATRICES[described.kind]}
+        expected |= {f"{MATRIX}{name}.{key}": [channels, described.matrix_dim] for key in MATRICES[described.kind]}
     check_tensors(path, tensors, expected)
 
 

@@ -55,6 +55,7 @@ class Context(KeepsPrecision):
         phi: The tuned parameters, ``d``; 0 leaves the model as it was.
         signature: Seed of A, B (or C) and a checksum of where they act, ``2``, so that a checkpoint can't be loaded
             into an adapter for which its phi means something else.
+        originals: What a start replaced, by name in the bare model's state dict; no part of any state dict.
     """
 
     signature: Tensor
@@ -83,6 +84,7 @@ class Context(KeepsPrecision):
         place = zlib.crc32(json.dumps([kind, dim, self.layers, *on_logits]).encode())
         self.register_buffer("signature", torch.tensor([seed, place]))
         self.override: Tensor | None = None
+        self.originals: dict[str, Tensor] = {}
         self.thawed: list[str] = []
         self.pins: list[Any] = []
 
@@ -95,6 +97,12 @@ class Context(KeepsPrecision):
     def value(self) -> Tensor:
         """Return the phi in use, ``d``: the parameter, or what `Adapter.using` put in its place."""
         return self.phi if self.override is None else self.override
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Cast and move the originals as what is in their place: they are what a bare model would have by then."""
+        moved = {id(tensor): fn(tensor) for tensor in {id(each): each for each in self.originals.values()}.values()}
+        self.originals = {name: moved[id(tensor)] for name, tensor in self.originals.items()}
+        return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy gets: what `Adapter.using` put in phi's place for a while stays here."""

@@ -47,14 +47,19 @@ class KeptWeights:
                 self._parameters[name] = where_and_how_often(parameter), content
         for name, buffer in model.named_buffers():
             content = self._buffers.get(name, buffer)
-            if buffer.dtype != content.dtype or not torch.equal(_bits(buffer), _bits(content.to(buffer.device))):
+            if not same_bits(buffer, content):
                 changed.append(name)
                 _put_back(buffer, content)
         return changed
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors, on whatever devices, have the same type, shape and bits: NaN equals itself."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b.to(a.device)))
+
+
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)  # NaN equals itself
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _put_back(tensor: Tensor, content: Tensor) -> None:

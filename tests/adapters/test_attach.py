@@ -287,20 +287,14 @@ def test_file_roundtrip_with_outputs(
     loaded.model.load_state_dict(adapter.model.state_dict())
 
 
-@pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
-def test_files_of_earlier_versions_load(
-    cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter], tmp_path: Path
-) -> None:
-    """They say nothing of outputs."""
-    path, adapter = tmp_path / "adapter.safetensors", attach(cnn().eval(), dim=3, seed=7)
-    adapter.set_phi(rand(3, dtype=torch.float32))
+def test_a_file_of_an_earlier_format_is_refused_by_name(cnn: Callable[[], nn.Sequential], tmp_path: Path) -> None:
+    path, adapter = tmp_path / "adapter.safetensors", attach_film(cnn(), dim=3)
     adapter.save(path)
     tensors, described = read_tensors(path, FILE_FORMAT)
-    for key in ("outputs", "matrix_dim", "generator"):
-        del described[key]
-    write_tensors(path, tensors, FILE_FORMAT, described)
-    x = rand(2, 3, 6, 6, dtype=torch.float32)
-    assert torch.equal(load_adapter(cnn().eval(), path).model(x), adapter.model(x))
+    write_tensors(path, tensors, "metricopt_ext/adapter/1", described)
+    for load in (adapter.load, lambda path: load_adapter(cnn(), path)):
+        with pytest.raises(FileFormatError, match=r"has format 'metricopt_ext/adapter/1', .* must be made anew"):
+            load(path)
 
 
 def test_the_last_linear_layer_gives_the_logits() -> None:

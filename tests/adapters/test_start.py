@@ -1,0 +1,431 @@
+"""What a start replaces in a model: every bit of it comes back, through copies, casts, files and second starts."""
+
+import copy
+import io
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import FILE_FORMAT, Adapter
+from metricopt_ext.adapters.attach import attach_film, load_adapter
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.utils.files import read_tensors, write_tensors
+from metricopt_ext.utils.weights import same_bits
+
+
+def rand(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Net(nn.Module):
+    """Has BatchNorm, a buffer outside the state dict, and one matrix under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm, self.head = nn.Embedding(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(x)))
+
+
+X = torch.arange(5)
+
+
+def start(shift: float = 0.1) -> Start:
+    """Other statistics, one of them NaN's, a modulated weight and a tied one."""
+    return Start(
+        rand(3),
+        {
+            "norm.running_mean": rand(4, seed=2) + shift,
+            "norm.running_var": torch.tensor([1.0, 2.0, math.nan, 0.5]),
+            "norm.num_batches_tracked": torch.tensor(7),
+        },
+        {"norm.weight": rand(4, seed=3), "head.weight": rand(5, 4, seed=4)},
+    )
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    assert [name for name, value in found.items() if not same_bits(value, expected[name])] == []
+
+
+def expected_with(start: Start, model: nn.Module | None = None) -> dict[str, Tensor]:
+    """Return a bare model's state with a start's tensors, written out."""
+    state = bits(model or Net()) | dict(start.replaced)
+    return state | {"embedding.weight": state["head.weight"]}
+
+
+def base_of(adapter: Adapter) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in adapter.base_state_dict().items()}
+
+
+def beyond(adapter: Adapter) -> dict[str, Tensor]:
+    return {name: value for name, value in bits(adapter.model).items() if not name.startswith("metricopt.")}
+
+
+@pytest.fixture
+def adapter() -> Adapter:
+    return attach_film(Net().eval(), dim=3)
+
+
+# --- Applying and removing -----------------------------------------------------------------------------------------
+
+
+def test_a_start_is_in_the_model_and_its_base_is_known(adapter: Adapter) -> None:
+    model, tensors = adapter.model, {id(each) for each in adapter.model.state_dict(keep_vars=True).values()}
+    keys = list(model.state_dict())
+    adapter.apply(start())
+    assert torch.equal(adapter.phi, rand(3))
+    assert_same(beyond(adapter), expected_with(start()))
+    assert_same(base_of(adapter), bits(Net()))
+    assert list(model.state_dict()) == keys
+    assert {id(each) for each in model.state_dict(keep_vars=True).values()} == tensors
+    assert model.head.weight is model.embedding.weight
+    assert_same(bits(adapter.remove()), bits(Net()))
+    assert [set(vars(module)) for module in model.modules()] == [set(vars(module)) for module in Net().modules()]
+
+
+def by_pickle(model: nn.Module) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": by_pickle,
+    "pickle of a deepcopy": lambda model: by_pickle(copy.deepcopy(model)),
+    "to a device": lambda model: model.to("cpu"),
+    "double": lambda model: model.double(),
+    "half and back": lambda model: model.half().float(),
+    "a copy in bfloat16": lambda model: copy.deepcopy(model).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_remove_leaves_the_bare_model_s_bits_after(change: str, adapter: Adapter) -> None:
+    adapter.apply(start())
+    changed, bare = CHANGES[change](adapter.model), CHANGES[change](Net())
+    with_start = Net()
+    with_start.load_state_dict(expected_with(start()))
+    theirs = Adapter(changed)
+    assert_same(beyond(theirs), bits(CHANGES[change](with_start)))
+    assert_same(base_of(theirs), bits(bare))
+    assert changed.head.weight is changed.embedding.weight
+    assert_same(bits(theirs.remove()), bits(bare))
+    if changed is not adapter.model:
+        assert_same(bits(adapter.remove()), bits(Net()))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_remove_leaves_the_bare_model_s_bits_on_another_device(adapter: Adapter) -> None:
+    adapter.apply(start())
+    adapter.model.cuda()
+    assert {value.device.type for value in adapter.base_state_dict().values()} == {"cuda"}
+    adapter.apply(start(0.2))  # of tensors on the CPU
+    assert_same(bits(adapter.remove()), bits(Net().cuda()))
+
+
+def test_casting_a_part_of_the_model_casts_what_comes_back(adapter: Adapter) -> None:
+    adapter.apply(start())
+    adapter.model.norm.double()
+    bare = Net()
+    bare.norm.double()
+    assert_same(bits(adapter.remove()), bits(bare))
+
+
+def test_a_second_start_is_applied_to_the_base(adapter: Adapter) -> None:
+    second = Start(rand(3, seed=5), {"norm.running_mean": rand(4, seed=6)}, {"head.bias": rand(5, seed=7)})
+    adapter.apply(start())
+    adapter.apply(second)
+    assert_same(beyond(adapter), bits(Net()) | second.replaced)
+    assert_same(base_of(adapter), bits(Net()))
+    adapter.apply(start())
+    adapter.apply(start(0.5))
+    assert_same(beyond(adapter), expected_with(start(0.5)))
+    assert_same(bits(adapter.remove()), bits(Net()))
+
+
+def test_a_start_of_phi_alone_leaves_the_base(adapter: Adapter) -> None:
+    adapter.apply(start())
+    adapter.apply(Start(torch.ones(3)))
+    assert_same(beyond(adapter), bits(Net()))
+    assert not adapter.as_start().replaced
+
+
+def test_a_start_for_a_while(adapter: Adapter) -> None:
+    adapter.apply(start())
+    held = bits(adapter.model)
+    with adapter.applied(Start(torch.zeros(3))) as model:
+        assert model is adapter.model
+        assert_same(beyond(adapter), bits(Net()))
+    assert_same(bits(adapter.model), held)
+    with torch.no_grad():
+        adapter.phi.fill_(math.nan)  # what a diverged training left is put back, too
+    with pytest.raises(KeyError), adapter.applied(Start(torch.zeros(3))):
+        raise KeyError
+    assert adapter.phi.isnan().all()
+    assert_same(bits(adapter.remove()), bits(Net()))
+
+
+def test_what_a_model_holds_is_a_start_of_copies(adapter: Adapter) -> None:
+    adapter.apply(start())
+    held = adapter.as_start()
+    assert set(held.buffers) == set(start().buffers)
+    assert set(held.parameters) == {"norm.weight", "embedding.weight"}  # the first of two names
+    adapter.apply(Start(torch.zeros(3)))
+    adapter.apply(held)
+    assert_same(beyond(adapter), expected_with(start()))
+
+
+def test_a_start_may_hold_the_model_s_own_tensors(adapter: Adapter) -> None:
+    own = {name: value for name, value in adapter.model.named_buffers() if "norm.running" in name}
+    adapter.apply(Start(adapter.phi, own, dict(Net().named_parameters())))
+    assert not adapter.as_start().replaced  # the values are the base's
+    adapter.apply(start())
+    adapter.apply(Start(adapter.phi, own))
+    assert set(adapter.as_start().replaced) == set(own)
+    assert_same(beyond(adapter), bits(Net()) | {name: start().buffers[name] for name in own})
+    assert_same(bits(adapter.remove()), bits(Net()))
+
+
+# --- Refusals ------------------------------------------------------------------------------------------------------
+
+MEAN = {"norm.running_mean": torch.ones(4)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (Start(torch.zeros(2), MEAN), r"phi has shape \(2,\)"),
+        (Start(torch.tensor([0, math.inf, 0]), MEAN), "phi is not finite: .*inf"),
+        (
+            Start(torch.zeros(3), {**MEAN, "norm.mean": torch.ones(4)}),
+            r"no buffer 'norm\.mean'; did you mean .*running",
+        ),
+        (Start(torch.zeros(3), {**MEAN, "norm.weight": torch.ones(4)}), r"no buffer 'norm\.weight'"),
+        (Start(torch.zeros(3), MEAN, MEAN), r"no parameter 'norm\.running_mean'"),
+        (Start(torch.zeros(3), {**MEAN, "scratch": torch.ones(2)}), "no buffer 'scratch'"),
+        (Start(torch.zeros(3), MEAN, {"metricopt.phi": torch.ones(3)}), r"no parameter 'metricopt\.phi'"),
+        (Start(torch.zeros(3), {**MEAN, "metricopt.signature": torch.ones(2).long()}), r"no buffer 'metricopt\.sig"),
+        (
+            Start(torch.zeros(3), {**MEAN, "norm.metricopt_modulation.A": torch.ones(4, 3)}),
+            r"no buffer 'norm\.metricopt_modulation\.A'",
+        ),
+        (
+            Start(torch.zeros(3), MEAN, {"head.bias": torch.ones(1)}),
+            r"'head\.bias' has shape \(1,\), the model's \(5,\)",
+        ),
+        (
+            Start(torch.zeros(3), MEAN, {"head.bias": torch.ones(5).double()}),
+            r"'head\.bias' has type torch\.float64, the model's torch\.float32",
+        ),
+        (Start(torch.zeros(3), MEAN, {"head.bias": [1.0] * 5}), r"'head\.bias' is \[.*; it must be a tensor"),  # type: ignore[dict-item]
+        (
+            Start(torch.zeros(3), MEAN, {"head.weight": torch.ones(5, 4), "embedding.weight": torch.zeros(5, 4)}),
+            r"'embedding\.weight' is the same tensor as 'head\.weight', but was given another value",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(wrong: Start, what: str, adapter: Adapter) -> None:
+    adapter.apply(start())
+    before, base = bits(adapter.model), base_of(adapter)
+    with pytest.raises(AdapterError, match=what):
+        adapter.apply(wrong)
+    with pytest.raises(AdapterError, match=what), adapter.applied(wrong):
+        pass
+    assert_same(bits(adapter.model), before)
+    assert_same(base_of(adapter), base)
+    assert_same(bits(adapter.remove()), bits(Net()))
+
+
+def test_two_names_of_a_tensor_may_be_given_one_value(adapter: Adapter) -> None:
+    both = {"head.weight": torch.ones(5, 4), "embedding.weight": torch.ones(5, 4)}
+    adapter.apply(Start(torch.zeros(3), {}, both))
+    assert adapter.model.head.weight.eq(1).all()
+    assert_same(bits(adapter.remove()), bits(Net()))
+
+
+def test_starts_of_the_same_model_differ_in_phi_alone() -> None:
+    a, phi = start(), torch.zeros(3)
+    assert a.replaces_the_same(Start(phi, start().buffers, start().parameters))
+    assert Start(phi).replaces_the_same(Start(phi + 1))
+    for other in (
+        Start(a.phi),
+        Start(a.phi, a.buffers),
+        start(0.2),
+        Start(a.phi, {**a.buffers, "x": phi}, a.parameters),
+    ):
+        assert not a.replaces_the_same(other)
+        assert not other.replaces_the_same(a)
+
+
+# --- Merging -------------------------------------------------------------------------------------------------------
+
+
+def test_merging_keeps_what_was_replaced_and_folds_phi_into_it() -> None:
+    adapter = attach_film(Net().double().eval(), dim=3)
+    begun = start()
+    finite = {**begun.buffers, "norm.running_var": torch.ones(4)}
+    doubled = Start(
+        begun.phi,
+        {name: value.double() if value.is_floating_point() else value for name, value in finite.items()},
+        {name: value.double() for name, value in begun.parameters.items()},
+    )
+    adapter.apply(doubled)
+    expected, base = adapter.model(X), base_of(adapter)
+    merged = adapter.merged_state_dict()
+    assert_same(base_of(adapter), base)
+    bare = Net().double().eval()
+    bare.load_state_dict(merged, strict=True)
+    torch.testing.assert_close(bare(X), expected, rtol=1e-12, atol=1e-12)
+    untouched = expected_with(doubled, Net().double())
+    assert {name for name, value in merged.items() if not same_bits(value, untouched[name])} == {
+        "norm.weight",
+        "norm.bias",
+    }
+    adapter.merge()
+    assert_same(bits(adapter.model), merged)
+
+
+# --- Hosts ---------------------------------------------------------------------------------------------------------
+
+
+def test_optimizers_and_compiled_graphs_keep_their_tensors(adapter: Adapter) -> None:
+    compiled = torch.compile(adapter.model, backend="eager")
+    finite = Start(rand(3), {"norm.running_mean": rand(4, seed=2)}, start().parameters)
+    before = compiled(X)
+    optimizer = torch.optim.SGD(adapter.parameters(), 0.1)
+    adapter.apply(finite)
+    assert torch.equal(compiled(X), adapter.model(X))
+    assert not torch.allclose(compiled(X), before)
+    compiled(X).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(adapter.phi, finite.phi)
+    adapter.apply(Start(torch.zeros(3)))
+    assert torch.equal(compiled(X), before)
+
+
+def test_distributed_data_parallel_keeps_its_tensors(adapter: Adapter, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(adapter.model)
+        before = wrapped(X).detach()
+        adapter.apply(Start(rand(3), {"norm.running_mean": rand(4, seed=2)}, start().parameters))
+        output = wrapped(X)
+        assert torch.equal(output, adapter.model(X))
+        output.square().sum().backward()
+        assert adapter.phi.grad is not None
+        assert adapter.phi.grad.abs().sum() > 0
+        adapter.apply(Start(torch.zeros(3)))
+        assert torch.equal(wrapped(X), before)
+    finally:
+        dist.destroy_process_group()
+
+
+# --- Files ---------------------------------------------------------------------------------------------------------
+
+
+def loaded_without_a_warning(model: nn.Module, path: Path) -> Adapter:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return load_adapter(model, path)
+
+
+def test_one_file_has_all_that_differs_from_the_base(adapter: Adapter, tmp_path: Path) -> None:
+    path, same = tmp_path / "adapter.safetensors", bits(Net())["head.bias"]
+    given = start()
+    adapter.apply(Start(given.phi, given.buffers, {**given.parameters, "head.bias": same}))
+    adapter.save(path)
+    tensors, _ = read_tensors(path, FILE_FORMAT)
+    kept = {name for name in tensors if not name.startswith("matrices.")}
+    parameters = {"parameters.norm.weight", "parameters.embedding.weight"}
+    assert kept == {"phi", *parameters, *(f"buffers.{name}" for name in given.buffers)}
+    again = loaded_without_a_warning(Net().eval(), path)
+    assert_same(bits(again.model), bits(adapter.model))
+    assert_same(base_of(again), bits(Net()))
+    again.save(tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
+    assert_same(bits(again.remove()), bits(Net()))
+
+
+def test_loading_into_an_attached_adapter_is_applying(adapter: Adapter, tmp_path: Path) -> None:
+    path, plain = tmp_path / "adapter.safetensors", tmp_path / "plain.safetensors"
+    adapter.save(plain)
+    adapter.apply(start())
+    adapter.save(path)
+    mine = attach_film(Net().eval(), dim=3, seed=9)
+    mine.apply(Start(torch.zeros(3), {}, {"head.bias": rand(5)}))
+    mine.load(path)
+    assert_same(bits(mine.model), bits(adapter.model))
+    mine.load(plain)
+    assert_same(beyond(mine), bits(Net()))
+
+
+def test_other_base_weights_are_warned_of_once(adapter: Adapter, tmp_path: Path) -> None:
+    path, other = tmp_path / "adapter.safetensors", Net().eval()
+    adapter.apply(start())
+    adapter.save(path)
+    with torch.no_grad():
+        other.head.bias[0] += 1
+    with pytest.warns(UserWarning, match="other weights than Net has: the metric .* does not hold here") as caught:
+        again = load_adapter(other, path)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert torch.equal(again.phi, rand(3))
+    with pytest.warns(UserWarning, match="other weights than Net has") as caught:
+        again.load(path)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "what"),
+    [
+        ({"buffers.norm.mean": torch.ones(4)}, AdapterError, r"no buffer 'norm\.mean'"),
+        ({"buffers.norm.metricopt_modulation.A": torch.ones(4, 3)}, AdapterError, "no buffer 'norm.metricopt_mod"),
+        ({"parameters.metricopt.phi": torch.ones(3)}, AdapterError, r"no parameter 'metricopt\.phi'"),
+        ({"parameters.norm.running_mean": torch.ones(4)}, AdapterError, r"no parameter 'norm\.running_mean'"),
+        ({"parameters.head.bias": torch.ones(10**6)}, AdapterError, r"'head\.bias' has shape \(1000000,\)"),
+        ({"parameters.head.bias": torch.ones(5).half()}, AdapterError, r"'head\.bias' has type torch\.float16"),
+        ({"parameters.head.weight": torch.zeros(5, 4)}, AdapterError, "same tensor .* but was given another value"),
+        ({"phi": torch.tensor([0, math.nan, 0])}, AdapterError, "phi is not finite"),
+        ({"phi": torch.zeros(3).long()}, FileFormatError, r"tensor 'phi' has type torch\.int64"),
+        ({"matrices.norm.A": torch.zeros(4, 3).bool()}, FileFormatError, r"'matrices\.norm\.A' has type torch\.bool"),
+        ({"extra": torch.ones(1)}, FileFormatError, "has a tensor 'extra', which it does not describe"),
+        ({"norm.A": torch.ones(4, 3)}, FileFormatError, r"has a tensor 'norm\.A', which it does not describe"),
+        ({"parameters." + "x" * 5000: torch.ones(1)}, AdapterError, "no parameter 'xxx"),
+    ],
+)
+def test_a_file_that_does_not_fit_changes_nothing(
+    changed: dict[str, Tensor], error: type[Exception], what: str, adapter: Adapter, tmp_path: Path
+) -> None:
+    path = tmp_path / "adapter.safetensors"
+    adapter.apply(start())
+    adapter.save(path)
+    tensors, described = read_tensors(path, FILE_FORMAT)
+    write_tensors(path, {**tensors, **changed}, FILE_FORMAT, described)
+    bare = Net().eval()
+    for load, model in ((adapter.load, adapter.model), (lambda path: load_adapter(bare, path), bare)):
+        before = bits(model)
+        with pytest.raises(error, match=what) as caught:
+            load(path)
+        assert len(str(caught.value)) < 1000
+        assert_same(bits(model), before)
+    assert [set(vars(module)) for module in bare.modules()] == [set(vars(module)) for module in Net().modules()]
+    assert_same(bits(adapter.remove()), bits(Net()))
