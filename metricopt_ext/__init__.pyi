@@ -18,9 +18,9 @@ from .methods.result import MetricOptResult as MetricOptResult
 from .methods.result import Result as Result
 from .methods.result import SearchRun as SearchRun
 from .methods.rounds import meta_train as meta_train
+from .methods.run_folder import load_run as load_run
 from .methods.siblings.algorithm_s1 import AlgorithmS1 as AlgorithmS1
 from .methods.starts import batchnorm_start as batchnorm_start
-from .methods.starts import load_buffers as load_buffers
 from .methods.tuning import Tuned as Tuned
 from .methods.tuning import tune_start as tune_start
 from .search.direct import CMAES as CMAES

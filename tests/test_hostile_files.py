@@ -47,7 +47,6 @@ from metricopt_ext.methods.siblings.relational_loss import RelationalLoss, load_
 from metricopt_ext.methods.siblings.set_loss import SetLoss, load_set_loss
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.methods.siblings.unfinished import Unfinished
-from metricopt_ext.methods.starts import load_buffers, save_buffers
 from metricopt_ext.retrieval.data import load_stanford_online_products
 from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
 from metricopt_ext.tasks import cached_metric
@@ -216,11 +215,6 @@ def write_trajectory(folder: Path) -> Path:
     return next(folder.glob("round-*"))
 
 
-def write_buffers(folder: Path) -> Path:
-    save_buffers(folder / "buffers.safetensors", dict(model().named_buffers()))
-    return folder / "buffers.safetensors"
-
-
 def checkpoint(suffix: str) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
         path, state = folder / f"model{suffix}", nn.Linear(2, 2).state_dict()
@@ -371,7 +365,6 @@ LOADERS: dict[str, Loader] = {
     "relational loss": Loader(saved(RelationalLoss), load_relational_loss),
     "set loss": Loader(saved(lambda: SetLoss(2)), load_set_loss),
     "trajectories": Loader(write_trajectory, lambda path: load_trajectories(path.parent)),
-    "buffers": Loader(write_buffers, lambda path: load_buffers(model(), path)),
     "training": Loader(write_training, read_training),
     "sibling_training": Loader(write_sibling_training, read_sibling_training),
     "checkpoint": Loader(checkpoint(".safetensors"), lambda path: load_checkpoint(nn.Linear(2, 2), path)),

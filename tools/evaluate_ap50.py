@@ -105,12 +105,12 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
         DataError: The images or the weights can't be used.
         FileFormatError: The adapter can't be used.
     """
+    from metricopt_ext.adapters.attach import load_adapter
     from metricopt_ext.detection.build import build_toolkit
     from metricopt_ext.detection.config import DetectionConfig
     from metricopt_ext.detection.metric import EVALUATION_BATCH
     from metricopt_ext.detection.records import DetectionSet
     from metricopt_ext.detection.task import load_examples
-    from metricopt_ext.methods.run_folder import load_kept
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.device import choose_device
     from metricopt_ext.utils.files import load_checkpoint
@@ -125,7 +125,7 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
     load_checkpoint(model, arguments.weights)
     model.to(choose_device(config.device)).eval()
     if arguments.adapter is not None:
-        load_kept(model, arguments.adapter)
+        load_adapter(model, arguments.adapter)
     found: list[Any] = []
     images: list[Any] = []
     for at in range(0, len(truth), EVALUATION_BATCH):  # to keep few images in memory

@@ -188,8 +188,8 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
         DataError: A folder or the weights can't be used.
         FileFormatError: The adapter can't be used.
     """
+    from metricopt_ext.adapters.attach import load_adapter
     from metricopt_ext.data.images import load_image_folder
-    from metricopt_ext.methods.run_folder import load_kept
     from metricopt_ext.retrieval.build import embed
     from metricopt_ext.retrieval.config import RetrievalConfig
     from metricopt_ext.retrieval.models import build_model
@@ -210,7 +210,7 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
             model = build_model(settings.name, images.x.shape[1:], settings.embedding, settings.width)
             load_checkpoint(model, arguments.weights)
             if arguments.adapter is not None:
-                load_kept(model, arguments.adapter)
+                load_adapter(model, arguments.adapter)
         known = torch.tensor([labels.setdefault(name, len(labels)) for name in images.class_names])
         with evaluating(model), torch.no_grad():
             return embed(model, images.x), known[images.y]

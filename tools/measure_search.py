@@ -13,6 +13,7 @@ an interrupted run, seed by seed, and adds seeds to a finished one.
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,7 @@ def search_both(
     watcher.stage("train the second model")
     second = make(seed + OTHER)
     like = second.starts().get(run.begun_at)  # the first model's phi is worth something under such buffers alone
-    previous = Start(run.ends["search"], {} if like is None else like.buffers)
+    previous = Start(run.ends["search"]) if like is None else replace(like, phi=run.ends["search"])
     second_runs = {
         kind: search(second, more, budgets, watcher) for kind, more in (("alone", {}), (PREVIOUS, {PREVIOUS: previous}))
     }

@@ -22,7 +22,7 @@ from metricopt_ext.evidence.rivals import usual_methods
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.trivial import trivial_predictors
 from metricopt_ext.methods.result import SearchRun
-from metricopt_ext.methods.starts import batchnorm_start, set_buffers
+from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -56,7 +56,7 @@ class State(NamedTuple):
     """A model as a method leaves it.
 
     Attributes:
-        task: The task, on a model with the buffers that belong to phi.
+        task: The task, on the model of the start that phi belongs to.
         phi: ``d``.
     """
 
@@ -90,7 +90,6 @@ class Experiment(ABC, Generic[Config]):
         self.config, self.folder, self.seed, self.watcher = config, folder, seed, watcher or Watcher()
         task, self.test_metric = self.prepare()
         self.task = task.judged_by(task.metric.enduring(**vars(config.evaluation)))
-        self._trained = {name: buffer.clone() for name, buffer in self.task.adapter.model.named_buffers()}
 
     @classmethod
     @abstractmethod
@@ -173,14 +172,10 @@ class Experiment(ABC, Generic[Config]):
 
     @contextmanager
     def as_trained(self) -> Iterator[None]:
-        """Put back the buffers that the model was trained with for a while: a search may have kept a start's."""
-        model = self.task.adapter.model
-        kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        set_buffers(model, self._trained)
-        try:
+        """Take out for a while what a start replaced that a search has kept; phi stays."""
+        adapter = self.task.adapter
+        with adapter.applied(Start(adapter.phi)):
             yield
-        finally:
-            set_buffers(model, kept)
 
     def finish(self) -> None:
         """Write the tuned model, phi merged, once the model has MetricOpt's phi; a task may add more."""
@@ -234,10 +229,9 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
     config, folder, seed, task = experiment.config, experiment.folder, experiment.seed, experiment.task
     result = comparison.results["metricopt"].details
     assert result is not None
-    task.adapter.set_phi(result.ends[result.chosen])
+    task.adapter.apply(result.start_of(result.chosen))
     to_value = task.metric.to_value
     if isinstance(result, SearchRun):
-        set_buffers(task.adapter.model, result.buffers)
         trivial, setting, searched = {}, None, [to_value(cost) for cost in result.costs]
     else:
         folds = config.recipe.build().folds_for(len(result.trajectories))

@@ -156,10 +156,8 @@ def _next_steps(report: Report, folder: Path, tuned: str) -> list[Part]:
         f'weights = {load}("{seed}/{tuned}")',
         "",
         "# Merge: phi in the model that it was learned for; remove() would take it out again.",
-        f'adapter = mo.load_adapter(model, "{seed}/adapter.safetensors")',
+        f'adapter = mo.load_run(model, "{seed}")',
     ]
-    if (folder / seed / "buffers.safetensors").exists():
-        lines.append(f'mo.load_buffers(model, "{seed}/buffers.safetensors")  # BatchNorm statistics of the start')
     lines.append("adapter.merge()")
     if record.quality is not None and record.quality.trusted:
         lines += [

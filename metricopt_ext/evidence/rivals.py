@@ -31,7 +31,7 @@ from metricopt_ext.evidence.variants import variant_method
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import SearchRun
-from metricopt_ext.methods.starts import reestimate_batchnorm, set_buffers, with_start
+from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.batches import Batches
@@ -67,7 +67,6 @@ def usual_methods(
 
     def metricopt(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
         meter, strategy = Meter(task), config.build_strategy()
-        original = {name: buffer.clone() for name, buffer in task.adapter.model.named_buffers()}
         result = optimize_metric(
             task,
             queries=config.queries,
@@ -82,8 +81,8 @@ def usual_methods(
         shown.stage("other methods")
         if isinstance(result, SearchRun):
             phi = result.ends[result.chosen]
-            end = task.copied().adapter.model if result.buffers else phi  # it has this phi and these buffers
-            set_buffers(task.adapter.model, original)
+            end = task.copied().adapter.model if result.start_of(result.chosen).replaced else phi
+            task.adapter.apply(Start(phi))  # the other methods begin from the base
             return MethodResult((meter.reached(end),), details=result)
         spent = replace(meter.reached(result.ends[result.chosen]), queries_per_start=result.queries_per_start)
         if isinstance(strategy, Algorithm1):
@@ -161,7 +160,7 @@ def following_start(contender: Contender, queries: int | str, seed: int, name: s
         (reached,) = contender.run(told, start.phi, [budget - asked], seed)
         assert isinstance(reached.end, Tensor)
         own.adapter.set_phi(reached.end)
-        end, total = own.adapter.model if start.buffers else reached.end, reached.queries + asked
+        end, total = reached.end if own.adapter is task.adapter else own.adapter.model, reached.queries + asked
         return MethodResult((replace(reached, end=end, queries=total, queries_per_start=total),))
 
     return method

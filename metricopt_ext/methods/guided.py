@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import CONFIDENCE, decide
 from metricopt_ext.methods.result import SearchRun, outcome
-from metricopt_ext.methods.starts import all_starts, same_buffers, with_start
+from metricopt_ext.methods.starts import all_starts, with_start
 from metricopt_ext.methods.tuning import evaluate, query_callback
 from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
 from metricopt_ext.tasks.metric import Evaluation, stacked_halves
@@ -53,7 +53,7 @@ def guided_results(
         for name, start in candidates.items()
     }
     begun = min(asked, key=lambda name: asked[name].cost)
-    known = [name for name in candidates if same_buffers(candidates[name], candidates[begun])]
+    known = [name for name in candidates if candidates[name].replaces_the_same(candidates[begun])]
     elsewhere = len(candidates) - len(known)
     watcher.stage("search")
     ends = search.ends(
@@ -81,7 +81,7 @@ def _guarded(
     """Keep the start that the search began from if it gains on phi = 0, and the end if it gains on what was kept."""
 
     def gain_by_f(kept: str) -> float:
-        known = same_buffers(starts[kept], starts[begun])  # f is of the model with these
+        known = starts[kept].replaces_the_same(starts[begun])  # f is of the model with its tensors
         return end.gain_over(starts[kept].phi) if known else math.inf
 
     candidates = {"start": asked["start"], begun: asked[begun], "search": end.evaluation}

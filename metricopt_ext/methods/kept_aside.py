@@ -19,7 +19,7 @@ def check_kept_aside(task: FinetuneTask, metric: Metric, starts: Mapping[str, St
 
     Raises:
         ValueError: It is no metric, or the one that the run sees, or of another direction.
-        AdapterError: It takes no model, but a start has buffers.
+        AdapterError: It takes no model, but a start replaces buffers or parameters.
         BudgetError: Its ledger has too few queries left.
     """
     if not isinstance(metric, Metric):
@@ -82,9 +82,7 @@ def confirmed(result: Result, task: FinetuneTask, confidence: float) -> Result:
 
 
 def _cost(result: Result, task: FinetuneTask, name: str) -> float:
-    """Return a candidate's cost on the data kept aside, under the buffers of the start that it belongs to."""
-    start = Start(result.ends[name])
-    if isinstance(result, SearchRun):
-        start = Start(start.phi, result.candidates[result.begun_at if name == "search" else name].buffers)
+    """Return a candidate's cost on the data kept aside, in the model of the start that it belongs to."""
+    start = result.start_of(name)
     (evaluation,) = with_start(task, start).evaluate_at(start.phi[None], "kept aside", f"{name!r}; ")
     return evaluation.cost

@@ -16,7 +16,7 @@ from metricopt_ext.methods.result import LearnedResult, MetricOptResult, Result,
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.run_folder import KEPT_ASIDE, RunFolder, identity_of
 from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
-from metricopt_ext.methods.starts import all_starts, set_buffers
+from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.tuning import (
     FRESH,
     choose_setting,
@@ -128,8 +128,8 @@ def optimize_metric(
     learns the optimizer of phi with f. A direct search (`CMAES`, `GuidedES`) does without f. In each case the guard has
     the last word: the model is left at phi = 0 unless the gain exceeds chance, as halves of the metric's data, repeats
     or ``kept_aside`` show it. Without any of these the run is unguarded, and says so: the best on the data that the
-    metric sees is kept (`Result.guard`). Any phi that the model held before is ignored: continue from it by ``starts``,
-    or `Adapter.merge` it and attach a new adapter.
+    metric sees is kept (`Result.guard`). Any start that was applied before is ignored: continue from it by
+    ``starts={"mine": adapter.as_start()}``, or `Adapter.merge` it and attach a new adapter.
 
     Processes that have joined (`ranks.joined`), under torchrun or in a process group of your own, each call this with
     the same arguments: they share the evaluations and rollouts, and all return what one would (docs/scale.md).
@@ -146,14 +146,12 @@ def optimize_metric(
             is the best there, too (`Result.aside`); two or three queries at the end, of this metric's own ledger.
         seed: Seed of all draws.
         output_dir: Keeps what was collected, ``value_function.safetensors``, ``update_rule.safetensors`` of
-            `AlgorithmS1`, ``adapter.safetensors`` and, only if what was kept is of a start with other buffers,
-            ``buffers.safetensors`` (see `load_buffers`); None keeps nothing.
-        resume: Continue what an interrupted run left in ``output_dir``; the result is the same bit for bit. A model in
-            which a run left other buffers has to be as it was before that run.
+            `AlgorithmS1` and, last, ``adapter.safetensors`` with all that was kept (see `load_run`); None keeps nothing.
+        resume: Continue what an interrupted run left in ``output_dir``; the result is the same bit for bit.
         watcher: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
 
     Returns:
-        The result; the tuned phi is in the model, and the buffers of the start that it belongs to.
+        The result; what was kept is applied to the model, phi and what its start replaced (`Adapter.apply`).
 
     Raises:
         ValueError: A number is out of range, or ``strategy`` is a class, or has no use for ``starts``, or a start has a
@@ -163,9 +161,8 @@ def optimize_metric(
         MetricError: The metric failed; finished work is in ``output_dir``.
         UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance; no query
             counts.
-        FileFormatError: ``output_dir`` holds another run, with other settings or model weights (the buffers that a
-            finished run left in the model among them), it holds a run and ``resume`` is False, or another process
-            writes to it.
+        FileFormatError: ``output_dir`` holds another run, with other settings or model weights, it holds a run and
+            ``resume`` is False, or another process writes to it.
         OSError: ``output_dir`` can't be written to, as where the disk is full; what was written before is in it.
     """
     strategy = strategy or GuidedTrustRegion()
@@ -175,7 +172,8 @@ def optimize_metric(
         check_instance("GuidedTrustRegion() or CMAES()", strategy=strategy)
     if starts and not isinstance(strategy, GuidedTrustRegion):
         raise ValueError(f"starts are {list(starts)}; only a GuidedTrustRegion begins from the best of several")
-    all_starts(task, starts or {})  # refuses what does not fit
+    starts = all_starts(task, starts or {})  # copies, as the model's own phi may be among them
+    del starts["start"]
     if kept_aside is not None:
         check_kept_aside(task, kept_aside, starts or {})
         task = task.judged_by(task.metric.guarded_otherwise()) if task.metric.require_guard else task
@@ -196,8 +194,10 @@ def optimize_metric(
     with ExitStack() as run:
         run.enter_context(ranks.sharing({"queries": queries, **identity}))
         folder = RunFolder(output_dir, identity)
-        run.enter_context(folder.writing(resume, task.adapter.model))
+        run.enter_context(folder.writing(resume))
         shown = run.enter_context(watched(watcher, task.metric.name, queries))
+        base = run.enter_context(ExitStack())
+        base.enter_context(task.adapter.applied(Start(task.origin())))
         if isinstance(strategy, GuidedTrustRegion):
             result: Result = _guided(task, queries, strategy, starts or {}, guard_confidence, seed, folder, shown)
         elif isinstance(strategy, Recipe):
@@ -214,10 +214,9 @@ def optimize_metric(
             shown.stage("data kept aside")
             result = confirmed(result, task.judged_by(folder.cached(kept_aside, KEPT_ASIDE)), guard_confidence)
         result = ranks.on_first(lambda: result)
-        task.adapter.set_phi(result.ends[result.chosen])
-        buffers = result.buffers if isinstance(result, SearchRun) else {}
-        folder.keep(task, _learned_by(result), buffers)
-        set_buffers(task.adapter.model, buffers)  # last: a run that can't be kept is resumed with those of before
+        base.close()
+        task.adapter.apply(result.start_of(result.chosen))
+        folder.keep(task, _learned_by(result))
         shown.outcome(f"{result.metric} {result.before:.4f} -> {result.after:.4f}")
         shown.done()
     return result

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -95,6 +95,10 @@ class Result:
                 " noisy, or the run data that the search does not see"
             )
         return lines
+
+    def start_of(self, name: str) -> Start:
+        """Return one of ``ends`` as a start for `Adapter.apply`, with all that belongs to its phi."""
+        return Start(self.ends[name])
 
     @property
     def overruled(self) -> bool:
@@ -226,10 +230,9 @@ class SearchRun(Result):
             return "f, which knows all points that were asked, does not expect it to be that much better"
         return super().doubt()
 
-    @property
-    def buffers(self) -> Mapping[str, Tensor]:
-        """What replaces the model's own buffers, if what was kept is of a start with others."""
-        return self.candidates[self.begun_at if self.chosen == "search" else self.chosen].buffers
+    def start_of(self, name: str) -> Start:
+        """Return an end as a start, with what the start replaces that it belongs to."""
+        return replace(self.candidates[self.begun_at if name == "search" else name], phi=self.ends[name])
 
     def path(self) -> Tensor:
         """Return where the search stood, ``m x d``: where it began, each point that was the best so far, its end."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import load_adapter
@@ -17,7 +17,6 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
-from metricopt_ext.methods.starts import holds_buffers, load_buffers, read_buffers, save_buffers
 from metricopt_ext.search.direct import Search
 from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.cached_metric import CachedMetric
@@ -30,10 +29,11 @@ from metricopt_ext.utils.identity import claim, fingerprint, fingerprint_of_code
 from metricopt_ext.value.value_function import ValueFunction
 
 IDENTITY, EVALUATIONS, KEPT_ASIDE = "identity.json", "evaluations.json", "kept_aside.json"
-BUFFERS = "buffers.safetensors"
+ADAPTER = "adapter.safetensors"  # written last: it says that a run has finished
+SETTINGS, SEEDS = "run.json", "seed-*"  # of a tool's run, and its seeds' folders
 JOINT_TRAINING = "joint_training.safetensors"
 
-FORMAT = 5  # of what is kept: a folder of another format is not resumed
+FORMAT = 6  # of what is kept: a folder of another format is not resumed
 
 # Settings of a tool's run that may change on resuming: which seeds to run, and how.
 RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device", "max_bytes", "max_pixels"}
@@ -66,37 +66,26 @@ class RunFolder:
         return None if self.path is None else self.path / JOINT_TRAINING
 
     @contextmanager
-    def writing(self, resume: bool, model: nn.Module) -> Iterator[None]:
+    def writing(self, resume: bool) -> Iterator[None]:
         """Take the folder for this run, and keep other processes from writing to it meanwhile.
 
         Args:
             resume: Continue what an interrupted run left there.
-            model: The model that the identity is of.
 
         Raises:
             FileFormatError: Another process writes to the folder; or the folder holds a run and ``resume`` is False, or
-                it holds another run; the message names the first difference, or says that the model has the buffers
-                that the run left in it.
+                it holds another run; the message names the first difference.
         """
         with ExitStack() as held:
             if (path := self.path) is not None:
-                ranks.on_first(lambda: self._take(path, held, resume, model))
+                ranks.on_first(lambda: self._take(path, held, resume))
             yield
 
-    def _take(self, path: Path, held: ExitStack, resume: bool, model: nn.Module) -> None:
+    def _take(self, path: Path, held: ExitStack, resume: bool) -> None:
         held.enter_context(sole_writer(path))  # first: of two runs that begin at once, one alone may claim the folder
         if not resume and any((path / name).exists() for name in (IDENTITY, TRAJECTORIES, EVALUATIONS)):
             raise FileFormatError(f"{path} holds an earlier run; resume it, or use another output folder")
-        try:
-            claim(path / IDENTITY, self.identity)  # it guards the evaluations too
-        except FileFormatError as error:
-            left = path / BUFFERS
-            if left.exists() and holds_buffers(model, read_buffers(left)):
-                raise FileFormatError(
-                    f"{path} holds a run that left the buffers of {BUFFERS} in this model; resume it with the"
-                    " model as it was before"
-                ) from error
-            raise
+        claim(path / IDENTITY, self.identity)  # it guards the evaluations too
         remove_unfinished(path)
         remove_unfinished(path / TRAJECTORIES)
 
@@ -135,49 +124,67 @@ class RunFolder:
             for purpose, spent in run.spent_on.items():
                 own.spend(purpose, spent)
 
-    def keep(
-        self, task: FinetuneTask, learned: Mapping[str, ValueFunction | UpdateRule], buffers: Mapping[str, Tensor]
-    ) -> None:
-        """Write the adapter, with its current phi, replaced buffers, if there are any, and what was learned.
+    def keep(self, task: FinetuneTask, learned: Mapping[str, ValueFunction | UpdateRule]) -> None:
+        """Write what was learned, and the adapter with what is applied to it.
 
         The run, which is complete then, is charged.
 
         Args:
             task: Has the adapter.
             learned: By the names of their files, without an ending.
-            buffers: By their names in the model.
         """
-        ranks.on_first(lambda: self._write(task, learned, buffers))
+        ranks.on_first(lambda: self._write(task, learned))
         self._charge()
 
-    def _write(
-        self, task: FinetuneTask, learned: Mapping[str, ValueFunction | UpdateRule], buffers: Mapping[str, Tensor]
-    ) -> None:
+    def _write(self, task: FinetuneTask, learned: Mapping[str, ValueFunction | UpdateRule]) -> None:
         if self.path is None:
             return
-        task.adapter.save(self.path / "adapter.safetensors")
-        if buffers:
-            save_buffers(self.path / BUFFERS, buffers)
-        else:
-            (self.path / BUFFERS).unlink(missing_ok=True)  # a resumed run's guard may be of another confidence
         for name, each in learned.items():
             each.save(self.path / f"{name}.safetensors")
+        task.adapter.save(self.path / ADAPTER)
 
 
-def load_kept(model: nn.Module, path: str | Path) -> Adapter:
-    """Attach the adapter that a run kept, and set the buffers that it kept in the same folder, if there are any.
+def load_run(model: nn.Module, folder: str | Path) -> Adapter:
+    """Attach what a finished run kept to a model: phi, and what the start replaced that it belongs to.
 
     Args:
-        model: The model without an adapter.
-        path: The adapter's file.
+        model: The bare model, with the weights that the run was given; a UserWarning says if it has others. Of a tool's
+            run these are the weights that the tool trained or loaded for the seed.
+        folder: An ``output_dir`` of `optimize_metric`; the output folder of a tool that ran one seed, or a seed's own
+            folder in it; or the ``OUTPUT_DIR`` of a search with Detectron2.
 
     Raises:
-        FileFormatError, AdapterError: As from `load_adapter` and `load_buffers`.
+        FileFormatError: The folder holds no run, an unfinished one or several seeds; the message says which files are
+            missing, or which folders there are. Or the adapter's file is corrupt.
+        AdapterError: The adapter does not fit the model (see `load_adapter`). The model is then as it was.
+
+    Example:
+        >>> adapter = load_run(model, "out/seed-0")  # doctest: +SKIP
     """
-    adapter, buffers = load_adapter(model, path), Path(path).with_name(BUFFERS)
-    if buffers.exists():
-        load_buffers(model, buffers)
-    return adapter
+    return load_adapter(model, _finished(Path(folder)) / ADAPTER)
+
+
+def _finished(folder: Path) -> Path:
+    """Return the folder of the one run that a folder holds, which must have finished."""
+    if (folder / ADAPTER).exists():
+        return folder
+    seeds = sorted((each for each in folder.glob(SEEDS) if each.is_dir()), key=lambda each: (len(each.name), each.name))
+    if len(seeds) > 1:
+        names = ", ".join(
+            each.name if (each / ADAPTER).exists() else f"{each.name} (no {ADAPTER} yet)" for each in seeds
+        )
+        raise FileFormatError(f"{folder} holds several seeds, each with a model of its own; name one of {names}")
+    known = any((folder / name).exists() for name in (IDENTITY, SETTINGS, TRAJECTORIES, EVALUATIONS))
+    if not seeds and not known and (folder / "search").is_dir():  # as Detectron2's tools name it
+        seeds = [folder / "search"]
+    if seeds:
+        return _finished(seeds[0])
+    if not known and not (folder.match(SEEDS) and folder.is_dir()):
+        raise FileFormatError(f"{folder} holds no run: it has neither {IDENTITY} nor folders {SEEDS}")
+    raise FileFormatError(
+        f"{folder} holds an unfinished run: {ADAPTER}, which is written last, is missing; finish it with the arguments"
+        " of before and resume=True, or --resume of a tool"
+    )
 
 
 def identity_of(
@@ -206,7 +213,7 @@ def identity_of(
     else:
         settings = {"search": repr(strategy)}
     if starts:
-        settings["starts"] = {name: fingerprint({"phi": s.phi, **s.buffers}) for name, s in starts.items()}
+        settings["starts"] = {name: fingerprint({"phi": s.phi, **s.replaced}) for name, s in starts.items()}
     return {**settings, **size, **identity_of_task(task, seed)}
 
 
@@ -217,6 +224,8 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
     the first one, and of the metric's function its own code. Data that the metric alone sees is not looked at.
     """
     metric = task.metric
+    with task.adapter.applied(Start(task.origin())):
+        first_loss = task.first_loss(seed)
     return {
         "format": FORMAT,
         "seed": seed,
@@ -226,7 +235,7 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         "code of the metric": fingerprint_of_code(metric.function),
         "adapter": task.adapter.signature.to_json(),
         "weights": fingerprint(task.adapter.base_state_dict()),
-        "loss of the first batch": task.first_loss(seed),
+        "loss of the first batch": first_loss,
     }
 
 
@@ -253,7 +262,7 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequen
     Raises:
         FileFormatError: The folder holds a run, and ``resume`` is False or its settings differ.
     """
-    started, file = any(folder.glob("seed-*")), folder / "run.json"
+    started, file = any(folder.glob(SEEDS)), folder / SETTINGS
     if not started:
         file.unlink(missing_ok=True)
     elif not file.exists():

@@ -62,7 +62,7 @@ def run_second_round(
     fit.f.check_fits(task.adapter.signature)
     adapter = task.adapter
     first_phi = adapter.phi.detach().clone()
-    first_theta = copy.deepcopy(adapter.base_state_dict())
+    first_theta = copy.deepcopy(adapter.model.state_dict())  # with what a start replaced
     before = task.cost(first_phi, "second round")
 
     with unfrozen_theta(adapter) as model:

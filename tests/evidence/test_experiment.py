@@ -22,7 +22,7 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.experiment import State, run_seed
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.run_config import EvaluationConfig, RecipeConfig
-from metricopt_ext.methods.starts import set_buffers, with_start
+from metricopt_ext.methods.starts import with_start
 from metricopt_ext.utils.parallel import run_seeds
 
 
@@ -161,7 +161,7 @@ def test_what_is_shown_as_pretrained_has_the_buffers_it_was_trained_with(tmp_pat
     start, model = experiment.start("batchnorm"), experiment.task.adapter.model
     assert start is not None
     trained = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    set_buffers(model, start.buffers)
+    experiment.task.adapter.apply(start)
     with experiment.as_trained():
         assert all(torch.equal(buffer, trained[name]) for name, buffer in model.named_buffers())
     assert all(torch.equal(dict(model.named_buffers())[name], value) for name, value in start.buffers.items())

@@ -156,14 +156,12 @@ def test_what_to_do_next_takes_a_seed_that_changed_and_follows_a_trusted_f_alone
     assert 'mo.load_value_function("seed-5/value_function.safetensors")' in code
     assert "buffers" not in code
     assert "seed-4" not in code
-    (tmp_path / "seed-5").mkdir()
-    (tmp_path / "seed-5" / "buffers.safetensors").touch()
     first = kept(made, "search", "start", "start")
     (code,) = (text for text in html(page(first).html()).texts("code") if "import metricopt_ext" in text)
     assert "load_value_function" not in code  # poor
     second = kept(made, "start", "search", "start")
     (code,) = (text for text in html(page(second).html()).texts("code") if "import metricopt_ext" in text)
-    assert 'mo.load_buffers(model, "seed-5/buffers.safetensors")' in code
+    assert 'mo.load_run(model, "seed-5")' in code
 
 
 def test_settings_and_names_are_escaped_and_whole(report: Callable[..., Report], page: Any, html: Any) -> None:

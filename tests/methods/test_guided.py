@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from metricopt_ext.adapters.attach import attach_film, load_adapter
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError, MetricError
 from metricopt_ext.methods.guided import guided_results
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import SearchRun
-from metricopt_ext.methods.run_folder import load_kept
-from metricopt_ext.methods.starts import batchnorm_start, load_buffers
+from metricopt_ext.methods.run_folder import load_run
+from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -150,63 +151,36 @@ def test_batchnorm_statistics_stay_only_if_they_gain(gain: bool, tmp_path: Path)
     changed = {name for name, value in host.model.named_buffers() if not torch.equal(value, before[name])}
     assert result.begun_at == ("batchnorm" if gain else "start")
     assert changed == (set(host.start.buffers) if gain else set())
-    assert result.buffers.keys() == changed
+    assert result.start_of(result.chosen).buffers.keys() == changed
     assert result.after == task.metric.to_value(task.cost(task.adapter.phi.detach(), "check"))
     assert result.queries == {"starts": 2, "search": 28}
     assert len(result.points) == 28  # without the start of the other buffers, and the end
-    assert (tmp_path / "buffers.safetensors").exists() == gain
     assert ("BatchNorm re-estimated, the best of the starts" in str(result)) == gain
 
 
-def test_a_fresh_model_computes_what_a_search_of_other_buffers_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["buffers", "parameters"])
+def test_what_a_start_replaced_is_loaded_removed_and_resumed_with(kind: str, tmp_path: Path) -> None:
     host, fresh = Normed(), Normed()
-    result = guided(host.task(), starts={"batchnorm": host.start}, output_dir=tmp_path)
-    assert result.chosen == "search"
-    left, trained = host.model(host.x), fresh.model(host.x)
-    again = copy.deepcopy(fresh.model)
-    load_buffers(fresh.model, tmp_path / "buffers.safetensors")
-    adapter = load_adapter(fresh.model, tmp_path / "adapter.safetensors")
-    load_kept(again, tmp_path / "adapter.safetensors")
+    bare, task = copy.deepcopy(host.model.state_dict()), host.task()
+    begun = host.start
+    if kind == "parameters":  # the same effect on the metric, by the layer before
+        mean = host.model[0](host.x).mean(0).detach()
+        begun = Start(begun.phi, {}, {"0.bias": bare["0.bias"] - mean})
+    first = guided(task, starts={"other": begun}, output_dir=tmp_path)
+    assert first.begun_at == "other"
+    assert first.chosen != "start"
+    left = host.model(host.x)
+    trained = fresh.model(host.x)
+    again = load_run(fresh.model, tmp_path)
     assert torch.equal(fresh.model(host.x), left)
-    assert torch.equal(again(host.x), left)
-    adapter.set_phi(torch.zeros(3))
-    assert (fresh.model(host.x) - left).abs().max() > 0.01
-    assert (fresh.model(host.x) - trained).abs().max() > 0.01
-
-
-def test_a_search_is_resumed_with_the_buffers_that_it_began_with(tmp_path: Path) -> None:
-    host, fresh = Normed(), Normed()
-    task = host.task()
-    first = guided(task, starts={"batchnorm": host.start}, output_dir=tmp_path)
-    with pytest.raises(FileFormatError, match=r"left the buffers of buffers\.safetensors in this model; resume"):
-        guided(task, starts={"batchnorm": host.start}, output_dir=tmp_path, resume=True)
-    assert task.metric.ledger.spent == 30
-    again = fresh.task()
-    assert_same_search(guided(again, starts={"batchnorm": host.start}, output_dir=tmp_path, resume=True), first)
-    refused = Normed().task()
-    with pytest.raises(FileFormatError, match="starts was"):
-        guided(refused, output_dir=tmp_path, resume=True)  # another model's buffers are none of this run's
-
-
-def test_buffers_that_are_no_longer_kept_leave_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard is no part of a run's identity: one that asks more of a start may then keep the model as it was."""
-    kept, host = Normed(), Normed()
-
-    def halves(model: nn.Module) -> tuple[float, tuple[float, float]]:
-        """The buffers gain on one half alone, so the chance of that gain is about as large as it."""
-        cost, moved = kept.metric(model), 0.1 * float((model.metricopt.phi - 1).square().mean())
-        return cost, (2 * (cost - moved), 2 * moved)
-
-    def search(host: Normed, confidence: float, resume: bool) -> SearchRun:
-        task = host.task().judged_by(Metric(halves, maximize=False, bounds=None, name="gap"))
-        starts = {"batchnorm": host.start}
-        return guided(task, starts=starts, guard_confidence=confidence, output_dir=tmp_path, resume=resume)
-
-    assert search(kept, 0.5, resume=False).buffers
-    assert (tmp_path / "buffers.safetensors").exists()
-    monkeypatch.setattr("metricopt_ext.methods.guard.START_CONFIDENCE", 0.99)
-    assert not search(host, 0.99, resume=True).buffers
-    assert not (tmp_path / "buffers.safetensors").exists()
+    assert (left - trained).abs().max() > 0.01
+    twin = copy.deepcopy(fresh.model)
+    for adapter in (again, Adapter(twin)):
+        assert all(torch.equal(value, bare[name]) for name, value in adapter.remove().state_dict().items())
+    resumed = guided(task, starts={"other": begun}, output_dir=tmp_path, resume=True)  # the model as the run left it
+    assert_same_search(resumed, first)
+    assert torch.equal(host.model(host.x), left)
+    assert all(torch.equal(value, bare[name]) for name, value in task.adapter.remove().state_dict().items())
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 4, 17, 29])

@@ -839,7 +839,7 @@ def test_a_search_to_refine_with_needs_its_queries(quadratic: Callable[..., Any]
             ValueError,
             r"starts are \['a'\]; only",
         ),
-        ({"starts": {"a": Start(torch.zeros(3))}}, AdapterError, r"start 'a' has a phi of shape \(3,\)"),
+        ({"starts": {"a": Start(torch.zeros(3))}}, AdapterError, r"start 'a': phi has shape \(3,\)"),
         ({"starts": {"a": Start(torch.zeros(4), {"mean": torch.zeros(1)})}}, AdapterError, "no buffer 'mean'"),
         ({"starts": {"search": Start(torch.zeros(4))}}, ValueError, "a start is named 'search'"),
         ({"guard_confidence": 0.4}, ValueError, "guard_confidence is 0.4; it must be at least 0.5 and below 1"),

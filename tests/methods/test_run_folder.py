@@ -11,7 +11,7 @@ import torch
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.run_folder import FORMAT, identity_of, load_kept, open_run
+from metricopt_ext.methods.run_folder import FORMAT, identity_of, load_run, open_run
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.identity import sole_writer
@@ -96,15 +96,21 @@ def test_identity_does_not_depend_on_where_code_is(quadratic: Callable[..., Any]
     assert "0x" not in text
 
 
-def test_an_adapter_without_buffers_beside_it_leaves_the_model_s_own(
+def test_a_finished_run_is_loaded_and_an_unfinished_one_says_what_it_lacks(
     quadratic: Callable[..., Any], tmp_path: Path
 ) -> None:
-    kept, fresh = quadratic(), quadratic()
-    optimize_metric(kept, queries=30, output_dir=tmp_path, watcher=Watcher())
-    adapter = load_kept(fresh.adapter.remove(), tmp_path / "adapter.safetensors")
-    assert adapter.phi.abs().max() > 0
-    assert torch.equal(adapter.phi, kept.adapter.phi)
-    assert not (tmp_path / "buffers.safetensors").exists()
+    kept, folder = quadratic(), tmp_path / "out" / "seed-3"
+    optimize_metric(kept, queries=30, output_dir=folder, watcher=Watcher())
+    for each in (folder, tmp_path / "out"):  # a seed, and the tool's folder that has it alone
+        assert torch.equal(load_run(quadratic().adapter.remove(), each).phi, kept.adapter.phi)
+    (tmp_path / "out" / "seed-11").mkdir()
+    with pytest.raises(FileFormatError, match=r"several seeds, .* seed-3, seed-11 \(no adapter\.safetensors yet\)"):
+        load_run(quadratic().adapter.remove(), tmp_path / "out")
+    (folder / "adapter.safetensors").unlink()
+    with pytest.raises(FileFormatError, match=r"unfinished run: adapter\.safetensors, .* --resume"):
+        load_run(quadratic().adapter.remove(), folder)
+    with pytest.raises(FileFormatError, match=r"holds no run: it has neither identity\.json"):
+        load_run(quadratic().adapter.remove(), tmp_path / "nothing")
 
 
 def test_only_a_recipe_s_run_has_trajectories(quadratic: Callable[..., Any], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,18 +11,12 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.errors import AdapterError
 from metricopt_ext.methods.starts import (
     all_starts,
     batchnorm_start,
     best_start,
-    holds_buffers,
-    load_buffers,
-    read_buffers,
     reestimate_batchnorm,
-    same_buffers,
-    save_buffers,
-    set_buffers,
     with_start,
 )
 from metricopt_ext.tasks.metric import Metric
@@ -92,10 +85,10 @@ def test_a_name_that_is_taken_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("start", "what"),
     [
-        (Start(torch.zeros(3)), r"start 'mine' has a phi of shape \(3,\), this adapter's is \(4,\)"),
-        (Start(torch.zeros(1, 4)), r"start 'mine' has a phi of shape \(1, 4\)"),
-        (Start(torch.tensor(0.0)), r"start 'mine' has a phi of shape \(\)"),
-        (Start(torch.tensor([0.0, math.nan, 0.0, 0.0])), "start 'mine' has a phi that is not finite: .*nan"),
+        (Start(torch.zeros(3)), r"start 'mine': phi has shape \(3,\), this adapter's is \(4,\)"),
+        (Start(torch.zeros(1, 4)), r"start 'mine': phi has shape \(1, 4\)"),
+        (Start(torch.tensor(0.0)), r"start 'mine': phi has shape \(\)"),
+        (Start(torch.tensor([0.0, math.nan, 0.0, 0.0])), "start 'mine': phi is not finite: .*nan"),
         (Start(torch.zeros(4), {"1.mean": torch.ones(5)}), r"the model has no buffer '1\.mean'"),
         (
             Start(torch.zeros(4), {"1.running_mean": torch.ones(1)}),
@@ -111,58 +104,30 @@ def test_what_does_not_fit_is_refused(start: Start, what: str) -> None:
 def test_a_metric_that_knows_its_model_can_not_judge_a_copy() -> None:
     task = task_of(normed())
     blind = task.judged_by(Metric(lambda: 0.5, maximize=True, name="blind"))
-    with pytest.raises(AdapterError, match=r"start 'bn' has buffers, .* metric 'blind' does not take the model"):
+    with pytest.raises(
+        AdapterError, match=r"start 'bn' replaces \['1\.running_mean'\], .* metric 'blind' does not take the model"
+    ):
         all_starts(blind, {"bn": Start(torch.zeros(4), {"1.running_mean": torch.ones(5)})})
     assert len(all_starts(blind, {"other": Start(torch.ones(4))})) == 2
     assert blind.metric.ledger.spent == 0
 
 
-@pytest.mark.parametrize("wrong", [{"1.zzz": torch.ones(5)}, {"1.running_var": torch.ones(1)}])
-def test_buffers_that_do_not_fit_change_nothing(wrong: dict[str, Tensor]) -> None:
-    model = normed()
-    before = buffers_of(model)
-    with pytest.raises(AdapterError, match="buffer"):
-        set_buffers(model, {"1.running_mean": torch.ones(5), **wrong})
-    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+def test_a_start_of_other_parameters_has_a_copy_of_the_model() -> None:
+    task, weight = task_of(normed()), torch.ones(2, 5)
+    other = with_start(task, Start(task.origin(), {}, {"3.weight": weight}))
+    assert torch.equal(other.adapter.model[3].weight, weight)
+    assert not torch.equal(task.adapter.model[3].weight, weight)
+    assert other.cost(task.origin(), "test") != task.cost(task.origin(), "test")
 
 
-def test_buffers_are_the_same_by_name_and_value() -> None:
-    phi, mean = torch.zeros(2), torch.arange(3.0)
-    a, again = Start(phi, {"m": mean}), Start(phi + 1, {"m": mean.clone()})
-    assert same_buffers(a, again)
-    assert same_buffers(Start(phi), Start(phi + 1))
-    for other in (Start(phi), Start(phi, {"n": mean}), Start(phi, {"m": mean + 1}), Start(phi, {"m": mean, "n": mean})):
-        assert not same_buffers(a, other)
-        assert not same_buffers(other, a)
-
-
-def test_buffers_of_a_file_are_set_in_a_bare_and_in_an_adapted_model(tmp_path: Path) -> None:
-    path, buffers = tmp_path / "own.safetensors", {"1.running_mean": torch.arange(5.0), "1.running_var": torch.ones(5)}
-    save_buffers(path, {**buffers, "1.num_batches_tracked": torch.tensor(7)})
-    bare, adapted, half = normed(), normed(), normed().bfloat16()
-    attach_film(adapted, dim=4)
-    for model in (bare, adapted, half):
-        assert not holds_buffers(model, buffers)
-        load_buffers(model, path)
-        assert holds_buffers(model, buffers)
-        assert model[1].running_mean.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-        assert int(model[1].num_batches_tracked) == 7
-        assert not holds_buffers(model, {**buffers, "1.zzz": torch.ones(5)})
-
-
-def test_a_file_of_buffers_that_do_not_fit_changes_nothing(tmp_path: Path) -> None:
-    model, path = normed(), tmp_path / "own.safetensors"
-    before = buffers_of(model)
-    with pytest.raises(FileFormatError, match="does not exist"):
-        load_buffers(model, path)
-    for wrong, what in (({"1.zzz": torch.ones(5)}, r"no buffer '1\.zzz'"), ({"1.running_var": torch.ones(1)}, "shape")):
-        save_buffers(path, {"1.running_mean": torch.ones(5), **wrong})
-        with pytest.raises(AdapterError, match=what):
-            load_buffers(model, path)
-    attach_film(normed(), dim=4).save(path)
-    with pytest.raises(FileFormatError, match="has format"):
-        read_buffers(path)
-    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+def test_a_start_is_of_the_base_whatever_the_model_holds() -> None:
+    task = task_of(normed())
+    start = Start(task.origin(), {"1.running_mean": torch.ones(5)})
+    task.adapter.apply(start)
+    assert with_start(task, start) is task
+    bare = with_start(task, Start(task.origin()))
+    assert torch.equal(bare.adapter.model[1].running_mean, torch.zeros(5))
+    assert torch.equal(task.adapter.model[1].running_mean, torch.ones(5))
 
 
 def test_a_batchnorm_start_is_the_model_with_other_statistics() -> None:
