@@ -69,7 +69,7 @@ class Normed:
 
     def metric(self, model: nn.Module) -> float:
         """How far the statistics are from those of the inputs, and phi from 1."""
-        off = (model[1].running_mean - self.model[0](self.x).mean(0)).abs().mean()
+        off = (model[1].running_mean - model[0](self.x).mean(0)).abs().mean()
         return float(off + 0.1 * (model.metricopt.phi - 1).square().mean())
 
 

@@ -156,7 +156,7 @@ def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callabl
     blind = Metric(lambda: 0.0, maximize=False, bounds=None, name="aside")
     higher = Metric(lambda model: 0.0, maximize=True, bounds=None, name="aside")
     two = Metric(lambda model: 0.0, maximize=False, bounds=None, name="aside", ledger=Ledger(2))
-    buffers = {"there": Start(task.origin(), {"metricopt.signature": torch.zeros(2, dtype=torch.long)})}
+    buffers = {"there": Start(task.origin(), {}, {"bias": torch.ones_like(task.adapter.model.bias)})}
     for arguments, error, what in (
         ({"kept_aside": lambda model: 0.0}, ValueError, "kept_aside is <function .*it must be a Metric, of data"),
         ({"kept_aside": task.metric}, ValueError, "kept_aside is 'distance' itself, which the search sees"),
@@ -165,7 +165,7 @@ def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callabl
         (
             {"kept_aside": blind, "starts": buffers},
             AdapterError,
-            "start 'there' has buffers.* metric 'aside' does not take",
+            "start 'there' replaces .*bias.* metric 'aside' does not take",
         ),
     ):
         with pytest.raises(error, match=what):  # type: ignore[call-overload]
