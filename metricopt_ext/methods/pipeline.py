@@ -146,7 +146,7 @@ def optimize_metric(
             is the best there, too (`Result.aside`); two or three queries at the end, of this metric's own ledger.
         seed: Seed of all draws.
         output_dir: Keeps what was collected, ``value_function.safetensors``, ``update_rule.safetensors`` of
-            `AlgorithmS1` and, last, ``adapter.safetensors`` with all that was kept (see `load_run`); None keeps nothing.
+            `AlgorithmS1` and, last, ``adapter.safetensors`` with all that was kept (`load_run`); None keeps nothing.
         resume: Continue what an interrupted run left in ``output_dir``; the result is the same bit for bit.
         watcher: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
 
