@@ -53,12 +53,13 @@ def python_of(page: Path) -> Iterator[str]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """Yield the words of each command that runs a tool."""
+    """Yield the words of each command that runs a tool or a benchmark."""
     for block in blocks(page, "sh"):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
-            if "python" in words and (words[words.index("python") + 1 :] or [""])[0].startswith("tools/"):
-                yield words[words.index("python") + 1 :]
+            called = words[words.index("python") + 1 :] if "python" in words else []
+            if called and called[0].startswith(("tools/", "benchmarks/")):
+                yield called
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -94,12 +95,12 @@ def test_commands_have_options_and_keys_that_exist(page: Path) -> None:
         script = ROOT / tool
         assert script.is_file(), tool
         config = words[words.index("--config-file") + 1] if "--config-file" in words else ""
-        if config.startswith("configs/"):
+        if "/" in config:
             assert (ROOT / config).is_file(), config
         options = options_of(tool)
         for word in words:
             assert not word.startswith("--") or word in options, f"{tool} has no {word}"
-        if script.name in FINETUNE and config.startswith("configs/"):
+        if script.name in FINETUNE and "/" in config:
             schema: Any = experiment_of(FINETUNE[script.name]).config_type
             load_config(schema, ROOT / config, [word for word in words if re.match(r"[a-z_.]+=", word)])
 

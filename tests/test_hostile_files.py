@@ -67,8 +67,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = 400  # MiB that a loader may take for the small files of these tests; the attacks below took up to 15 GB
 
 
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"hostile_{name}", ROOT / "tools" / f"{name}.py")
+def script(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"hostile_{Path(path).stem}", ROOT / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -77,7 +77,7 @@ def tool(name: str) -> ModuleType:
     return module
 
 
-evaluate_recall, tabulate_runs = tool("evaluate_recall"), tool("tabulate_runs")
+evaluate_recall, tabulate_runs = script("tools/evaluate_recall.py"), script("benchmarks/tabulate_runs.py")
 
 
 def status(key: str) -> int:

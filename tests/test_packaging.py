@@ -29,7 +29,7 @@ FILES = (
     "SECURITY.md",
     "pyproject.toml",
 )
-FOLDERS = ("metricopt_ext", "examples", "tests", *LINKED)
+FOLDERS = ("metricopt_ext", "benchmarks", "examples", "tests", *LINKED)
 HEAVY = ("detectron2", "faiss", "gpytorch", "matplotlib", "pytorch_metric_learning", "sklearn", "torchvision")
 
 

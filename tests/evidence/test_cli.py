@@ -19,7 +19,7 @@ from metricopt_ext.evidence.run_config import AdapterConfig, RecipeConfig, RunCo
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.tasks.metric import Metric
 
-TOOLS = Path(__file__).parents[2] / "tools"
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -151,18 +151,19 @@ def test_help_tells_the_settings_and_examples(called: Any, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    "tool",
+    "script",
     [
-        *("finetune_classifier", "finetune_retrieval", "finetune_detector", "compare", "compare_starts"),
-        *("ablate_recipe", "measure_search", "measure_correlation"),
+        *("tools/finetune_classifier", "tools/finetune_retrieval", "tools/finetune_detector", "tools/compare"),
+        *("benchmarks/compare_starts", "benchmarks/ablate_recipe"),
+        *("benchmarks/measure_search", "benchmarks/measure_correlation"),
     ],
 )
 def test_help_warns_of_configs_that_run_code(
-    tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [f"{tool}.py", "--help"])
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--help"])
     with pytest.raises(SystemExit):
-        runpy.run_path(str(TOOLS / f"{tool}.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
     assert cli.RUNS_CODE in capsys.readouterr().out.splitlines()
 
 

@@ -1,4 +1,4 @@
-"""tools/evaluate_ap50.py and tools/measure_ap50.py on small sets."""
+"""tools/evaluate_ap50.py on small sets."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ def load_tool(name: str) -> Any:
     return module
 
 
-evaluate_ap50, measure_ap50 = load_tool("evaluate_ap50"), load_tool("measure_ap50")
+evaluate_ap50 = load_tool("evaluate_ap50")
 
 
 def images(seed: int) -> list[Annotated]:
@@ -159,36 +159,3 @@ def test_a_set_without_images_ends_in_one_line(folder: Path) -> None:
     (folder / "none.json").write_text("[]")
     with pytest.raises(SystemExit, match=r"^error: empty.json has an empty list 'images'"):
         evaluate(folder, "--detections", "none.json", "--annotations", "empty.json")
-
-
-def measure(folder: Path) -> Any:
-    options = ("--images", "20", "--detections", "30", "--classes", "4", "--repeats", "1", "--output-dir", str(folder))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["measure_ap50.py", *options])
-        measure_ap50.main()
-    return json.loads((folder / "report.json").read_text())
-
-
-def test_measures_against_pycocotools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("pycocotools")
-    result = measure(tmp_path)["results"]["coco"]
-    assert result["same"]
-    assert 0.05 < result["value"] < 0.95
-    assert result["ratio"] == pytest.approx(result["seconds"] / result["their_seconds"])
-    assert "(the same)" in capsys.readouterr().out
-
-
-@pytest.mark.detectron2
-def test_measures_against_detectron2(tmp_path: Path) -> None:
-    pytest.importorskip("detectron2")
-    results = measure(tmp_path)["results"]
-    assert list(results) == ["coco", "voc", "voc_11_point"]
-    assert all(result["same"] for result in results.values())
-
-
-def test_fails_if_values_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pycocotools")
-    monkeypatch.setattr(measure_ap50, "pycocotools", lambda *arguments: lambda: 0.5)
-    monkeypatch.setattr(measure_ap50, "detectron2", lambda *arguments: None)
-    with pytest.raises(SystemExit, match="values differ"):
-        measure(tmp_path)

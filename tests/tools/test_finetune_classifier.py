@@ -272,7 +272,7 @@ def test_the_committed_settings_of_siblings_are_the_paper_s_and_shorter_ones() -
 
 def test_the_committed_table_runs_each_system_on_about_as_many_queries() -> None:
     config = load_config(
-        ClassificationConfig, ROOT / "configs" / "siblings" / "table_a9a.yaml", ["data.root=FOLDER", "metric.name=f1"]
+        ClassificationConfig, ROOT / "benchmarks" / "configs" / "table_a9a.yaml", ["data.root=FOLDER", "metric.name=f1"]
     )
     config.check()
     assert config.methods == ["metricopt_paper", "metricopt_learned", "sl_r", "reloss", "ala"]

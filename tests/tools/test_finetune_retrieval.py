@@ -597,7 +597,7 @@ def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
             ala = config.siblings.build(method)
             assert isinstance(ala, AdaptiveLossAlignment)
             assert ala.children * (1 + ala.iterations // ala.action_steps * ala.reward_evals) == total
-    table = load_config(RetrievalConfig, folder / "table_omniglot.yaml", ["data.root=FOLDER"])
+    table = load_config(RetrievalConfig, ROOT / "benchmarks" / "configs" / "table_omniglot.yaml", ["data.root=FOLDER"])
     table.check()
     ala = table.siblings.build("ala_focal")
     assert isinstance(ala, AdaptiveLossAlignment)

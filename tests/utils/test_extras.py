@@ -12,52 +12,57 @@ import pytest
 from metricopt_ext.utils.extras import EXTRAS, needed, require
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("tools", "benchmarks")
 MODULES = {"faiss-cpu": "faiss", "faiss-gpu-cu12": "faiss", "pillow": "PIL", "scikit-learn": "sklearn"}
 
-# What each tool is called with, what it then needs first, and the extra that it names.
+# What each tool or benchmark is called with, what it then needs first, and the extra that it names.
 CALLS = {
-    "ablate_recipe": ("--output-dir out", "omegaconf", "classification"),
-    "compare": ("--config-file configs/compare/a9a_f1.yaml --output-dir out", "omegaconf", "all"),
-    "compare_starts": ("--config-file configs/classification/a9a.yaml --output-dir out", "omegaconf", "classification"),
-    "evaluate_ap50": (
+    "benchmarks/ablate_recipe": ("--output-dir out", "omegaconf", "classification"),
+    "tools/compare": ("--config-file configs/compare/a9a_f1.yaml --output-dir out", "omegaconf", "all"),
+    "benchmarks/compare_starts": (
+        "--config-file configs/classification/a9a.yaml --output-dir out",
+        "omegaconf",
+        "classification",
+    ),
+    "tools/evaluate_ap50": (
         "--config-file configs/detection/scenes_torchvision.yaml --weights w.pth --annotations a --output-dir out",
         "torchvision",
         "detection",
     ),
-    "evaluate_recall": ("--embeddings e.npy --labels y.npy --output-dir out", "faiss", "retrieval"),
-    "finetune_classifier": (
+    "tools/evaluate_recall": ("--embeddings e.npy --labels y.npy --output-dir out", "faiss", "retrieval"),
+    "tools/finetune_classifier": (
         "--config-file configs/classification/digits.yaml --output-dir out",
         "omegaconf",
         "classification",
     ),
-    "finetune_detector": (
+    "tools/finetune_detector": (
         "--config-file configs/detection/scenes_torchvision.yaml --output-dir out",
         "torchvision",
         "detection",
     ),
-    "finetune_retrieval": ("--config-file configs/retrieval/digits.yaml --output-dir out", "faiss", "retrieval"),
-    "measure_ap50": ("--output-dir out", "pycocotools", "detection"),
-    "measure_correlation": (
+    "tools/finetune_retrieval": ("--config-file configs/retrieval/digits.yaml --output-dir out", "faiss", "retrieval"),
+    "benchmarks/measure_ap50": ("--output-dir out", "pycocotools", "detection"),
+    "benchmarks/measure_correlation": (
         "--config-file configs/siblings/reloss_digits.yaml --output-dir out",
         "omegaconf",
         "classification",
     ),
-    "measure_recall": ("--output-dir out", "faiss", "retrieval"),
-    "measure_search": (
+    "benchmarks/measure_recall": ("--output-dir out", "faiss", "retrieval"),
+    "benchmarks/measure_search": (
         "--task retrieval --config-file configs/retrieval/digits.yaml --output-dir out",
         "faiss",
         "retrieval",
     ),
-    "train_detector": ("--config-file configs/detection/detectron2/scenes.yaml", "detectron2", ""),
+    "tools/train_detector": ("--config-file configs/detection/detectron2/scenes.yaml", "detectron2", ""),
 }
-NEED_NONE = {"measure_cost", "measure_scale", "summarise_siblings", "tabulate_runs"}
+NEED_NONE = {f"benchmarks/{name}" for name in ("measure_cost", "measure_scale", "summarise_siblings", "tabulate_runs")}
 
 # Each tool runs in a fork, so that torch is imported once and what one tool imports is not there for the next.
 SCRIPT = """
 import json, os, runpy, sys
 import metricopt_ext.evidence.cli
 
-blocked, calls, tools = json.loads(sys.argv[1])
+blocked, calls, root = json.loads(sys.argv[1])
 
 class Blocking:
     def find_spec(name, path=None, target=None):
@@ -74,7 +79,7 @@ for tool, arguments in calls.items():
         os.close(receives)
         sys.argv = [tool, *arguments.split()]
         try:
-            runpy.run_path(f"{tools}/{tool}.py", run_name="__main__")
+            runpy.run_path(f"{root}/{tool}.py", run_name="__main__")
             end = "ran"
         except SystemExit as error:
             end = error.code
@@ -93,12 +98,12 @@ print("\\n" + json.dumps(said))
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_every_tool_names_the_extra_that_is_missing(tmp_path: Path) -> None:
-    tools = {path.stem for path in (ROOT / "tools").glob("[!_]*.py")}
-    assert {*CALLS, *NEED_NONE} == tools, "say what the new tool needs"
+    scripts = {f"{folder}/{path.stem}" for folder in FOLDERS for path in (ROOT / folder).glob("[!_]*.py")}
+    assert {*CALLS, *NEED_NONE} == scripts, "say what the new tool needs"
     blocked = sorted({module for modules in EXTRAS.values() for module in modules} - {"PIL"} | {"detectron2"})
     calls = {**{tool: call for tool, (call, _, _) in CALLS.items()}, **dict.fromkeys(NEED_NONE, "--help")}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps([blocked, calls, str(ROOT / "tools")])],
+        [sys.executable, "-c", SCRIPT, json.dumps([blocked, calls, str(ROOT)])],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -11,7 +11,7 @@ from metricopt_ext.evidence.record import Outcome, SeedRecord
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.machine import Machine
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "summarise_siblings.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "summarise_siblings.py"
 
 
 def load_tool() -> Any:

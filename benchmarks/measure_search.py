@@ -1,6 +1,6 @@
 r"""Measure what a guided search leaves behind: its f, followed from phi = 0, and its end, as a start on another model.
 
-    python tools/measure_search.py --task classification --config-file configs/classification/digits.yaml \
+    python benchmarks/measure_search.py --task classification --config-file configs/classification/digits.yaml \
         --output-dir out/left_behind seeds=20 'queries=150'
 
 Each seed trains a model and searches it with the config's queries and starts. Then ``MetricOpt``'s step follows the

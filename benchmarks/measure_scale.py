@@ -1,8 +1,8 @@
 """Measure how a run gets faster with more ranks, beside what to expect, and what the ranks exchange.
 
-    torchrun --standalone --nproc-per-node=4 tools/measure_scale.py --queries 150 --sleep 1
-    torchrun --standalone --nproc-per-node=2 tools/measure_scale.py --queries 150 --images 20000
-    torchrun --standalone --nproc-per-node=4 tools/measure_scale.py --strategy recipe --queries 250 --sleep 1
+    torchrun --standalone --nproc-per-node=4 benchmarks/measure_scale.py --queries 150 --sleep 1
+    torchrun --standalone --nproc-per-node=2 benchmarks/measure_scale.py --queries 150 --images 20000
+    torchrun --standalone --nproc-per-node=4 benchmarks/measure_scale.py --strategy recipe --queries 250 --sleep 1
 
 A small network on random data is tuned for a metric that sleeps --sleep seconds, or computes on --images images, at
 each evaluation. Ranks evaluate as many points at once as there are of them, so a run's evaluations take as long as its

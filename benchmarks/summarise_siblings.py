@@ -1,7 +1,7 @@
 """Summarise what sibling methods measured on the way, over the seeds of runs of the finetune tools.
 
-    python tools/summarise_siblings.py --run-dir out/ala_digits
-    python tools/summarise_siblings.py --run-dir out/ala_transferred --against out/ala_fixed
+    python benchmarks/summarise_siblings.py --run-dir out/ala_digits
+    python benchmarks/summarise_siblings.py --run-dir out/ala_transferred --against out/ala_fixed
 
 For each sibling method of a run: each quantity of its history at its first and last point and averaged over the later
 half, mean and standard error over seeds, with the metric on test data and what was spent. --against names another run

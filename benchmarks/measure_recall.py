@@ -1,6 +1,6 @@
 """Measure Recall@k's time and memory against raw FAISS and pytorch-metric-learning, on random clusters.
 
-    python tools/measure_recall.py --size 60502 --dim 512 --k 1000 --output-dir out/measure_recall
+    python benchmarks/measure_recall.py --size 60502 --dim 512 --k 1000 --output-dir out/measure_recall
 
 Each contender runs in its own process on the same data, one after the other. Prints a table, writes report.json,
 and fails if the recalls differ from raw FAISS'.

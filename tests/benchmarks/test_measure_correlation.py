@@ -17,7 +17,7 @@ from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.identity import sole_writer
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tools" / "measure_correlation.py"
+SCRIPT = ROOT / "benchmarks" / "measure_correlation.py"
 CONFIGS = ROOT / "configs" / "siblings"
 SETTINGS = {"training": 12, "heldout": 4, "checkpoints": 3, "checkpoint_steps": 4, "loss_steps": 2, "loss_batches": 6}
 TINY = [*(f"siblings.reloss.{key}={value}" for key, value in SETTINGS.items()), "device=cpu", "workers=1"]

@@ -1,9 +1,9 @@
 r"""What a learned value function saves on every new start, and from how many starts learning it pays off.
 
-    python tools/compare_starts.py --config-file configs/classification/digits.yaml --output-dir out/starts
-    python tools/compare_starts.py --config-file configs/classification/a9a.yaml --output-dir out/starts-a9a \
+    python benchmarks/compare_starts.py --config-file configs/classification/digits.yaml --output-dir out/starts
+    python benchmarks/compare_starts.py --config-file configs/classification/a9a.yaml --output-dir out/starts-a9a \
         data.root=FOLDER metric.name=mcr
-    python tools/compare_starts.py --task detection --config-file configs/detection/scenes_torchvision.yaml \
+    python benchmarks/compare_starts.py --task detection --config-file configs/detection/scenes_torchvision.yaml \
         --output-dir out/starts-scenes --budgets 50 100 --methods cma_es ours
 
 Each seed learns one value function (strategy=recipe, whatever the config says) and tunes several new starts, random phi

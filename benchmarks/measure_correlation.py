@@ -1,8 +1,8 @@
 r"""Measure how well losses rank a classifier's outputs as its metric does: a learned ReLoss, cross-entropy, 1 - p.
 
-    python tools/measure_correlation.py --config-file configs/siblings/reloss_digits.yaml --output-dir out/correlation
-    python tools/measure_correlation.py --config-file configs/siblings/reloss_cifar10.yaml --output-dir out/cifar10 \
-        data.root=FOLDER seeds=5
+    python benchmarks/measure_correlation.py --config-file configs/siblings/reloss_digits.yaml --output-dir out/digits
+    python benchmarks/measure_correlation.py --config-file configs/siblings/reloss_cifar10.yaml \
+        --output-dir out/cifar10 data.root=FOLDER seeds=5
 
 Each seed learns a relational loss from random outputs and from a network's on train data, at checkpoints of its
 training (siblings.reloss in the config). Then another network is trained, and its outputs on test data at its own

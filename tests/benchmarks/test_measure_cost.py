@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.search.optimizer import MetricOpt
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "measure_cost.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "measure_cost.py"
 TINY_STEP: dict[str, Any] = {"model": "small_cnn", "pixels": 6, "batch_size": 3, "dim": 5}
 TINY_FIT: dict[str, Any] = {"points": 40, "dim": 3}
 TINY_POPULATION: dict[str, Any] = {"population": 4, "features": 7, "batch_size": 3, "dim": 5}

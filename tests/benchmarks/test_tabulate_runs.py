@@ -9,7 +9,7 @@ import pytest
 
 from metricopt_ext.utils.files import write_json
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "tabulate_runs.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tabulate_runs.py"
 
 
 def load_tool() -> Any:

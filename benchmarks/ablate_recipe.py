@@ -1,10 +1,10 @@
 r"""Change one part of the default recipe at a time, and measure what that does to the value function and the end point.
 
-    python tools/ablate_recipe.py --output-dir out/ablations
-    python tools/ablate_recipe.py --output-dir out/ablations \
+    python benchmarks/ablate_recipe.py --output-dir out/ablations
+    python benchmarks/ablate_recipe.py --output-dir out/ablations \
         --task configs/classification/digits.yaml \
         --task configs/classification/a9a.yaml data.root=FOLDER metric.name=mcr
-    python tools/ablate_recipe.py --output-dir out/paper --strategy paper \
+    python benchmarks/ablate_recipe.py --output-dir out/paper --strategy paper \
         --task configs/classification/a9a.yaml data.root=FOLDER
 
 All of it is strategy=recipe, whatever the config says, or with --strategy paper changes of Algorithm 1 as printed: the

@@ -27,7 +27,7 @@ TINY = [
 
 
 def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location("measure_search", ROOT / "tools" / "measure_search.py")
+    spec = importlib.util.spec_from_file_location("measure_search", ROOT / "benchmarks" / "measure_search.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

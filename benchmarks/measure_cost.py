@@ -1,6 +1,6 @@
 """Measure what metricopt costs, as ratios of times taken side by side in one run.
 
-    python tools/measure_cost.py --output-dir out/cost
+    python benchmarks/measure_cost.py --output-dir out/cost
 
 Three tables: a finetuning step with MetricOpt against one with a plain loss optimizer, a population of phi computed
 together against one by one, and a fit of a guided search's f against gpytorch's. The sides take turns (A B A B ...), so
@@ -162,8 +162,8 @@ def write(tables: list[Table], folder: Path, threads: int, repeats: int) -> list
     used = ", ".join(f"{package} {version}" for package, version in versions().items())
     text = [
         "# What metricopt costs\n",
-        f"Made by `python tools/measure_cost.py --output-dir FOLDER --threads {threads} --repeats {repeats}`: medians",
-        f"of ratios of times, the sides taking turns, on {processor()} ({used}).",
+        f"Made by `python benchmarks/measure_cost.py --output-dir FOLDER --threads {threads} --repeats {repeats}`:",
+        f"medians of ratios of times, the sides taking turns, on {processor()} ({used}).",
         "A target is met if the whole interval meets it.\n",
         *(table.markdown() for table in tables),
     ]

@@ -12,7 +12,7 @@ import pytest
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.value.learners import RidgeLearner
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "measure_scale.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "measure_scale.py"
 
 
 def load_tool() -> Any:

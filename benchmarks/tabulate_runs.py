@@ -1,6 +1,6 @@
 """Put several runs of the finetune tools into one page: every method's test metric beside what it cost.
 
-    python tools/tabulate_runs.py out/a9a_mcr out/a9a_f1 out/omniglot --output-dir out
+    python benchmarks/tabulate_runs.py out/a9a_mcr out/a9a_f1 out/omniglot --output-dir out
 
 Reads each folder's report.json. A run's table has a row for each method: mean and standard deviation of the test
 metric over seeds; the paired difference from the best of the other methods with its 95% interval, positive if this one

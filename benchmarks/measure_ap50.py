@@ -1,6 +1,6 @@
 """Time AP50 against pycocotools and Detectron2's VOC evaluation, on random detections.
 
-    python tools/measure_ap50.py --images 1000 --detections 100 --classes 20 --output-dir out/measure_ap50
+    python benchmarks/measure_ap50.py --images 1000 --detections 100 --classes 20 --output-dir out/measure_ap50
 
 All get the same detections, in memory, in one process; pycocotools computes only IoU 0.5, any area and 100
 detections, while Detectron2's evaluator always computes ten IoU thresholds. Detectron2 is left out if it is not
