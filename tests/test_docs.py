@@ -19,7 +19,9 @@ from metricopt_ext.evidence.cli import TASKS, experiment_of
 from metricopt_ext.utils.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+BENCHMARKS = ROOT / "benchmarks" / "README.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), BENCHMARKS, *RESULTS]
 FINETUNE = {  # the tools whose configs are those of a task
     "finetune_classifier.py": "classification",
     "finetune_detector.py": "detection",
@@ -135,11 +137,41 @@ def test_the_algorithm_is_where_its_page_says() -> None:
     assert named - defined <= {"loss_weight", *mo.__all__}
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#\s]+)", (ROOT / "README.md").read_text())
-    files = [link for link in links if "://" not in link]
-    assert files
-    assert not [link for link in files if not (ROOT / link).exists()]
+@pytest.mark.parametrize("page", [ROOT / "README.md", BENCHMARKS, *RESULTS], ids=name_of)
+def test_links_of_pages_outside_the_site_lead_somewhere(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        if "://" in link:
+            continue
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), f"{link}#{anchor}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The headings of a page, as GitHub and the site spell them in links."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_there_are_links_to_check() -> None:
+    assert "](" in (ROOT / "README.md").read_text()
+    assert any("](../../docs/" in page.read_text() for page in RESULTS)
+
+
+def test_every_benchmark_has_a_row() -> None:
+    rows = re.findall(r"^\| `(\w+)\.py` \|", BENCHMARKS.read_text(), re.MULTILINE)
+    commands = [path.stem for path in BENCHMARKS.parent.glob("*.py") if "def main(" in path.read_text()]
+    assert sorted(rows) == sorted(commands)
+
+
+def test_the_site_names_result_pages_that_exist() -> None:
+    """The site can't link to what is not in docs/, so it names files by their paths."""
+    named = {name for page in PAGES for name in re.findall(r"`(benchmarks/[\w./-]+)`", page.read_text())}
+    assert "benchmarks/results/comparison.md" in named
+    assert not [name for name in named if not (ROOT / name).exists()]
+    evidence = (ROOT / "docs/evidence.md").read_text()
+    assert not [page.name for page in RESULTS if f"`{page.name}`" not in evidence], "a result page that nothing names"
+    assert len(evidence.splitlines()) <= 90, "two screens at most"
 
 
 def test_the_reference_has_each_public_name_once() -> None:
@@ -158,7 +190,7 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
 
 
 def test_comparisons_do_not_say_where_they_ran() -> None:
-    files = sorted((ROOT / "docs" / "comparison").rglob("*.json"))
+    files = sorted((ROOT / "benchmarks" / "results" / "comparison").rglob("*.json"))
     assert files
     paths = {file.name: re.findall(r'"[/~][^"]*"', file.read_text()) for file in files}
     assert {name: found for name, found in paths.items() if found} == {}
