@@ -4,7 +4,6 @@
     python tools/compare.py --config-file configs/compare/a9a_f1.yaml --output-dir out/a9a_f1 data.root=FOLDER
     python tools/compare.py --config-file configs/compare/digits_shifted.yaml --output-dir out/part --seeds 700-704
     python tools/compare.py --join out/part other/part --output-dir out/all
-    python tools/compare.py --summary out/digits_shifted out/a9a_f1 --output-dir out
 
 An override whose key is one of the comparison's own (task, config, overrides, methods, budgets, most, starts, seeds,
 seed, workers, threads, device) sets it; any other is one of the task's config. Queries are calls of the metric; what a
@@ -14,7 +13,6 @@ folder holds; a row that is on file is not
 computed again, so that an interrupted comparison goes on where it stopped, and seeds can be run in several parts, at
 once or one after another.
 ``--join`` reports on runs of the same comparison on different seeds, from another machine say, as on one.
-``--summary`` writes what several comparisons show together, and their tables, to summary.md.
 """
 
 import argparse
@@ -27,18 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.claims import summary
 from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, errors_in_one_line, experiment_of
 from metricopt_ext.evidence.contest import Plan, run_seed
 from metricopt_ext.evidence.contest_page import contest_page
-from metricopt_ext.evidence.contest_report import gather, load, paired, print_report, section, write
+from metricopt_ext.evidence.contest_report import gather, load, paired, print_report, write
 from metricopt_ext.evidence.joined import joined
 from metricopt_ext.evidence.report_page import FILE as PAGE
 from metricopt_ext.evidence.run_config import check_at_least
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.config import defaults_of, load_config
-from metricopt_ext.utils.files import content_of, write_atomically
+from metricopt_ext.utils.files import content_of
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.packaged import PACKAGE, existing_config
@@ -92,28 +89,23 @@ class CompareConfig:
 
 
 def main() -> None:
-    """Parse the command line, run all seeds or summarise, report."""
+    """Parse the command line, run all seeds or join those of several comparisons, report."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=RUNS_CODE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config-file", type=Path, help="YAML file; its keys are those of CompareConfig")
     parser.add_argument("--output-dir", type=Path, help="folder for all output files")
     parser.add_argument("--seeds", help="first and last seed, e.g. 700-709, overriding the config")
-    parser.add_argument("--summary", type=Path, nargs="+", metavar="FOLDER", help="summarise these comparisons instead")
     parser.add_argument("--join", type=Path, nargs="+", metavar="FOLDER", help="join these comparisons' seeds instead")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. budgets=[20,60] data.root=FOLDER")
     arguments = parser.parse_intermixed_args()
     with errors_in_one_line(ValueError, keeps=arguments.output_dir), ranks.joined():
-        if arguments.summary or arguments.join:
-            option = "--summary" if arguments.summary else "--join"
+        if arguments.join:
             if arguments.config_file or arguments.overrides or arguments.seeds:
-                parser.error(f"{option} takes folders, and --output-dir, alone")
-            if arguments.summary:
-                summarise(arguments.summary, arguments.output_dir)
-            else:
-                if not arguments.output_dir:
-                    parser.error("--join needs --output-dir")
-                report(join(arguments.join), arguments.output_dir)
+                parser.error("--join takes folders, and --output-dir, alone")
+            if not arguments.output_dir:
+                parser.error("--join needs --output-dir")
+            report(join(arguments.join), arguments.output_dir)
             return
         if not arguments.config_file or not arguments.output_dir:
             parser.error("--config-file and --output-dir are required")
@@ -217,20 +209,6 @@ def report(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     print_report(content)
     print("wrote", *paths, sep="\n  ")
     return content
-
-
-def summarise(folders: Sequence[Path], output: Path | None) -> str:
-    """Print what several comparisons show together, and their tables; write it to summary.md if there is a folder."""
-    names = [folder.stem if folder.is_file() else folder.resolve().name for folder in folders]
-    if len(set(names)) < len(names):
-        names = list(map(str, folders))
-    contents = {name: load(folder) for name, folder in zip(names, folders, strict=True)}
-    with content_of(", ".join(names), "comparisons"):
-        page = "\n".join([summary(contents), *(section(name, content) for name, content in contents.items())])
-    print(page)
-    if output is not None:
-        write_atomically(output / "summary.md", page.encode())
-    return page
 
 
 if __name__ == "__main__":

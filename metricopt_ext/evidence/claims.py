@@ -1,4 +1,4 @@
-"""What a comparison's numbers show: paired differences, Holm's correction, and claims over several tasks."""
+"""What a comparison's numbers show: paired differences, Holm's correction, and what guards did."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,16 +8,11 @@ import numpy as np
 
 from metricopt_ext.evidence.method import METHODS, Entry
 from metricopt_ext.evidence.report import Interval, paired_interval
-from metricopt_ext.evidence.style import markdown_table
 from metricopt_ext.utils.words import counted
 
-OURS, FEW, MANY = "ours", 60, 150
-LEVEL = 0.05
+OURS = "ours"
 
 COLOURS = {"prior": "#b07aa1", "prior_twice": "#79437d"}  # of free starts that are no methods
-
-# Rivals that search as ours does; the others set a threshold or offsets, follow a loss, or are free.
-SEARCHES = ("guided_es", "cma_es", "random_search", "ngopt", "turbo")
 
 
 class Pair(NamedTuple):
@@ -119,71 +114,6 @@ def all_pairs(content: Mapping[str, Any]) -> list[Pair]:
     """Compare ours with every rival at every budget."""
     found = (pair(content, rival, budget) for budget in content["budgets"] for rival in rivals_of(content))
     return [each for each in found if each is not None]
-
-
-def summary(contents: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a page in Markdown on what several comparisons show together.
-
-    Args:
-        contents: What comparison.json of each task holds, by the task's name.
-    """
-    ours = METHODS[OURS].title
-    lines = [f"# {ours} over {counted(len(contents), 'task')}", ""]
-    lines += [f"## {ours} with {FEW} queries against each rival with {MANY}", ""]
-    lines += ["Mean difference on test, positive if ours is better, and its 95% interval, paired by seed.", ""]
-    lines += [*_fewer_queries(contents), "", "## At equal queries", ""]
-    lines += [*_equal_queries(contents), "", "## Above all but the searches, each 95% interval above 0", ""]
-    lines += ["Free starts, the best of them, thresholds, offsets, and finetuning on the loss or on labels.", ""]
-    lines += [*_above_all_but_searches(contents), "", "## The guard", ""]
-    for heading, points in guard_blocks([guard for each in contents.values() for guard in each["guards"]]):
-        lines += [f"{heading}:", "", *(f"- {point}" for point in points), ""]
-    return "\n".join(lines)
-
-
-def _fewer_queries(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    rivals = list(dict.fromkeys(rival for content in contents.values() for rival in rivals_of(content)))
-    rows, means = [], []
-    for name, content in contents.items():
-        pairs = [pair(content, rival, MANY, FEW) for rival in rivals]
-        means.append([None if each is None else each.interval.mean for each in pairs])
-        rows.append([name, *("" if each is None else shown(each.interval) for each in pairs)])
-    known = [[mean for mean in column if mean is not None] for column in zip(*means, strict=True)]
-    rows.append(["at or above", *(f"{sum(mean >= 0 for mean in column)} of {len(column)}" for column in known)])
-    return markdown_table(["task", *(entry_of(rival).title for rival in rivals)], rows)
-
-
-def _equal_queries(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    pairs = [(name, each) for name, content in contents.items() for each in all_pairs(content)]
-    corrected = holm([each.p for _, each in pairs])
-    rows, below = [], []
-    for task in contents:
-        own = [(each, p) for (name, each), p in zip(pairs, corrected, strict=True) if name == task]
-        clear = [each for each, p in own if p < LEVEL]
-        worse = [each for each in clear if each.interval.mean < 0]
-        rows.append([task, str(len(own)), str(len(clear) - len(worse)), str(len(worse))])
-        below += [
-            f"- {task}, {each.budget} queries: {shown(each.interval)} below {entry_of(each.rival).title}"
-            for each in worse
-        ]
-    table = markdown_table(["task", "comparisons", "above", "below"], rows)
-    said = f"Holm's correction over all {len(pairs)} comparisons, at {LEVEL:.0%}."
-    return [said, "", *table, *(["", *below] if below else [])]
-
-
-def _above_all_but_searches(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    budgets = sorted({budget for content in contents.values() for budget in content["budgets"]})
-    rows = []
-    for name, content in contents.items():
-        rivals = [rival for rival in rivals_of(content) if rival not in SEARCHES]
-        row = [name]
-        for budget in budgets:
-            found = [pair(content, rival, budget) for rival in rivals] if budget in content["budgets"] else []
-            pairs = [each for each in found if each is not None]
-            others = [entry_of(each.rival).title for each in pairs if not each.interval.low > 0]
-            missed = ", ".join(others) if len(others) <= 3 else f"{len(others)} of {len(pairs)}"
-            row.append("" if not pairs else f"not {missed}" if others else "yes")
-        rows.append(row)
-    return markdown_table(["task", *map(str, budgets)], rows)
 
 
 class Judged(NamedTuple):

@@ -132,7 +132,7 @@ def markdown(content: dict[str, Any]) -> str:
         "",
         verdict(content),
         "",
-        *_means(content),
+        *means_in_markdown(content),
         "",
         *(f"- {line}" for line in notes(content)),
         "",
@@ -156,11 +156,6 @@ def markdown(content: dict[str, Any]) -> str:
 def computed_on(content: dict[str, Any]) -> str:
     """Say which machines the digits are of."""
     return f"Computed on {'; '.join(content['machines'])}; other processors give other digits."
-
-
-def section(name: str, content: dict[str, Any]) -> str:
-    """Return a comparison's table in Markdown under a heading, for a page of several."""
-    return "\n".join([f"## {name}", "", f"{heading(content)}.", "", *_means(content), ""])
 
 
 def heading(content: dict[str, Any]) -> str:
@@ -217,7 +212,7 @@ def means_table(content: dict[str, Any]) -> tuple[str, list[str], list["Row"]]:
     return said, header, _rows(content)
 
 
-def _means(content: dict[str, Any]) -> list[str]:
+def means_in_markdown(content: dict[str, Any]) -> list[str]:
     """Return the table of means in Markdown, with what it is of."""
     said, header, rows = means_table(content)
     cells = [[row.title, row.needs, *row.cells("**{}**".format), row.seconds, row.passes] for row in rows]

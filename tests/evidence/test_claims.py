@@ -1,4 +1,4 @@
-"""Claims: Holm's correction by hand, paired tests beside SciPy, and what a summary says."""
+"""Claims: Holm's correction by hand, and paired tests beside SciPy."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from metricopt_ext.evidence.claims import all_pairs, guard_blocks, holm, pair, rivals_of, summary, t_test
+from metricopt_ext.evidence.claims import all_pairs, guard_blocks, holm, pair, rivals_of, t_test
 
 
 def test_holm_by_hand() -> None:
@@ -79,24 +79,6 @@ def test_pairs_are_by_seed_and_in_the_metrics_direction() -> None:
         *((name, 60) for name in ("pretrained", "batchnorm", "best_start", "turbo")),
         *((name, 150) for name in ("pretrained", "batchnorm", "best_start")),
     ]
-
-
-def test_a_summary_states_gains_and_losses() -> None:
-    better = {"60": [0.951, 0.952, 0.953], "150": [0.991, 0.992, 0.9935]}
-    page = summary({"first": content(ours=OURS, turbo=better), "second": content(ours=OURS)})
-    assert "# MetricOpt, guided search over 2 tasks" in page
-    difference = np.array([0.8, 0.9, 0.7]) - better["150"]
-    row = next(line for line in page.splitlines() if line.startswith("| first | +0.3000"))
-    assert f"| {difference.mean():+.4f} [" in row
-    # Of each task the two constant differences, at 60 and at 150 queries, are clear, and of the first TuRBO's at 150.
-    assert "Holm's correction over all 14 comparisons, at 5%." in page
-    assert "| first | 8 | 2 | 1 |" in page
-    assert "| second | 6 | 2 | 0 |" in page
-    assert "- first, 150 queries: -0.0922 [" in page
-    assert "| first |  | yes | not BatchNorm on validation |" in page  # TuRBO is a search
-    assert "| second |  | yes | not BatchNorm on validation |" in page
-    assert "| at or above | 2 of 2 | 2 of 2 | 2 of 2 | 0 of 1 |" in page
-    assert "- no guarded run" in page
 
 
 def test_the_guards_statistics() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.search.guided_es import es_direction
 
 ROOT = Path(__file__).parents[2]
@@ -109,12 +109,6 @@ def test_shards_and_resuming_give_one_comparison(tmp_path: Path, capsys: pytest.
     both = run(parts, "--seeds", "3-5")
     assert numbers(both) == numbers(whole)
 
-    call("--summary", tmp_path / "whole", parts, "--output-dir", tmp_path)
-    page = (tmp_path / "summary.md").read_text()
-    assert "# MetricOpt, guided search over 2 tasks" in page
-    assert "12 guarded runs" in page
-    assert page.count("| MetricOpt, guided search |") == 2
-    assert "## parts" in page
     with pytest.raises(SystemExit, match="budgets was"):
         run(parts, "budgets=[6,20]")
 
@@ -193,10 +187,8 @@ def test_configs_can_be_run(file: Path) -> None:
     assert config.seed == 810
 
 
-def test_a_summary_takes_comparisons_alone(tmp_path: Path) -> None:
-    assert "run the comparison into" in refused("--summary", tmp_path)
-    for arguments in (("--summary", tmp_path, "--config-file", DIGITS), ("--join", tmp_path)):
+def test_joining_takes_comparisons_alone(tmp_path: Path) -> None:
+    assert "run the comparison into" in refused("--join", tmp_path, "--output-dir", tmp_path)
+    for arguments in (("--join", tmp_path, "--config-file", DIGITS), ("--join", tmp_path)):
         assert refused(*arguments) == "2"  # argparse's own
     assert refused("--config-file", DIGITS) == "2"
-    with pytest.raises(FileFormatError):
-        tool.summarise([tmp_path], None)

@@ -55,7 +55,10 @@ CALLS = {
     ),
     "tools/train_detector": ("--config-file configs/detection/detectron2/scenes.yaml", "detectron2", ""),
 }
-NEED_NONE = {f"benchmarks/{name}" for name in ("measure_cost", "measure_scale", "summarise_siblings", "tabulate_runs")}
+NEED_NONE = {
+    *("benchmarks/measure_cost", "benchmarks/measure_scale"),
+    *("benchmarks/summarise_comparisons", "benchmarks/summarise_siblings", "benchmarks/tabulate_runs"),
+}
 
 # Each tool runs in a fork, so that torch is imported once and what one tool imports is not there for the next.
 SCRIPT = """

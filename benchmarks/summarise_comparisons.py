@@ -1,0 +1,137 @@
+"""Put several comparisons into one page: what they show together, and the table of each.
+
+    python benchmarks/summarise_comparisons.py out/digits_shifted out/a9a_f1 --output-dir out
+    python benchmarks/summarise_comparisons.py benchmarks/results/comparison/*.json
+
+Reads what tools/compare.py left in each folder, or its comparison.json by any name. The page has MetricOpt with few
+queries against each rival with many, all comparisons at equal queries under one correction by Holm, and what the guards
+did. Writes summary.md, or prints it alone.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from metricopt_ext.evidence.claims import OURS, all_pairs, entry_of, guard_blocks, holm, pair, rivals_of, shown
+from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.contest_report import heading, load, means_in_markdown
+from metricopt_ext.evidence.method import METHODS
+from metricopt_ext.evidence.style import markdown_table
+from metricopt_ext.utils.files import content_of, write_atomically
+from metricopt_ext.utils.words import counted
+
+FEW, MANY = 60, 150
+LEVEL = 0.05
+
+# Rivals that search as ours does; the others set a threshold or offsets, follow a loss, or are free.
+SEARCHES = ("guided_es", "cma_es", "random_search", "ngopt", "turbo")
+
+
+def main() -> None:
+    """Parse the command line and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("comparisons", type=Path, nargs="+", metavar="FOLDER", help="output folder of tools/compare.py")
+    parser.add_argument("--output-dir", type=Path, help="receives summary.md")
+    arguments = parser.parse_args()
+    with errors_in_one_line():
+        summarise(arguments.comparisons, arguments.output_dir)
+
+
+def summarise(folders: Sequence[Path], output: Path | None = None) -> str:
+    """Print what several comparisons show together, and their tables; write it to summary.md if there is a folder.
+
+    Args:
+        folders: Output folders of `tools/compare.py`, or files of their content.
+        output: Receives summary.md.
+
+    Returns:
+        The page, in Markdown.
+
+    Raises:
+        FileFormatError: A folder holds no comparison.
+    """
+    names = [folder.stem if folder.is_file() else folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = list(map(str, folders))
+    contents = {name: load(folder) for name, folder in zip(names, folders, strict=True)}
+    with content_of(", ".join(names), "comparisons"):
+        page = "\n".join([summary(contents), *(section(name, content) for name, content in contents.items())])
+    print(page)
+    if output is not None:
+        write_atomically(output / "summary.md", page.encode())
+    return page
+
+
+def summary(contents: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a page in Markdown on what several comparisons show together.
+
+    Args:
+        contents: What comparison.json of each task holds, by the task's name.
+    """
+    ours = METHODS[OURS].title
+    lines = [f"# {ours} over {counted(len(contents), 'task')}", ""]
+    lines += [f"## {ours} with {FEW} queries against each rival with {MANY}", ""]
+    lines += ["Mean difference on test, positive if ours is better, and its 95% interval, paired by seed.", ""]
+    lines += [*_fewer_queries(contents), "", "## At equal queries", ""]
+    lines += [*_equal_queries(contents), "", "## Above all but the searches, each 95% interval above 0", ""]
+    lines += ["Free starts, the best of them, thresholds, offsets, and finetuning on the loss or on labels.", ""]
+    lines += [*_above_all_but_searches(contents), "", "## The guard", ""]
+    for title, points in guard_blocks([guard for each in contents.values() for guard in each["guards"]]):
+        lines += [f"{title}:", "", *(f"- {point}" for point in points), ""]
+    return "\n".join(lines)
+
+
+def _fewer_queries(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    rivals = list(dict.fromkeys(rival for content in contents.values() for rival in rivals_of(content)))
+    rows, means = [], []
+    for name, content in contents.items():
+        pairs = [pair(content, rival, MANY, FEW) for rival in rivals]
+        means.append([None if each is None else each.interval.mean for each in pairs])
+        rows.append([name, *("" if each is None else shown(each.interval) for each in pairs)])
+    known = [[mean for mean in column if mean is not None] for column in zip(*means, strict=True)]
+    rows.append(["at or above", *(f"{sum(mean >= 0 for mean in column)} of {len(column)}" for column in known)])
+    return markdown_table(["task", *(entry_of(rival).title for rival in rivals)], rows)
+
+
+def _equal_queries(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    pairs = [(name, each) for name, content in contents.items() for each in all_pairs(content)]
+    corrected = holm([each.p for _, each in pairs])
+    rows, below = [], []
+    for task in contents:
+        own = [(each, p) for (name, each), p in zip(pairs, corrected, strict=True) if name == task]
+        clear = [each for each, p in own if p < LEVEL]
+        worse = [each for each in clear if each.interval.mean < 0]
+        rows.append([task, str(len(own)), str(len(clear) - len(worse)), str(len(worse))])
+        below += [
+            f"- {task}, {each.budget} queries: {shown(each.interval)} below {entry_of(each.rival).title}"
+            for each in worse
+        ]
+    table = markdown_table(["task", "comparisons", "above", "below"], rows)
+    said = f"Holm's correction over all {len(pairs)} comparisons, at {LEVEL:.0%}."
+    return [said, "", *table, *(["", *below] if below else [])]
+
+
+def _above_all_but_searches(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    budgets = sorted({budget for content in contents.values() for budget in content["budgets"]})
+    rows = []
+    for name, content in contents.items():
+        rivals = [rival for rival in rivals_of(content) if rival not in SEARCHES]
+        row = [name]
+        for budget in budgets:
+            found = [pair(content, rival, budget) for rival in rivals] if budget in content["budgets"] else []
+            pairs = [each for each in found if each is not None]
+            others = [entry_of(each.rival).title for each in pairs if not each.interval.low > 0]
+            missed = ", ".join(others) if len(others) <= 3 else f"{len(others)} of {len(pairs)}"
+            row.append("" if not pairs else f"not {missed}" if others else "yes")
+        rows.append(row)
+    return markdown_table(["task", *map(str, budgets)], rows)
+
+
+def section(name: str, content: dict[str, Any]) -> str:
+    """Return a comparison's table in Markdown under a heading, for a page of several."""
+    return "\n".join([f"## {name}", "", f"{heading(content)}.", "", *means_in_markdown(content), ""])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The page on several comparisons: what it states, and that the committed one is that of the committed numbers."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metricopt_ext.errors import FileFormatError
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def load_tool() -> Any:
+    spec = importlib.util.spec_from_file_location(
+        "summarise_comparisons", ROOT / "benchmarks" / "summarise_comparisons.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+
+
+def content(maximize: bool = True, **methods: dict[str, list[float | None]]) -> dict[str, Any]:
+    return {
+        "metric": {"name": "m", "maximize": maximize},
+        "budgets": [20, 60, 150],
+        "seeds": [0, 1, 2],
+        "starts": {"pretrained": {"test": [0.5, 0.5, 0.5]}, "batchnorm": {"test": [0.5, 0.6, None]}},
+        "best_start": {"queries": 2, "test": [0.5, 0.6, 0.5]},
+        "methods": {
+            name: {"cells": {q: {"test": test} for q, test in cells.items()}} for name, cells in methods.items()
+        },
+        "guards": [],
+    }
+
+
+OURS = {"60": [0.8, 0.9, 0.7], "150": [0.9, 0.9, 0.9]}
+
+
+def test_a_summary_states_gains_and_losses() -> None:
+    better = {"60": [0.951, 0.952, 0.953], "150": [0.991, 0.992, 0.9935]}
+    page = tool.summary({"first": content(ours=OURS, turbo=better), "second": content(ours=OURS)})
+    assert "# MetricOpt, guided search over 2 tasks" in page
+    difference = np.array([0.8, 0.9, 0.7]) - better["150"]
+    row = next(line for line in page.splitlines() if line.startswith("| first | +0.3000"))
+    assert f"| {difference.mean():+.4f} [" in row
+    # Of each task the two constant differences, at 60 and at 150 queries, are clear, and of the first TuRBO's at 150.
+    assert "Holm's correction over all 14 comparisons, at 5%." in page
+    assert "| first | 8 | 2 | 1 |" in page
+    assert "| second | 6 | 2 | 0 |" in page
+    assert "- first, 150 queries: -0.0922 [" in page
+    assert "| first |  | yes | not BatchNorm on validation |" in page  # TuRBO is a search
+    assert "| second |  | yes | not BatchNorm on validation |" in page
+    assert "| at or above | 2 of 2 | 2 of 2 | 2 of 2 | 0 of 1 |" in page
+    assert "- no guarded run" in page
+
+
+def test_the_committed_page_is_that_of_the_committed_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (RESULTS / "comparison.md").read_text()
+    files = sorted((RESULTS / "comparison").glob("*.json"), key=lambda path: page.index(f"\n## {path.stem}\n"))
+    assert len(files) == 13
+    monkeypatch.setattr(sys, "argv", ["summarise_comparisons.py", *map(str, files), "--output-dir", str(tmp_path)])
+    tool.main()
+    rows = [line for line in (tmp_path / "summary.md").read_text().splitlines() if line.startswith(("|", "- "))]
+    assert len(rows) > 200
+    assert [row for row in rows if row not in page] == []
+
+
+def test_what_is_no_comparison_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileFormatError):
+        tool.summarise([tmp_path])
+    monkeypatch.setattr(sys, "argv", ["summarise_comparisons.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"^error: .*run the comparison into"):
+        tool.main()
