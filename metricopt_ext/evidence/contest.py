@@ -15,7 +15,7 @@ from metricopt_ext.evidence.contenders import Contender, Spent, Telling
 from metricopt_ext.evidence.experiment import Experiment, State
 from metricopt_ext.evidence.guarded import TRAINED, Candidate, Change, guarded
 from metricopt_ext.evidence.method import METHODS, End, Reached, now
-from metricopt_ext.evidence.passes import Passes, noticing, passes_of
+from metricopt_ext.evidence.passes import CountedTask, Passes, counting, noticing, passes_of
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.starts import best_start, with_start
 from metricopt_ext.search.trust_region import SearchEnd
@@ -127,6 +127,7 @@ def run_seed(
     if missing or not (folder / STARTS).exists():
         watcher.stage("train the model")
         experiment = experiment_type(config, folder, seed, watcher)
+        experiment.task = made = counting(experiment.task)
         spent = Spent(watcher, experiment.task.metric.name)
         watcher.stage("starts")
         began = now()
@@ -140,7 +141,7 @@ def run_seed(
             },
             chosen,
             now() - began,
-            _passes(experiment.task, asked, starts),
+            _passes(made, asked, starts),
         )
         write_json(folder / STARTS, {"seed": seed, **begun.record(experiment.test_metric)})
         contenders = experiment.contenders(config, experiment)
@@ -185,17 +186,17 @@ def _fresh(task: FinetuneTask, spent: Spent) -> FinetuneTask:
     return fresh.judged_by(Telling(fresh.metric, spent))
 
 
-def _passes(made: FinetuneTask, asked: FinetuneTask, starts: Mapping[str, Start]) -> Passes:
+def _passes(made: CountedTask, asked: FinetuneTask, starts: Mapping[str, Start]) -> Passes:
     """Return what making and choosing the starts cost the model.
 
     Args:
-        made: The task that they were made of, with the batches of a loss-only finetune in its tally.
+        made: The task that they were made of, which counted the batches of a loss-only finetune.
         asked: The task that judged them.
         starts: The starts; buffers are estimated anew in a pass over the metric's inputs.
     """
     judged, looked = passes_of(asked), sum(bool(start.buffers) for start in starts.values())
     assert judged is not None
-    return judged + Passes(looked, made.tally.count)
+    return judged + Passes(looked, made.losses.count)
 
 
 class _Row:

@@ -4,15 +4,15 @@ A query is a call of the metric, also on scores that are kept: a threshold tuned
 queries. A search that moves phi costs a pass for each query, and what its loss gradients cost besides.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.task import FinetuneTask, Tally
+from metricopt_ext.tasks.task import FinetuneTask
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,55 @@ class Noticing:
         self.last = self.last or next(module.parameters(recurse=False), None) is not None
 
 
-def noticing(task: FinetuneTask) -> FinetuneTask:
+@dataclass
+class Counter:
+    """Counts something.
+
+    Attributes:
+        count: How much there was of it so far.
+    """
+
+    count: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class CountedTask(FinetuneTask):
+    """A task that counts the batches whose loss it computes with its gradient, n for n phi.
+
+    Attributes:
+        losses: The count, which the tasks that are made of this one share.
+    """
+
+    _: KW_ONLY
+    losses: Counter = field(default_factory=Counter, repr=False)
+
+    def loss_and_gradient(
+        self, phi: Tensor, seed: int, indices: Sequence[int], step: int, *, differentiable: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Compute and count; see `FinetuneTask.loss_and_gradient`."""
+        self.losses.count += len(indices)
+        return super().loss_and_gradient(phi, seed, indices, step, differentiable=differentiable)
+
+
+def counting(task: FinetuneTask) -> CountedTask:
+    """Return the same task, which counts the batches of its loss from now on."""
+    return CountedTask(
+        task.adapter, loss=task.loss, batches=task.batches, metric=task.metric, population=task.population
+    )
+
+
+def noticing(task: FinetuneTask) -> CountedTask:
     """Return the same task with an empty ledger and its passes counted from now on; see `passes_of`."""
     metric = task.metric
-    counted = Metric(Noticing(metric.function), **metric.settings)
-    return replace(task, metric=counted, tally=Tally())
+    return counting(task.judged_by(Metric(Noticing(metric.function), **metric.settings)))
 
 
 def passes_of(task: FinetuneTask) -> Passes | None:
     """Return what was counted of a task that `noticing` made, or of one made from that; None of any other."""
     function = task.metric.function
-    return Passes(function.runs, task.tally.count) if isinstance(function, Noticing) else None
+    if not isinstance(task, CountedTask) or not isinstance(function, Noticing):
+        return None
+    return Passes(function.runs, task.losses.count)
 
 
 def last_query(task: FinetuneTask) -> Passes:

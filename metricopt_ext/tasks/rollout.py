@@ -117,18 +117,16 @@ def collect(
     chunks = [indices[at : at + task.population] for at in range(0, len(indices), task.population)]
     unfinished = [chunk for chunk in chunks if any(store.get(round, index) is None for index in chunk)]
 
-    def run(chunk: Sequence[int]) -> tuple[Tensor, Tensor, int]:
-        before, starts = task.tally.count, task.starts(start_std, seed, chunk)
-        phi, loss = rollout(task, starts, policy_of(chunk), steps=steps, seed=seed, indices=chunk)
-        return phi, loss, task.tally.count - before
+    def run(chunk: Sequence[int]) -> tuple[Tensor, Tensor]:
+        starts = task.starts(start_std, seed, chunk)
+        return rollout(task, starts, policy_of(chunk), steps=steps, seed=seed, indices=chunk)
 
     for at in range(0, len(unfinished), ranks.world()):
-        together, before = unfinished[at : at + ranks.world()], task.tally.count
+        together = unfinished[at : at + ranks.world()]
         runs = list(ranks.each(run, together))
-        task.tally.count = before + sum(batches for _, _, batches in runs)  # those of the other ranks too
         missing = [
             (index, phi[row], loss[row], observation_steps(steps, evals, seed, index))
-            for chunk, (phi, loss, _) in zip(together, runs, strict=True)
+            for chunk, (phi, loss) in zip(together, runs, strict=True)
             for row, index in enumerate(chunk)
             if store.get(round, index) is None
         ]

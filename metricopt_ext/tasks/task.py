@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -75,17 +75,6 @@ def _affine_batch_norm(
     return torch.addcmul(shift.view(channels), x, scale.view(channels)).to(x.dtype)
 
 
-@dataclass
-class Tally:
-    """Counts something.
-
-    Attributes:
-        count: How much there was of it so far.
-    """
-
-    count: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class FinetuneTask(KnowsRenamed):
     """A frozen model whose phi is to be finetuned.
@@ -104,8 +93,6 @@ class FinetuneTask(KnowsRenamed):
         population: Maximum number of phi in one forward pass, at least 1. Use 1 for models that ``vmap`` can't handle
             (data-dependent control flow), or if one batch fills the machine anyway. It is also the unit of work:
             results can depend on it in the last bits.
-        tally: Counts the batches whose loss was computed with its gradient, n for n phi; the tasks that are made of
-            this one share it.
     """
 
     adapter: Adapter
@@ -114,7 +101,6 @@ class FinetuneTask(KnowsRenamed):
     batches: Batches
     metric: Metric
     population: int = 32
-    tally: Tally = field(default_factory=Tally, repr=False)
 
     def __post_init__(self) -> None:
         """Check the arguments.
@@ -176,7 +162,6 @@ class FinetuneTask(KnowsRenamed):
             some = slice(at, at + self.population)
             batches = [self.batches(seed, index, step) for index in indices[some]]
             parts.append(self._losses_and_gradients(phi[some], batches, differentiable))
-            self.tally.count += len(batches)
         loss, gradient = (torch.cat(each) for each in zip(*parts, strict=True))
         finite = loss.isfinite() & gradient.isfinite().all(dim=1)
         if not finite.all():

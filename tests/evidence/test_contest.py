@@ -59,14 +59,14 @@ def experiment(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
 
         def prepare(self) -> Any:
             self.built.append(self.seed)
-            task = quadratic()
-            return task, task.metric.with_new_ledger()
+            self.made = quadratic()
+            return self.made, self.made.metric.with_new_ledger()
 
         def validation(self) -> Any:
             raise AssertionError("no start of these needs it")
 
         def starts(self) -> dict[str, Start]:
-            return {"pretrained": Start(self.task.origin()), "half": Start(self.task.goal / 2)}
+            return {"pretrained": Start(self.task.origin()), "half": Start(self.made.goal / 2)}
 
         @classmethod
         def contenders(cls, config: Any, subject: Any = None) -> dict[str, Contender]:
@@ -108,7 +108,7 @@ def test_every_row_counts_what_the_starts_cost_the_model(
     def starts(self: Any) -> dict[str, Start]:
         self.task.loss_and_gradient(self.task.starts(1.0, 0, range(7)), 0, range(7), 0)
         self.task.adapter.model.register_buffer("seen", torch.zeros(1))
-        return {"half": Start(self.task.goal / 2, {"seen": torch.ones(1)})}
+        return {"half": Start(self.made.goal / 2, {"seen": torch.ones(1)})}
 
     prepare = experiment.prepare
 

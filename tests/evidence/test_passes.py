@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from metricopt_ext.errors import MetricError
-from metricopt_ext.evidence.passes import Noticing, Passes, last_query, noticing, passes_of
+from metricopt_ext.evidence.passes import Noticing, Passes, counting, last_query, noticing, passes_of
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -76,13 +76,25 @@ def test_a_pass_that_fails_is_one_and_leaves_no_hook(running: FinetuneTask) -> N
     assert passes_of(task) == Passes(metric=1)
 
 
-def test_losses_with_their_gradients_count_for_each_phi(running: FinetuneTask) -> None:
-    phi = torch.zeros(5, 4, dtype=torch.float64)
-    before = passes_of(running)
-    running.judged_by(running.metric.with_new_ledger()).loss_and_gradient(phi, 0, range(5), 0)
-    assert passes_of(running) == Passes(loss=5)
+@pytest.mark.parametrize("population", [1, 2, 32])
+def test_losses_with_their_gradients_count_for_each_phi(quadratic: Callable[..., Any], population: int) -> None:
+    """One for each phi, however many go together; tasks that are made of a task share its count."""
+    task, phi = noticing(quadratic(population=population)), torch.zeros(5, 4, dtype=torch.float64)
+    before = passes_of(task)
+    task.loss_and_gradient(phi, 0, range(5), 0)
+    task.copied().judged_by(task.metric.with_new_ledger()).loss_and_gradient(phi[:2], 0, range(2), 0)
+    task.cost(task.origin(), "judge")
+    assert passes_of(task) == Passes(loss=7)
     assert before == Passes()
-    assert passes_of(noticing(running)) == Passes()
+    assert passes_of(noticing(task)) == Passes()
+
+
+def test_a_task_that_counts_computes_what_it_did(quadratic: Callable[..., Any]) -> None:
+    task, phi = quadratic(), torch.ones(3, 4, dtype=torch.float64)
+    for found, expected in zip(
+        counting(task).loss_and_gradient(phi, 0, range(3), 1), task.loss_and_gradient(phi, 0, range(3), 1), strict=True
+    ):
+        assert torch.equal(found, expected)
 
 
 def test_of_other_tasks_nothing_is_known(quadratic: Callable[..., Any]) -> None:

@@ -124,16 +124,6 @@ def test_one_population_s_batches_are_held_at_once(quadratic: Callable[..., Any]
     torch.testing.assert_close(found, task.loss_and_gradient(phi, 0, range(5), 0))
 
 
-@pytest.mark.parametrize("population", [1, 2, 32])
-def test_losses_with_their_gradients_are_tallied(quadratic: Callable[..., Any], population: int) -> None:
-    """One for each phi, however many go together; tasks that are made of a task share its tally."""
-    task, other = quadratic(3, population=population), quadratic(3)
-    task.loss_and_gradient(rand(5, 3), 0, range(5), 0)
-    task.copied().judged_by(other.metric).loss_and_gradient(rand(2, 3), 0, range(2), 0)
-    task.cost(task.origin(), "judge")
-    assert (task.tally.count, other.tally.count) == (7, 0)
-
-
 @each_model
 @pytest.mark.parametrize("population", [1, 2, 3, 7, 100])
 def test_chunks_equal_the_whole(make: Callable[[], tuple[Adapter, Tensor]], population: int) -> None:
