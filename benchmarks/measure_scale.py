@@ -13,11 +13,16 @@ of one rank, to be compared with what a run of several then measures.
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.evidence.cli import errors_in_one_line
@@ -33,6 +38,38 @@ from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.progress import Watcher
 
 DIM, CLASSES = 32, 10
+
+
+@dataclass
+class Traffic:
+    """What this process has exchanged with the other ranks.
+
+    Attributes:
+        exchanges: How many times all ranks met for it.
+        sent: Bytes that this process has contributed, each of which goes to every other rank.
+    """
+
+    exchanges: int = 0
+    sent: int = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what goes through torch.distributed's exchanges of objects, which are the ranks' only ones."""
+        gather, broadcast = distributed.all_gather_object, distributed.broadcast_object_list
+
+        def gathering(parts: list[Any], sent: bytes, *more: Any, **options: Any) -> None:
+            self.exchanges, self.sent = self.exchanges + 1, self.sent + len(sent)
+            gather(parts, sent, *more, **options)
+
+        def broadcasting(sent: list[Any], *more: Any, **options: Any) -> None:
+            self.exchanges, self.sent = self.exchanges + 1, self.sent + len(sent[0])
+            broadcast(sent, *more, **options)
+
+        with (
+            mock.patch.object(distributed, "all_gather_object", gathering),
+            mock.patch.object(distributed, "broadcast_object_list", broadcasting),
+        ):
+            yield
 
 
 def main() -> None:
@@ -72,10 +109,11 @@ def measure(strategy: str, queries: int, sleep: float, images: int, output: Path
         metric=Metric(value, maximize=True, bounds=None, name="log likelihood"),
     )
     recipe = Recipe()
-    began = time.perf_counter()
-    optimize_metric(task, queries=queries, strategy=recipe if strategy == "recipe" else None, watcher=Watcher())
-    seconds = time.perf_counter() - began
-    asked = list(ranks.each(lambda own: (len(spent), sum(spent)), range(ranks.world())))
+    traffic, began = Traffic(), time.perf_counter()
+    with traffic.counted():
+        optimize_metric(task, queries=queries, strategy=recipe if strategy == "recipe" else None, watcher=Watcher())
+        seconds = time.perf_counter() - began
+        asked = list(ranks.each(lambda own: (len(spent), sum(spent)), range(ranks.world())))
     evaluations = sum(number for number, _ in asked)
 
     def waves(world: int) -> int:
@@ -93,8 +131,8 @@ def measure(strategy: str, queries: int, sleep: float, images: int, output: Path
         "seconds": seconds,
         "serial seconds": serial,
         **{f"predicted seconds of {world} ranks": serial + waves(world) * each for world in (2, 4, 8, 64)},
-        "exchanges": ranks.traffic.exchanges,
-        "megabytes sent by the first rank": ranks.traffic.sent / 1e6,
+        "exchanges": traffic.exchanges,
+        "megabytes sent by the first rank": traffic.sent / 1e6,
     }
     if ranks.rank() == 0:
         rows = [(name, f"{value:.2f}" if isinstance(value, float) else str(value)) for name, value in figures.items()]

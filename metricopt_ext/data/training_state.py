@@ -2,9 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +19,6 @@ COUNT = "step"  # what torch's optimizers call their number of steps, a tensor o
 RATES = ("lr", "momentum", "betas")  # what a schedule changes
 
 
-@dataclass
-class Cut:
-    """Training that a `trial` left out.
-
-    Attributes:
-        seconds: Longest time of a training.
-        left_out: How many seconds the steps left out would have taken, as fast as those before.
-    """
-
-    seconds: float
-    left_out: float = 0.0
-
-
-_cut: ContextVar[Cut | None] = ContextVar("cut", default=None)
-
-
-@contextmanager
-def trial(seconds: float) -> Iterator[Cut]:
-    """Cut each training short that goes on for longer than some seconds: for its pace alone.
-
-    Args:
-        seconds: The limit; a training takes one step at least.
-    """
-    cut = Cut(seconds)
-    token = _cut.set(cut)
-    try:
-        yield cut
-    finally:
-        _cut.reset(token)
-
-
 class TrainingState:
     """Model, optimizer, torch's global random numbers and the losses so far, kept in a file about once a minute.
 
@@ -62,7 +28,7 @@ class TrainingState:
         steps: Number of steps.
         settings: What a training that goes on must have in common with the one that was killed; JSON.
         file: Where the state is kept, and read from if it exists; None to keep nothing.
-        watcher: Notified of progress.
+        watcher: Notified of progress; may end the training early, see `Watcher.goes_on`.
 
     Attributes:
         losses: The loss of each step taken; the caller appends to it.
@@ -96,12 +62,11 @@ class TrainingState:
     def steps_left(self) -> Iterator[int]:
         """Yield the number of each step that is still to be taken, from 0 in a training from the start."""
         began = kept = told = time.monotonic()
-        first, cut = len(self.losses), _cut.get()
+        first = len(self.losses)
         for step in range(first, self._steps):
             yield step
             now = time.monotonic()
-            if cut is not None and now - began >= cut.seconds:
-                cut.left_out += (now - began) * (self._steps - step - 1) / (step + 1 - first)
+            if not self._watcher.goes_on(step + 1 - first, self._steps - step - 1, now - began):
                 return
             if self._file is not None and now - kept >= KEEP_EVERY:
                 self._save(self._file)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from metricopt_ext.data.training_state import trial
 from metricopt_ext.evidence.experiment import Experiment
 from metricopt_ext.evidence.method import METHODS, check_known, now
 from metricopt_ext.evidence.run_config import RunConfig
@@ -22,6 +21,7 @@ from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.machine import deterministic
+from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.words import counted, duration
 
@@ -43,6 +43,27 @@ class Work(NamedTuple):
     steps: int = 0
     wide: int = 0
     width: int = 1
+
+
+class Trial(Watcher):
+    """Cuts each training short that goes on for longer than some seconds: it is for the pace alone.
+
+    Args:
+        seconds: The limit; a training takes one step at least.
+
+    Attributes:
+        left_out: How many seconds the steps left out would have taken, as fast as those before.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self.left_out = seconds, 0.0
+
+    def goes_on(self, taken: int, left: int, seconds: float) -> bool:
+        """End a training that has taken long enough."""
+        if seconds < self._seconds:
+            return True
+        self.left_out += seconds * left / taken
+        return False
 
 
 def dry_run(experiment: type[Experiment[Any]], config: RunConfig, folder: Path) -> None:
@@ -69,9 +90,8 @@ def dry_run(experiment: type[Experiment[Any]], config: RunConfig, folder: Path) 
 
 def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at_once: int, world: int) -> None:
     with TemporaryDirectory() as own, num_threads(config.threads):
-        began = now()
-        with trial(TRAINING) as cut:
-            made = experiment(replace(config, starts=[]), Path(own), config.seed)  # starts are for the search alone
+        began, cut = now(), Trial(TRAINING)
+        made = experiment(replace(config, starts=[]), Path(own), config.seed, cut)  # starts are for the search alone
         prepared, task = now() - began + cut.left_out, made.task
         config.check_queries(task.dim)
         methods = list(made.methods())

@@ -37,6 +37,10 @@ class Watcher:
     def warning(self, line: str) -> None:
         """Python has shown a warning."""
 
+    def goes_on(self, taken: int, left: int, seconds: float) -> bool:
+        """A training has taken some steps in some seconds, and others are left: return whether it is to go on."""
+        return True
+
     def outcome(self, seen: str) -> None:
         """The model that is kept was chosen: its metric before and after."""
 

@@ -9,7 +9,6 @@ import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -29,27 +28,6 @@ WORKING = timedelta(days=30)  # how long one may work on its share; a rank that 
 _joined = False  # whether the processes are to share work
 _sharing = _apart = False  # whether they do right now, or must not
 _groups: dict[Any, Any] = {}  # our own group of all processes, by torch's
-
-
-@dataclass
-class Traffic:
-    """Counts what a process has exchanged with the other ranks.
-
-    Attributes:
-        exchanges: How many times all ranks met for it.
-        sent: Bytes that this process has contributed, each of which goes to every other rank.
-    """
-
-    exchanges: int = 0
-    sent: int = 0
-
-    def count(self, packed: bytes) -> None:
-        """Count an exchange."""
-        self.exchanges += 1
-        self.sent += len(packed)
-
-
-traffic = Traffic()
 
 
 class _Outcome(NamedTuple):
@@ -134,7 +112,6 @@ def on_first(function: Callable[[], Result]) -> Result:
     own = _tried(function) if rank() == 0 else _Outcome()
     if world() > 1:
         sent = [_packed(own) if rank() == 0 else b""]
-        traffic.count(sent[0])
         with _all_there():
             distributed.broadcast_object_list(sent, src=0, group=_group())
         own = own if rank() == 0 else _unpacked(sent[0])
@@ -259,7 +236,6 @@ def _gathered(own: Any) -> list[Any]:
         return [own]
     parts: list[Any] = [None] * world()
     sent = _packed(own)
-    traffic.count(sent)
     with _all_there():
         distributed.all_gather_object(parts, sent, _group())
     return [own if other == rank() else _unpacked(part) for other, part in enumerate(parts)]

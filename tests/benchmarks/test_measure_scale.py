@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Callable
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -36,6 +37,19 @@ def test_one_rank_evaluates_in_as_many_waves_as_evaluations(
     assert figures["waves"] == figures["evaluations"] <= queries
     assert figures["exchanges"] == 0
     assert figures["seconds"] >= figures["predicted seconds of 8 ranks"] >= figures["serial seconds"] > 0
+
+
+@pytest.mark.slow
+def test_what_two_ranks_exchange_is_counted(torchrun: Callable[..., Any], tmp_path: Path) -> None:
+    """Each wave of evaluations is an exchange; what is computed once goes to the other rank besides."""
+    arguments = ("--queries", "20", "--images", "60", "--output", str(tmp_path / "figures.json"))
+    launched = torchrun(SCRIPT.read_text(), 2, *arguments)
+    said, _ = launched.communicate(timeout=120)
+    assert launched.returncode == 0, said
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["ranks"] == 2
+    assert figures["exchanges"] > figures["waves"]
+    assert 0.001 < figures["megabytes sent by the first rank"] < 1
 
 
 @pytest.mark.parametrize(("world", "waves"), [(1, 45), (2, 24), (4, 13), (8, 8), (64, 7)])

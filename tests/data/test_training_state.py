@@ -108,24 +108,33 @@ def test_it_is_kept_once_a_minute_and_told_each_half_minute(tmp_path: Path, monk
     assert told.stages == [f"train the model, {share}%" for share in (25, 50, 75, 100)]
 
 
-def test_a_trial_takes_some_steps_and_says_how_long_the_others_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter(range(0, 1000, 11))
+class Ending(Watcher):
+    """Ends a training that has gone on for some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.seen: list[tuple[int, int, float]] = []
+
+    def goes_on(self, taken: int, left: int, seconds: float) -> bool:
+        self.seen.append((taken, left, seconds))
+        return seconds < self.seconds
+
+
+def test_a_watcher_may_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, ending = iter(range(0, 1000, 11)), Ending(30.0)
     monkeypatch.setattr(training_state, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
     training = Training(None, small_net(0))
-    with training_state.trial(30.0) as cut:
-        training.train()
+    training.train(watcher=ending)
     assert training.taken == 3
-    assert cut.left_out == 11 * (STEPS - 3)
+    assert ending.seen == [(1, STEPS - 1, 11.0), (2, STEPS - 2, 22.0), (3, STEPS - 3, 33.0)]
     training.train()  # in full again
     assert training.taken == 3 + STEPS
 
 
-def test_a_trial_leaves_a_short_training_as_it_is() -> None:
+def test_a_watcher_that_lets_it_go_on_changes_nothing() -> None:
     training = Training(None, small_net(0))
-    with training_state.trial(600.0) as cut:
-        training.train()
+    training.train(watcher=Ending(600.0))
     assert training.taken == STEPS
-    assert cut.left_out == 0
 
 
 def test_a_short_training_keeps_and_tells_nothing(tmp_path: Path) -> None:

@@ -151,7 +151,9 @@ def test_a_model_is_trained_for_its_pace_alone(
     class Trained(toy):  # type: ignore[misc]
         def prepare(self) -> Any:
             model = nn.Linear(1, 1)
-            state = training_state.TrainingState(model, torch.optim.SGD(model.parameters(), 0.1), 610, {})
+            state = training_state.TrainingState(
+                model, torch.optim.SGD(model.parameters(), 0.1), 610, {}, watcher=self.watcher
+            )
             for step in state.steps_left():  # a second each
                 taken.append(step)
                 state.losses.append(0.0)
