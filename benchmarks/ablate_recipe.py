@@ -17,7 +17,7 @@ interrupted run continues where it stopped.
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
 from metricopt_ext.value.objective import Objective, hardest_triplets
 from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import ValueFunction
+from trivial import trivial_predictors
 
 DEFAULT = "default"
 
@@ -185,11 +186,13 @@ class Row:
         spearman: Held-out rank correlation of f where it is used; NaN-free, None if f is the default's.
         test: Test metric at MetricOpt's end.
         queries: Total metric queries of the variant.
+        trivial: Held-out rank correlation of trivial predictors on the same points, by name; of the default alone.
     """
 
     spearman: float | None
     test: float
     queries: int
+    trivial: dict[str, float] = field(default_factory=dict)
 
 
 def main() -> None:
@@ -270,7 +273,10 @@ def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watche
         ready, recipe = ClassificationExperiment(config, folder, seed), config.recipe.build()
         result = run(ready, seed)
         spent = sum(result.queries.values())
-        rows[DEFAULT] = Row(spearman(result.fit), test_metric(ready, result.ends["metricopt"]), spent)
+        folds = recipe.folds_for(len(result.trajectories))
+        trivial = trivial_predictors(result.trajectories, folds=folds, seed=seed)
+        known = {name: quality.spearman for name, quality in trivial.items()}
+        rows[DEFAULT] = Row(spearman(result.fit), test_metric(ready, result.ends["metricopt"]), spent, known)
         for name, change in FITS.items():
             changed = replace(recipe, **change)
             remember(name, lambda changed=changed: fitted(ready, result, changed, seed))  # type: ignore[misc]
@@ -374,7 +380,7 @@ def markdown(content: dict[str, Any]) -> str:
             "",
             f"## {task}",
             "",
-            f"Default: held-out Spearman {spread([row['spearman'] for row in default])}, test"
+            f"Default: held-out Spearman {spread([row['spearman'] for row in default])}{simplest(default)}, test"
             f" {spread([row['test'] for row in default])}, {default[0]['queries']} queries.",
             "",
             "| change | queries | Spearman | gain on test |",
@@ -387,6 +393,13 @@ def markdown(content: dict[str, Any]) -> str:
                     f"| {variant} | {rows[0]['queries']} | {interval(ranks) if ranks else ''} | {interval(gains, 4)} |"
                 )
     return "\n".join([*lines, ""])
+
+
+def simplest(default: Sequence[dict[str, Any]]) -> str:
+    """Say which trivial predictor ranks held-out points best, on average over seeds; nothing if none was measured."""
+    means = {name: float(np.mean([row["trivial"][name] for row in default])) for name in default[0].get("trivial", {})}
+    best = max(means, key=means.__getitem__, default=None)
+    return "" if best is None else f" (best trivial predictor, {best.replace('_', ' ')}: {means[best]:.4f})"
 
 
 def interval(differences: Sequence[float], digits: int = 2) -> str:

@@ -160,7 +160,7 @@ def test_there_are_links_to_check() -> None:
 
 def test_every_benchmark_has_a_row() -> None:
     rows = re.findall(r"^\| `(\w+)\.py` \|", BENCHMARKS.read_text(), re.MULTILINE)
-    commands = [path.stem for path in BENCHMARKS.parent.glob("*.py") if "def main(" in path.read_text()]
+    commands = [path.stem for path in BENCHMARKS.parent.glob("*.py") if '__name__ == "__main__"' in path.read_text()]
     assert sorted(rows) == sorted(commands)
 
 

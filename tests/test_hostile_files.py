@@ -234,7 +234,7 @@ def seed_record() -> SeedRecord:
     outcomes = {"metricopt": [Outcome(0.5, 0.5, 20, 1, 1.0)]}
     machine = Machine("a", "b", 1, "cpu")
     return SeedRecord(
-        seed=0, outcomes=outcomes, quality=quality, candidates={"gp": quality}, trivial={}, kept="start", setting=None,
+        seed=0, outcomes=outcomes, quality=quality, candidates={"gp": quality}, kept="start", setting=None,
         split_half=0.5, chance=0.1, guard="halves", curves={"a": [0.5]}, true=[0.1], predicted=[0.2], machine=machine,
     )  # fmt: skip
 

@@ -20,7 +20,6 @@ from metricopt_ext.evidence.method import End, Method
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import usual_methods
 from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.evidence.trivial import trivial_predictors
 from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.tasks.batches import Batches
@@ -232,10 +231,8 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
     task.adapter.apply(result.start_of(result.chosen))
     to_value = task.metric.to_value
     if isinstance(result, SearchRun):
-        trivial, setting, searched = {}, None, [to_value(cost) for cost in result.costs]
+        setting, searched = None, [to_value(cost) for cost in result.costs]
     else:
-        folds = config.recipe.build().folds_for(len(result.trajectories))
-        trivial = trivial_predictors(result.trajectories, folds=folds, seed=seed)
         setting, searched = result.setting, []
     correlations = experiment.correlations([each.reached[-1].end for each in comparison.results.values()])
     if correlations is not None and config.pictures and seed == config.seed:
@@ -245,7 +242,6 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
         outcomes=comparison.outcomes,
         quality=None if result.fit is None else result.fit.f.quality,
         candidates={} if result.fit is None else result.fit.candidates,
-        trivial=trivial,
         kept=result.chosen,
         setting=setting,
         split_half=None if math.isnan(result.split_half) else result.split_half,

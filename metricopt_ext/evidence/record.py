@@ -43,7 +43,6 @@ class SeedRecord:
         outcomes: By method, one for each number of queries that it reports.
         quality: Held-out quality of the value function in use; None if there is none, as the metric never varied.
         candidates: Held-out quality of each kind of value function that was fitted.
-        trivial: The same for trivial predictors, on the same points.
         kept: Which end point the guard kept.
         setting: How boldly f was followed; None for a search.
         split_half: Correlation of the metric's halves over random phi; None if it does not report them.
@@ -64,7 +63,6 @@ class SeedRecord:
     outcomes: dict[str, list[Outcome]]
     quality: Quality | None
     candidates: dict[str, Quality]
-    trivial: dict[str, Quality]
     kept: str
     setting: Setting | None
     split_half: float | None

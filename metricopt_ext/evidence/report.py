@@ -152,7 +152,6 @@ class Report:
                 "trusted": [q.trusted for q in self.quality],
                 "per_seed": [vars(q) for q in self.quality],
                 "candidates": [{k: vars(q) for k, q in record.candidates.items()} for record in self.records],
-                "trivial": [{k: vars(q) for k, q in record.trivial.items()} for record in self.records],
             },
             "correlations": [record.correlations for record in self.records],
             "split_half": [record.split_half for record in self.records],
@@ -346,13 +345,7 @@ class Report:
         """Say how well f predicted, and in how many seeds it is to be trusted; nothing if there was no f."""
         if not self.quality:
             return []
-        trivial = {
-            name: float(np.mean([record.trivial[name].spearman for record in self.records]))
-            for name in self.records[0].trivial
-        }
         trusted = sum(quality.trusted for quality in self.quality)
-        best = max(trivial, key=lambda name: trivial[name], default=None)
-        beside = "" if best is None else f" (best trivial predictor, {best.replace('_', ' ')}: {trivial[best]:.2f})"
         spearman = np.mean([quality.spearman for quality in self.quality])
         mae = np.mean([quality.mae for quality in self.quality])
         rivals = {"a constant": [quality.constant_mae for quality in self.quality]}
@@ -362,7 +355,7 @@ class Report:
         against = " and ".join(f"{np.mean(errors):.4f} of {name}" for name, errors in rivals.items())
         where = "before each query" if self.searched else "on held-out trajectories"
         return [
-            f"Value function {where}: Spearman {spearman:.2f}{beside}, mean absolute error {mae:.4f} of the cost"
+            f"Value function {where}: Spearman {spearman:.2f}, mean absolute error {mae:.4f} of the cost"
             f" against {against}; trusted in {trusted} of {counted(len(self.records), 'seed')}"
         ]
 
@@ -400,13 +393,12 @@ class Report:
         return [(name, over_seeds(name, "spearman"), over_seeds(name, "kendall")) for name in names]
 
     def predictors(self) -> list[tuple[str, str, str]]:
-        """Return how well f and its rivals predict, a row for each."""
+        """Return how well f in use and each that was fitted predict, a row for each."""
         rows = {IN_USE: self.quality} if self.quality else {}
-        for title, column in (("fitted: {}", "candidates"), ("trivial: {}", "trivial")):
-            for name in getattr(self.records[0], column):
-                qualities = [getattr(record, column).get(name) for record in self.records]
-                if None not in qualities:
-                    rows[title.format(name.replace("_", " "))] = qualities
+        for name in self.records[0].candidates:
+            qualities = [record.candidates[name] for record in self.records if name in record.candidates]
+            if len(qualities) == len(self.records):
+                rows["fitted: " + name.replace("_", " ")] = qualities
         return [(name, spread([q.spearman for q in qs]), spread([q.mae for q in qs])) for name, qs in rows.items()]
 
     def _header(self) -> list[str]:

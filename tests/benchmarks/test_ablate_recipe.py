@@ -73,6 +73,12 @@ def test_a_table_of_paired_differences(few: None, tmp_path: Path, monkeypatch: p
     assert f"| K = 2 | {variants['K = 2'][0]['queries']} | {tool.interval(ranks)} | {tool.interval(gains, 4)} |" in text
     assert f"Computed on {Machine.current(torch.device('cpu'), 1)}; other processors" in text
     assert json.loads((tmp_path / "ablations.json").read_text())["tasks"] == content["tasks"]
+    simplest = [row["trivial"] for row in variants["default"]]
+    means = {name: sum(of_seed[name] for of_seed in simplest) / 2 for name in simplest[0]}
+    assert (
+        f" (best trivial predictor, {max(means, key=means.get).replace('_', ' ')}: {max(means.values()):.4f})" in text
+    )
+    assert not any(row["trivial"] for row in variants["K = 2"])
     assert (tmp_path / "ablations.png").stat().st_size > 10_000
 
     monkeypatch.setattr(tool, "whole", lambda *_: pytest.fail("ran again what is on file"))

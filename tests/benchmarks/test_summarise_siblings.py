@@ -35,7 +35,6 @@ def write_run(folder: Path, finals: list[float], rewards: list[list[float]]) -> 
             outcomes={"ala": [Outcome(0.1, 0.2, 0, 0, 0.0), outcome]},
             quality=None,
             candidates={},
-            trivial={},
             kept="",
             setting=None,
             split_half=None,

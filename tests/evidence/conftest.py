@@ -40,7 +40,6 @@ def _report(tests: dict[str, list[float]] | None = None, *, seeds: int = 3, maxi
                 outcomes=outcomes,
                 quality=GOOD if row else POOR,
                 candidates={"neural": POOR, "ridge": GOOD if row else POOR},
-                trivial={"constant": POOR, "full_quadratic": GOOD},
                 kept="metricopt" if row else "start",
                 setting=Setting(0.3, 0.15),
                 split_half=0.75,

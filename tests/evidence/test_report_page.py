@@ -181,7 +181,7 @@ def test_settings_and_names_are_escaped_and_whole(report: Callable[..., Report],
 def test_a_run_without_f_has_a_page(report: Callable[..., Report], page: Any, html: Any) -> None:
     made = report()
     for record in made.records:
-        for name, value in (("quality", None), ("candidates", {}), ("trivial", {})):
+        for name, value in (("quality", None), ("candidates", {})):
             object.__setattr__(record, name, value)
     seen = html(page(made).html())
     assert "There is no f: the metric never varied." in seen.texts("p")

@@ -8,11 +8,11 @@ from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.preprocessing import PolynomialFeatures, StandardScaler
 from torch import Tensor
 
-from metricopt_ext.evidence.trivial import PENALTIES, trivial_predictors
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.fitting import assign_folds, fit_value_function
 from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.observations import Observations
+from trivial import PENALTIES, trivial_predictors
 
 FOLDS, STEPS = 3, 10
 
