@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adam_policy import AdamPolicy
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.evidence.cli import RUNS_CODE, errors_in_one_line
@@ -37,7 +38,6 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import finetune, metric_policy
-from metricopt_ext.search.adam import AdamPolicy
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.rollout import Policy

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kept import kept_json
 from metricopt_ext.classification.build import (
     batch_metric,
     build_metric,
@@ -46,7 +47,7 @@ from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.tasks.batches import BlockBatches
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
-from metricopt_ext.utils.files import kept_json, write_atomically, write_json
+from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds

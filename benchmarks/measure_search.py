@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from kept import kept_json
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, errors_in_one_line, experiment_of
@@ -36,7 +37,7 @@ from metricopt_ext.methods.starts import with_start
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
-from metricopt_ext.utils.files import kept_json, write_atomically, write_json
+from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds

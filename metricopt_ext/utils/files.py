@@ -115,27 +115,6 @@ def holds(content: Mapping[str, Any], kinds: Mapping[str, type]) -> bool:
     return all(isinstance(content.get(key), kind) for key, kind in kinds.items())
 
 
-def kept_json(path: Path, kinds: Mapping[str, type], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object from a file, or make it and write it there, so that an interrupted run has it once only.
-
-    Args:
-        path: The file.
-        kinds: As in `holds`.
-        make: Makes the object.
-
-    Raises:
-        FileFormatError: The file holds something else.
-    """
-    if path.exists():
-        kept: dict[str, Any] = read_json(path)
-        if not holds(kept, kinds):
-            raise FileFormatError(f"{path} holds no {path.stem} with {', '.join(kinds)}; delete it to make it anew")
-        return kept
-    made = make()
-    write_json(path, made)
-    return made
-
-
 def read_bounded(path: str | Path, most: int) -> bytes:
     """Read a file of at most so many bytes.
 
