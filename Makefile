@@ -14,10 +14,10 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-python docs quality style clean
+.PHONY: help demo test test-python benchmarks-smoke docs quality style clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 13
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 # One pip command, so that one resolution chooses torch and torchvision together.
 $(STAMP): pyproject.toml
@@ -47,6 +47,28 @@ test-python:  ## run the quick tests of the core's lower floors on another Pytho
 	PYENV_VERSION=$* python$* -m venv .venv-$*
 	.venv-$*/bin/python -m pip install $(PIP_ARGS) -e '.[classification,dev]'
 	touch $@
+
+SMOKE := out/benchmarks-smoke
+TOY := --config-file configs/classification/digits.yaml
+TINY := device=cpu seeds=1 workers=1 model.epochs=1 adapter.dim=4 population=8 recipe.steps=6 recipe.evals=3 \
+	recipe.rounds=2 recipe.folds=2 recipe.trials=0 'recipe.learners=[ridge]'
+TABLE := data.name=breast_cancer data.standardise=true shift.kind=none model.name=tabular_mlp metric.name=mcr \
+	adapter.kind=input_bias 'adapter.layers=[]'
+
+benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size, which takes about two minutes
+	rm -rf $(SMOKE)
+	.venv/bin/python benchmarks/ablate_recipe.py --output-dir $(SMOKE)/ablations --seeds 1 --workers 1 --changes 'ridge alone' 'ES, 3 pairs' 'K = 2' --task configs/classification/digits.yaml $(TINY) queries=60
+	.venv/bin/python benchmarks/compare_starts.py --starts 1 --budgets 8 20 $(TOY) --output-dir $(SMOKE)/starts $(TINY) queries=60
+	.venv/bin/python benchmarks/measure_ap50.py --images 20 --detections 30 --classes 4 --repeats 1 --output-dir $(SMOKE)/ap50
+	.venv/bin/python benchmarks/measure_correlation.py --config-file configs/siblings/reloss_digits.yaml --output-dir $(SMOKE)/correlation device=cpu seeds=1 workers=1 siblings.reloss.training=12 siblings.reloss.heldout=4 siblings.reloss.checkpoints=3 siblings.reloss.checkpoint_steps=4 siblings.reloss.loss_steps=2 siblings.reloss.loss_batches=6
+	.venv/bin/python benchmarks/measure_cost.py --output-dir $(SMOKE)/cost --repeats 6
+	.venv/bin/python benchmarks/measure_recall.py --size 600 --dim 16 --k 120 --output-dir $(SMOKE)/recall
+	.venv/bin/python benchmarks/measure_scale.py --queries 20 --images 60
+	.venv/bin/python benchmarks/measure_search.py --task classification $(TOY) --output-dir $(SMOKE)/search --budgets 20 $(TINY) seeds=2 queries=30
+	.venv/bin/python tools/finetune_classifier.py $(TOY) --output-dir $(SMOKE)/sibling $(TINY) $(TABLE) 'methods=[sl_r]' siblings.trains=phi siblings.threshold_evals=7 siblings.sl.iterations=4 siblings.sl.universal_steps=6 siblings.sl.evals=2 queries=30 search_queries=0 pictures=false
+	.venv/bin/python benchmarks/summarise_siblings.py --run-dir $(SMOKE)/sibling
+	.venv/bin/python benchmarks/tabulate_runs.py $(SMOKE)/sibling --output-dir $(SMOKE)
+	.venv/bin/python benchmarks/summarise_comparisons.py benchmarks/results/comparison/*.json --output-dir $(SMOKE)
 
 docs: $(STAMP)  ## build the documentation site into out/docs; a broken link or anchor fails
 	$(BIN)/mkdocs build

@@ -16,7 +16,7 @@ interrupted run continues where it stopped.
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -203,32 +203,42 @@ def main() -> None:
     parser.add_argument("--task", nargs="+", action="append", metavar="X", help="a config file, then key=value ...")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
     parser.add_argument("--strategy", choices=("recipe", "paper"), default="recipe", help="what is changed")
+    parser.add_argument("--changes", nargs="+", metavar="NAME", help="only these rows of the table, e.g. 'K = 2'")
     parser.add_argument("--seed", type=int, default=2000, help="first seed (2000: not used for reported results)")
     parser.add_argument("--seeds", type=int, default=4, help="number of seeds")
     parser.add_argument("--workers", type=int, default=2, help="seeds that run in parallel")
     arguments = parser.parse_args()
     if arguments.seeds < 1:
         parser.error(f"--seeds is {arguments.seeds}; it must be at least 1")
+    known = [*FITS, *STEPS, *RUNS] if arguments.strategy == "recipe" else [*PAPER, *OBSERVED]
+    for name in arguments.changes or ():
+        if name not in known:
+            parser.error(f"--changes: {name!r} is none of {', '.join(known)}")
     tasks = arguments.task or [["configs/classification/digits.yaml"]]
     with errors_in_one_line(keeps=arguments.output_dir):
         seeds = range(arguments.seed, arguments.seed + arguments.seeds)
-        ablate(tasks, arguments.output_dir, seeds, arguments.workers, arguments.strategy)
+        ablate(tasks, arguments.output_dir, seeds, arguments.workers, arguments.strategy, arguments.changes)
 
 
 def ablate(
-    tasks: Sequence[Sequence[str]], folder: Path, seeds: Sequence[int], workers: int, strategy: str = "recipe"
+    tasks: Sequence[Sequence[str]],
+    folder: Path,
+    seeds: Sequence[int],
+    workers: int,
+    strategy: str = "recipe",
+    changes: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Run every variant on every seed of every task and write the report; returns it."""
+    """Run every variant, or those named, on every seed of every task and write the report; returns it."""
     table: dict[str, Any] = {}
     for file, *overrides in tasks:
         config = load_config(ClassificationConfig, file, overrides)
         config.strategy = strategy
         config.check()
-        name, whole_runs = title(config), len(runs_of(config))
-        total = 1 + whole_runs + (len(FITS) + len(STEPS) if strategy == "recipe" else 0)
+        name, whole_runs = title(config), len(chosen(runs_of(config), changes))
+        total = 1 + whole_runs + (len(chosen(FITS | STEPS, changes)) if strategy == "recipe" else 0)
         print(f"{name}: {total} variants on {counted(len(seeds), 'seed')} from {seeds[0]} on")
         own = folder / name.replace(" ", "-")
-        run = partial(ablate_seed, file, [*overrides, f"strategy={strategy}"], own)
+        run = partial(ablate_seed, file, [*overrides, f"strategy={strategy}"], own, changes)
         with deterministic(config.deterministic, threads=1), sole_writer(own):
             computed_on = str(Machine.current(choose_device(config.device), threads=1))
             open_run(own, {**config.as_dict(), "computed_on": computed_on}, resume=True, files=config.data_files())
@@ -252,7 +262,14 @@ def title(config: ClassificationConfig) -> str:
     return f"{'' if config.shift.kind == 'none' else 'shifted '}{config.data.name} {config.metric.name}"
 
 
-def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watcher: Watcher) -> dict[str, Row]:
+def chosen(variants: Mapping[str, Any], changes: Sequence[str] | None) -> dict[str, Any]:
+    """Return those variants that are to be run: all, unless some are named."""
+    return {name: variant for name, variant in variants.items() if changes is None or name in changes}
+
+
+def ablate_seed(
+    file: str, overrides: list[str], folder: Path, changes: Sequence[str] | None, seed: int, watcher: Watcher
+) -> dict[str, Row]:
     """Run every variant on one seed; those already on file are not run again."""
     folder = folder / f"seed-{seed}"
     config = load_config(ClassificationConfig, file, overrides)
@@ -277,16 +294,16 @@ def ablate_seed(file: str, overrides: list[str], folder: Path, seed: int, watche
         trivial = trivial_predictors(result.trajectories, folds=folds, seed=seed)
         known = {name: quality.spearman for name, quality in trivial.items()}
         rows[DEFAULT] = Row(spearman(result.fit), test_metric(ready, result.ends["metricopt"]), spent, known)
-        for name, change in FITS.items():
+        for name, change in chosen(FITS, changes).items():
             changed = replace(recipe, **change)
             remember(name, lambda changed=changed: fitted(ready, result, changed, seed))  # type: ignore[misc]
-        for name, (rule, change, setting) in STEPS.items():
+        for name, (rule, change, setting) in chosen(STEPS, changes).items():
             weight, metric_step = setting or result.setting
             policy = rule(result.fit.f, recipe.lr, metric_step, weight, recipe.steps, **change)
             remember(name, lambda policy=policy: Row(None, followed(ready, policy, recipe, seed), spent))  # type: ignore[misc]
     else:
         remember(DEFAULT, lambda: whole(file, overrides, folder, seed))
-    for done, (name, added) in enumerate(runs_of(config).items()):
+    for done, (name, added) in enumerate(chosen(runs_of(config), changes).items()):
         watcher.query(done + 1, name)
         remember(name, lambda added=added: whole(file, [*overrides, *added], folder, seed))  # type: ignore[misc]
     watcher.done()

@@ -164,6 +164,13 @@ def test_every_benchmark_has_a_row() -> None:
     assert sorted(rows) == sorted(commands)
 
 
+def test_the_smoke_run_has_every_benchmark() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("\nbenchmarks-smoke:")[2].partition("\n\n")[0]
+    commands = [path.stem for path in BENCHMARKS.parent.glob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    assert sorted(re.findall(r"python benchmarks/(\w+)\.py", recipe)) == sorted(commands)
+    assert "make benchmarks-smoke" in (ROOT / ".ci/run").read_text()
+
+
 def test_the_site_names_result_pages_that_exist() -> None:
     """The site can't link to what is not in docs/, so it names files by their paths."""
     named = {name for page in PAGES for name in re.findall(r"`(benchmarks/[\w./-]+)`", page.read_text())}

@@ -19,6 +19,12 @@ def test_there_are_packages_to_mirror() -> None:
     assert "methods/siblings" in PACKAGES
 
 
+def test_every_benchmark_has_a_test_file_of_its_name() -> None:
+    modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    assert len(modules) > 10
+    assert modules == {path.stem.removeprefix("test_") for path in (ROOT / "tests/benchmarks").glob("test_*.py")}
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_module_has_a_test_file_of_its_name(package: str) -> None:
     modules = {path.stem for path in (CORE / package).glob("*.py")} - {"__init__"}

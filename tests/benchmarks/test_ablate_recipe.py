@@ -92,6 +92,20 @@ def test_a_table_of_paired_differences(few: None, tmp_path: Path, monkeypatch: p
         tool.ablate([[str(edited), *TINY]], tmp_path, range(3, 5), workers=1)
 
 
+def test_some_changes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["ablate_recipe.py", "--output-dir", str(tmp_path), "--seeds", "1", "--workers", "1"]
+    monkeypatch.setattr("sys.argv", [*options, "--changes", "ridge alone", "K = 2", "--task", str(DIGITS), *TINY])
+    tool.main()
+    (of_task,) = json.loads((tmp_path / "ablations.json").read_text())["tasks"].values()
+    assert list(of_task["variants"]) == ["default", "ridge alone", "K = 2"]
+    monkeypatch.setattr("sys.argv", [*options, "--changes", "K = 7"])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert "--changes: 'K = 7' is none of MLP alone, ridge alone" in capsys.readouterr().err
+
+
 def test_no_seeds_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["ablate_recipe.py", "--output-dir", "nowhere", "--seeds", "0"])
     with pytest.raises(SystemExit):
