@@ -29,6 +29,10 @@ FILES = (
     "SECURITY.md",
     "pyproject.toml",
 )
+TOOLS = (
+    *("train_detector", "finetune_detector", "finetune_retrieval", "finetune_classifier"),
+    *("evaluate_ap50", "evaluate_recall", "compare"),
+)
 FOLDERS = ("metricopt_ext", "benchmarks", "examples", "tests", *LINKED)
 HEAVY = ("detectron2", "faiss", "gpytorch", "matplotlib", "pytorch_metric_learning", "sklearn", "torchvision")
 
@@ -111,6 +115,10 @@ def test_wheel_holds_every_module_below_one_package(unpacked_wheel: Path) -> Non
     for pattern in ("*.py", "*.pyi", "*.yaml"):
         assert {path for path in packed if Path(path).match(pattern)} == source_files(pattern), pattern
     assert packed >= {f"metricopt_ext/{task}/__init__.py" for task in TASKS}
+    scripts = [path for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    assert len(scripts) >= 11
+    assert not [path for path in packed if "benchmarks" in path or Path(path).stem in {each.stem for each in scripts}]
+    assert {Path(path).stem for path in packed if path.startswith("metricopt_ext/tools/")} == {"__init__", *TOOLS}
     assert packed >= {f"metricopt_ext/{CONFIG}", "metricopt_ext/__init__.pyi", "metricopt_ext/py.typed", PAGE}
     (metadata,) = unpacked_wheel.glob("*.dist-info/METADATA")
     assert "License-Expression: Apache-2.0" in metadata.read_text(encoding="utf-8")
@@ -160,7 +168,7 @@ def command(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
 
 def test_an_installed_wheel_has_the_command_and_the_configs(command: Callable[..., str]) -> None:
     words = command("--help").split()
-    assert set(words) >= {path.stem.replace("_", "-") for path in (ROOT / "tools").glob("[!_]*.py")}
+    assert set(words) >= {name.replace("_", "-") for name in TOOLS}
     assert command("configs").splitlines() == sorted(
         path.removeprefix("metricopt_ext/") for path in source_files("*.yaml")
     )

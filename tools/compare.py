@@ -35,6 +35,7 @@ from metricopt_ext.evidence.run_config import check_at_least
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.config import defaults_of, load_config
+from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.files import content_of
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
@@ -166,6 +167,7 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
         folder: Receives all output files.
     """
     config.check()
+    require("matplotlib", "jinja2")  # which are used once all seeds have run
     for name in ("seed", "seeds", "workers", "threads", "device"):
         setattr(subject, name, getattr(config, name))
     subject.check()

@@ -118,7 +118,7 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
         resume: Continue an interrupted run in the folder.
     """
     config.check()
-    require("tensorboard")  # which is used once a model is trained
+    require("tensorboard", "matplotlib", "jinja2")  # which are used once a model is trained
     subject = experiment.describe(config)  # refuses settings before the folder is taken
     with deterministic(config.deterministic, config.threads), ranks.sharing(config.as_dict()), ExitStack() as held:
         ranks.only_first(partial(held.enter_context, sole_writer(folder)))

@@ -27,6 +27,7 @@ from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.config import config_section
+from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.files import content_of, read_json
 from metricopt_ext.utils.progress import Watcher
 
@@ -118,6 +119,7 @@ class ReLossConfig:
 
     def relational_training(self) -> RelationalTraining:
         """Return how the loss is learned from them."""
+        require("diffsort")  # which ranks batches once a network is trained
         return RelationalTraining(
             self.loss_steps,
             self.loss_batches,

@@ -7,10 +7,17 @@ from importlib.util import find_spec
 
 # The modules that each extra brings. One of several extras is named by the task that is in use.
 EXTRAS = {
-    "classification": ("omegaconf", "sklearn", "tensorboard", "torchvision", "yaml"),
-    "retrieval": ("faiss", "omegaconf", "pytorch_metric_learning", "sklearn", "tensorboard", "torchvision", "yaml"),
-    "detection": ("PIL", "omegaconf", "pycocotools", "sklearn", "tensorboard", "torchvision", "yaml"),
+    "classification": ("jinja2", "matplotlib", "omegaconf", "sklearn", "tensorboard", "torchvision", "yaml"),
+    "retrieval": (
+        *("faiss", "jinja2", "matplotlib", "omegaconf"),
+        *("pytorch_metric_learning", "sklearn", "tensorboard", "torchvision", "yaml"),
+    ),
+    "detection": (
+        *("PIL", "jinja2", "matplotlib", "omegaconf"),
+        *("pycocotools", "sklearn", "tensorboard", "torchvision", "yaml"),
+    ),
     "compare": ("botorch", "nevergrad"),
+    "siblings": ("diffsort",),
 }
 DETECTRON2 = ("detectron2", "fvcore", "iopath")
 DETECTRON2_SOURCE = "git+https://github.com/facebookresearch/detectron2"
@@ -28,14 +35,15 @@ def naming_extras() -> Iterator[None]:
         sys.exit(f"error: {said}")
 
 
-def require(module: str) -> None:
-    """Refuse to go on without a module that would be missed only after work has been done.
+def require(*modules: str) -> None:
+    """Refuse to go on without modules that would be missed only after work has been done.
 
     Raises:
-        ModuleNotFoundError: It is not installed.
+        ModuleNotFoundError: One is not installed.
     """
-    if find_spec(module) is None:
-        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+    for module in modules:
+        if find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 def needed(error: ImportError) -> str | None:

@@ -98,6 +98,35 @@ print("\\n" + json.dumps(said))
 """
 
 
+SEARCH = """
+import json, sys
+blocked = json.loads(sys.argv[1])
+
+class Blocking:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocking)
+import torch
+from torch import nn
+import metricopt_ext as mo
+import metricopt_ext.methods.siblings.registry
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+x, y = torch.randn(200, 4), torch.randint(2, (200,))
+task = mo.FinetuneTask(
+    mo.attach_film(net, layers="1", dim=4),
+    loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+    batches=mo.TensorBatches(x, y, batch_size=50),
+    metric=mo.Metric(lambda model: float((model(x).argmax(1) == y).float().mean()), maximize=True),
+)
+run = mo.optimize_metric(task, queries=20, output_dir=sys.argv[2])
+print(sum(run.queries.values()), "queries")
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_every_tool_names_the_extra_that_is_missing(tmp_path: Path) -> None:
@@ -153,8 +182,40 @@ def test_an_extra_is_named_for_its_modules_alone(monkeypatch: pytest.MonkeyPatch
     assert needed(ImportError("cannot import name")) is None
 
 
+def test_the_package_itself_needs_nine_distributions() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    needed_always = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {line.partition(">")[0] for line in needed_always}
+    assert names == {"cma", "filelock", "gpytorch", "lazy-loader", "numpy", "rich", "safetensors", "scipy", "torch"}
+
+
+@pytest.mark.slow
+def test_a_search_does_without_any_extra(tmp_path: Path) -> None:
+    """All that extras bring is missing: a default search with a folder runs, as does the import of a sibling."""
+    blocked = sorted({module for modules in EXTRAS.values() for module in modules})
+    done = subprocess.run(
+        [sys.executable, "-c", SEARCH, json.dumps(blocked), str(tmp_path / "run")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "20 queries"
+
+
+def test_reloss_asks_for_its_extra_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from metricopt_ext.evidence.siblings import ReLossConfig
+
+    ReLossConfig().relational_training()
+    monkeypatch.setattr("metricopt_ext.utils.extras.find_spec", lambda module: None)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'diffsort'"):
+        ReLossConfig().relational_training()
+    assert needed(missing("diffsort")) == "this needs diffsort: pip install 'metricopt-ext[siblings]'"
+
+
 def test_a_module_is_required_before_it_is_used() -> None:
-    require("json")
+    require("json", "math")
     with pytest.raises(ModuleNotFoundError, match="No module named 'own_missing'") as caught:
         require("own_missing")
     assert caught.value.name == "own_missing"

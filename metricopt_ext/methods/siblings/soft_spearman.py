@@ -1,10 +1,10 @@
 """Spearman's rank correlation with a gradient, through the soft ranks of a differentiable sorting network."""
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
-from diffsort import DiffSortNet
 from torch import Tensor
 
 STEEPNESS = 5.0
@@ -12,7 +12,9 @@ LEAST_NORM = 1e-12  # of centred ranks; below it all values are equal and correl
 
 
 @lru_cache(maxsize=8)
-def _network(size: int, steepness: float, device: str) -> DiffSortNet:
+def _network(size: int, steepness: float, device: str) -> Any:
+    from diffsort import DiffSortNet  # the extra `siblings` brings it
+
     return DiffSortNet("bitonic", size, device=device, steepness=steepness, distribution="logistic_phi")
 
 
