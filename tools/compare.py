@@ -34,7 +34,7 @@ from metricopt_ext.evidence.report_page import FILE as PAGE
 from metricopt_ext.evidence.run_config import check_at_least
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils import ranks
-from metricopt_ext.utils.config import defaults_of, load_config
+from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.files import content_of
 from metricopt_ext.utils.identity import sole_writer
@@ -199,9 +199,7 @@ def join(folders: Sequence[Path]) -> dict[str, Any]:
     names = list(map(str, folders))
     contents = [load(folder) for folder in folders]
     with content_of(", ".join(names), "comparisons"):
-        task = contents[0]["task"].partition("/")[0]
-        defaults = {"of_task": defaults_of(experiment_of(task).config_type)} if task in TASKS else {}
-        return paired(joined(contents, names, defaults))
+        return paired(joined(contents, names))
 
 
 def report(content: dict[str, Any], folder: Path) -> dict[str, Any]:

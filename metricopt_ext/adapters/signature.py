@@ -62,7 +62,7 @@ class Signature:
     seed: int
     dim: int
     generator: str
-    outputs: Outputs | None = None
+    outputs: Outputs | None
 
     @classmethod
     def from_json(cls, content: Any) -> "Signature | None":
@@ -71,7 +71,7 @@ class Signature:
         Raises:
             ValueError: It is something else.
         """
-        return None if content is None else from_json(cls, content)  # earlier files lack the outputs
+        return None if content is None else from_json(cls, content)
 
     def to_json(self) -> dict[str, Any]:
         """Return the attributes as JSON."""

@@ -337,8 +337,8 @@ def _method(rows: Sequence[dict[str, Any] | None], budgets: Sequence[int]) -> di
     for budget in map(str, budgets):
         own = [None if row is None else row["cells"].get(budget) for row in rows]
         if any(cell is not None for cell in own):
-            columns = ("queries", "validation", "test", "seconds", "passes")  # earlier rows have no passes
-            cells[budget] = {column: [cell and cell.get(column) for cell in own] for column in columns}
+            columns = ("queries", "validation", "test", "seconds", "passes")
+            cells[budget] = {column: [cell and cell[column] for cell in own] for column in columns}
     errors: dict[str, list[str]] = {}
     for row in known:
         for budget, message in row["errors"].items():

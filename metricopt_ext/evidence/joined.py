@@ -13,9 +13,7 @@ ELSEWHERE = ("seed", "seeds", "workers", "threads", "device", "root", "methods",
 PER_METHOD = ("queries", "validation", "test", "seconds", "passes")
 
 
-def joined(
-    contents: Sequence[Mapping[str, Any]], names: Sequence[str], defaults: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def joined(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     """Return what one comparison of all their seeds would hold, but for the pairs.
 
     A method or a start that some of them lack has None there.
@@ -23,7 +21,6 @@ def joined(
     Args:
         contents: What their comparison.json hold.
         names: What to call them in an error.
-        defaults: Settings of today by section, as in their ``config``: what a file ran with that is older than a key.
 
     Raises:
         DataError: They differ in task, metric, budgets or settings, or share a seed.
@@ -33,7 +30,7 @@ def joined(
         for key in SAME:
             if content.get(key) != first.get(key):
                 raise DataError(f"{name} has {key} {content.get(key)}, {names[0]} has {first.get(key)}: no join")
-        ours, theirs = (_settings(defaults or {}) | _settings(each.get("config", {})) for each in (first, content))
+        ours, theirs = (_settings(each.get("config", {})) for each in (first, content))
         for key in ours.keys() | theirs.keys():
             if ours.get(key) != theirs.get(key):
                 raise DataError(f"{name} ran with {key}={theirs.get(key)}, {names[0]} with {ours.get(key)}: no join")

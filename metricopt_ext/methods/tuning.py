@@ -15,7 +15,6 @@ from metricopt_ext.tasks.split_half import optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.progress import Watcher
-from metricopt_ext.utils.renamed import Renamed
 from metricopt_ext.value.adapted import AdaptedValueFunction
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction
@@ -42,8 +41,6 @@ class Tuned:
     evaluations: dict[str, Evaluation]
     chosen: str
     verdict: Verdict
-
-    answers = Renamed("evaluations")
 
     @property
     def best(self) -> str:

@@ -205,7 +205,7 @@ class MetricOpt(torch.optim.Optimizer):
         phi = flat(parameters)
         gradient = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
         state = self.state[parameters[0]]
-        if group.get("optimizer") == "adam":  # a state dict of earlier versions does not say
+        if group["optimizer"] == "adam":
             gradient, memory = adam_direction(gradient, AdamMemory(*state["adam"]) if "adam" in state else None)
             state["adam"] = tuple(memory)
         past = state.get("history", gradient.new_zeros(0, len(gradient)))

@@ -14,7 +14,6 @@ from metricopt_ext.errors import BudgetError, MetricError, UnguardedError
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.modes import evaluating
-from metricopt_ext.utils.renamed import KnowsRenamed, Renamed
 from metricopt_ext.utils.time_limit import time_limit
 from metricopt_ext.utils.weights import kept_weights
 from metricopt_ext.utils.words import counted
@@ -140,7 +139,7 @@ class CostScale:
         return high - cost * (high - low) if self.maximize else low + cost * (high - low)
 
 
-class Metric(CostScale, KnowsRenamed):
+class Metric(CostScale):
     """A black-box evaluation metric, seen as a cost to minimise (paper, section 3: M normalised into [0, 1]).
 
     Args:
@@ -198,8 +197,6 @@ class Metric(CostScale, KnowsRenamed):
         self.failed = 0
         self._worst: Evaluation | None = None
         self._reported = False
-
-    ask = Renamed("evaluate")
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.modes import evaluating
-from metricopt_ext.utils.renamed import Renamed
 
 
 class Recording:
@@ -57,8 +56,6 @@ class Recording:
         self.points: list[Tensor] = []
         self.losses: list[float] = []
         self.evaluations: list[Evaluation] = []
-
-    answers = Renamed("evaluations")
 
     @property
     def trajectory(self) -> Trajectory | None:

@@ -17,7 +17,6 @@ from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.renamed import KnowsRenamed, Renamed
 from metricopt_ext.utils.seeding import generator, seeded_streams
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -76,7 +75,7 @@ def _affine_batch_norm(
 
 
 @dataclass(frozen=True, eq=False)
-class FinetuneTask(KnowsRenamed):
+class FinetuneTask:
     """A frozen model whose phi is to be finetuned.
 
     Populations of phi share the frozen weights: their losses are computed by ``torch.func.vmap``, which runs the part
@@ -115,8 +114,6 @@ class FinetuneTask(KnowsRenamed):
                 f"batches is a {type(self.batches).__name__}, which can't be replayed; it must be a function"
                 " batches(seed, task, step) -> batch, e.g. DatasetBatches(dataset, batch_size)"
             )
-
-    ask, answers_at = Renamed("evaluate"), Renamed("evaluate_at")
 
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""

@@ -130,18 +130,6 @@ def check_yaml(file: str | Path) -> None:
         raise ConfigError(f"{file}: {brief(error)}") from error
 
 
-def defaults_of(schema: Any) -> dict[str, Any]:
-    """Return the defaults of a schema as nested dictionaries, without the keys that must be given."""
-    from omegaconf import OmegaConf
-
-    def given(values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            key: given(value) if isinstance(value, dict) else value for key, value in values.items() if value != "???"
-        }
-
-    return given(OmegaConf.to_container(OmegaConf.structured(schema)))  # type: ignore[arg-type]
-
-
 def default_of(function: Callable[..., Any], argument: str) -> Any:
     """Return the default of a function's argument, for the setting that is passed to it."""
     return inspect.signature(function).parameters[argument].default

@@ -220,8 +220,7 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
             f"{path} has format {brief(metadata.get('format'))}, expected {kind!r}: it holds something else, or was"
             " written by another version and must be made anew"
         )
-    kept = metadata.get("checksum")  # files of earlier versions have none
-    if kept is not None and kept != _checksum(metadata.get("described", ""), _after_header(path)):
+    if metadata.get("checksum") != _checksum(metadata.get("described", ""), _after_header(path)):
         raise FileFormatError(f"{path} is damaged: its checksum is another than when it was written; make it anew")
     try:
         described = parse_json(metadata["described"])

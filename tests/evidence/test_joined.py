@@ -76,14 +76,9 @@ def test_settings_must_be_the_same_but_for_seeds_machines_and_methods() -> None:
         joined([first, unlike], ["first", "unlike"])
 
 
-def test_a_file_older_than_a_setting_ran_with_its_default() -> None:
+def test_a_setting_that_one_of_them_lacks_is_no_join() -> None:
     old, new = content([1], {}), content([2], {})
     old["config"] = {"of_task": {"queries": 60}}
     new["config"] = {"of_task": {"queries": 60, "evaluation": {"failures": 0}}}
     with pytest.raises(DataError, match=r"new ran with of_task\.evaluation\.failures=0, old with None: no join"):
         joined([old, new], ["old", "new"])
-    defaults = {"of_task": {"queries": 600, "evaluation": {"failures": 0}}}
-    assert joined([old, new], ["old", "new"], defaults)["seeds"] == [1, 2]
-    new["config"]["of_task"]["evaluation"]["failures"] = 3
-    with pytest.raises(DataError, match=r"new ran with of_task\.evaluation\.failures=3, old with 0: no join"):
-        joined([old, new], ["old", "new"], defaults)

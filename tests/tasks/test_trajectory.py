@@ -20,7 +20,7 @@ def make_trajectory(round: int = 0, index: int = 0) -> Trajectory:
     rng = torch.Generator().manual_seed(index)
     phi, loss = torch.randn(4, 2, generator=rng), torch.randn(3, generator=rng)
     cost = torch.rand(2, generator=rng, dtype=torch.float64)
-    signature = None if round else Signature("film", ("a", "b"), (3, 4), index, 2, "normal/1")
+    signature = None if round else Signature("film", ("a", "b"), (3, 4), index, 2, "normal/1", None)
     return Trajectory(round, index, phi, loss, torch.tensor([0, 3]), cost, signature=signature)
 
 

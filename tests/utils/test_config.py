@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import MISSING
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.utils.config import check_yaml, defaults_of, known_keys, load_config
+from metricopt_ext.utils.config import check_yaml, known_keys, load_config
 
 
 @dataclass
@@ -28,12 +27,6 @@ class Schema:
     loud: bool = False
 
 
-@dataclass
-class Needy:
-    name: str = MISSING
-    schema: Schema = field(default_factory=Schema)
-
-
 def written(tmp_path: Path, text: str | bytes) -> Path:
     path = tmp_path / "config.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -45,11 +38,6 @@ def error_of(file: Path | None, *overrides: str) -> str:
         load_config(Schema, file, overrides)
     assert len(str(caught.value).splitlines()) == 1
     return str(caught.value)
-
-
-def test_defaults_leave_out_what_must_be_given() -> None:
-    inner = {"rate": 0.5, "names": [], "pairs": [], "free": {}}
-    assert defaults_of(Needy) == {"schema": {"inner": inner, "count": 3, "title": "none", "loud": False}}
 
 
 def test_values_arrive_typed(tmp_path: Path) -> None:

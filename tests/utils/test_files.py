@@ -141,13 +141,11 @@ def test_a_flipped_byte_is_noticed(tmp_path: Path, place: str) -> None:
         read_tensors(path, "kind/1")
 
 
-def test_a_file_without_a_checksum_can_be_read(tmp_path: Path) -> None:
-    """Adapters of earlier versions have none."""
+def test_a_file_without_a_checksum_is_refused(tmp_path: Path) -> None:
     metadata = {"format": "kind/1", "described": '{"steps": 11}'}
     (tmp_path / "a.safetensors").write_bytes(safetensors.torch.save({"a": torch.arange(3.0)}, metadata=metadata))
-    tensors, described = read_tensors(tmp_path / "a.safetensors", "kind/1")
-    assert torch.equal(tensors["a"], torch.arange(3.0))
-    assert described == {"steps": 11}
+    with pytest.raises(FileFormatError, match=r"a\.safetensors is damaged: its checksum is another"):
+        read_tensors(tmp_path / "a.safetensors", "kind/1")
 
 
 def test_other_tensors_are_named() -> None:

@@ -16,7 +16,7 @@ from metricopt_ext.value.gp import GPValueFunction
 from metricopt_ext.value.loading import KINDS, load_value_function
 from metricopt_ext.value.value_function import FILE_FORMAT, NeuralValueFunction, Quality, RidgeValueFunction
 
-SIGNATURE = Signature("film", ("a",), (8,), 3, 5, "normal/1")
+SIGNATURE = Signature("film", ("a",), (8,), 3, 5, "normal/1", None)
 GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40, near_mae=0.01, headroom=0.1)
 AHEAD = replace(GOOD, incumbent_mae=0.07)
 

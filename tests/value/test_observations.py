@@ -50,7 +50,7 @@ def test_points_used_on_policy_are_late_and_not_of_the_first_round(
 def test_trajectories_of_different_adapters_are_not_mixed(
     diagonal: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]]
 ) -> None:
-    signature = Signature("film", ("a",), (4,), 0, 6, "normal/1")
+    signature = Signature("film", ("a",), (4,), 0, 6, "normal/1", None)
     items = [replace(trajectory, signature=signature) for trajectory in trajectories(diagonal, n=3)]
     assert Observations.of(items).signature == signature
     assert Observations.of(trajectories(diagonal, n=3)).signature is None
