@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, errors_in_one_line, experiment_of
+from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, add_show_config, errors_in_one_line, experiment_of
 from metricopt_ext.evidence.contest import Plan, run_seed
 from metricopt_ext.evidence.contest_page import contest_page
 from metricopt_ext.evidence.contest_report import gather, load, paired, print_report, write
@@ -34,13 +34,14 @@ from metricopt_ext.evidence.report_page import FILE as PAGE
 from metricopt_ext.evidence.run_config import check_at_least
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils import ranks
-from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.config import COMMAND_LINE, load_with_origins
 from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.files import content_of
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.packaged import PACKAGE, existing_config
 from metricopt_ext.utils.parallel import run_seeds
+from metricopt_ext.utils.shown_config import shown_config
 from metricopt_ext.utils.words import counted
 
 METHODS = [
@@ -53,6 +54,8 @@ METHODS = [
     "loss_finetune_validation",
     "ours",
 ]
+
+OF_THE_COMPARISON = ("seed", "seeds", "workers", "threads", "device")  # what it sets in the task's config
 
 
 @dataclass
@@ -98,6 +101,7 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, help="folder for all output files")
     parser.add_argument("--seeds", help="first and last seed, e.g. 700-709, overriding the config")
     parser.add_argument("--join", type=Path, nargs="+", metavar="FOLDER", help="join these comparisons' seeds instead")
+    add_show_config(parser)
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. budgets=[20,60] data.root=FOLDER")
     arguments = parser.parse_intermixed_args()
     with errors_in_one_line(ValueError, keeps=arguments.output_dir), ranks.joined():
@@ -108,12 +112,13 @@ def main() -> None:
                 parser.error("--join needs --output-dir")
             report(join(arguments.join), arguments.output_dir)
             return
-        if not arguments.config_file or not arguments.output_dir:
+        if not arguments.config_file or not (arguments.output_dir or arguments.show_config):
             parser.error("--config-file and --output-dir are required")
-        config, subject = read_configs(arguments.config_file, arguments.overrides)
-        if arguments.seeds:
-            config.seed, config.seeds = seed_range(arguments.seeds)
-        compare(config, subject, arguments.output_dir)
+        overrides = [*arguments.overrides, *(seed_range(arguments.seeds) if arguments.seeds else [])]
+        if arguments.show_config:
+            show(arguments.config_file, overrides)
+            return
+        compare(*read_configs(arguments.config_file, overrides), arguments.output_dir)
 
 
 def read_configs(file: Path, overrides: Sequence[str] = ()) -> tuple[CompareConfig, Any]:
@@ -126,10 +131,29 @@ def read_configs(file: Path, overrides: Sequence[str] = ()) -> tuple[CompareConf
     Raises:
         ConfigError: A file is missing, a key unknown or a value impossible.
     """
+    (config, _), (subject, _) = _read(file, overrides)
+    return config, subject
+
+
+def show(file: Path, overrides: Sequence[str] = ()) -> None:
+    """Print the comparison's config and the task's, two YAML documents (see `shown_config`).
+
+    Raises:
+        ConfigError: As from `read_configs`.
+    """
+    (config, own), (subject, theirs) = _read(file, overrides)
+    for name in OF_THE_COMPARISON:
+        setattr(subject, name, getattr(config, name))
+    theirs |= dict.fromkeys(OF_THE_COMPARISON, "the comparison's")
+    print(f"{shown_config(config, own)}---  # {config.config}\n{shown_config(subject, theirs)}", end="")
+
+
+def _read(file: Path, overrides: Sequence[str]) -> tuple[tuple[CompareConfig, dict[str, str]], tuple[Any, Any]]:
+    """Return the comparison's config and the task's, each with where its values come from."""
     own = {each.name for each in fields(CompareConfig)}
     ours = [each for each in overrides if each.partition("=")[0] in own]
     file = existing_config(file)
-    config = load_config(CompareConfig, file, ours)
+    config, origins = load_with_origins(CompareConfig, file, {COMMAND_LINE: ours})
     config.check()
     candidates = [folder / config.config for folder in [*file.resolve().parents, PACKAGE]]
     path = next((each for each in candidates if config.config and each.is_file()), None)
@@ -137,15 +161,15 @@ def read_configs(file: Path, overrides: Sequence[str] = ()) -> tuple[CompareConf
         raise ConfigError(
             f"config={config.config}: there is no such file in {file.resolve().parent}, above, or in the package"
         )
-    theirs = [*config.overrides, *(each for each in overrides if each not in ours)]
+    theirs = {"overrides": config.overrides, COMMAND_LINE: [each for each in overrides if each not in ours]}
     for each in config.overrides:
         if each.partition("=")[0] in own:
             raise ConfigError(f"overrides: {each} is a key of the comparison itself; write it there")
-    return config, load_config(experiment_of(config.task).config_type, path, theirs)
+    return (config, origins), load_with_origins(experiment_of(config.task).config_type, path, theirs)
 
 
-def seed_range(text: str) -> tuple[int, int]:
-    """Return the first seed and the number of seeds of ``"first-last"``.
+def seed_range(text: str) -> list[str]:
+    """Return the first seed and the number of seeds of ``"first-last"``, as overrides.
 
     Raises:
         ConfigError: It is something else, or empty.
@@ -153,7 +177,7 @@ def seed_range(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)-(\d+)", text)
     if not found or int(found[2]) < int(found[1]):
         raise ConfigError(f"--seeds {text}: it must be FIRST-LAST, e.g. 700-709")
-    return int(found[1]), int(found[2]) - int(found[1]) + 1
+    return [f"seed={int(found[1])}", f"seeds={int(found[2]) - int(found[1]) + 1}"]
 
 
 def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]:
@@ -168,7 +192,7 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
     """
     config.check()
     require("matplotlib", "jinja2")  # which are used once all seeds have run
-    for name in ("seed", "seeds", "workers", "threads", "device"):
+    for name in OF_THE_COMPARISON:
         setattr(subject, name, getattr(config, name))
     subject.check()
     experiment, plan = experiment_of(config.task), config.plan

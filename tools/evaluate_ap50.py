@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.cli import add_show_config, errors_in_one_line, show_config, shows_config
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.evidence.style import print_table
 from metricopt_ext.utils.files import write_json
@@ -30,12 +30,14 @@ from metricopt_ext.utils.files import write_json
 def main() -> None:
     """Parse the command line, evaluate, report; an error that a user can fix is printed on one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    detections = parser.add_mutually_exclusive_group(required=True)
+    detections = parser.add_mutually_exclusive_group(required=not shows_config())
     detections.add_argument("--detections", type=Path, help="JSON file in COCO's results format")
     detections.add_argument("--config-file", type=Path, help="describes the detector that finds them")
     parser.add_argument("--weights", type=Path, help="the detector's state dict, or a checkpoint of Detectron2")
     parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it; BatchNorm statistics beside it count")
-    parser.add_argument("--annotations", required=True, type=Path, help="COCO's JSON file, or VOC's folder or zip file")
+    parser.add_argument(
+        "--annotations", required=not shows_config(), type=Path, help="COCO's JSON file, or VOC's folder or zip file"
+    )
     parser.add_argument("--images-dir", type=Path, help="folder of the images that COCO's JSON file names")
     parser.add_argument("--split", help="VOC only: the list of images to evaluate; default: all")
     parser.add_argument(
@@ -47,9 +49,15 @@ def main() -> None:
     parser.add_argument(
         "--rounded", action="store_true", help="for VOC's definitions: round as Detectron2's VOC evaluation does"
     )
-    parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
+    parser.add_argument("--output-dir", required=not shows_config(), type=Path, help="folder for report.json")
+    add_show_config(parser)
     arguments = parser.parse_args()
     with errors_in_one_line():
+        if arguments.show_config:
+            from metricopt_ext.detection.config import DetectionConfig
+
+            show_config(DetectionConfig, arguments.config_file)
+            return
         run(arguments)
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.evidence.cli import errors_in_one_line
+from metricopt_ext.evidence.cli import add_show_config, errors_in_one_line, show_config, shows_config
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.evidence.style import print_table
 from metricopt_ext.utils.files import write_json
@@ -73,7 +73,7 @@ class Row:
 def main() -> None:
     """Parse the command line, evaluate, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    queries = parser.add_mutually_exclusive_group(required=True)
+    queries = parser.add_mutually_exclusive_group(required=not shows_config())
     queries.add_argument("--embeddings", type=Path, help="queries, n x d")
     queries.add_argument("--images", type=Path, help="queries, a folder of <class>/<file>")
     queries.add_argument("--run-dir", type=Path, help="output folder of tools/finetune_retrieval.py, with its own data")
@@ -101,9 +101,15 @@ def main() -> None:
     )
     parser.add_argument("--query-subset", type=int, help="search only this many queries, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0, help="seed of the subset, at least 0")
-    parser.add_argument("--output-dir", required=True, type=Path, help="folder for report.json")
+    parser.add_argument("--output-dir", required=not shows_config(), type=Path, help="folder for report.json")
+    add_show_config(parser)
     arguments = parser.parse_args()
     with errors_in_one_line():
+        if arguments.show_config:
+            from metricopt_ext.retrieval.config import RetrievalConfig
+
+            show_config(RetrievalConfig, arguments.config_file)
+            return
         run(arguments)
 
 

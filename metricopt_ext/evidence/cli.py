@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.errors import MetricOptError
+from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.evidence.dry_run import dry_run
 from metricopt_ext.evidence.events import write_events
 from metricopt_ext.evidence.experiment import Experiment, run_seed
@@ -20,16 +20,18 @@ from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.utils import ranks
-from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.config import COMMAND_LINE, load_config, load_with_origins
 from metricopt_ext.utils.extras import naming_extras, require
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.run_log import run_log
+from metricopt_ext.utils.shown_config import shown_config
 from metricopt_ext.utils.stopping import ending_when_stopped
 from metricopt_ext.utils.words import counted
 
 LOG = "log.txt"
+SHOW = "--show-config"
 TASKS = ("classification", "detection", "retrieval")
 
 RUNS_CODE = (  # for --help of the tools that take such configs
@@ -64,10 +66,32 @@ def errors_in_one_line(*more: type[Exception], keeps: Path | None = None, resume
             sys.exit(f"error: {' '.join(str(error).split())}")
 
 
+def shows_config() -> bool:
+    """Tell whether the command line asks for the configuration alone, which needs no output folder and no data."""
+    return SHOW in sys.argv
+
+
+def add_show_config(parser: argparse.ArgumentParser) -> None:
+    """Add the option to a tool's command line."""
+    said = "print all keys with their values and where each comes from, and stop"
+    parser.add_argument(SHOW, action="store_true", help=said)
+
+
+def show_config(schema: type[Any], file: str | Path | None, overrides: Sequence[str] = ()) -> None:
+    """Print what `load_config` reads, as YAML that says where each value comes from.
+
+    Raises:
+        ConfigError: No file is given, or it can't be read.
+    """
+    if file is None:
+        raise ConfigError(f"{SHOW} needs --config-file")
+    print(shown_config(*load_with_origins(schema, file, {COMMAND_LINE: overrides})), end="")
+
+
 def main_of(
     description: str | None,
     experiment: type[Experiment[Any]],
-    overrides: str,
+    examples: str,
     choices: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Read the command line and run.
@@ -75,7 +99,7 @@ def main_of(
     Args:
         description: What ``--help`` says.
         experiment: What each seed runs.
-        overrides: Examples of overrides, for ``--help``.
+        examples: Examples of overrides, for ``--help``.
         choices: Settings that have their own option, with their values.
     """
     schema = experiment.config_type
@@ -85,7 +109,8 @@ def main_of(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config-file", required=True, help=f"YAML file; its keys are those of {schema.__name__}")
-    parser.add_argument("--output-dir", required=True, type=Path, help="folder for all output files")
+    parser.add_argument("--output-dir", required=not shows_config(), type=Path, help="folder for all output files")
+    add_show_config(parser)
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run in the output folder")
     parser.add_argument(
         "--dry-run", action="store_true", help="print what a run would do and how long it would take, and stop"
@@ -93,13 +118,15 @@ def main_of(
     parser.add_argument("--seed", type=int, help="first seed, overriding the config")
     for name, values in (choices or {}).items():
         parser.add_argument(f"--{name}", choices=values, help="overrides the config")
-    parser.add_argument("overrides", nargs="*", help=f"key=value, e.g. {overrides}")
+    parser.add_argument("overrides", nargs="*", help=f"key=value, e.g. {examples}")
     arguments = parser.parse_intermixed_args()  # overrides may come before, between or after the options
+    options = [(name, getattr(arguments, name)) for name in ("seed", *(choices or {}))]
+    overrides = [*arguments.overrides, *(f"{name}={value}" for name, value in options if value is not None)]
     with errors_in_one_line(keeps=arguments.output_dir, resume="--resume"), ranks.joined():
-        config = load_config(schema, arguments.config_file, arguments.overrides)
-        for name in ("seed", *(choices or {})):
-            if getattr(arguments, name) is not None:
-                setattr(config, name, getattr(arguments, name))
+        if arguments.show_config:
+            show_config(schema, arguments.config_file, overrides)
+            return
+        config = load_config(schema, arguments.config_file, overrides)
         if arguments.dry_run:
             dry_run(experiment, config, arguments.output_dir)
             return

@@ -1,13 +1,15 @@
 """Typed configurations: a dataclass schema, a YAML file and ``key=value`` overrides; an unknown key is an error."""
 
+import copy
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_origin
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar, get_args, get_origin
 
 from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.utils.files import MISFITS, read_bounded
@@ -23,7 +25,36 @@ YAML_INTERPOLATIONS = 12
 
 MISSING: Any = "???"  # omegaconf's mark of a value that has no default
 
+# Where a value of a config comes from.
+DEFAULT, FILE, COMMAND_LINE = "default", "config file", "command line"
+
 Schema = TypeVar("Schema")
+
+
+class Choosing(Protocol):
+    """A schema in which the values of some keys choose which others there are.
+
+    What is not chosen is None in a field of type ``SECTION | None``, and has no keys.
+
+    Attributes:
+        CHOICES: The keys that choose.
+    """
+
+    CHOICES: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def chosen(cls, choices: Mapping[str, Any]) -> Any:
+        """Return the defaults where these choices are made.
+
+        Args:
+            choices: What is given of `CHOICES`, of any type.
+
+        Raises:
+            ConfigError: There is no such choice.
+        """
+
+    def why_absent(self, key: str) -> str:
+        """Return which choice would bring a key that this one lacks; an empty text if none does."""
 
 
 def load_config(
@@ -32,7 +63,8 @@ def load_config(
     """Read a configuration.
 
     Args:
-        schema: A dataclass whose fields, nested dataclasses included, are the keys, their types and their defaults.
+        schema: A dataclass whose fields, nested dataclasses included, are the keys, their types and their defaults; it
+            may be a `Choosing` one.
         file: A YAML file, the name of one that comes with the package, or what one would hold; None for the defaults.
         overrides: ``key=value``, with dots for nested keys and for those of a mapping. Text for a key of type ``str``
             is taken as it stands, unless it is quoted; so are the items of a YAML list for one of type ``list[str]``.
@@ -41,47 +73,173 @@ def load_config(
     Raises:
         ConfigError: A key is unknown or a value has the wrong type; the message names the nearest key.
     """
-    from omegaconf import DictConfig, OmegaConf
+    return load_with_origins(schema, file, {COMMAND_LINE: overrides})[0]
+
+
+def load_with_origins(
+    schema: type[Schema], file: str | Path | dict[str, Any] | None, overrides: Mapping[str, Sequence[str]]
+) -> tuple[Schema, dict[str, str]]:
+    """Read a configuration (see `load_config`), and where its values come from.
+
+    Args:
+        schema: The keys.
+        file: The file, or what one would hold.
+        overrides: By what they are to be called, in the order in which they apply.
+
+    Returns:
+        The configuration, and for each key that was given `FILE` or the name of the last overrides that set it.
+
+    Raises:
+        ConfigError: As from `load_config`.
+    """
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import BaseLoader, YAMLError, load
 
-    config = OmegaConf.structured(schema)
-    known = known_keys(schema)
     in_file = where = f"{file}: " if isinstance(file, str | Path) else ""
+    known = known_keys(schema)
+    origins: dict[str, str] = {}
     try:
-        if isinstance(file, dict):
-            config = OmegaConf.merge(config, file)
-        elif file is not None:
-            file = existing_config(file)
-            check_yaml(file)
-            content = OmegaConf.load(file)
-            if not isinstance(content, DictConfig):
-                raise ConfigError(f"{file} holds a list; it must hold keys with values")
-            config = OmegaConf.merge(config, content)
-        for override in overrides:
-            key, equals, text = override.partition("=")
-            if not equals:
-                raise ConfigError(f"override {override!r} is not of the form key=value")
-            if key not in known and get_origin(known.get(key.rpartition(".")[0])) is not dict:
-                raise ConfigError(f"unknown key {key!r}{_nearest(key, known)}")
-            where = f"{override}: "
-            # YAML would make other text of yes or 007.
-            if known.get(key) is str and not re.fullmatch(r"""'.*'|".*\"""", text):
-                OmegaConf.update(config, key, _literal(text))
-            elif known.get(key) == list[str]:
-                OmegaConf.update(config, key, load(text, BaseLoader))
-            else:
-                config = OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
+        content = _content(file)
+        defaults = _defaults(schema, content, [each for group in overrides.values() for each in group])
+        known = known_keys(defaults)
+
+        def given(content: Mapping[Any, Any], origin: str) -> None:
+            for key, value in _leaves(content, known):
+                if key not in known:
+                    raise ConfigError(f"{where}{_unknown(key, known, defaults)}")
+                if is_dataclass(known[key]):
+                    raise ConfigError(f"{where}{key} is {brief(value)}; it is a section, whose keys have values")
+                origins[key] = origin
+
+        config = OmegaConf.structured(defaults)
+        given(OmegaConf.to_container(content), FILE)  # type: ignore[arg-type]
+        config = OmegaConf.merge(config, content)
+        for origin, group in overrides.items():
+            for override in group:
+                key, equals, text = override.partition("=")
+                where = ""
+                if not equals:
+                    raise ConfigError(f"override {override!r} is not of the form key=value")
+                if key not in known and get_origin(known.get(key.rpartition(".")[0])) is not dict:
+                    raise ConfigError(_unknown(key, known, defaults))
+                where = f"{override}: "
+                # YAML would make other text of yes or 007.
+                if known.get(key) is str and not re.fullmatch(r"""'.*'|".*\"""", text):
+                    OmegaConf.update(config, key, literal(text))
+                    origins[key] = origin
+                elif known.get(key) == list[str]:
+                    OmegaConf.update(config, key, load(text, BaseLoader))
+                    origins[key] = origin
+                else:
+                    parsed = OmegaConf.from_dotlist([override])
+                    given(OmegaConf.to_container(parsed), origin)  # type: ignore[arg-type]
+                    config = OmegaConf.merge(config, parsed)
         where = in_file
-        return OmegaConf.to_object(config)  # type: ignore[return-value]
+        return OmegaConf.to_object(config), origins  # type: ignore[return-value]
     except MetricOptError:
         raise
     except (OmegaConfBaseException, YAMLError, *MISFITS) as error:
         key = getattr(error, "full_key", None) or ""
         if key and key.partition("[")[0] not in known:
-            raise ConfigError(f"{where}unknown key {key!r}{_nearest(key, known)}") from error
+            raise ConfigError(f"{where}{_unknown(key, known, None)}") from error
         named = f"{key}: " if key and where == in_file else ""
         raise ConfigError(f"{where}{named}{' '.join(str(error).partition('    full_key:')[0].split())}") from error
+
+
+def _content(file: str | Path | dict[str, Any] | None) -> Any:
+    from omegaconf import DictConfig, OmegaConf
+
+    if isinstance(file, dict) or file is None:
+        return OmegaConf.create(file or {})
+    file = existing_config(file)
+    check_yaml(file)
+    content = OmegaConf.load(file)
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"{file} holds a list; it must hold keys with values")
+    return content
+
+
+def _defaults(schema: Any, content: Any, overrides: Sequence[str]) -> Any:
+    """Return what holds the defaults: the schema, or what its choices make of it."""
+    from omegaconf import OmegaConf
+
+    keys: tuple[str, ...] = getattr(schema, "CHOICES", ())
+    if not keys:
+        return schema
+    first = {key.partition(".")[0] for key in keys}
+    choosing = [each for each in overrides if re.split(r"[.=]", each)[0] in first and "=" in each]
+    merged = OmegaConf.merge(content, OmegaConf.from_dotlist(choosing))
+    found = {key: OmegaConf.select(merged, key) for key in keys}
+    plain = {key: OmegaConf.to_container(each) if OmegaConf.is_config(each) else each for key, each in found.items()}
+    return schema.chosen({key: value for key, value in plain.items() if value is not None})
+
+
+def _leaves(content: Mapping[Any, Any], known: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a content that hold no further ones, nested ones with dots, and their values."""
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        inner = is_dataclass(known[key]) if key in known else bool(value)
+        if inner and isinstance(value, Mapping):
+            yield from _leaves(value, known, f"{key}.")
+        else:
+            yield key, value
+
+
+def default_of(function: Callable[..., Any], argument: str) -> Any:
+    """Return the default of a function's argument, for the setting that is passed to it."""
+    return inspect.signature(function).parameters[argument].default
+
+
+def known_keys(schema: Any, prefix: str = "") -> dict[str, Any]:
+    """Return all keys of a schema, or of a configuration, nested ones with dots, with their types."""
+    keys: dict[str, Any] = {}
+    for field in fields(schema):
+        inner = field.type if isinstance(schema, type) else getattr(schema, field.name)
+        if is_dataclass(inner):
+            keys[prefix + field.name] = inner if isinstance(inner, type) else type(inner)
+            keys |= known_keys(inner, f"{prefix}{field.name}.")
+        elif not is_optional_section(field.type):
+            keys[prefix + field.name] = field.type
+    return keys
+
+
+def leaf_keys(schema: Any) -> list[str]:
+    """Return the keys of a schema, or of a configuration, that are no sections."""
+    return [key for key, kind in known_keys(schema).items() if not is_dataclass(kind)]
+
+
+def is_optional_section(kind: Any) -> bool:
+    """Tell whether a field's type is that of a section that may be None."""
+    return isinstance(kind, types.UnionType) and any(is_dataclass(each) for each in get_args(kind))
+
+
+def as_plain(config: Any) -> dict[str, Any]:
+    """Return a configuration as nested dictionaries, without the sections that are not chosen."""
+    plain: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            plain[field.name] = as_plain(value)
+        elif not is_optional_section(field.type):
+            plain[field.name] = copy.deepcopy(value)
+    return plain
+
+
+def literal(text: str) -> str:
+    """Return text with what omegaconf would replace, ``${...}``, escaped."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+
+
+def _unknown(key: str, known: Iterable[str], defaults: Any) -> str:
+    absent: Callable[[str], str] = getattr(defaults, "why_absent", lambda key: "")
+    return absent(key) or f"unknown key {key!r}{nearest(key, known)}"
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown key: the nearest one, or else all."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    return f"; did you mean {near[0]!r}?" if near else f"; the choices are {', '.join(sorted(known))}"
 
 
 def check_yaml(file: str | Path) -> None:
@@ -128,31 +286,6 @@ def check_yaml(file: str | Path) -> None:
         if isinstance(error, MetricOptError):
             raise
         raise ConfigError(f"{file}: {brief(error)}") from error
-
-
-def default_of(function: Callable[..., Any], argument: str) -> Any:
-    """Return the default of a function's argument, for the setting that is passed to it."""
-    return inspect.signature(function).parameters[argument].default
-
-
-def known_keys(schema: Any, prefix: str = "") -> dict[str, Any]:
-    """Return all keys of a schema, nested ones with dots, with their types."""
-    keys: dict[str, Any] = {}
-    for field in fields(schema):
-        keys[prefix + field.name] = field.type
-        if isinstance(field.type, type) and is_dataclass(field.type):
-            keys |= known_keys(field.type, f"{prefix}{field.name}.")
-    return keys
-
-
-def _literal(text: str) -> str:
-    """The text with what omegaconf would replace, ``${...}``, escaped."""
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-
-
-def _nearest(key: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]!r}?" if near else f"; the choices are {', '.join(sorted(known))}"
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.run_config import AdapterConfig, RecipeConfig, RunConfig
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.utils.config import leaf_keys
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,6 +77,15 @@ def test_file_then_overrides_then_options(called: Any) -> None:
     assert resume
     config, _, _ = called("--seed", 0, "--output-dir", "out", "seed=6", "--kind", "fancy", "kind=plain")
     assert (config.seed, config.kind) == (0, "fancy")  # 0 is a seed too
+
+
+def test_the_configuration_is_shown_without_a_folder(called: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="not enough values"):  # nothing was run
+        called("--show-config", "queries=800", "--seed", 9, "--kind", "fancy")
+    lines = capsys.readouterr().out.splitlines()
+    assert {"queries: 800  # command line", "seed: 9  # command line", "kind: fancy  # command line"} <= set(lines)
+    assert {"seeds: 5  # default", "  lr: 0.5  # config file"} <= set(lines)
+    assert len([line for line in lines if "  # " in line]) == len(leaf_keys(ToyConfig))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.search.guided_es import es_direction
+from metricopt_ext.utils.config import load_config
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
@@ -168,6 +169,20 @@ def test_overrides_go_to_the_comparison_or_to_its_task() -> None:
     assert config.seed == 9
     assert subject.data.root == "FOLDER"
     assert subject.metric.name == "f1"
+
+
+def test_the_configs_of_a_comparison_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    call("--config-file", DIGITS, "--show-config", "--seeds", "7-9", "metric.name=f1", "budgets=[30]")
+    own, of_task = capsys.readouterr().out.split("---  # configs/classification/digits.yaml\n")
+    assert {"budgets: [30]  # command line", "seeds: 3  # command line", "task: classification  # config file"} <= set(
+        own.splitlines()
+    )
+    assert {"  name: f1  # command line", "seed: 7  # the comparison's", "queries: 600  # config file"} <= set(
+        of_task.splitlines()
+    )
+    for text, schema in ((own, tool.CompareConfig), (of_task, tool.experiment_of("classification").config_type)):
+        (tmp_path / "shown.yaml").write_text(text)
+        load_config(schema, tmp_path / "shown.yaml")
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)

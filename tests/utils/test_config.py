@@ -1,14 +1,15 @@
 """Configurations: what is read arrives typed, and what is wrong is named."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.utils.config import check_yaml, known_keys, load_config
+from metricopt_ext.utils.config import as_plain, check_yaml, known_keys, load_config, load_with_origins
 
 
 @dataclass
@@ -187,3 +188,76 @@ def test_anchors_and_aliases_are_counted_as_what_they_stand_for(tmp_path: Path) 
         else:
             with pytest.raises(ConfigError, match="more than 20000 nodes"):
                 check_yaml(path)
+
+
+@dataclass
+class Own:
+    pass
+
+
+@dataclass
+class Rate(Own):
+    rate: float = 0.5
+
+
+@dataclass
+class Steps(Own):
+    steps: int = 7
+
+
+@dataclass
+class Chooser:
+    CHOICES: ClassVar[tuple[str, ...]] = ("kind", "more")
+    kind: str = "rate"
+    more: list[str] = field(default_factory=list)
+    own: Own = field(default_factory=Rate)
+    steps: Steps | None = None
+
+    @classmethod
+    def chosen(cls, choices: Mapping[str, Any]) -> "Chooser":
+        if choices.get("kind") not in (None, "rate", "steps"):
+            raise ConfigError(f"kind={choices['kind']}: rate or steps")
+        steps = Steps() if choices.get("more") == ["steps"] else None
+        return cls(own=Steps() if choices.get("kind") == "steps" else Rate(), steps=steps)
+
+    def why_absent(self, key: str) -> str:
+        return f"{key} is of more=[steps]" if key.startswith("steps") else ""
+
+
+def test_what_is_chosen_brings_its_keys(tmp_path: Path) -> None:
+    assert list(known_keys(load_config(Chooser, None))) == ["kind", "more", "own", "own.rate"]
+    file = written(tmp_path, "kind: steps\nmore: [steps]\nown: {steps: 1}\nsteps: {steps: 2}\n")
+    assert load_config(Chooser, file) == Chooser("steps", ["steps"], Steps(1), Steps(2))
+    assert load_config(Chooser, None, ["steps.steps=3", "more=[steps]"]).steps == Steps(3)  # in any order
+    assert as_plain(Chooser()) == {"kind": "rate", "more": [], "own": {"rate": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("", ["own.steps=1"], r"^unknown key 'own\.steps'; did you mean "),
+        ("own: {steps: 1}", [], r"config\.yaml: unknown key 'own\.steps'"),
+        ("steps: {steps: 1}", [], r"config\.yaml: steps\.steps is of more=\[steps\]"),
+        ("", ["steps.steps=1"], r"^steps\.steps is of more=\[steps\]"),
+        ("", ["steps={steps: 1}"], r"^steps is of more=\[steps\]"),
+        ("more: [steps]\nsteps: null", [], r"config\.yaml: steps is None; it is a section, whose keys have values"),
+        ("more: [steps]\nsteps: 3", [], r"config\.yaml: steps is 3; it is a section"),
+        ("more: 5", [], r"config\.yaml: more: "),
+        ("kind: {a: 1}", [], r"kind=\{'a': 1\}: rate or steps"),
+        ("kind: ${nowhere}", [], r"config\.yaml: .*nowhere"),
+        ("", ["kind=best"], "kind=best: rate or steps"),
+    ],
+)
+def test_what_is_not_chosen_has_no_keys(text: str, overrides: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(Chooser, written(tmp_path, text), overrides)
+
+
+def test_origins_are_those_of_the_last_that_set_a_key(tmp_path: Path) -> None:
+    file = written(tmp_path, "count: 4\ninner: {rate: 0.1, free: {a: 1}}\n")
+    groups = {"first": ["count=5", "title=x"], "second": ["inner={rate: 2}", "title=y", "inner.free.b=1"]}
+    config, origins = load_with_origins(Schema, file, groups)
+    assert (config.count, config.inner.rate, config.title, config.inner.free) == (5, 2.0, "y", {"a": 1, "b": 1})
+    assert origins == {"count": "first", "inner.rate": "second", "inner.free": "second", "title": "second"}
+    _, origins = load_with_origins(Schema, file, {})
+    assert origins == dict.fromkeys(["count", "inner.rate", "inner.free"], "config file")

@@ -1,0 +1,61 @@
+"""``--show-config``: every tool with a config file shows all of its keys, without data and without an output folder."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metricopt_ext.evidence.cli import experiment_of
+from metricopt_ext.utils.config import leaf_keys, load_config
+
+ROOT = Path(__file__).parents[2]
+SHOWN = {
+    "finetune_classifier": ("classification", "classification/a9a.yaml"),
+    "finetune_detector": ("detection", "detection/voc07_torchvision.yaml"),
+    "finetune_retrieval": ("retrieval", "retrieval/omniglot.yaml"),
+    "evaluate_ap50": ("detection", "detection/bccd_torchvision.yaml"),
+    "evaluate_recall": ("retrieval", "retrieval/sop.yaml"),
+}
+
+
+@pytest.mark.parametrize(("tool", "task", "config"), [(tool, *each) for tool, each in SHOWN.items()])
+def test_each_tool_shows_all_keys(
+    tool: str,
+    task: str,
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if task == "retrieval":
+        pytest.importorskip("faiss")
+    monkeypatch.chdir(tmp_path)
+    file = ROOT / "configs" / config
+    call(tool, monkeypatch, "--config-file", str(file), "--show-config")
+    text = capsys.readouterr().out
+    (tmp_path / "shown.yaml").write_text(text)
+    schema: Any = experiment_of(task).config_type
+    assert load_config(schema, tmp_path / "shown.yaml") == (made := load_config(schema, file))
+    assert len([line for line in text.splitlines() if line.endswith((" # default", " # config file"))]) == len(
+        leaf_keys(made)
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["shown.yaml"]
+
+
+@pytest.mark.parametrize("tool", ["evaluate_ap50", "evaluate_recall"])
+def test_there_is_nothing_to_show_without_a_file(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="--show-config needs --config-file"):
+        call(tool, monkeypatch, "--show-config")
+
+
+def call(tool: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    spec = importlib.util.spec_from_file_location(tool, ROOT / "tools" / f"{tool}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, tool, module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", [f"{tool}.py", *arguments])
+    module.main()
