@@ -7,8 +7,8 @@ r"""Change one part of the default recipe at a time, and measure what that does 
     python benchmarks/ablate_recipe.py --output-dir out/paper --strategy paper \
         --task configs/classification/a9a.yaml data.root=FOLDER
 
-All of it is strategy=recipe, whatever the config says, or with --strategy paper changes of Algorithm 1 as printed: the
-rows of the paper's Fig. 3 and Fig. S4, and Adam. Each seed is a fresh split and model. Changes of the fit are
+All of it is method.name=recipe, whatever the config says, or with --strategy paper changes of Algorithm 1 as printed:
+the rows of the paper's Fig. 3 and Fig. S4, and Adam. Each seed is a fresh split and model. Changes of the fit are
 made on the default's trajectories and changes of the step on its value function; all others are separate whole runs.
 There is no guard: end points are judged as they are. Writes ablations.json, ablations.md and ablations.png; an
 interrupted run continues where it stopped.
@@ -137,20 +137,20 @@ BOTH: dict[str, list[str]] = {
 
 # Whole runs, as overrides of the config.
 RUNS: dict[str, list[str]] = {
-    "1 round (loss only)": ["recipe.rounds=1"],
-    "2 rounds": ["recipe.rounds=2"],
-    "3 rounds": ["recipe.rounds=3"],
-    "10 rounds": ["recipe.rounds=10"],
-    "K = 2": ["recipe.evals=2"],
-    "K = 3": ["recipe.evals=3"],
-    "K = 10": ["recipe.evals=10"],
+    "1 round (loss only)": ["method.rounds=1"],
+    "2 rounds": ["method.rounds=2"],
+    "3 rounds": ["method.rounds=3"],
+    "10 rounds": ["method.rounds=10"],
+    "K = 2": ["method.evals=2"],
+    "K = 3": ["method.evals=3"],
+    "K = 10": ["method.evals=10"],
     "d = 8": ["adapter.dim=8"],
     "d = 16": ["adapter.dim=16"],
     "d = 32": ["adapter.dim=32"],
     "d = 64": ["adapter.dim=64"],
-    "starts at phi = 0": ["recipe.start_std=0.001"],
-    "starts of std 0.1": ["recipe.start_std=0.1"],
-    "starts of std 0.4": ["recipe.start_std=0.4"],
+    "starts at phi = 0": ["method.start_std=0.001"],
+    "starts of std 0.1": ["method.start_std=0.1"],
+    "starts of std 0.4": ["method.start_std=0.4"],
     "300 queries": ["queries=300"],
     "600 queries": ["queries=600"],
     "1200 queries": ["queries=1200"],
@@ -160,17 +160,17 @@ RUNS: dict[str, list[str]] = {
 
 # The same of Algorithm 1 as printed.
 PAPER: dict[str, list[str]] = {
-    "Adam": ["paper.optimizer=adam", f"recipe.lr={ADAM_RATE}"],
-    "f trained offline": ["paper.learner=offline"],
-    "Reptile, mixed batches": ["paper.learner=reptile_mixed"],
-    "no sigma": ["paper.sigma=false"],
-    "no ordinal term": ["paper.beta=0"],
-    "gamma 1": ["paper.gamma=1"],
-    "labels: linear": ["paper.labels=linear"],
-    "labels: observed": ["paper.labels=observed"],
-    "P = 12": ["paper.count=12"],
-    "k = 1": ["paper.history=1"],
-    "s^2 = 0.1": ["paper.variance=0.1"],
+    "Adam": ["method.optimizer=adam", f"finetune.lr={ADAM_RATE}"],
+    "f trained offline": ["method.learner=offline"],
+    "Reptile, mixed batches": ["method.learner=reptile_mixed"],
+    "no sigma": ["method.sigma=false"],
+    "no ordinal term": ["method.beta=0"],
+    "gamma 1": ["method.gamma=1"],
+    "labels: linear": ["method.labels=linear"],
+    "labels: observed": ["method.labels=observed"],
+    "P = 12": ["method.count=12"],
+    "k = 1": ["method.history=1"],
+    "s^2 = 0.1": ["method.variance=0.1"],
     **BOTH,
 }
 
@@ -231,14 +231,14 @@ def ablate(
     """Run every variant, or those named, on every seed of every task and write the report; returns it."""
     table: dict[str, Any] = {}
     for file, *overrides in tasks:
+        overrides = [*overrides, f"method.name={strategy}"]
         config = load_config(ClassificationConfig, file, overrides)
-        config.strategy = strategy
         config.check()
         name, whole_runs = title(config), len(chosen(runs_of(config), changes))
         total = 1 + whole_runs + (len(chosen(FITS | STEPS, changes)) if strategy == "recipe" else 0)
         print(f"{name}: {total} variants on {counted(len(seeds), 'seed')} from {seeds[0]} on")
         own = folder / name.replace(" ", "-")
-        run = partial(ablate_seed, file, [*overrides, f"strategy={strategy}"], own, changes)
+        run = partial(ablate_seed, file, overrides, own, changes)
         with deterministic(config.deterministic, threads=1), sole_writer(own):
             computed_on = str(Machine.current(choose_device(config.device), threads=1))
             open_run(own, {**config.as_dict(), "computed_on": computed_on}, resume=True, files=config.data_files())
@@ -286,8 +286,9 @@ def ablate_seed(
             write_json(record, {variant: asdict(row) for variant, row in rows.items()})
 
     watcher.stage(DEFAULT)
-    if config.strategy == "recipe":
-        ready, recipe = ClassificationExperiment(config, folder, seed), config.recipe.build()
+    recipe = config.build_strategy()
+    if isinstance(recipe, Recipe):
+        ready = ClassificationExperiment(config, folder, seed)
         result = run(ready, seed)
         spent = sum(result.queries.values())
         folds = recipe.folds_for(len(result.trajectories))
@@ -311,8 +312,8 @@ def ablate_seed(
 
 
 def runs_of(config: ClassificationConfig) -> dict[str, list[str]]:
-    """Return the whole runs of a config's strategy, as overrides."""
-    if config.strategy == "recipe":
+    """Return the whole runs of a config's method, as overrides."""
+    if config.method.name == "recipe":
         return RUNS
     observed = {name: observing(config, share) for name, share in OBSERVED.items()}
     return {**PAPER, **observed}
@@ -323,10 +324,11 @@ def observing(config: ClassificationConfig, share: float) -> list[str]:
 
     At all of them no label is interpolated.
     """
-    steps, tasks = config.recipe.steps, Algorithm1(evals=config.recipe.evals, steps=config.recipe.steps)
+    steps, tasks = config.finetune.steps, config.build_strategy()
+    assert isinstance(tasks, Algorithm1)
     evals = steps + 1 if share == 1 else max(2, round(share * steps))
     queries = END_QUERIES + tasks.tasks(config.queries) * evals
-    return [f"recipe.evals={evals}", f"queries={queries}", *(["paper.labels=observed"] if share == 1 else [])]
+    return [f"method.evals={evals}", f"queries={queries}", *(["method.labels=observed"] if share == 1 else [])]
 
 
 def run(ready: ClassificationExperiment, seed: int) -> MetricOptResult:

@@ -6,8 +6,8 @@ r"""What a learned value function saves on every new start, and from how many st
     python benchmarks/compare_starts.py --task detection --config-file configs/detection/scenes_torchvision.yaml \
         --output-dir out/starts-scenes --budgets 50 100 --methods cma_es ours
 
-Each seed learns one value function (strategy=recipe, whatever the config says) and tunes several new starts, random phi
-of the same model on fresh batches, by MetricOpt, by MetricOpt followed by CMA-ES at several numbers of queries per
+Each seed learns one value function (method.name=recipe, whatever the config says) and tunes several new starts, random
+phi of the same model on fresh batches, by MetricOpt, by MetricOpt followed by CMA-ES at several numbers of queries per
 start, guards included, and by contenders of tools/compare.py that learn nothing beforehand: by default Guided ES,
 CMA-ES and a guided search of its own from each start, at the same numbers, and the loss at its best step.
 Writes starts.json, starts.md and starts.png; an interrupted run continues where it stopped.
@@ -71,14 +71,14 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     with errors_in_one_line(ValueError, keeps=arguments.output_dir):
         check_at_least(1, **{"--starts": arguments.starts})
-        config = load_config(experiment_of(arguments.task).config_type, arguments.config_file, arguments.overrides)
+        overrides = [*arguments.overrides, "method.name=recipe"]  # what a value function saves on further starts
+        config = load_config(experiment_of(arguments.task).config_type, arguments.config_file, overrides)
         plan = Plan(tuple(arguments.methods), tuple(arguments.budgets))
         compare_starts(arguments.task, config, arguments.output_dir, arguments.starts, plan)
 
 
 def compare_starts(task: str, config: Any, folder: Path, starts: int, plan: Plan) -> dict[str, Any]:
-    """Run every seed and write the report; returns its content."""
-    config.strategy = "recipe"  # what a value function saves on further starts
+    """Run every seed of a recipe and write the report; returns its content."""
     config.check()
     experiment = experiment_of(task)
     about = experiment.describe(config)
@@ -130,7 +130,7 @@ def run_seed(
     missing = [name for name in plan.methods if name not in row["points"]]
     if missing:
         watcher.stage("train the model")
-        ready, recipe = experiment(config, folder, seed), config.recipe.build()
+        ready, recipe = experiment(config, folder, seed), config.build_strategy()
         task, test = ready.task, ready.task.judged_by(ready.test_metric)
         result = optimize_metric(
             task, queries=config.queries, strategy=recipe, seed=seed, output_dir=folder, resume=True, watcher=watcher
@@ -159,7 +159,7 @@ def runs_of(
     ready: Experiment[Any], result: MetricOptResult, budgets: Sequence[int]
 ) -> dict[str, tuple[Contender, Sequence[int]]]:
     """Return every method with its numbers of queries per start; the n-th start is run with the seed + n."""
-    config, recipe, refine = ready.config, ready.config.recipe.build(), CMAES()
+    config, recipe, refine = ready.config, ready.config.build_strategy(), CMAES()
     guard = recipe.start_queries
 
     def tuned(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
@@ -170,7 +170,7 @@ def runs_of(
             setting=result.setting,
             start=start,
             index=NEW + seed - ready.seed,
-            guard_confidence=config.guard_confidence,
+            guard_confidence=config.guard.confidence,
             seed=ready.seed,
         )
         return outcome.ends[outcome.chosen]

@@ -36,9 +36,11 @@ from metricopt_ext.classification.build import (
     untrained,
 )
 from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.cli import RUNS_CODE, errors_in_one_line
 from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report
 from metricopt_ext.evidence.report import paired_interval, spread, versions
+from metricopt_ext.evidence.siblings import ReLossConfig, SiblingsConfig
 from metricopt_ext.evidence.style import direction, markdown_table, print_table
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.siblings.ranked_batches import true_class_log_probability
@@ -77,13 +79,14 @@ def main() -> None:
 def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str, Any]:
     """Run every seed and write the report; returns its content."""
     config.check()
-    config.siblings.check(["reloss"])
+    siblings, reloss = settings_of(config)
+    siblings.check(["reloss"])
     spec, seeds = build_metric(config.metric), range(config.seed, config.seed + config.seeds)
     with deterministic(config.deterministic, config.threads), sole_writer(folder):
         machine = Machine.current(choose_device(config.device), config.threads)
         open_run(folder, {**config.as_dict(), "computed_on": str(machine)}, resume=True, files=config.data_files())
         run = partial(run_seed, config, folder)
-        most = config.siblings.reloss.training + config.siblings.reloss.heldout
+        most = reloss.training + reloss.heldout
         rows = run_seeds(run, seeds, queries=most, workers=config.workers, threads=config.threads)
     losses = list(rows[0]["correlations"])
     rivals = [name for name in losses if name != "ReLoss"]
@@ -120,6 +123,17 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
     return content
 
 
+def settings_of(config: ClassificationConfig) -> tuple[SiblingsConfig, ReLossConfig]:
+    """Return how ReLoss learns.
+
+    Raises:
+        ConfigError: It is not among the config's methods, so that there are no settings of it.
+    """
+    if config.siblings is None or config.siblings.reloss is None:
+        raise ConfigError(f"methods={config.methods}: it must name reloss, whose settings are read here")
+    return config.siblings, config.siblings.reloss
+
+
 def gain_note(rival: str, gain: Any, gains: list[float]) -> str:
     """Return a sentence about how far ReLoss's Spearman is above a rival's, over seeds."""
     interval = f", 95% interval [{gain.low:+.4f}, {gain.high:+.4f}]" if len(gains) > 1 else ""
@@ -144,7 +158,7 @@ def learn_and_judge(config: ClassificationConfig, folder: Path, seed: int, watch
     device = choose_device(config.device)
     splits = load_splits(config, seed).to(device)
     try_metric(config.metric, splits.test.y, splits.num_classes)
-    spec, settings = build_metric(config.metric), config.siblings
+    spec, (settings, reloss) = build_metric(config.metric), settings_of(config)
     task = TrainingTask(
         untrained(config, splits, seed),
         trains="model",
@@ -158,8 +172,8 @@ def learn_and_judge(config: ClassificationConfig, folder: Path, seed: int, watch
     began = time.perf_counter()
     with seeded_streams(seed, device):
         loss = RelationalLoss(spec.name).to(task.parameters()[0])
-        training, heldout = settings.reloss.source().draw(task, seed, watcher)
-        history = settings.reloss.relational_training().learn(loss, training, heldout, seed=seed, watcher=watcher)
+        training, heldout = reloss.source().draw(task, seed, watcher)
+        history = reloss.relational_training().learn(loss, training, heldout, seed=seed, watcher=watcher)
     seconds = time.perf_counter() - began
     loss.save(folder / f"seed-{seed}.safetensors")
     watcher.stage("another network")
@@ -178,9 +192,10 @@ def judged(
     config: ClassificationConfig, task: TrainingTask, loss: RelationalLoss, test: Any, seed: int
 ) -> CorrelationReport:
     """Correlate the losses with the metric on test data, as another network predicts it while it is trained."""
-    rows, outputs = stratified_parts(test.y, config.siblings.batch_size, seed), []
+    siblings, reloss = settings_of(config)
+    rows, outputs = stratified_parts(test.y, siblings.batch_size, seed), []
     with seeded_streams(seed + OTHER, task.device):
-        for model in config.siblings.reloss.source().checkpoints.models(task, seed + OTHER):
+        for model in reloss.source().checkpoints.models(task, seed + OTHER):
             with torch.no_grad():
                 outputs += [(model(test.x[part]), test.y[part]) for part in rows]
     metric = task.batch_metric.with_new_ledger()

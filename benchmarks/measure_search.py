@@ -31,10 +31,12 @@ from metricopt_ext.evidence.report import paired_interval, spread, versions
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction, markdown_table, print_table
 from metricopt_ext.methods.guided import guided_results
+from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.methods.tuning import finetune, metric_policy
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import write_atomically, write_json
@@ -77,11 +79,11 @@ def measure_search(
     """Run every seed and write the report; returns its content.
 
     Raises:
-        ConfigError: The config's strategy is no guided search.
+        ConfigError: The config's method is no guided search.
     """
     config.check()
-    if config.strategy != "search":
-        raise ConfigError(f"strategy={config.strategy}: what is measured here is a guided search; leave it at search")
+    if config.method.name != "search":
+        raise ConfigError(f"method.name={config.method.name}: what is measured here is a guided search; leave it so")
     subject = experiment.describe(config)
     with deterministic(config.deterministic, config.threads), sole_writer(folder):
         machine = Machine.current(choose_device(config.device), config.threads)
@@ -197,14 +199,17 @@ def search(
 ) -> list[SearchRun]:
     """Search an experiment's model from its own starts and more."""
     task, config = experiment.task, experiment.config
+    search = config.build_strategy()
+    assert isinstance(search, GuidedTrustRegion)  # the settings are checked
     starts = {**experiment.starts(), **more}
     fresh = task.judged_by(task.metric.with_new_ledger())
     return list(
         guided_results(
             fresh,
             budgets,
+            search=search,
             starts=starts,
-            confidence=config.guard_confidence,
+            confidence=config.guard.confidence,
             seed=experiment.seed,
             watcher=watcher,
         )
@@ -215,7 +220,7 @@ def followed(experiment: Experiment[Any], run: SearchRun) -> float | None:
     """Return the test metric where following a search's f from phi = 0 ends; None if it is not to be trusted."""
     if run.fit is None or not run.fit.f.trusted:
         return None
-    recipe = experiment.config.recipe.build()
+    recipe = Recipe(**vars(experiment.config.finetune))
     task = with_start(experiment.task, run.candidates[run.begun_at])  # the model that f was learned for
     path = finetune(task, metric_policy(run.fit.f, recipe, recipe.settings[0]), recipe.steps, experiment.seed)
     return judge(task.judged_by(experiment.test_metric), path[-1])

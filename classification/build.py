@@ -191,7 +191,7 @@ def build_metric(config: MetricConfig) -> MetricSpec:
             maximize=own.maximize,
             bounds=own.bounds,
             name=own.name,
-            scores=config.scores,  # type: ignore[arg-type]
+            scores=getattr(config, "scores", "labels"),
         )
     except ConfigError:
         raise

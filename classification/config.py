@@ -6,6 +6,7 @@ from pathlib import Path
 from metricopt_ext.classification.data import load_csv
 from metricopt_ext.classification.published import published
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.method_config import brought_by
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.evidence.siblings import SiblingsConfig
 from metricopt_ext.methods.recipe import checked_setting
@@ -15,6 +16,8 @@ from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import MISSING, config_section, default_of
 from metricopt_ext.value.loading import load_value_function
+
+FOR_CLASSIFIERS = tuple(name for name in SIBLINGS if name not in FOR_EMBEDDINGS)
 
 
 @dataclass
@@ -80,7 +83,7 @@ class ClassifierAdapterConfig(AdapterConfig):
 
 
 @dataclass
-class MetricConfig(OwnMetricConfig):
+class MetricConfig:
     """What the classifier is judged by.
 
     f1, jaccard, aucpr, auc and eer are the positive class's if there are two classes, and macro (the mean over classes)
@@ -93,7 +96,13 @@ class MetricConfig(OwnMetricConfig):
     # expected_cost: cost[true][predicted], each with a decimal point, as omegaconf below 2.4 rejects 0 for 0.0
     costs: list[list[float]] = field(default_factory=list)
     prior: list[float] = field(default_factory=list)  # expected_cost: weight of each class
-    scores: str = "labels"  # MODULE:FUNCTION: its predictions, as labels, probabilities or logits
+
+
+@dataclass
+class OwnClassifierMetricConfig(OwnMetricConfig, MetricConfig):
+    """The same with what a function of the user's own, ``metric.name=MODULE:FUNCTION``, takes."""
+
+    scores: str = "labels"  # its predictions, as labels, probabilities or logits
 
 
 @dataclass
@@ -108,7 +117,7 @@ class ClassifierShiftConfig(ShiftConfig):
 class TransferConfig:
     """Reuse of another run's value function, without queries, next to the same f rotated at random (a placebo)."""
 
-    value_function: str = ""  # a value_function.safetensors for phi of the same dimension; empty: no transfer
+    value_function: str = ""  # a value_function.safetensors for phi of the same dimension
     loss_weight: float = LOSS_WEIGHT
     metric_step: float = METRIC_STEP
 
@@ -120,7 +129,7 @@ class SecondRoundConfig:
     Batches are balanced by class if those of the first training are (``model.balanced``).
     """
 
-    epochs: int = 0  # of training theta; 0: no second round
+    epochs: int = 1  # of training theta
     lr: float = 1e-4  # peak rate of Adam with a one-cycle schedule
     batch_size: int = 100
     augment: bool = False
@@ -130,14 +139,16 @@ class SecondRoundConfig:
 class ClassificationConfig(RunConfig):
     """A whole run of `tools/finetune_classifier.py`."""
 
+    OWN_METRIC = OwnClassifierMetricConfig
+
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: ClassifierAdapterConfig = field(default_factory=ClassifierAdapterConfig)
     metric: MetricConfig = field(default_factory=MetricConfig)
     shift: ClassifierShiftConfig = field(default_factory=ClassifierShiftConfig)
-    transfer: TransferConfig = field(default_factory=TransferConfig)
-    second_round: SecondRoundConfig = field(default_factory=SecondRoundConfig)
-    siblings: SiblingsConfig = field(default_factory=SiblingsConfig)
+    siblings: SiblingsConfig | None = field(default=None, metadata=brought_by(*FOR_CLASSIFIERS))
+    transfer: TransferConfig | None = field(default=None, metadata=brought_by("transfer"))
+    second_round: SecondRoundConfig | None = field(default=None, metadata=brought_by("second_round"))
     batch_size: int = 100  # of the loss while finetuning
     balanced: bool = True  # of these batches too every class gets an equal share; model.balanced is for training
 
@@ -174,33 +185,33 @@ class ClassificationConfig(RunConfig):
                 )
         if self.data.metric_on not in ("validation", "train"):
             raise ConfigError(f"data.metric_on={self.data.metric_on!r} must be validation or train")
-        self.metric.check()
+        if isinstance(self.metric, OwnMetricConfig):
+            self.metric.check()
         self.model.check()
         if self.adapter.temperature and not self.adapter.acts_on_logits:
             raise ConfigError("adapter.temperature=true needs adapter.outputs=true, or adapter.kind=outputs")
-        with config_section("transfer"):
-            checked_setting((self.transfer.loss_weight, self.transfer.metric_step))
-        with config_section("second_round"):
-            check_integer(0, epochs=self.second_round.epochs)
-            if self.second_round.epochs and self.strategy != "recipe":
-                raise ValueError(
-                    f"epochs is {self.second_round.epochs}; a second round follows a recipe's f: set strategy=recipe"
-                )
-            check_integer(1, batch_size=self.second_round.batch_size)
-            check_above(0, lr=self.second_round.lr)
-        if self.adapter.keep_before and (self.second_round.epochs or self.siblings.trains == "scratch"):
+        if self.transfer:
+            with config_section("transfer"):
+                checked_setting((self.transfer.loss_weight, self.transfer.metric_step))
+            if not self.transfer.value_function:
+                raise ConfigError("methods=[transfer] needs transfer.value_function=FILE, of another run")
+        if self.second_round:
+            self.needs_recipe("second_round")
+            with config_section("second_round"):
+                check_integer(1, epochs=self.second_round.epochs, batch_size=self.second_round.batch_size)
+                check_above(0, lr=self.second_round.lr)
+        from_scratch = self.siblings is not None and self.siblings.trains == "scratch"
+        if self.adapter.keep_before and (self.second_round or from_scratch):
             raise ConfigError(
                 f"adapter.keep_before={self.adapter.keep_before} leaves the layers before it as trained, but"
-                " second_round.epochs and siblings.trains=scratch train all of them; set 0, and phi or model"
+                " methods=[second_round] and siblings.trains=scratch train all of them; leave that out, or set phi or"
+                " model"
             )
         super().check()
-        self.siblings.check(self.trained_methods)
-        if self.transfer.value_function:
+        if self.siblings:
+            self.siblings.check(self.trained_methods)
+        if self.transfer:
             load_value_function(self.transfer.value_function, None if self.adapter.acts_on_logits else self.adapter.dim)
-
-    def further_methods(self) -> tuple[str, ...]:
-        """Return what ``methods`` may name."""
-        return (*super().further_methods(), *(name for name in SIBLINGS if name not in FOR_EMBEDDINGS))
 
     def least_dim(self) -> int:
         """Return the dimension of phi as far as it is known before the model; of offsets there is one at least."""
@@ -216,5 +227,5 @@ class ClassificationConfig(RunConfig):
             ConfigError, BudgetError, ValueFunctionError: As from `check`.
         """
         self.check_queries(dim)
-        if self.transfer.value_function:
+        if self.transfer:
             load_value_function(self.transfer.value_function, dim)

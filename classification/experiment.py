@@ -27,7 +27,7 @@ from metricopt_ext.classification.build import (
     tuned_part,
     untrained,
 )
-from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.config import ClassificationConfig, TransferConfig
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import METRICS, check_split
 from metricopt_ext.classification.offsets import (
@@ -48,7 +48,8 @@ from metricopt_ext.evidence.correlation import CorrelationReport, correlation_re
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import End, Method, ending_at, ending_path, following_metricopt
 from metricopt_ext.evidence.rivals import at_budget
-from metricopt_ext.evidence.siblings import learned_losses, plot_histories, sibling_method
+from metricopt_ext.evidence.siblings import SiblingsConfig, learned_losses, plot_histories, sibling_method
+from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.methods.second_round import run_second_round
 from metricopt_ext.methods.siblings.training import TrainingTask
@@ -89,7 +90,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         metric, data = build_metric(config.metric), config.data.name
         shown = data if config.data.imbalance == 1 else f"long-tailed {data}"
         shown = shown if config.shift.kind == "none" else f"shifted {shown}"
-        arguments = ", ".join(f"{name}={value}" for name, value in config.metric.kwargs.items())
+        arguments = ", ".join(f"{name}={value}" for name, value in getattr(config.metric, "kwargs", {}).items())
         explained = metric.description if config.metric.name in METRICS else arguments
         title = f"{config.model.name} on {shown}"
         return Subject(f"classification/{data}", title, metric.name, metric.maximize, explained)
@@ -117,7 +118,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             population=config.population,
         )
         for name in config.trained_methods:
-            config.siblings.build(name).check(self._training(task))
+            self._siblings.build(name).check(self._training(task))
         return task, model_metric(metric, splits.test)
 
     @classmethod
@@ -140,16 +141,17 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             methods["logit_adjustment"] = ending_at(lambda task: adjust_logits(task, x, counts))
             budgets["logit_adjustment_tuned"] = default_of(tune_adjustment, "evals")
         methods |= {name: at_budget(contenders[name], queries, self.seed) for name, queries in budgets.items()}
-        if config.transfer.value_function:
-            f = load_value_function(config.transfer.value_function, self.task.dim).to(self.task.adapter.phi.device)
-            methods["transferred"] = ending_path(lambda task: self._follow(task, f))
-            methods["placebo"] = ending_path(lambda task: self._follow(task, RotatedValueFunction(f, self.seed)))
-        if config.second_round.epochs:
+        if transfer := config.transfer:
+            f = load_value_function(transfer.value_function, self.task.dim).to(self.task.adapter.phi.device)
+            methods["transferred"] = ending_path(lambda task: self._follow(task, transfer, f))
+            turned = RotatedValueFunction(f, self.seed)
+            methods["placebo"] = ending_path(lambda task: self._follow(task, transfer, turned))
+        if config.second_round:
             methods["second_round"] = following_metricopt(self._second_round)
         for name in config.trained_methods:
             methods[name] = sibling_method(
                 name,
-                config.siblings.build(name),
+                self._siblings.build(name),
                 self._training,
                 self._with_threshold,
                 seed=self.seed,
@@ -216,7 +218,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         The batches are the first of `stratified_parts`, under each of the models where the methods ended.
         """
         part, losses = self.splits.test, learned_losses(self.folder, self.config.trained_methods)
-        rows = stratified_parts(part.y, self.config.siblings.batch_size, self.seed)[:MOST_PARTS]
+        rows = stratified_parts(part.y, self._siblings.batch_size, self.seed)[:MOST_PARTS]
         batches = [(part.x[each], part.y[each]) for each in rows]
         outputs = ((self._scores(end, x), y) for end in ends for x, y in batches)
         metric = batch_metric(build_metric(self.config.metric))
@@ -239,9 +241,14 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             after = predict_classes(adapter, adapter.phi.detach(), x)
             plot_examples(images, before, after, self.splits.class_names, self.folder / "examples.png", self.seed)
 
+    @property
+    def _siblings(self) -> SiblingsConfig:
+        """The settings of the sibling methods; correlations have batches of their size without any, too."""
+        return self.config.siblings or SiblingsConfig()
+
     def _training(self, task: FinetuneTask) -> TrainingTask:
         """Return the task of the sibling methods, on what the settings let them train."""
-        config, splits = self.config.siblings, self.splits
+        config, splits = self._siblings, self.splits
         made = TrainingTask.of(
             task,
             trains="phi" if config.trains == "phi" else "model",
@@ -256,33 +263,32 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def _sibling_batches(self) -> BlockBatches:
         part = self.splits.train
         with config_section("siblings"):
-            return BlockBatches(part.x, part.y, self.config.siblings.batch_size, balanced=True)
+            return BlockBatches(part.x, part.y, self._siblings.batch_size, balanced=True)
 
     def _with_threshold(self, task: FinetuneTask, model: nn.Module) -> nn.Module | None:
         """Return a trained model with the threshold that is best for the task's metric, if there is one to tune."""
-        evals = self.config.siblings.threshold_evals
+        evals = self._siblings.threshold_evals
         return threshold_of(model, task.metric, self.splits.validation.x, evals) if evals else None
 
     def _batches(self, part: Split) -> TensorBatches:
         return TensorBatches(part.x, part.y, self.config.batch_size, balanced=self.config.balanced)
 
-    def _follow(self, task: FinetuneTask, f: ValueFunction) -> Tensor:
+    def _follow(self, task: FinetuneTask, settings: TransferConfig, f: ValueFunction) -> Tensor:
         """Return the end of finetuning under another run's f, trusted or not."""
-        recipe, transfer = self.config.recipe, self.config.transfer
-        policy = MetricOptStep(
-            f, recipe.lr, transfer.metric_step, transfer.loss_weight, recipe.steps, even_untrusted=True
-        )
-        return finetune(task, policy, recipe.steps, self.seed)
+        steps, lr = self.config.finetune.steps, self.config.finetune.lr
+        policy = MetricOptStep(f, lr, settings.metric_step, settings.loss_weight, steps, even_untrusted=True)
+        return finetune(task, policy, steps, self.seed)
 
     def _second_round(self, task: FinetuneTask, result: MetricOptResult) -> nn.Module:
         """Return the merged model of a second round."""
         config, seed, again = self.config, self.seed, task.copied()
+        recipe, settings = config.build_strategy(), config.second_round
+        assert isinstance(recipe, Recipe)  # the settings are checked
+        assert settings is not None
         again.adapter.set_phi(result.ends[result.chosen])
 
         def train_theta(model: nn.Module) -> None:
-            train(model, self.splits.train, config.second_round, config.model.balanced, seed)
+            train(model, self.splits.train, settings, config.model.balanced, seed)
 
-        run_second_round(
-            again, result.fit, train_theta, recipe=config.recipe.build(), setting=result.setting, seed=seed
-        )
+        run_second_round(again, result.fit, train_theta, recipe=recipe, setting=result.setting, seed=seed)
         return again.adapter.merge()

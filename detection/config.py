@@ -87,7 +87,7 @@ class DetectorAdapterConfig(AdapterConfig):
 
 
 @dataclass
-class MetricConfig(OwnMetricConfig):
+class MetricConfig:
     """What the detector's boxes are judged by."""
 
     # AP50; AP, the mean over the IoUs 0.5, 0.55, ..., 0.95, with definition=coco COCO's AP; or MODULE:FUNCTION,
@@ -97,8 +97,15 @@ class MetricConfig(OwnMetricConfig):
 
 
 @dataclass
+class OwnDetectorMetricConfig(OwnMetricConfig, MetricConfig):
+    """The same with what a function of the user's own, ``metric.name=MODULE:FUNCTION``, takes."""
+
+
+@dataclass
 class DetectionConfig(RunConfig):
     """A whole run of `tools/finetune_detector.py`."""
+
+    OWN_METRIC = OwnDetectorMetricConfig
 
     toolkit: str = "torchvision"  # or detectron2
     data: DataConfig = field(default_factory=DataConfig)
@@ -118,7 +125,8 @@ class DetectionConfig(RunConfig):
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`)."""
-        self.metric.check()
+        if isinstance(self.metric, OwnMetricConfig):
+            self.metric.check()
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
         check_at_least(0, {"data.size": self.data.size, "model.steps": self.model.steps})
         if self.population != 1:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.method_config import brought_by
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig
 from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS
@@ -55,7 +56,7 @@ class LossConfig:
 
 
 @dataclass
-class MetricConfig(OwnMetricConfig):
+class MetricConfig:
     """What the embedding is judged by."""
 
     # recall (the mean over ks), mean_average_precision_at_r, r_precision, or MODULE:FUNCTION, which is imported and run
@@ -66,8 +67,15 @@ class MetricConfig(OwnMetricConfig):
 
 
 @dataclass
+class OwnEmbedderMetricConfig(OwnMetricConfig, MetricConfig):
+    """The same with what a function of the user's own, ``metric.name=MODULE:FUNCTION``, takes."""
+
+
+@dataclass
 class RetrievalConfig(RunConfig):
     """A whole run of `tools/finetune_retrieval.py`."""
+
+    OWN_METRIC = OwnEmbedderMetricConfig
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -75,7 +83,7 @@ class RetrievalConfig(RunConfig):
     loss: LossConfig = field(default_factory=LossConfig)
     metric: MetricConfig = field(default_factory=MetricConfig)
     shift: ShiftConfig = field(default_factory=ShiftConfig)
-    siblings: EmbedderSiblingsConfig = field(default_factory=EmbedderSiblingsConfig)
+    siblings: EmbedderSiblingsConfig | None = field(default=None, metadata=brought_by(*FOR_EMBEDDINGS))
     population: int = 1  # tasks whose images are embedded together; on a CPU 1 is fastest for convolutions
 
     def data_files(self) -> list[Path]:
@@ -88,14 +96,12 @@ class RetrievalConfig(RunConfig):
             raise ConfigError(
                 "data.test_classes chooses the test part, as data.last_test or the set's own lists do; leave it empty"
             )
-        self.metric.check()
+        if isinstance(self.metric, OwnMetricConfig):
+            self.metric.check()
         self.model.check()
         check_at_least(1, {"model.embedding": self.model.embedding, "model.width": self.model.width})
         check_at_least(2, {"loss.classes": self.loss.classes, "loss.samples": self.loss.samples})
         check_at_least(0, {"metric.query_subset": self.metric.query_subset, "data.image_size": self.data.image_size})
         super().check()
-        self.siblings.check(self.trained_methods)
-
-    def further_methods(self) -> tuple[str, ...]:
-        """Return what ``methods`` may name."""
-        return (*super().further_methods(), *FOR_EMBEDDINGS)
+        if self.siblings:
+            self.siblings.check(self.trained_methods)

@@ -13,7 +13,7 @@ from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.evidence.bootstrap import error_of, jackknife_error, of_groups
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Method
-from metricopt_ext.evidence.siblings import plot_histories, sibling_method
+from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig, plot_histories, sibling_method
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.retrieval.build import (
     attach,
@@ -84,7 +84,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             population=config.population,
         )
         for name in config.trained_methods:
-            config.siblings.build(name).check(self._training(task))
+            self._siblings.build(name).check(self._training(task))
         return task, build_metric(replace(config.metric, query_subset=0), self.splits.test)
 
     def validation(self) -> tuple[Sequence[Tensor], Batches]:
@@ -98,7 +98,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         for name in config.trained_methods:
             methods[name] = sibling_method(
                 name,
-                config.siblings.build(name),
+                self._siblings.build(name),
                 self._training,
                 seed=self.seed,
                 folder=self.folder,
@@ -141,18 +141,23 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         plot_neighbours(test, before, after, self.folder / "neighbours.png", self.seed)
         save_recalls(test.y, {"pretrained": before, "metricopt": after}, self.folder / "recalls.json")
 
+    @property
+    def _siblings(self) -> EmbedderSiblingsConfig:
+        assert self.config.siblings is not None  # the methods that read it bring it
+        return self.config.siblings
+
     def _training(self, task: FinetuneTask) -> TrainingTask:
         """Return the task of the sibling methods, on what the settings let them train."""
         config, splits = self.config, self.splits
         made = TrainingTask.of(
             task,
-            trains="phi" if config.siblings.trains == "phi" else "model",
+            trains="phi" if self._siblings.trains == "phi" else "model",
             predict=lambda model, batch: (model(batch[0]), batch[1]),
             batch_metric=batch_metric(config.metric),
             validation=class_batches(splits.validation, config.loss),
             build=lambda seed: untrained(config, splits, seed),
         )
-        return made.untrained(self.seed) if config.siblings.trains == "scratch" else made
+        return made.untrained(self.seed) if self._siblings.trains == "scratch" else made
 
 
 def recall_error(

@@ -4,8 +4,8 @@ r"""Finetune an embedding for Recall@k, or another metric, on classes it has not
     python tools/finetune_retrieval.py --config-file configs/retrieval/omniglot.yaml --output-dir out/omniglot \
         data.root=FOLDER
 
-A guided search finds phi, from the best of several free starts; strategy=recipe learns a value function from many
-finetuning runs instead, strategy=paper runs Algorithm 1 as printed. methods=[ala_mixture,ala_focal] runs
+A guided search finds phi, from the best of several free starts; method.name=recipe learns a value function from many
+finetuning runs instead, method.name=paper runs Algorithm 1 as printed. methods=[ala_mixture,ala_focal] runs
 sibling methods beside it (docs/siblings.md). queries=N bounds its evaluations of the metric.
 Writes report.html (all in one file, to hand on), report.json, report.md and plots, and each seed's model before
 (model.safetensors) and after finetuning (tuned.safetensors, an ordinary state dict, phi merged), the classes of each

@@ -46,7 +46,7 @@ with naming_extras():
     from detectron2.evaluation import verify_results
     from detectron2.utils import comm
 
-    from metricopt_ext.detection.detectron2.config import metricopt_settings, read_config
+    from metricopt_ext.detection.detectron2.config import metricopt_settings, read_config, show_config
     from metricopt_ext.detection.detectron2.datasets import check_sets, register_entries, write_example
     from metricopt_ext.detection.detectron2.meta_train import meta_train
     from metricopt_ext.detection.detectron2.search import search
@@ -147,6 +147,11 @@ def main() -> None:
     parser.add_argument(
         "--deterministic", action="store_true", help="compute on one thread, on the kernels that every processor has"
     )
+    parser.add_argument(
+        "--show-config",
+        action="store_true",
+        help="print all keys with their values and where each comes from, and stop",
+    )
     arguments = parser.parse_args()
     if not arguments.config_file:
         parser.error("--config-file is needed, e.g. configs/detection/detectron2/scenes.yaml")
@@ -154,6 +159,9 @@ def main() -> None:
         parser.error("--eval-only, --meta-train and --search are separate commands")
     with ending_when_stopped(keeps=Path("OUTPUT_DIR"), resume="--resume"):
         try:
+            if arguments.show_config:
+                print(show_config(arguments.config_file, arguments.opts), end="")
+                return
             if arguments.deterministic:
                 restart_deterministically(threads=1)
             launch(

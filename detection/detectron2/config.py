@@ -1,7 +1,7 @@
 """Our part of a Detectron2 config: the node METRICOPT, each of its nodes a dataclass here, its keys in lower case."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -15,29 +15,13 @@ from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.methods.recipe import LEAST_TASKS
 from metricopt_ext.search.optimizer import MetricOpt
-from metricopt_ext.utils.config import check_yaml, default_of
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.utils.config import COMMAND_LINE, DEFAULT, FILE, check_yaml, config_section, default_of
 from metricopt_ext.utils.files import MISFITS
 from metricopt_ext.utils.packaged import find_config
+from metricopt_ext.utils.shown_config import in_yaml
 
 Node = TypeVar("Node")
-
-# What keys below METRICOPT were called while they were flat, and where they are now.
-RENAMED = {
-    "DATA": "DATASETS.REGISTER",
-    "DATA_ROOT": "DATASETS.ROOT",
-    "CLASSES": "DATASETS.CLASSES",
-    "SCENES": "DATASETS.SCENES.FOLDER",
-    "SCENES_IMAGES": "DATASETS.SCENES.IMAGES",
-    "SCENES_SHIFT": "DATASETS.SCENES.SHIFT.CONTRAST, NOISE_STD and SCALE",
-    "SCENES_SEED": "DATASETS.SCENES.SEED",
-    "VALIDATION": "METRIC.SET",
-    "VALIDATION_IMAGES": "METRIC.IMAGES",
-    **{name: f"METRIC.{name}" for name in ("DEFINITION", "EVALS")},
-    **{name: f"FILM.{name}" for name in ("LAYERS", "DIM")},
-    **{name: f"FINETUNE.{name}" for name in ("START_STD", "VALUE_FUNCTION", "STEPS", "LR", "METRIC_STEP")},
-    **{name: f"FINETUNE.{name}" for name in ("LOSS_WEIGHT", "TRUST", "HISTORY")},
-    **{name: f"META.{name}" for name in ("TRAJECTORIES", "ROUND", "INDEX", "ROUNDS", "TASKS")},
-}
 
 
 def _check_least(least: int, node: str = "", **values: float) -> None:
@@ -210,12 +194,38 @@ class SearchNode:
 
     Attributes:
         queries: How often AP50 is evaluated, at least 1; the search says how many more it needs.
+        design: Largest number of points of the first design, at least 4.
+        batch: Queries between two fits, at least 1.
+        radius: First radius of the region, above 0, in units of the probed scale.
+        least_radius: Its least, above 0.
+        largest_radius: Its largest, at least the least one.
+        grow: Factor on it after success, at least 1.
+        shrink: Factor on it after failure, above 0.
+        boldness: Largest tau, at least 0.
     """
 
     queries: int = 100
+    design: int = GuidedTrustRegion.design
+    batch: int = GuidedTrustRegion.batch
+    radius: float = GuidedTrustRegion.radius
+    least_radius: float = GuidedTrustRegion.least_radius
+    largest_radius: float = GuidedTrustRegion.largest_radius
+    grow: float = GuidedTrustRegion.grow
+    shrink: float = GuidedTrustRegion.shrink
+    boldness: float = GuidedTrustRegion.boldness
 
     def __post_init__(self) -> None:
         _check_least(1, "SEARCH.", queries=self.queries)
+        self.build()
+
+    def build(self) -> GuidedTrustRegion:
+        """Return the search.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        with config_section("METRICOPT.SEARCH"):
+            return GuidedTrustRegion(**{key: value for key, value in vars(self).items() if key != "queries"})
 
 
 @dataclass(frozen=True)
@@ -265,21 +275,17 @@ class Settings:
 
 
 def add_metricopt_config(cfg: CfgNode) -> None:
-    """Add the node METRICOPT, with the defaults of `Settings`; names that keys had before are refused when merged."""
+    """Add the node METRICOPT, with the defaults of `Settings`."""
     cfg.METRICOPT = _as_node(Settings())
-    for old, new in RENAMED.items():
-        cfg.register_renamed_key(f"METRICOPT.{old}", f"METRICOPT.{new}")
 
 
 def metricopt_settings(cfg: CfgNode) -> Settings:
     """Return the node METRICOPT as settings.
 
     Raises:
-        ConfigError: A value is impossible, or a program set a key by the name that it had before.
+        ConfigError: A value is impossible.
         DataError: The shift of the scenes is impossible.
     """
-    for old in RENAMED.keys() & cfg.METRICOPT.keys():
-        raise ConfigError(f"METRICOPT.{old} was renamed to METRICOPT.{RENAMED[old]}")
     return _as_settings(cfg.METRICOPT, Settings())
 
 
@@ -320,3 +326,37 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
     except (OSError, AssertionError, yaml.YAMLError, *MISFITS) as error:
         raise ConfigError(f"{path}: {error}") from error
     return cfg
+
+
+def show_config(path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """Return all keys that `read_config` reads, Detectron2's too, as YAML that says where each value comes from.
+
+    Raises:
+        ConfigError: As from `read_config`.
+    """
+    cfg = read_config(path, overrides)
+    content = CfgNode.load_yaml_with_base(str(find_config(path) or path), allow_unsafe=False)
+    origins = dict.fromkeys(_leaves(CfgNode(content), ""), FILE) | dict.fromkeys(overrides[::2], COMMAND_LINE)
+    return "".join(f"{line}\n" for line in _lines(cfg, origins))
+
+
+def _leaves(node: CfgNode, prefix: str) -> Iterator[str]:
+    for name, value in node.items():
+        if isinstance(value, CfgNode):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _lines(node: CfgNode, origins: Mapping[str, str], prefix: str = "", indent: str = "") -> Iterator[str]:
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, CfgNode) and value:
+            yield f"{indent}{name}:"
+            yield from _lines(value, origins, f"{key}.", f"{indent}  ")
+        else:
+            yield f"{indent}{name}: {in_yaml(_plain(value))}  # {origins.get(key, DEFAULT)}"
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value

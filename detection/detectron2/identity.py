@@ -16,7 +16,7 @@ OF_ONE_RUN = {
     *(f"METRICOPT.META.{name}" for name in ("ROUND", "INDEX")),
 }
 # Where and how long, not what: no influence on a trajectory.
-WITHOUT_INFLUENCE = ("MODEL.DEVICE", "METRICOPT.META.TRAJECTORIES", "METRICOPT.META.ROUNDS", "METRICOPT.SEARCH.QUERIES")
+WITHOUT_INFLUENCE = ("MODEL.DEVICE", "METRICOPT.META.TRAJECTORIES", "METRICOPT.META.ROUNDS", "METRICOPT.SEARCH.")
 
 
 def identity_of_run(cfg: CfgNode) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def identity_of_run(cfg: CfgNode) -> dict[str, Any]:
     }
     for key in ("MODEL.WEIGHTS", "METRICOPT.FINETUNE.VALUE_FUNCTION"):
         settings[key] = _described(settings[key])
-    return {key: value for key, value in settings.items() if key not in WITHOUT_INFLUENCE}
+    return {key: value for key, value in settings.items() if not key.startswith(WITHOUT_INFLUENCE)}
 
 
 def identity_of_trajectories(cfg: CfgNode) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def identity_of_trajectories(cfg: CfgNode) -> dict[str, Any]:
 
 
 def identity_of_search(cfg: CfgNode, trainer_class: type) -> dict[str, Any]:
-    """Return the settings that a search depends on; its number of queries, seed and weights are known without them."""
+    """Return the settings that a search depends on; its keys, seed and weights are known without them."""
     unused = ("METRICOPT.ENABLED", "METRICOPT.FINETUNE.", "METRICOPT.META.", "METRICOPT.METRIC.EVALS")
     settings = {key: value for key, value in identity_of_run(cfg).items() if not key.startswith(unused)}
     return {**settings, **identity_of_trainer(trainer_class)}

@@ -24,7 +24,6 @@ from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import SearchRun
-from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Evaluation, Item, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import ranks
@@ -60,7 +59,8 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
     settings, folder = metricopt_settings(cfg), Path(cfg.OUTPUT_DIR)
     check_detector(cfg, settings, "a search")
     check_trainer(trainer_class)
-    queries, least = settings.search.queries, GuidedTrustRegion().least_queries(settings.film.dim)
+    queries, strategy = settings.search.queries, settings.search.build()
+    least = strategy.least_queries(settings.film.dim)
     if queries < least:
         raise ConfigError(
             f"METRICOPT.SEARCH.QUERIES is {queries}; with METRICOPT.FILM.DIM {settings.film.dim} it must be at least"
@@ -87,7 +87,13 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
     with closing(written), progress(cfg, metric.name, queries) as watcher:
         with ranks.joined(), alone():
             run = optimize_metric(
-                task, queries=queries, seed=settings.seed, output_dir=folder / FOLDER, resume=resume, watcher=watcher
+                task,
+                queries=queries,
+                strategy=strategy,
+                seed=settings.seed,
+                output_dir=folder / FOLDER,
+                resume=resume,
+                watcher=watcher,
             )
         outcome = {"before": run.before, "after": run.after, "best": run.best}
         scalars = {f"{metric.name}_{name}": value_of(metric, metric.to_cost(each)) for name, each in outcome.items()}

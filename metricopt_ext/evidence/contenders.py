@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import MetricError
 from metricopt_ext.evidence.method import Meter, Reached, now
+from metricopt_ext.evidence.method_config import FinetuneConfig
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.guard import CONFIDENCE, decide
-from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.direct import CMAES, GuidedES, Search
 from metricopt_ext.search.ngopt import NGOpt
@@ -53,25 +53,25 @@ def usual_contenders(config: RunConfig) -> dict[str, Contender]:
     Args:
         config: The task's settings.
     """
-    recipe = config.recipe.build()
+    search = config.build_strategy()
 
     def best_step(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
-        return best_of_loss_finetune(task, loss_path(task, recipe, seed, start), queries)
+        return best_of_loss_finetune(task, loss_path(task, config.finetune, seed, start), queries)
 
     return {
         "loss_finetune_best": at_each_budget(best_step, least=lambda dim: 2),
-        "guided_es": searching(GuidedES(lr=recipe.lr)),
+        "guided_es": searching(GuidedES(lr=config.finetune.lr)),
         "cma_es": searching(CMAES()),
         "random_search": searching(RandomSearch(), anytime=True),
         "ngopt": searching(NGOpt()),
         "turbo": searching(TuRBO(), anytime=True),
-        "ours": ours(config.guard_confidence),
+        "ours": ours(config.guard.confidence, search if isinstance(search, GuidedTrustRegion) else None),
     }
 
 
-def loss_path(task: FinetuneTask, recipe: Recipe, seed: int, start: Tensor | None = None) -> Tensor:
+def loss_path(task: FinetuneTask, settings: FinetuneConfig, seed: int, start: Tensor | None = None) -> Tensor:
     """Finetune for the loss alone from a start, by default phi = 0; returns the visited phi, ``(T + 1) x d``."""
-    return finetune(task, LossStep(recipe.lr), recipe.steps, seed, start)
+    return finetune(task, LossStep(settings.lr), settings.steps, seed, start)
 
 
 def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Tensor:

@@ -260,7 +260,7 @@ class _Row:
         return guarded(
             {name: starts[name] for name in (TRAINED, self.begun.chosen) if name in starts},
             end,
-            confidence=self.experiment.config.guard_confidence,
+            confidence=self.experiment.config.guard.confidence,
             scale=self.task.metric.scale,
             change=self.change,
         )

@@ -109,7 +109,7 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
 
     rows = [
         ("seeds", f"{config.seeds} ({config.seed} to {config.seed + config.seeds - 1}), {at_once} at a time"),
-        ("strategy", f"{config.strategy}, phi of {counted(task.dim, 'coordinate')}"),
+        ("method", f"{config.method.name}, phi of {counted(task.dim, 'coordinate')}"),
         *plan,
         ("queries of MetricOpt", f"{work.queries} of {config.queries} at most"),
         *((f"queries of {METHODS[name].title}", f"{queries} at most") for name, queries in rivals.items()),
@@ -183,7 +183,7 @@ def planned(
         ("design", counted(design, "query")),
         ("batches", f"about {batches} of {strategy.batch} queries, and a query for the end"),
     ]
-    steps = config.recipe.steps if "loss_finetune" in config.starts else 0
+    steps = config.finetune.steps if "loss_finetune" in config.starts else 0
     return rows, Work(config.queries, steps, waves(GRADIENTS), min(GRADIENTS, population))
 
 
@@ -191,12 +191,12 @@ def known_queries(config: RunConfig, methods: list[str]) -> dict[str, int]:
     """Return the queries of the methods beside MetricOpt whose number the settings give, at most."""
     searched = config.queries if isinstance(config.search_queries, str) else config.search_queries
     known = {
-        "loss_finetune_best": min(config.best_evals, config.recipe.steps + 1),
+        "loss_finetune_best": min(config.best_evals, config.finetune.steps + 1),
         "guided_es": searched,
         "cma_es": searched,
         "metricopt_paper": config.queries,
-        "metricopt_learned": config.learned.queries or config.queries,
-        "refined": config.refine_queries,
+        "metricopt_learned": (config.learned and config.learned.queries) or config.queries,
+        "refined": config.refined.queries if config.refined else 0,
     }
     return {name: queries for name, queries in known.items() if name in methods}
 
@@ -204,7 +204,7 @@ def known_queries(config: RunConfig, methods: list[str]) -> dict[str, int]:
 def besides(config: RunConfig, methods: list[str], strategy: GuidedTrustRegion | Recipe | Algorithm1) -> Work:
     """Return what is not MetricOpt's and not a query: loss finetunes, curves along them, verdicts, the landscape."""
     paths = [name for name in ("loss_finetune", "loss_finetune_validation") if name in methods]
-    curves, steps = len(paths) * (config.recipe.steps + 1), len(paths) * config.recipe.steps
+    curves, steps = len(paths) * (config.finetune.steps + 1), len(paths) * config.finetune.steps
     if not isinstance(strategy, GuidedTrustRegion):
         curves, steps = curves + strategy.steps + 1, steps + strategy.steps
     return Work(curves + 2 * len(methods) + (LANDSCAPE if config.pictures else 0), steps)
@@ -212,9 +212,9 @@ def besides(config: RunConfig, methods: list[str], strategy: GuidedTrustRegion |
 
 def files_of_run(config: RunConfig) -> list[str]:
     """Return the names of what a run leaves in its folder, besides its seeds' folders and pictures of one task."""
-    course = "search.png" if config.strategy == "search" else "finetuning.png"
+    course = "search.png" if config.method.name == "search" else "finetuning.png"
     reports = ["report.json", "report.md", "report.html"]
-    predicted = [] if config.strategy == "paper" else ["value_function.png"]  # which is drawn of held-out predictions
+    predicted = [] if config.method.name == "paper" else ["value_function.png"]  # of held-out predictions
     return ["run.json", "log.txt", *reports, "methods.png", course, *predicted, "events"]
 
 
@@ -226,7 +226,7 @@ def files_of_seed(config: RunConfig, own: tuple[str, ...]) -> list[str]:
         own: What the task adds.
     """
     names = ["identity.json", "evaluations.json", "adapter.safetensors", "value_function.safetensors", "record.json"]
-    if config.strategy != "search":
+    if config.method.name != "search":
         names.insert(2, "trajectories")
     return [*names, *own]
 

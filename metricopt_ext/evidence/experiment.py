@@ -118,7 +118,7 @@ class Experiment(ABC, Generic[Config]):
         return usual_methods(
             self.config,
             self.seed,
-            starts=self.starts() if self.config.strategy == "search" else None,  # the others have no use for them
+            starts=self.starts() if self.config.method.name == "search" else None,  # the others have no use for them
             inputs=inputs,
             batches=batches,
             folder=self.folder,
@@ -134,7 +134,7 @@ class Experiment(ABC, Generic[Config]):
     def start(self, name: str) -> Start | None:
         """Return one of `run_config.STARTS`, or None if it does not apply."""
         if name == "loss_finetune":
-            return Start(loss_path(self.task, self.config.recipe.build(), self.seed)[-1])
+            return Start(loss_path(self.task, self.config.finetune, self.seed)[-1])
         if name == "batchnorm":
             return batchnorm_start(self.task, self.validation()[0])
         return None
@@ -153,7 +153,7 @@ class Experiment(ABC, Generic[Config]):
         def on_labels(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
             assert subject is not None
             _, batches = subject.validation()
-            return loss_path(replace(task, batches=batches), config.recipe.build(), seed, start)[-1]
+            return loss_path(replace(task, batches=batches), config.finetune, seed, start)[-1]
 
         return {**usual_contenders(config), "loss_finetune_validation": at_each_budget(on_labels)}
 

@@ -92,7 +92,8 @@ class Report:
 
     def needs(self, method: str) -> str:
         """Return what a method needs of the data that the metric sees, its free starts included."""
-        start_needs_inputs = self.config.get("strategy") == "search" and "batchnorm" in self.config.get("starts", [])
+        searched = self.config.get("method", {}).get("name") == "search"
+        start_needs_inputs = searched and "batchnorm" in self.config.get("starts", [])
         return "inputs" if method in FROM_OUR_START and start_needs_inputs else METHODS[method].needs
 
     def values(self, method: str, column: str) -> list[float]:
@@ -116,7 +117,7 @@ class Report:
 
     @property
     def predicts(self) -> bool:
-        """Whether a value function made predictions of what it was not fitted to; not under ``strategy=paper``."""
+        """Whether a value function made predictions of what it was not fitted to; not under ``method.name=paper``."""
         return any(record.predicted for record in self.records)
 
     @property
@@ -330,7 +331,7 @@ class Report:
         halves = [record.split_half for record in self.records if record.split_half is not None]
         chances = [record.chance for record in self.records if record.chance is not None]
         if halves and chances:
-            chance, confidence = np.mean(chances), self.config["guard_confidence"]
+            chance, confidence = np.mean(chances), self.config["guard"]["confidence"]
             left = sum(record.kept == "start" for record in self.records)
             lines.append(
                 f"Split-half correlation of the metric over phi: {np.mean(halves):.2f} (near 0 no method can"

@@ -30,10 +30,12 @@ from metricopt_ext.evidence.run_config import VARIANTS, RunConfig
 from metricopt_ext.evidence.variants import variant_method
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
 from metricopt_ext.search.direct import CMAES
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher, Within
@@ -62,7 +64,6 @@ def usual_methods(
         resume: Let MetricOpt continue what an interrupted run left there.
         watcher: Notified of its progress.
     """
-    recipe = config.recipe.build()
     shown = watcher or Watcher()
 
     def metricopt(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
@@ -71,8 +72,8 @@ def usual_methods(
             task,
             queries=config.queries,
             strategy=strategy,  # type: ignore[arg-type]
-            starts=starts if config.strategy == "search" else None,
-            guard_confidence=config.guard_confidence,
+            starts=starts if isinstance(strategy, GuidedTrustRegion) else None,
+            guard_confidence=config.guard.confidence,
             seed=seed,
             output_dir=folder,
             resume=resume,
@@ -88,11 +89,12 @@ def usual_methods(
         if isinstance(strategy, Algorithm1):
             path = strategy.meta_test(task, result.fit.f, task.origin(), seed=seed, index=FRESH)
         else:
-            path = finetune(task, metric_policy(result.fit.f, recipe, result.setting), recipe.steps, seed)
+            assert isinstance(strategy, Recipe)
+            path = finetune(task, metric_policy(result.fit.f, strategy, result.setting), strategy.steps, seed)
         return MethodResult((spent,), path, result)
 
     def loss_finetune(task: FinetuneTask) -> Tensor:
-        return loss_path(task, recipe, seed)
+        return loss_path(task, config.finetune, seed)
 
     def loss_finetune_best(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
         before = earlier["loss_finetune"]
@@ -114,9 +116,9 @@ def usual_methods(
             methods[name] = following_start(contenders[name], config.search_queries, seed, name, shown)
     for name in (name for name in config.methods if name in VARIANTS):
         methods[name] = variant_method(name, config, seed, folder=folder, resume=resume, watcher=watcher)
-    if config.refine_queries:
+    if refined := config.refined:
         methods["refined"] = following_metricopt(
-            lambda task, result: CMAES()(task, result.ends[result.chosen], config.refine_queries, seed=seed).phi
+            lambda task, result: CMAES()(task, result.ends[result.chosen], refined.queries, seed=seed).phi
         )
     return methods
 

@@ -1,197 +1,40 @@
 """The settings that the tools of all tasks share; each key is a field here and nowhere else."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from metricopt_ext.data.images import MAX_PIXELS, Limits
 from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.data.training import OPTIMIZERS
 from metricopt_ext.errors import BudgetError, ConfigError
+from metricopt_ext.evidence.method_config import (
+    FinetuneConfig,
+    LearnedConfig,
+    MethodConfig,
+    PaperSettings,
+    RefinedConfig,
+    SearchConfig,
+    bring_sections,
+    brought_by,
+    choice_of,
+    method_named,
+    methods_with_sections,
+)
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
+from metricopt_ext.methods.siblings.registry import SIBLINGS
 from metricopt_ext.search.direct import CMAES, GuidedES
-from metricopt_ext.search.learned_objective import LearnedObjective
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
-from metricopt_ext.utils.config import config_section
-from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
-from metricopt_ext.value.objective import sampled_triplets
-from metricopt_ext.value.observations import Labeller
-from metricopt_ext.value.reptile import ReptileLearner
+from metricopt_ext.utils.config import as_plain, config_section, known_keys
 
-DEFAULT = Recipe()
 STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice")
-VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside the strategy
-LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
-DEFAULT_LEARNERS = [name for name, learner in LEARNERS.items() if learner in DEFAULT.learners]
-
-
-@dataclass
-class RecipeConfig:
-    """The fields of `metricopt_ext.Recipe` that a run may set; see there."""
-
-    steps: int = Recipe.steps
-    lr: float = Recipe.lr
-    evals: int = Recipe.evals
-    rounds: int = Recipe.rounds
-    start_std: float = Recipe.start_std
-    trials: int = Recipe.trials
-    folds: int = Recipe.folds
-    labels: str = "observed"  # observed, linear, gp (interpolated if that shows skill) or gp_always
-    learners: list[str] = field(default_factory=DEFAULT_LEARNERS.copy)  # any of neural, ridge, reptile
-    adapt_queries: int = Recipe.adapt_queries  # spent along each start's finetuning to adapt f to it; 0 uses f as it is
-
-    def build(self) -> Recipe:
-        """Return the recipe.
-
-        Raises:
-            ConfigError: A value is out of range.
-        """
-        try:
-            return Recipe(**{**vars(self), "labels": self._labeller(), "learners": self._learners()})
-        except ValueError as error:
-            raise ConfigError(f"recipe: {error}") from error
-
-    def _learners(self) -> tuple[Learner, ...]:
-        unknown = [name for name in self.learners if name not in LEARNERS]
-        if unknown or not self.learners:
-            raise ValueError(f"learners is {self.learners}; it must name one or more of {', '.join(LEARNERS)}")
-        return tuple(LEARNERS[name] for name in self.learners)
-
-    def _labeller(self) -> Labeller:
-        return labeller(self.labels)
-
-
-def labeller(name: str) -> Labeller:
-    """Return a labeller by its name in the settings.
-
-    Raises:
-        ValueError: There is none of that name.
-    """
-    if name == "observed":
-        return DEFAULT.labels
-    from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
-
-    known: dict[str, Labeller] = {
-        "linear": LinearLabels(),
-        "gp": GaussianProcessLabels(),
-        "gp_always": GaussianProcessLabels(always=True),
-    }
-    if name not in known:
-        raise ValueError(f"labels is {name!r}; it must be observed, {', '.join(known)}")
-    return known[name]
-
-
-@dataclass
-class PaperConfig:
-    """What strategy=paper may change of Algorithm 1 as printed, part by part; the rest is the recipe's.
-
-    ``recipe`` gives steps (T), evals (K), lr and start_std.
-    """
-
-    optimizer: str = Algorithm1.optimizer  # sgd or adam
-    metric_rate: float = Algorithm1.metric_rate  # alpha_t
-    history: int = Algorithm1.history  # k of Eq. 3
-    count: int = Algorithm1.count  # P of Eq. 4
-    variance: float = Algorithm1.variance  # s^2 of Eq. 4
-    labels: str = "gp_always"  # observed, linear, gp (interpolated if that shows skill) or gp_always
-    sigma: bool = True  # false: all labels count as equally certain (Fig. 3b)
-    # reptile (as printed), reptile_mixed (many tasks in a meta-batch), offline (Fig. 3b), neural or ridge
-    learner: str = "reptile"
-    gamma: float = ReptileLearner.paper().objective.gamma  # weight of the regression in Eq. 2, of learners but ridge
-    beta: float = ReptileLearner.paper().objective.beta  # of the ordinal term; 0: none (Fig. 3a)
-
-    def build(self, recipe: Recipe) -> Algorithm1:
-        """Return the algorithm.
-
-        Raises:
-            ConfigError: A value is out of range.
-        """
-        with config_section("paper"):
-            labels = labeller(self.labels)
-            if not self.sigma:
-                from metricopt_ext.value.labels import WithoutSigma
-
-                labels = WithoutSigma(labels)
-            return Algorithm1(
-                steps=recipe.steps,
-                evals=recipe.evals,
-                lr=recipe.lr,
-                start_std=recipe.start_std,
-                optimizer=self.optimizer,  # type: ignore[arg-type]
-                metric_rate=self.metric_rate,
-                history=self.history,
-                count=self.count,
-                variance=self.variance,
-                labels=labels,
-                learner=self._learner(),
-            )
-
-    def _learner(self) -> Learner:
-        objective = replace(ReptileLearner.paper().objective, gamma=self.gamma, beta=self.beta)
-        known: dict[str, Learner] = {
-            "reptile": replace(ReptileLearner.paper(), objective=objective),
-            "reptile_mixed": ReptileLearner(objective=objective),
-            "offline": replace(NeuralLearner.offline(), objective=replace(objective, miner=sampled_triplets)),
-            "neural": NeuralLearner(objective=replace(objective, miner=sampled_triplets)),
-            "ridge": RidgeLearner(),
-        }
-        if self.learner not in known:
-            raise ValueError(f"learner is {self.learner!r}; it must be one of {', '.join(known)}")
-        return known[self.learner]
-
-
-@dataclass
-class LearnedConfig:
-    """How the method ``metricopt_learned`` learns its optimizer; see `AlgorithmS1`.
-
-    ``recipe`` gives steps (T), evals (K), start_std, and the lr of the loss-only finetune that it is compared with.
-    """
-
-    queries: int = 0  # metric queries in all; 0: as many as MetricOpt has
-    tasks: int = AlgorithmS1.tasks  # collected in a meta-iteration; 1 as printed
-    updates: int = AlgorithmS1.updates  # of the optimizer in a meta-iteration; 1 as printed
-    pairs: int = AlgorithmS1.pairs  # antithetic pairs of perturbed weights for each update
-    rate: float = AlgorithmS1.rate  # Adam's, on the optimizer's weights
-    variance: float = AlgorithmS1.variance  # epsilon^2 of Eq. 7
-    estimator: str = AlgorithmS1.estimator  # combined, reparameterised, or score (for a loss without 2nd derivatives)
-    metric_weight: float = LearnedObjective.metric_weight  # lambda of Eq. 6
-    sharpness: float = 0.0  # beta of Eq. 6; 0: T/2
-    coordinatewise: bool = AlgorithmS1.coordinatewise  # false: one network sees the whole of phi
-    sees_loss: bool = AlgorithmS1.sees_loss  # false: for trainers that only call step()
-    sees_metric: bool = AlgorithmS1.sees_metric  # true costs evals - 1 queries for each start
-    hidden: int = AlgorithmS1.hidden  # units
-    step: float = AlgorithmS1.step  # typical change of a coordinate of phi in a step
-    labels: str = "observed"  # observed, linear, gp or gp_always, as for the recipe
-    mixed: bool = True  # f is adapted to batches that mix tasks; false: to one task at a time by SGD, as printed
-
-    def build(self, recipe: Recipe) -> AlgorithmS1:
-        """Return the algorithm.
-
-        Raises:
-            ConfigError: A value is out of range.
-        """
-        with config_section("learned"):
-            check_integer(0, queries=self.queries)
-            same = ("tasks", "updates", "pairs", "rate", "variance", "coordinatewise", "sees_loss", "sees_metric")
-            return AlgorithmS1(
-                steps=recipe.steps,
-                evals=recipe.evals,
-                start_std=recipe.start_std,
-                lr=recipe.lr,
-                objective=LearnedObjective(self.metric_weight, self.sharpness or None),
-                estimator=self.estimator,  # type: ignore[arg-type]
-                value=ReptileLearner() if self.mixed else ReptileLearner.paper(),
-                labels=labeller(self.labels),
-                hidden=self.hidden,
-                step=self.step,
-                **{name: getattr(self, name) for name in same},
-            )
+VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
 
 
 @dataclass
@@ -256,31 +99,45 @@ class EvaluationConfig:
 
 
 @dataclass
+class GuardConfig:
+    """When the guard keeps what was found; see `methods.guard`."""
+
+    confidence: float = CONFIDENCE  # how sure it must be that a gain is not chance, in [0.5, 1)
+
+
+@dataclass
 class RunConfig:
-    """The settings that every task's tool shares; a task adds its data, model and metric."""
+    """The settings that every task's tool shares; a task adds its data, model and metric.
+
+    Which of those of methods there are is `method_config`'s rule.
+    """
+
+    CHOICES: ClassVar[tuple[str, ...]] = ("method.name", "methods", "metric.name")
+    OWN_METRIC: ClassVar[type[OwnMetricConfig] | None] = None  # the section metric, if metric.name is MODULE:FUNCTION
 
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    recipe: RecipeConfig = field(default_factory=RecipeConfig)
-    paper: PaperConfig = field(default_factory=PaperConfig)
-    learned: LearnedConfig = field(default_factory=LearnedConfig)
+    method: MethodConfig = field(
+        default_factory=SearchConfig
+    )  # how MetricOpt works; method.name: search, recipe, paper
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    # How MetricOpt works: search (guided trust region, from 20 queries up), recipe (f from many finetuning runs, for
-    # many starts) or paper (Algorithm 1 as printed).
-    strategy: str = "search"
     # What the search may begin from besides the model as it is, where it applies; each costs a query. loss_finetune,
     # batchnorm (re-estimated on the validation inputs), prior and prior_twice (classifiers with outputs in phi: logits
     # adjusted by the class shares, with strength 1 and 2).
     starts: list[str] = field(default_factory=lambda: list(STARTS))
-    guard_confidence: float = CONFIDENCE  # how sure the guard must be that a gain is not chance, in [0.5, 1)
     queries: int = 600  # MetricOpt's metric queries in total
     population: int = 32  # tasks computed together
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
     search_queries: int | str = 0
-    # Further methods to run: the paper's own metricopt_paper and metricopt_learned; siblings of MetricOpt, sl_u, sl_s,
-    # sl_r, reloss, reloss_only and ala for classifiers, ala_mixture and ala_focal for embedders.
+    # Further methods to run, each of which brings a section of settings: the paper's own metricopt_paper and
+    # metricopt_learned; refined, after a recipe; siblings of MetricOpt, sl_u, sl_s, sl_r, reloss, reloss_only and ala
+    # for classifiers, ala_mixture and ala_focal for embedders; transfer and second_round for classifiers.
     methods: list[str] = field(default_factory=list)
-    refine_queries: int = 0  # of CMA-ES continuing from MetricOpt's end point; 0: none
+    paper: PaperSettings | None = field(default=None, metadata=brought_by("metricopt_paper"))
+    learned: LearnedConfig | None = field(default=None, metadata=brought_by("metricopt_learned"))
+    refined: RefinedConfig | None = field(default=None, metadata=brought_by("refined"))
     seeds: int = 5  # number of seeds, each a fresh split, model and value function
     seed: int = 0  # the first of them
     pictures: bool = True  # of the first seed's value function; its landscape evaluates the metric another 169 times
@@ -293,6 +150,28 @@ class RunConfig:
     # The kernels and number of threads that every processor has, deterministic algorithms on a GPU; slower. Whether
     # processors of different makers then give the same digits is not tested.
     deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        """Add the sections that ``methods`` bring."""
+        bring_sections(self, self.methods)
+
+    @classmethod
+    def chosen(cls, choices: Mapping[str, Any]) -> "RunConfig":
+        """Return the defaults where these choices are made; see `config.Choosing`."""
+        methods = choices.get("methods")
+        named = [each for each in methods if isinstance(each, str)] if isinstance(methods, list) else []
+        made = cls(method=method_named(choices.get("method.name", SearchConfig.name)), methods=named)
+        if cls.OWN_METRIC and ":" in str(choices.get("metric.name", "")):
+            made.metric = cls.OWN_METRIC()  # type: ignore[attr-defined]
+        return made
+
+    def why_absent(self, key: str) -> str:
+        """Return which choice would bring a key that this run lacks; see `config.Choosing`."""
+        section, _, rest = key.partition(".")
+        if self.OWN_METRIC and section == "metric" and rest.partition(".")[0] in known_keys(self.OWN_METRIC):
+            return f"{key} is a key of metric.name=MODULE:FUNCTION, a metric of your own; this run has one of the tool"
+        found = [*choice_of(self, key)]
+        return f"{key} is a key of {found[0]}; this run has {found[1]}" if found else ""
 
     @property
     def limits(self) -> Limits:
@@ -310,8 +189,9 @@ class RunConfig:
         check_at_least(1, {n: getattr(self, n) for n in ("population", "best_evals", "seeds", "workers", "threads")})
         check_at_least(1, {"adapter.dim": self.adapter.dim})
         check_at_least(0, {"seed": self.seed})
-        with config_section("guard_confidence"):
-            deviates(self.guard_confidence)
+        self.finetune.check()
+        with config_section("guard.confidence"):
+            deviates(self.guard.confidence)
         with config_section("evaluation"):
             check_integer(0, failures=self.evaluation.failures)
             check_above(0, timeout=self.evaluation.timeout)
@@ -319,24 +199,28 @@ class RunConfig:
         if unknown:
             raise ConfigError(f"starts={self.starts}: {unknown[0]!r} is none of {', '.join(STARTS)}")
         self._check_methods()
-        if self.refine_queries and self.strategy != "recipe":
-            raise ConfigError(f"refine_queries={self.refine_queries} continue from a recipe's end: set strategy=recipe")
+        self.needs_recipe("refined")
         self.check_queries(self.least_dim())
 
     def _check_methods(self) -> None:
-        known = self.further_methods()
+        known = methods_with_sections(self)
         unknown = [name for name in self.methods if name not in known]
         if unknown:
             raise ConfigError(f"methods={self.methods}: {unknown[0]!r} is none of {', '.join(known)} in this tool")
 
-    def further_methods(self) -> tuple[str, ...]:
-        """Return what ``methods`` may name."""
-        return VARIANTS
+    def needs_recipe(self, name: str) -> None:
+        """Reject one of ``methods`` that continues from a recipe where MetricOpt is none.
+
+        Raises:
+            ConfigError: It is among them, and MetricOpt is no recipe.
+        """
+        if name in self.methods and self.method.name != "recipe":
+            raise ConfigError(f"methods={self.methods}: {name} continues from a recipe's end: set method.name=recipe")
 
     @property
     def trained_methods(self) -> list[str]:
         """Those of ``methods`` that train a copy of the model by the siblings' protocol."""
-        return [name for name in self.methods if name not in VARIANTS]
+        return [name for name in self.methods if name in SIBLINGS]
 
     def least_dim(self) -> int:
         """Return the dimension of phi as far as it is known before the model."""
@@ -352,22 +236,21 @@ class RunConfig:
             ConfigError: A search on the true metric has too few.
             BudgetError: MetricOpt has too few; the message says how many are needed.
         """
-        searches = {"search_queries": (GuidedES(), CMAES()), "refine_queries": (CMAES(),)}
         phi = f"adapter.dim={dim}" if dim == self.adapter.dim else f"phi of dimension {dim}"
-        for name, used in searches.items():
-            value, least = getattr(self, name), max(search.least_queries(dim) for search in used)
-            if name == "search_queries":
-                value, least = self._searched(), least + (len(self.starts) + 1 if self.strategy == "search" else 0)
-            if value and value < least:
-                raise ConfigError(f"{name}={value}: it must be at least {least} for {phi}, or 0")
-        if "metricopt_learned" in self.methods:
-            self.learned.build(self.recipe.build()).iterations(self.learned.queries or self.queries)
-        if "metricopt_paper" in self.methods:
-            self.paper.build(self.recipe.build()).tasks(self.queries)
-        strategy: Any = self.build_strategy()
-        if self.strategy == "recipe":
+        searched, least = self._searched(), max(search.least_queries(dim) for search in (GuidedES(), CMAES()))
+        least += len(self.starts) + 1 if self.method.name == "search" else 0
+        if searched and searched < least:
+            raise ConfigError(f"search_queries={searched}: it must be at least {least} for {phi}, or 0")
+        if self.refined and self.refined.queries < (least := CMAES().least_queries(dim)):
+            raise ConfigError(f"refined.queries={self.refined.queries}: it must be at least {least} for {phi}")
+        if self.learned:
+            self.learned.build(self.finetune).iterations(self.learned.queries or self.queries)
+        if self.paper:
+            self.paper.build(self.finetune).tasks(self.queries)
+        strategy = self.build_strategy()
+        if isinstance(strategy, Recipe):
             strategy.tasks_per_round(self.queries, dim)
-        elif self.strategy == "paper":
+        elif isinstance(strategy, Algorithm1):
             strategy.tasks(self.queries)
         elif self.queries < (least := strategy.least_queries(dim) + len(self.starts)):
             raise BudgetError(f"queries={self.queries}: the search needs at least {least} for these settings")
@@ -381,16 +264,9 @@ class RunConfig:
         """Return how MetricOpt works.
 
         Raises:
-            ConfigError: The strategy is unknown, or a value is out of range.
+            ConfigError: A value is out of range.
         """
-        recipe = self.recipe.build()
-        if self.strategy == "search":
-            return GuidedTrustRegion()
-        if self.strategy == "recipe":
-            return recipe
-        if self.strategy == "paper":
-            return self.paper.build(recipe)
-        raise ConfigError(f"strategy={self.strategy!r} must be search, recipe or paper")
+        return self.method.build(self.finetune)
 
     def data_files(self) -> list[Path]:
         """Return the files and folders that the data is read from; none for data that comes with a package."""
@@ -398,7 +274,7 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""
-        return asdict(self)
+        return as_plain(self)
 
 
 def check_at_least(least: int, values: Mapping[str, float]) -> None:

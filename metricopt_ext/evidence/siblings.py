@@ -11,13 +11,14 @@ from torch import nn
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.correlation import ScoreLoss
 from metricopt_ext.evidence.method import METHODS, Method, MethodResult, Reached, now
+from metricopt_ext.evidence.method_config import brought_by
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
 from metricopt_ext.methods.siblings.checkpoints import Checkpoints
 from metricopt_ext.methods.siblings.kept import keep, load_kept
 from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
 from metricopt_ext.methods.siblings.ranked_batches import BatchSource, RandomOutputs
-from metricopt_ext.methods.siblings.registry import SIBLINGS
+from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS, SIBLINGS
 from metricopt_ext.methods.siblings.relational_loss import RelationalTraining, load_relational_loss
 from metricopt_ext.methods.siblings.reloss import ReLoss
 from metricopt_ext.methods.siblings.set_loss import UniversalTraining, load_set_loss
@@ -172,12 +173,12 @@ class ALAConfig:
 
 @dataclass
 class EmbedderSiblingsConfig:
-    """How the sibling methods among ``methods`` run that train embedders."""
+    """How the sibling methods among ``methods`` run that train embedders; a section is there for those that read it."""
 
     # What they train: phi (the model stays frozen), model (all weights, from the trained model on) or scratch (all
     # weights of an untrained one, as in their papers).
     trains: str = "phi"
-    ala: ALAConfig = field(default_factory=ALAConfig)
+    ala: ALAConfig | None = field(default=None, metadata=brought_by("ala", *FOR_EMBEDDINGS))
 
     def build(self, name: str) -> Sibling:
         """Return a method of `SIBLINGS` with these settings.
@@ -189,7 +190,7 @@ class EmbedderSiblingsConfig:
         method = SIBLINGS[name]
         if isinstance(method, AdaptiveLossAlignment):
             with config_section("siblings.ala"):
-                return self.ala.build(method, fresh_children=self.trains == "scratch")
+                return (self.ala or ALAConfig()).build(method, fresh_children=self.trains == "scratch")
         return method
 
     def check(self, names: list[str]) -> None:
@@ -215,18 +216,18 @@ class SiblingsConfig(EmbedderSiblingsConfig):
     batch_size: int = 100  # of batches with an equal share of each class
     # Queries for the threshold on a single logit, once trained; 0: none, as for metrics of the order alone (auc, ...)
     threshold_evals: int = 101
-    sl: SLConfig = field(default_factory=SLConfig)
-    reloss: ReLossConfig = field(default_factory=ReLossConfig)
+    sl: SLConfig | None = field(default=None, metadata=brought_by("sl_u", "sl_s", "sl_r"))
+    reloss: ReLossConfig | None = field(default=None, metadata=brought_by("reloss", "reloss_only"))
 
     def build(self, name: str) -> Sibling:
         """Return a method of `SIBLINGS` with these settings; see `EmbedderSiblingsConfig.build`."""
         method = SIBLINGS[name]
         if isinstance(method, SurrogateLearning):
             with config_section("siblings.sl"):
-                return self.sl.build(method)
+                return (self.sl or SLConfig()).build(method)
         if isinstance(method, ReLoss):
             with config_section("siblings.reloss"):
-                return self.reloss.build(method)
+                return (self.reloss or ReLossConfig()).build(method)
         return super().build(name)
 
     def check(self, names: list[str]) -> None:

@@ -1,10 +1,11 @@
-"""The paper's own forms of MetricOpt as methods of the tools, beside the one that the run's strategy names."""
+"""The paper's own forms of MetricOpt as methods of the tools, beside the one that ``method.name`` chooses."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from metricopt_ext.evidence.method import METHODS, Meter, Method, MethodResult
+from metricopt_ext.evidence.method_config import LearnedConfig, PaperSettings
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import LearnedResult
@@ -32,10 +33,10 @@ def variant_method(
         resume: Continue what an interrupted run left there.
         watcher: Told the stages, and of queries now and then: those counted are MetricOpt's.
     """
-    recipe, output_dir = config.recipe.build(), None if folder is None else folder / name
-    watcher, learns = watcher or Watcher(), name == "metricopt_learned"
-    strategy = config.learned.build(recipe) if learns else config.paper.build(recipe)
-    queries = (config.learned.queries if learns else 0) or config.queries
+    output_dir, watcher = None if folder is None else folder / name, watcher or Watcher()
+    settings = (config.learned or LearnedConfig()) if name == "metricopt_learned" else (config.paper or PaperSettings())
+    strategy = settings.build(config.finetune)
+    queries = (settings.queries if isinstance(settings, LearnedConfig) else 0) or config.queries
 
     def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
         meter = Meter(task)
@@ -44,7 +45,7 @@ def variant_method(
             task,
             queries=queries,
             strategy=strategy,
-            guard_confidence=config.guard_confidence,
+            guard_confidence=config.guard.confidence,
             seed=seed,
             output_dir=output_dir,
             resume=resume,

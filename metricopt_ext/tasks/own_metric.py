@@ -12,7 +12,7 @@ from metricopt_ext.utils.imports import import_named
 
 @dataclass(kw_only=True)
 class OwnMetricConfig:
-    """The settings of a metric that is named as ``MODULE:FUNCTION``, for no other."""
+    """The settings of a metric that is named as ``MODULE:FUNCTION``, which alone has them."""
 
     folder: str = ""  # where the module is, if it is not installed
     # the function's further arguments, e.g. {average: macro}; metric.kwargs.average=macro on the command line
@@ -41,25 +41,23 @@ class OwnMetric(NamedTuple):
     bounds: tuple[float, float]
 
 
-def own_metric(name: str, config: OwnMetricConfig) -> OwnMetric | None:
+def own_metric(name: str, config: Any) -> OwnMetric | None:
     """Import what ``metric.name`` names as ``MODULE:FUNCTION``, which runs its module, and bind the further arguments.
 
     Args:
         name: The name; of a class, such as one of torchmetrics, an object is made.
-        config: The other settings.
+        config: The other settings, if they are an `OwnMetricConfig`; else its defaults are taken.
 
     Returns:
         None for a name without a colon.
 
     Raises:
-        ConfigError: There is no such function, it does not take the arguments, or there are settings for none.
+        ConfigError: There is no such function, or it does not take the arguments.
     """
     _, colon, attribute = name.partition(":")
     if not colon:
-        for key, default in vars(OwnMetricConfig()).items():
-            if getattr(config, key) != default:
-                raise ConfigError(f"metric.{key}={getattr(config, key)} is for MODULE:FUNCTION; {name} has its own")
         return None
+    config = config if isinstance(config, OwnMetricConfig) else OwnMetricConfig()
     config.check()
     try:
         found = import_named(name, config.folder, "metric.folder")

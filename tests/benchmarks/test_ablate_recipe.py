@@ -19,8 +19,8 @@ from metricopt_ext.value.value_function import RidgeValueFunction
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "configs" / "classification" / "digits.yaml"
 TINY = [
-    *("recipe.steps=6", "recipe.evals=3", "recipe.rounds=2", "recipe.folds=2", "recipe.trials=0", "queries=60"),
-    *("model.epochs=1", "adapter.dim=4", "population=8", "device=cpu", "recipe.learners=[ridge]", "workers=1"),
+    *("finetune.steps=6", "method.evals=3", "method.rounds=2", "method.folds=2", "method.trials=0", "queries=60"),
+    *("model.epochs=1", "adapter.dim=4", "population=8", "device=cpu", "method.learners=[ridge]", "workers=1"),
 ]
 
 
@@ -45,11 +45,11 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_variant_is_a_change_that_can_be_run() -> None:
-    recipe = load_config(tool.ClassificationConfig, DIGITS, []).recipe.build()
+    recipe = load_config(tool.ClassificationConfig, DIGITS, ["method.name=recipe"]).build_strategy()
     for name, change in tool.FITS.items():
         assert tool.replace(recipe, **change) != recipe, name
     for name, overrides in tool.RUNS.items():
-        load_config(tool.ClassificationConfig, DIGITS, overrides).check()
+        load_config(tool.ClassificationConfig, DIGITS, ["method.name=recipe", *overrides]).check()
         assert overrides, name
     names = [*tool.FITS, *tool.STEPS, *tool.RUNS]
     assert len(set(names)) == len(names)
@@ -84,8 +84,8 @@ def test_a_table_of_paired_differences(few: None, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tool, "whole", lambda *_: pytest.fail("ran again what is on file"))
     monkeypatch.setattr(tool, "fitted", lambda *_: pytest.fail("fitted again what is on file"))
     assert tool.ablate([task], tmp_path, range(3, 5), workers=1) == content
-    with pytest.raises(FileFormatError, match=r"recipe\.lr was 0\.05, now 0\.01;"):
-        tool.ablate([[*task, "recipe.lr=0.01"]], tmp_path, range(3, 5), workers=1)
+    with pytest.raises(FileFormatError, match=r"finetune\.lr was 0\.05, now 0\.01;"):
+        tool.ablate([[*task, "finetune.lr=0.01"]], tmp_path, range(3, 5), workers=1)
     edited = tmp_path / DIGITS.name
     edited.write_text(DIGITS.read_text().replace("\nbatch_size: 30", "\nbatch_size: 50"))
     with pytest.raises(FileFormatError, match="batch_size was 30, now 50"):
@@ -156,24 +156,25 @@ def test_differences_are_better_where_the_metric_is(few: None) -> None:
 
 
 def test_every_variant_of_the_paper_s_algorithm_can_be_run() -> None:
-    config = load_config(tool.ClassificationConfig, DIGITS, ["strategy=paper"])
+    config = load_config(tool.ClassificationConfig, DIGITS, ["method.name=paper"])
     runs = tool.runs_of(config)
     for name, overrides in runs.items():
-        changed = load_config(tool.ClassificationConfig, DIGITS, ["strategy=paper", *overrides])
+        changed = load_config(tool.ClassificationConfig, DIGITS, ["method.name=paper", *overrides])
         changed.check()
         same = {"FiLM at all norms", "input bias"}  # one of which a config has already
         assert name in same or changed != config, name
     tasks = (600 - 3) // 5
-    assert runs["K = 100% of T"] == ["recipe.evals=31", f"queries={3 + tasks * 31}", "paper.labels=observed"]
-    assert runs["K = 10% of T"] == ["recipe.evals=3", f"queries={3 + tasks * 3}"]
-    assert runs["K = 2.5% of T"] == ["recipe.evals=2", f"queries={3 + tasks * 2}"]
+    assert runs["K = 100% of T"] == ["method.evals=31", f"queries={3 + tasks * 31}", "method.labels=observed"]
+    assert runs["K = 10% of T"] == ["method.evals=3", f"queries={3 + tasks * 3}"]
+    assert runs["K = 2.5% of T"] == ["method.evals=2", f"queries={3 + tasks * 2}"]
     assert {"Adam", "f trained offline", "no sigma", "metric on train examples"} <= set(runs)
 
 
 def test_a_table_of_changes_of_the_paper_s_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool, "PAPER", {"no sigma": ["paper.sigma=false"], "input bias": tool.BOTH["input bias"]})
+    monkeypatch.setattr(tool, "PAPER", {"no sigma": ["method.sigma=false"], "input bias": tool.BOTH["input bias"]})
     monkeypatch.setattr(tool, "OBSERVED", {"K = 100% of T": 1.0})
-    task = [str(DIGITS), *TINY, "queries=18"]
+    of_recipe = ("method.rounds", "method.folds", "method.trials", "method.learners")
+    task = [str(DIGITS), *(each for each in TINY if not each.startswith(of_recipe)), "queries=18"]
     content = tool.ablate([task], tmp_path, range(3, 4), 1, "paper")
     (of_task,) = content["tasks"].values()
     spent = {name: rows[0]["queries"] for name, rows in of_task["variants"].items()}

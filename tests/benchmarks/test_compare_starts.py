@@ -14,7 +14,8 @@ import torch
 
 from metricopt_ext.evidence.contest import Plan
 from metricopt_ext.evidence.experiment import Experiment
-from metricopt_ext.evidence.run_config import RecipeConfig, RunConfig
+from metricopt_ext.evidence.method_config import FinetuneConfig, RecipeConfig
+from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.tuning import FRESH, finetune, tune_start
 from metricopt_ext.search.direct import CMAES, GuidedES
@@ -26,8 +27,8 @@ from metricopt_ext.utils.progress import Watcher
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "configs" / "classification" / "digits.yaml"
 TINY = [
-    *("recipe.steps=6", "recipe.evals=3", "recipe.rounds=2", "recipe.folds=2", "recipe.trials=0", "queries=60"),
-    *("model.epochs=1", "adapter.dim=4", "population=8", "recipe.learners=[ridge]", "workers=1"),
+    *("finetune.steps=6", "method.evals=3", "method.rounds=2", "method.folds=2", "method.trials=0", "queries=60"),
+    *("model.epochs=1", "adapter.dim=4", "population=8", "method.learners=[ridge]", "workers=1"),
 ]
 
 
@@ -114,14 +115,15 @@ def test_points_are_means_over_the_starts_of_what_each_method_finds(
 
         describe = validation = None
 
-    recipe = RecipeConfig(steps=6, lr=0.1, evals=3, rounds=2, folds=2, trials=0, learners=["ridge"])
-    config = RunConfig(recipe=recipe, strategy="recipe", queries=60, best_evals=3)
+    method = RecipeConfig(evals=3, rounds=2, folds=2, trials=0, learners=["ridge"])
+    config = RunConfig(finetune=FinetuneConfig(6, 0.1), method=method, queries=60, best_evals=3)
+    recipe = method.build(config.finetune)
     names = ("pretrained", "loss_finetune", "loss_finetune_best", "guided_es", "cma_es", "ours", "metricopt", "refined")
     row = tool.run_seed(Known, config, tmp_path, 2, Plan(names, (12, 30)), 5, Watcher())
     assert json.loads((tmp_path / "seed-5" / "points.json").read_text()) == row
 
     task = quadratic()
-    result = optimize_metric(task, queries=60, strategy=recipe.build(), seed=5, watcher=Watcher())
+    result = optimize_metric(task, queries=60, strategy=recipe, seed=5, watcher=Watcher())
     expected: dict[str, list[list[tuple[int, float]]]] = {name: [] for name in names}
     for number in range(2):
         index, seed = FRESH + 1000 + number, 5 + number
@@ -130,7 +132,7 @@ def test_points_are_means_over_the_starts_of_what_each_method_finds(
         guided = GuidedTrustRegion().ends(task, start, [12, 30], seed=seed)
         tuned = [
             tune_start(task, result.fit, recipe=own, setting=result.setting, start=start, index=index, seed=5)
-            for own in (recipe.build(), *(replace(recipe.build(), refine=CMAES(), refine_queries=n) for n in (12, 30)))
+            for own in (recipe, *(replace(recipe, refine=CMAES(), refine_queries=n) for n in (12, 30)))
         ]
         found = {
             "pretrained": [(0, start)],

@@ -21,7 +21,7 @@ TINY = [
         "model.name=tabular_mlp",
         "metric.name=f1",
     ),
-    *("adapter.kind=input_bias", "adapter.layers=[]", "adapter.dim=4", "model.epochs=1", "recipe.steps=5"),
+    *("adapter.kind=input_bias", "adapter.layers=[]", "adapter.dim=4", "model.epochs=1", "finetune.steps=5"),
     *("seeds=2", "workers=1", "device=cpu", "queries=30"),
 ]
 
@@ -90,8 +90,8 @@ def test_the_second_model_is_offered_where_the_first_one_s_search_ended(
 
 
 def test_what_is_no_guided_search_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="strategy=paper: what is measured here is a guided search"):
-        call("--output-dir", tmp_path, "strategy=paper", *TINY)
+    with pytest.raises(SystemExit, match=r"method\.name=paper: what is measured here is a guided search"):
+        call("--output-dir", tmp_path, "method.name=paper", *TINY)
 
 
 def test_a_folder_that_another_run_writes_is_refused(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.utils.config import load_config
+from metricopt_ext.tasks.own_metric import OwnMetricConfig
+from metricopt_ext.utils.config import known_keys, leaf_keys, load_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "classification").glob("*.yaml"))
 
@@ -23,9 +23,17 @@ def test_a_value_that_must_be_given() -> None:
 def test_our_configurations_load_and_can_be_run(file: Path) -> None:
     config = load_config(ClassificationConfig, file)
     config.check()
-    assert isinstance(config.recipe.build(), Recipe)
-    for name in ("steps", "lr", "evals", "rounds", "start_std", "trials", "folds"):
-        assert getattr(config.recipe.build(), name) == getattr(config.recipe, name)
+    if config.method.name == "search":
+        load_config(ClassificationConfig, file, ["method.name=recipe"]).check()  # as well
+
+
+def test_a_default_run_has_few_enough_keys() -> None:
+    """Whoever adds one asks whether every run reads it: what a chosen method alone reads is not here."""
+    config = load_config(ClassificationConfig, CONFIGS[0].with_name("digits.yaml"))
+    assert len(leaf_keys(config)) <= 75
+    assert {"method", "finetune", "guard"} < set(known_keys(config))
+    assert not {key for key in known_keys(OwnMetricConfig) if f"metric.{key}" in known_keys(config)}
+    assert not {"siblings", "paper", "learned", "refined", "transfer", "second_round"} & set(known_keys(config))
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.stem)
@@ -47,7 +55,7 @@ def test_there_are_configurations_to_load() -> None:
         ("model.batch_size=-5", "model.batch_size=-5: it must be at least 1"),
         ("model.lr=0", "model: lr is 0.0; it must be above 0"),
         ("model.lr=.inf", "model: lr is inf; it must be a finite number"),
-        ("second_round.epochs=-1", "second_round: epochs is -1; it must be at least 0"),
+        ("second_round.epochs=0", "second_round: epochs is 0; it must be at least 1"),
         ("second_round.batch_size=0", "second_round: batch_size is 0; it must be at least 1"),
         ("second_round.lr=0", "second_round: lr is 0.0; it must be above 0"),
         ("second_round.lr=nan", "second_round: lr is nan; it must be a finite number"),
@@ -56,6 +64,7 @@ def test_there_are_configurations_to_load() -> None:
         ("metric.bounds=[0]", "metric.bounds=[0.0]: it must be two finite numbers, the lowest and the highest value"),
         ("metric.bounds=[0,.inf]", "metric.bounds=[0.0, inf]: it must be two finite numbers"),
         ("metric.bounds=[1,0]", "metric.bounds=[1.0, 0.0]: it must be two finite numbers"),
+        ("transfer.value_function=", "methods=[transfer] needs transfer.value_function=FILE, of another run"),
         ("seeds=0", "seeds=0: it must be at least 1"),
         ("data.max_categories=1", "data.max_categories=1: it must be at least 2"),
         ("data.image_size=-1", "data.image_size=-1: it must be at least 0"),
@@ -63,6 +72,9 @@ def test_there_are_configurations_to_load() -> None:
     ],
 )
 def test_numbers_out_of_range_are_refused_before_any_work(override: str, message: str) -> None:
-    config = load_config(ClassificationConfig, None, ["data.name=iris", "model.name=tabular_mlp", override])
+    section = override.partition(".")[0]
+    chosen = ["method.name=recipe", f"methods=[{section}]"] if section in ("second_round", "transfer") else []
+    chosen += ["metric.name=sklearn.metrics:f1_score"] if section == "metric" else []
+    config = load_config(ClassificationConfig, None, ["data.name=iris", "model.name=tabular_mlp", *chosen, override])
     with pytest.raises(ConfigError, match=re.escape(message)):
         config.check()

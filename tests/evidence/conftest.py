@@ -51,7 +51,7 @@ def _report(tests: dict[str, list[float]] | None = None, *, seeds: int = 3, maxi
                 machine=MACHINE,
             )
         )
-    return Report("classification/toy", "accuracy", maximize, records, {"queries": 600, "guard_confidence": 0.84})
+    return Report("classification/toy", "accuracy", maximize, records, {"queries": 600, "guard": {"confidence": 0.84}})
 
 
 @pytest.fixture

@@ -14,9 +14,11 @@ from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.compare import Comparison, compare
 from metricopt_ext.evidence.contenders import best_of_loss_finetune
 from metricopt_ext.evidence.method import MethodResult, Reached, ending_at, following_metricopt
+from metricopt_ext.evidence.method_config import FinetuneConfig, RecipeConfig
 from metricopt_ext.evidence.rivals import usual_methods
-from metricopt_ext.evidence.run_config import RecipeConfig, RunConfig
+from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.metric import Metric
@@ -25,12 +27,13 @@ from metricopt_ext.utils.progress import Watcher
 
 SPENT, QUERIES = 45, 47
 CONFIG = RunConfig(
-    recipe=RecipeConfig(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=["ridge"]),
-    strategy="recipe",
+    finetune=FinetuneConfig(10, 0.1),
+    method=RecipeConfig(evals=3, rounds=2, folds=2, trials=1, learners=["ridge"]),
     queries=QUERIES,
     best_evals=6,
 )
-RECIPE = CONFIG.recipe.build()
+RECIPE = CONFIG.build_strategy()
+assert isinstance(RECIPE, Recipe)
 USUAL = ["pretrained", "metricopt", "loss_finetune", "loss_finetune_best", "loss_finetune_validation"]
 
 

@@ -79,7 +79,7 @@ def test_ours_starts_where_told_and_keeps_what_its_guard_accepts(quadratic: Call
 def test_passes_are_those_of_the_queries_and_of_the_losses(quadratic: Callable[..., Any]) -> None:
     """The metric runs the model; the probe takes 64 batches, Guided ES one for a check and one for each step."""
     config = RunConfig()
-    config.recipe.steps = 30
+    config.finetune.steps = 30
     contenders = usual_contenders(config)
     expected = {
         "ours": [(20, 64), (35, 64), (60, 64)],
@@ -109,7 +109,7 @@ def test_a_method_that_does_not_apply_reaches_nothing(quadratic: Callable[..., A
 
 def test_best_step_of_the_loss_is_tried_at_no_more_points_than_queries(quadratic: Callable[..., Any]) -> None:
     config = RunConfig()
-    config.recipe.steps = 30
+    config.finetune.steps = 30
     task = quadratic(noise=0.0)
     reached = run(usual_contenders(config)["loss_finetune_best"], task)
     assert [each.queries for each in reached] == [20, 31, 31]

@@ -15,15 +15,19 @@ from metricopt_ext.errors import AdapterError, BudgetError, ConfigError
 from metricopt_ext.evidence import cli
 from metricopt_ext.evidence.dry_run import dry_run, planned
 from metricopt_ext.evidence.experiment import Experiment, Subject
-from metricopt_ext.evidence.run_config import AdapterConfig, PaperConfig, RecipeConfig, RunConfig
+from metricopt_ext.evidence.method_config import FinetuneConfig, PaperConfig, PaperSettings, RecipeConfig, SearchConfig
+from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
 
 def settings(**change: Any) -> RunConfig:
-    recipe = RecipeConfig(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=["ridge"])
     given = {"queries": 60, "seeds": 2, "seed": 3, "best_evals": 4, "pictures": False, **change}
-    return RunConfig(adapter=AdapterConfig(dim=4), recipe=recipe, paper=PaperConfig(learner="ridge"), **given)
+    return RunConfig(adapter=AdapterConfig(dim=4), finetune=FinetuneConfig(10, 0.1), **given)
+
+
+SEARCH, PAPER = SearchConfig(), PaperConfig(evals=3, learner="ridge")
+RECIPE = RecipeConfig(evals=3, rounds=2, folds=2, trials=1, learners=["ridge"])
 
 
 @pytest.fixture
@@ -96,7 +100,7 @@ def test_it_evaluates_the_metric_twice_charges_nothing_and_writes_nothing(
             ],
         ),
         (
-            {"strategy": "recipe", "methods": ["metricopt_paper"]},
+            {"method": RECIPE, "methods": ["metricopt_paper"], "paper": PaperSettings(evals=3, learner="ridge")},
             [
                 "seeds 2 (3 to 4), 1 at a time",
                 "rounds 2 of 8 tasks",  # (60 - 6 - 5) // 6
@@ -107,7 +111,7 @@ def test_it_evaluates_the_metric_twice_charges_nothing_and_writes_nothing(
             ],
         ),
         (
-            {"strategy": "paper"},
+            {"method": PAPER},
             ["tasks 19 of 10 steps, 3 queries each", "then 3 queries for the guard", "MetricOpt 60 of 60 at most"],
         ),
     ],
@@ -121,18 +125,18 @@ def test_the_table_has_the_planned_numbers(
 
 
 def test_the_time_is_the_probes_times_the_plan() -> None:
-    config = settings(strategy="recipe")
+    config = settings(method=RECIPE)
     _, work = planned(config.build_strategy(), config, 4, population=3)
     # Two rounds of 8 tasks and 6 trials, three at a time, of 10 steps each; 4 ends of the guard, one by one.
     assert work == (2 * 8 * 3 + 6 + 5, 4 * 10, (2 * 3 + 2) * 10, 3)
 
 
-@pytest.mark.parametrize("strategy", ["search", "recipe", "paper"])
+@pytest.mark.parametrize("method", [SEARCH, RECIPE, PAPER], ids=lambda method: method.name)
 def test_the_files_are_those_of_a_run(
-    strategy: str, toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    method: Any, toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tensorboard")
-    config, folder = settings(strategy=strategy, seeds=1), tmp_path / "out"
+    config, folder = settings(method=method, seeds=1), tmp_path / "out"
     said = shown(toy, config, folder, capsys).replace(",", "").split()
     cli.run_and_report(toy, config, folder, False)
     left = {path.name for each in (folder, folder / "seed-3") for path in each.iterdir()}
@@ -176,7 +180,7 @@ def test_what_a_run_would_refuse_is_refused(toy: Any, tmp_path: Path) -> None:
             ), metric
 
     refused: list[tuple[Any, RunConfig, type[Exception], str]] = [
-        (toy, settings(strategy="none"), ConfigError, "strategy='none' must be search, recipe or paper"),
+        (toy, settings(method=RecipeConfig(labels="none")), ConfigError, "method: labels is 'none'"),
         (toy, settings(queries=9), BudgetError, "queries=9: the search needs at least"),
         (Broken, settings(), AdapterError, "it must return a scalar tensor"),
     ]

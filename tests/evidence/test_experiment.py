@@ -20,8 +20,9 @@ from metricopt_ext.classification.config import (
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.experiment import State, run_seed
+from metricopt_ext.evidence.method_config import FinetuneConfig, PaperConfig, RecipeConfig, SearchConfig
 from metricopt_ext.evidence.record import SeedRecord
-from metricopt_ext.evidence.run_config import EvaluationConfig, RecipeConfig
+from metricopt_ext.evidence.run_config import EvaluationConfig
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.utils.parallel import run_seeds
 
@@ -37,8 +38,8 @@ def tiny() -> ClassificationConfig:
         model=ModelConfig(name="tabular_mlp", epochs=3, batch_size=30),
         adapter=ClassifierAdapterConfig(kind="input_bias", dim=3),
         metric=MetricConfig(name="mcr"),
-        recipe=RecipeConfig(steps=4, lr=0.1, evals=2, rounds=1, folds=2, trials=0, start_std=1.0, learners=["ridge"]),
-        strategy="recipe",
+        finetune=FinetuneConfig(4, 0.1),
+        method=RecipeConfig(evals=2, rounds=1, folds=2, trials=0, start_std=1.0, learners=["ridge"]),
         queries=30,
         batch_size=9,
         best_evals=2,
@@ -80,12 +81,15 @@ def test_a_comparison_finetunes_on_validation_labels_as_the_tool_does(tmp_path: 
     assert not torch.equal(elsewhere.end, one.end)
 
 
+METHODS = {"search": SearchConfig(), "recipe": tiny().method, "paper": PaperConfig(evals=2)}
+
+
 @pytest.mark.parametrize(("strategy", "made"), [("search", 1), ("recipe", 0), ("paper", 0)])
 def test_starts_are_made_for_a_search_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, made: int
 ) -> None:
     """To make them takes a finetune on the loss, which may fail, and a pass over the validation data."""
-    experiment, calls = ClassificationExperiment(replace(tiny(), strategy=strategy), tmp_path, 3), []
+    experiment, calls = ClassificationExperiment(replace(tiny(), method=METHODS[strategy]), tmp_path, 3), []
     monkeypatch.setattr(experiment, "starts", lambda: calls.append("starts") or {})
     assert "metricopt" in experiment.methods()
     assert len(calls) == made

@@ -65,14 +65,16 @@ def test_settings_must_be_the_same_but_for_seeds_machines_and_methods() -> None:
     config = {
         "budgets": [20, 60],
         "seed": 1,
-        "of_task": {"guard_confidence": 0.93, "data": {"name": "a9a", "root": "a"}},
+        "of_task": {"guard": {"confidence": 0.93}, "data": {"root": "a"}},
     }
     first = content([1], {}) | {"config": config}
     other = {"seed": 2, "workers": 2, "methods": ["ours"], "budgets": [20, 60]}
-    same = content([2], {}) | {"config": {**other, "of_task": {"guard_confidence": 0.93, "data": {"name": "a9a"}}}}
+    same = content([2], {}) | {"config": {**other, "of_task": {"guard": {"confidence": 0.93}, "data": {}}}}
     assert joined([first, same], ["first", "same"])["seeds"] == [1, 2]
-    unlike = content([2], {}) | {"config": {**other, "of_task": {"guard_confidence": 0.5, "data": {"name": "a9a"}}}}
-    with pytest.raises(DataError, match=r"unlike ran with of_task\.guard_confidence=0\.5, first with 0\.93: no join"):
+    unlike = content([2], {}) | {
+        "config": {**other, "of_task": {"guard": {"confidence": 0.5}, "data": {"name": "a9a"}}}
+    }
+    with pytest.raises(DataError, match=r"unlike ran with of_task\.guard\.confidence=0\.5, first with 0\.93: no join"):
         joined([first, unlike], ["first", "unlike"])
 
 

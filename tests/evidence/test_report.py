@@ -48,7 +48,7 @@ def test_report_json(report: Callable[..., Report], tmp_path: Path) -> None:
     assert content["machines"] == [machine] * 3
     assert content["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert content["queries"] == [{}] * 3
-    assert content["config"] == {"queries": 600, "guard_confidence": 0.84}
+    assert content["config"] == {"queries": 600, "guard": {"confidence": 0.84}}
 
 
 def test_versions_name_what_the_numbers_depend_on() -> None:
@@ -133,7 +133,7 @@ def test_findings_tell_whether_f_was_trusted(report: Callable[..., Report]) -> N
 def test_what_may_begin_from_batchnorm_needs_the_inputs(report: Callable[..., Report], method: str) -> None:
     made = report()
     assert made.needs(method) == "scores"
-    made.config.update(strategy="search", starts=["loss_finetune"])
+    made.config.update(method={"name": "search"}, starts=["loss_finetune"])
     assert made.needs(method) == "scores"
     made.config.update(starts=["loss_finetune", "batchnorm"])
     assert made.needs(method) == "inputs"

@@ -9,8 +9,9 @@ import torch
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.evidence.contenders import at_each_budget, searching
 from metricopt_ext.evidence.method import METHODS, MethodResult, Reached
+from metricopt_ext.evidence.method_config import FinetuneConfig, RefinedConfig
 from metricopt_ext.evidence.rivals import at_budget, usual_methods
-from metricopt_ext.evidence.run_config import RecipeConfig, RunConfig
+from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.search.direct import CMAES, GuidedES
@@ -27,7 +28,7 @@ def test_finetuning_on_labels_uses_their_batches(quadratic: Callable[..., Any]) 
     for step in range(6):
         x, _ = batches(5, FRESH, step)
         phi = phi - 0.2 * task.curvature * (phi - task.centre - x[0])
-    config = RunConfig(recipe=RecipeConfig(steps=6, lr=0.2))
+    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2))
     usual = usual_methods(config, 5, inputs=[], batches=lambda seed, index, step: batches(seed, index, step)[0][0])
     on_labels, on_loss = (usual[name](task, {}) for name in ("loss_finetune_validation", "loss_finetune"))
     assert on_labels is not None
@@ -39,9 +40,9 @@ def test_finetuning_on_labels_uses_their_batches(quadratic: Callable[..., Any]) 
 
 def test_searches_run_where_they_are_given_queries(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
-    config = RunConfig(recipe=RecipeConfig(steps=6, lr=0.2))
+    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2))
     assert not {"guided_es", "cma_es", "refined"} & set(usual_methods(config, 5, inputs=[], batches=task.batches))
-    config = RunConfig(recipe=RecipeConfig(steps=6, lr=0.2), search_queries=30, refine_queries=20)
+    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), search_queries=30, refined=RefinedConfig(20))
     usual = usual_methods(config, 5, inputs=[], batches=task.batches)
     for name, search in (("guided_es", GuidedES(lr=0.2)), ("cma_es", CMAES())):
         before = task.queries
@@ -64,7 +65,7 @@ def test_searches_that_take_long_say_how_far_they_are(
 
     monkeypatch.setattr(progress, "INTERVAL", 0.0)
     task = quadratic()
-    config = RunConfig(recipe=RecipeConfig(steps=6, lr=0.2), search_queries=30)
+    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), search_queries=30)
     usual = usual_methods(config, 5, inputs=[], batches=task.batches, watcher=Stages())
     usual["cma_es"](task, {"metricopt": MethodResult((Reached(task.origin(), 9, 9, 0.0),))})
     assert told == [f"{METHODS['cma_es'].title}, {n} of 30 queries" for n in range(1, 31)]
@@ -76,7 +77,7 @@ def test_searches_begin_where_metricopt_s_own_did_and_pay_for_the_choice(
 ) -> None:
     task = quadratic()
     starts = {"near": Start(task.goal / 2), "far": Start(-task.goal)}
-    config = RunConfig(recipe=RecipeConfig(steps=6, lr=0.2), queries=40, search_queries=queries)
+    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), queries=40, search_queries=queries)
     usual = usual_methods(config, 5, starts=starts, inputs=[], batches=task.batches)
     ours = usual["metricopt"](task.judged_by(task.metric.with_new_ledger()), {})
     assert ours is not None

@@ -1,6 +1,7 @@
 """The paper's own forms of MetricOpt as methods of the tools."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,16 +10,18 @@ import torch
 
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.evidence.method import METHODS
+from metricopt_ext.evidence.method_config import FinetuneConfig, LearnedConfig, PaperSettings
 from metricopt_ext.evidence.rivals import usual_methods
-from metricopt_ext.evidence.run_config import VARIANTS, LearnedConfig, PaperConfig, RecipeConfig, RunConfig
+from metricopt_ext.evidence.run_config import VARIANTS, RunConfig
 from metricopt_ext.evidence.variants import variant_method
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.search.update_rule import load_update_rule
 from metricopt_ext.utils import progress
 from metricopt_ext.utils.progress import Watcher
 
-SMALL = LearnedConfig(tasks=2, pairs=2, hidden=4, queries=30)
-CONFIG = RunConfig(recipe=RecipeConfig(steps=5, evals=3, lr=0.2), learned=SMALL, methods=["metricopt_learned"])
+SMALL = LearnedConfig(evals=3, tasks=2, pairs=2, hidden=4, queries=30)
+FINETUNE, PAPER = FinetuneConfig(steps=5, lr=0.2), PaperSettings(evals=3, labels="observed")
+CONFIG = RunConfig(finetune=FINETUNE, learned=SMALL, methods=["metricopt_learned"])
 
 
 def test_the_learned_optimizer_runs_where_it_is_asked_for(quadratic: Callable[..., Any], tmp_path: Path) -> None:
@@ -30,7 +33,7 @@ def test_the_learned_optimizer_runs_where_it_is_asked_for(quadratic: Callable[..
     result = methods["metricopt_learned"](task, {})
     assert result is not None
     (reached,) = result.reached
-    strategy = SMALL.build(CONFIG.recipe.build())
+    strategy = SMALL.build(FINETUNE)
     assert strategy.lr == 0.2
     expected = optimize_metric(quadratic(3), queries=30, strategy=strategy, seed=5, watcher=Watcher())
     assert isinstance(reached.end, torch.Tensor)
@@ -47,19 +50,15 @@ def test_the_learned_optimizer_runs_where_it_is_asked_for(quadratic: Callable[..
 
 
 def test_algorithm_1_runs_beside_another_strategy(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    config = RunConfig(
-        recipe=CONFIG.recipe, queries=30, paper=PaperConfig(labels="observed"), methods=["metricopt_paper"], starts=[]
-    )
+    config = RunConfig(finetune=FINETUNE, queries=30, paper=PAPER, methods=["metricopt_paper"], starts=[])
     config.check()
-    assert config.strategy == "search"
+    assert config.method.name == "search"
     task = quadratic(3)
     methods = usual_methods(config, 5, starts={}, inputs=[], batches=task.batches, folder=tmp_path)
     result = methods["metricopt_paper"](task, {})
     assert result is not None
     (reached,) = result.reached
-    expected = optimize_metric(
-        quadratic(3), queries=30, strategy=config.paper.build(config.recipe.build()), seed=5, watcher=Watcher()
-    )
+    expected = optimize_metric(quadratic(3), queries=30, strategy=PAPER.build(FINETUNE), seed=5, watcher=Watcher())
     assert isinstance(reached.end, torch.Tensor)
     assert torch.equal(reached.end, expected.ends[expected.chosen])
     assert reached.queries == task.queries == sum(expected.queries.values()) <= 30
@@ -72,11 +71,11 @@ def test_they_are_in_the_table_of_methods() -> None:
 
 def test_too_little_is_refused_before_any_work() -> None:
     with pytest.raises(BudgetError, match="16 queries are too few"):
-        RunConfig(recipe=CONFIG.recipe, learned=LearnedConfig(tasks=2, queries=16), methods=CONFIG.methods).check()
+        RunConfig(finetune=FINETUNE, learned=replace(SMALL, queries=16), methods=CONFIG.methods).check()
     with pytest.raises(ConfigError, match=r"methods=\['learned'\]: 'learned' is none of metricopt_paper, metricopt_l"):
         RunConfig(methods=["learned"]).check()
     with pytest.raises(BudgetError, match="6 queries"):
-        RunConfig(recipe=CONFIG.recipe, queries=6, methods=["metricopt_paper"], starts=[]).check()
+        RunConfig(finetune=FINETUNE, queries=6, paper=PAPER, methods=["metricopt_paper"], starts=[]).check()
     with pytest.raises(ConfigError, match="learned: pairs is 1"):
         RunConfig(learned=LearnedConfig(pairs=1), methods=CONFIG.methods).check()
 
@@ -96,7 +95,7 @@ def test_one_that_takes_long_says_how_far_it_is(
 
     monkeypatch.setattr(progress, "INTERVAL", 0.0)
     Stages.told.clear()
-    config = RunConfig(recipe=CONFIG.recipe, learned=SMALL, queries=30, paper=PaperConfig(labels="observed"))
+    config = RunConfig(finetune=FINETUNE, learned=SMALL, queries=30, paper=PAPER)
     variant_method(name, config, 5, watcher=Stages())(quadratic(3), {})
     title = METHODS[name].title
     assert Stages.told[0] == title

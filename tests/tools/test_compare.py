@@ -24,7 +24,7 @@ OVERRIDES = [
         "model.name=tabular_mlp",
         "adapter.kind=input_bias",
     ),
-    *("adapter.layers=[]", "adapter.dim=4", "metric.name=f1", "model.epochs=2", "recipe.steps=5"),
+    *("adapter.layers=[]", "adapter.dim=4", "metric.name=f1", "model.epochs=2", "finetune.steps=5"),
 ]
 
 

@@ -181,10 +181,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny run of the retrieval tool with two seeds, searching for digits of its own choice."""
     out = tmp_path_factory.mktemp("runs") / "run"
     settings = [
-        *("recipe.steps=3", "recipe.evals=2", "recipe.rounds=1", "recipe.folds=2", "recipe.trials=0", "queries=16"),
-        "strategy=recipe",
+        *("finetune.steps=3", "method.evals=2", "method.rounds=1", "method.folds=2", "method.trials=0", "queries=16"),
+        "method.name=recipe",
         *("model.epochs=1", "model.width=4", "model.embedding=6", "adapter.dim=3", "best_evals=2", "pictures=false"),
-        *("recipe.learners=[ridge]", "workers=1", "seeds=2", "device=cpu", "data.test_classes=[2,5,7]"),
+        *("method.learners=[ridge]", "workers=1", "seeds=2", "device=cpu", "data.test_classes=[2,5,7]"),
     ]
     config = load_config(RetrievalConfig, TOOLS.parent / "configs" / "retrieval" / "digits.yaml", settings)
     run_and_report(RetrievalExperiment, config, out, resume=False)

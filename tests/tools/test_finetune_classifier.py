@@ -56,11 +56,16 @@ DIGITS, A9A, A9A_SHIFTED = (
 LONGTAIL = ROOT / "configs" / "classification" / "digits_longtail.yaml"
 
 # One round of four tasks with two observations, three queries to choose and three for the guard.
-TINY = [
-    *("recipe.steps=3", "recipe.evals=2", "recipe.rounds=1", "recipe.folds=2", "recipe.trials=0", "queries=16"),
-    *("strategy=recipe", "recipe.learners=[ridge]"),  # the others take seconds to fit
+SIZES = [
+    *("finetune.steps=3", "queries=16"),
     *("model.epochs=1", "adapter.dim=3", "population=4", "best_evals=2", "workers=1", "seeds=1", "device=cpu"),
 ]
+RECIPE = [
+    *("method.name=recipe", "method.evals=2", "method.rounds=1", "method.folds=2", "method.trials=0"),
+    "method.learners=[ridge]",  # the others take seconds to fit
+]
+METHODS = {"search": [], "paper": ["method.name=paper", "method.evals=2"]}
+TINY = [*RECIPE, *SIZES]
 
 
 def load_tool() -> Any:
@@ -167,7 +172,7 @@ def test_the_report_states_what_the_kept_models_do(finished: Path) -> None:
     assert content["methods"]["metricopt"]["queries_total"] <= content["config"]["queries"] == 16
     assert content["methods"]["metricopt"]["queries_per_start"] in (2, 3, 5)
     assert content["methods"]["loss_finetune_best"]["queries_total"] == 2
-    assert content["config"]["recipe"]["steps"] == 3
+    assert content["config"]["finetune"]["steps"] == 3
     for seed in (0, 1):
         for name, tuned in (("pretrained", False), ("metricopt", True)):
             labels, logits = answers(config_of(), finished, seed, tuned)
@@ -188,8 +193,8 @@ def load_adapter_phi(folder: Path, seed: int) -> Tensor:
 def test_a_second_call_needs_resume(finished: Path) -> None:
     message = refused("--config-file", DIGITS, "--output-dir", finished, *TINY, "seeds=2")
     assert message == f"{finished} holds an earlier run: add --resume to continue it, or use another folder"
-    message = refused("--config-file", DIGITS, "--output-dir", finished, "--resume", *TINY, "recipe.lr=0.07")
-    assert "holds another run: recipe.lr was" in message
+    message = refused("--config-file", DIGITS, "--output-dir", finished, "--resume", *TINY, "finetune.lr=0.07")
+    assert "holds another run: finetune.lr was" in message
 
 
 def test_a_finished_run_resumes_without_any_training(
@@ -232,7 +237,8 @@ def test_a_deterministic_run_within_another_program_is_refused(tmp_path: Path) -
 
 def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
     f = finished / "seed-0" / "value_function.safetensors"
-    settings = [f"transfer.value_function={f}", "second_round.epochs=1", "search_queries=15", "refine_queries=10"]
+    settings = [f"transfer.value_function={f}", "search_queries=15", "refined.queries=10"]
+    settings.append("methods=[refined,transfer,second_round]")
     report = tool.run(config_of("seed=1", *settings), tmp_path / "all", resume=False)
     plain = json.loads((finished / "report.json").read_text())["methods"]
     content = json.loads((tmp_path / "all" / "report.json").read_text())["methods"]
@@ -477,7 +483,7 @@ def small_a9a(folder: Path) -> list[str]:
             label = "+1" if rng.random() < (0.8 if 7 in on or 9 in on else 0.15) else "-1"
             lines.append(f"{label} {' '.join(f'{index}:1' for index in on)}")
         (folder / name).write_text("\n".join(lines) + "\n")
-    small = ["batch_size=20", "model.batch_size=20", "model.epochs=8", "recipe.start_std=2"]
+    small = ["batch_size=20", "model.batch_size=20", "model.epochs=8", "method.start_std=2"]
     return [*small, f"data.root={folder}"]
 
 
@@ -532,7 +538,7 @@ def test_a_torchvision_classifier_on_an_image_folder(tmp_path: Path) -> None:
     overrides = [
         *("data.name=image_folder", f"data.root={images(tmp_path)}", "data.fractions=[0.5,0.25,0.25]"),
         *("model.name=resnet18", "model.batch_size=6", "adapter.layers=[layer4.*.bn2]", "batch_size=3"),
-        *("metric.name=aucpr", "recipe.start_std=1", "model.epochs=3", "model.lr=0.003"),
+        *("metric.name=aucpr", "method.start_std=1", "model.epochs=3", "model.lr=0.003"),
     ]
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides, "pictures=false")
     content = json.loads((tmp_path / "run" / "report.json").read_text())
@@ -547,7 +553,7 @@ def test_a_torchvision_classifier_on_an_image_folder(tmp_path: Path) -> None:
 
 
 def test_first_layers_that_stay_as_trained_are_part_of_what_is_written(tmp_path: Path) -> None:
-    overrides = ["adapter.keep_before=conv3", "adapter.layers=[norm3]", "recipe.start_std=0.5", "pictures=false"]
+    overrides = ["adapter.keep_before=conv3", "adapter.layers=[norm3]", "method.start_std=0.5", "pictures=false"]
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides)
     content = json.loads((tmp_path / "run" / "report.json").read_text())
     for name, tuned in (("pretrained", False), ("metricopt", True)):
@@ -561,7 +567,7 @@ def test_first_layers_that_stay_as_trained_are_part_of_what_is_written(tmp_path:
 @pytest.mark.parametrize("kind", ["film", "outputs"])
 def test_offsets_of_the_logits_are_tuned_and_kept(tmp_path: Path, kind: str) -> None:
     overrides = [f"adapter.kind={kind}", f"adapter.outputs={kind == 'film'}", "adapter.temperature=true"]
-    overrides += ["adapter.layers=[]", "pictures=false", "recipe.start_std=0.5"]
+    overrides += ["adapter.layers=[]", "pictures=false", "method.start_std=0.5"]
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides)
     saved = tmp_path / "run" / "seed-0" / "adapter.safetensors"
     config = config_of(*overrides)
@@ -601,7 +607,7 @@ def table(folder: Path, positives: int) -> list[str]:
         (["metric.name=sklearn.nothing:f"], r"'sklearn\.nothing:f': .* 'sklearn\.nothing'; modules are imported from "),
         (
             ["metric.kwargs.average=macro"],
-            r"metric\.kwargs=\{'average': 'macro'\} is for MODULE:FUNCTION; accuracy has",
+            r"metric\.kwargs\.average is a key of metric\.name=MODULE:FUNCTION",
         ),
         (
             ["metric.name=sklearn.metrics:f1_score", "metric.bounds=[0]"],
@@ -609,22 +615,22 @@ def table(folder: Path, positives: int) -> list[str]:
         ),
         (["data.name=csv"], r"data\.name=csv needs data\.target=COLUMN"),
         (["queries=15"], r"15 queries are too few .* give at least 16"),
-        (["recipe.evals=9"], r"recipe: evals is 9; a task of 3 steps has 4 points"),
+        (["method.evals=9"], r"method: evals is 9; a task of 3 steps has 4 points"),
         (["population=0"], r"population=0: it must be at least 1"),
         (["search_queries=5", "adapter.dim=16"], r"search_queries=5: it must be at least 14 for adapter.dim=16, or 0"),
-        (["refine_queries=5", "adapter.dim=4"], r"refine_queries=5: it must be at least 10 for adapter.dim=4, or 0"),
+        (["methods=[refined]", "refined.queries=5", "adapter.dim=4"], r"=5: it must be at least 10 for adapter.dim=4"),
         (
             ["methods=[sl_x]"],
-            r"methods=\['sl_x'\]: 'sl_x' is none of metricopt_paper, metricopt_learned, sl_u, sl_s, sl_r, reloss, ",
+            r"methods=\['sl_x'\]: 'sl_x' is none of metricopt_paper, metricopt_learned, refined, sl_u, sl_s, sl_r, ",
         ),
         (["methods=[sl_r]", "siblings.trains=all"], r"siblings\.trains='all': it must be one of phi, model, scratch"),
         (["methods=[sl_r]", "siblings.sl.iterations=0"], r"siblings\.sl: iterations is 0; it must be at least 1"),
         (
-            ["siblings.sl.iteratons=3"],
+            ["methods=[sl_r]", "siblings.sl.iteratons=3"],
             r"unknown key 'siblings\.sl\.iteratons'; did you mean 'siblings\.sl\.iterations'",
         ),
         (["methods=[sl_r]", "siblings.sl.begin=nowhere"], r"nowhere does not exist"),
-        (["transfer.value_function=nowhere.safetensors"], r"nowhere.safetensors does not exist"),
+        (["methods=[transfer]", "transfer.value_function=nowhere.safetensors"], r"nowhere.safetensors does not exist"),
         (
             ["adapter.temperature=true"],
             r"adapter\.temperature=true needs adapter\.outputs=true, or adapter\.kind=outputs",
@@ -647,7 +653,10 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["adapter.kind=lora"], r"adapter\.kind='lora' is neither film nor input_bias nor outputs"),
         (["adapter.kind=outputs", "adapter.layers=[norm1,head]"], r"\['norm1', 'head'\]: one layer gives the logits"),
         (["adapter.outputs=true", "adapter.layers=[head]"], r"layer 'head' gives the logits, on which the outputs act"),
-        (["adapter.outputs=true", "refine_queries=10"], r"=10: it must be at least 13 for phi of dimension 13"),
+        (
+            ["adapter.outputs=true", "methods=[refined]", "refined.queries=10"],
+            r"=10: it must be at least 13 for phi of dimension 13",
+        ),
         (["adapter.dim=0"], r"adapter.dim=0: it must be at least 1"),
         (["data.name=mnist"], r"data\.name='mnist' is none of .*digits"),
         (["data.fractions=[0.5,0.6]"], r"fractions must be three numbers .* got \(0\.5, 0\.6\)"),
@@ -664,7 +673,10 @@ def test_bad_settings_are_refused_before_the_folder_is_taken(
         (["model.name=resnet999"], r"model\.name='resnet999' is neither"),
         (["model.name=resnet18", "adapter.layers=[]"], r"model\.name=resnet18 does not take images .*\(1, 8, 8\)"),
         (["model.name=tabular_mlp"], r"model\.name=tabular_mlp takes vectors, but the data has shape \(1, 8, 8\)"),
-        (["adapter.keep_before=head", "second_round.epochs=1"], "adapter.keep_before=head leaves the layers before it"),
+        (
+            ["adapter.keep_before=head", "methods=[second_round]"],
+            "adapter.keep_before=head leaves the layers before",
+        ),
         (["model.weights=nowhere.pt"], r"nowhere\.pt holds no weights for SmallCNN"),
         (["batch_size=5"], r"batch_size is 5, too small for one example of each of 10 classes"),
         (
@@ -702,7 +714,7 @@ def test_a_surrogate_of_other_logits_is_refused_before_any_query(tmp_path: Path)
 
 
 def test_a_learning_rate_that_diverges_ends_in_one_line(tmp_path: Path) -> None:
-    out, overrides = tmp_path / "run", ["recipe.lr=1e30"]
+    out, overrides = tmp_path / "run", ["finetune.lr=1e30"]
     message = r"gradient of task \d is not finite .* lower the lr"
     assert re.search(message, refused("--config-file", DIGITS, "--output-dir", out, *TINY, *overrides))
 
@@ -940,7 +952,7 @@ def test_training_and_finetuning_have_their_own_balance(
     """A second round is training too."""
     seen: list[TensorBatches] = []
     monkeypatch.setattr(build, "train_supervised", lambda model, loss, batches, **kwargs: seen.append(batches))
-    settings = [f"model.balanced={balanced}", f"balanced={not balanced}", "second_round.epochs=1"]
+    settings = [f"model.balanced={balanced}", f"balanced={not balanced}", "methods=[second_round]"]
     config = config_of(*settings, "data.name=breast_cancer", *MLP, "shift.kind=none")
     experiment = ClassificationExperiment(config, tmp_path, 0)
     result = SimpleNamespace(ends=experiment.task.origin()[None], chosen=0, fit=None, setting=None)
@@ -998,7 +1010,7 @@ def test_building_a_model_leaves_it_untouched(name: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["search", "paper"])
 def test_a_classifier_under_each_strategy(tmp_path: Path, strategy: str, check_strategy: Any) -> None:
-    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, f"strategy={strategy}", "queries=20")
+    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *SIZES, *METHODS[strategy], "queries=20")
     check_strategy(tmp_path / "run", strategy)
     assert len(list((tmp_path / "run").glob("seed-*/tuned.safetensors"))) == 1
 
@@ -1025,7 +1037,14 @@ def test_the_metric_may_be_evaluated_on_train_examples() -> None:
 
 
 def test_a_learned_optimizer_is_run_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ["methods=[metricopt_learned]", "learned.tasks=2", "learned.pairs=2", "learned.hidden=4", "pictures=false"]
+    more = [
+        "methods=[metricopt_learned]",
+        "learned.evals=2",
+        "learned.tasks=2",
+        "learned.pairs=2",
+        "learned.hidden=4",
+        "pictures=false",
+    ]
     folder = tmp_path / "out"
     call("--config-file", DIGITS, "--output-dir", folder, *TINY, *more)
     assert "MetricOpt, learned" in capsys.readouterr().out
@@ -1070,6 +1089,6 @@ def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
 def test_methods_that_train_embedders_are_not_for_classifiers() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"'ala_focal' is none of metricopt_paper, metricopt_learned, .*, reloss_only, ala in this tool$",
+        match=r"'ala_focal' is none of metricopt_paper, .*, reloss_only, ala, transfer, second_round in this tool$",
     ):
         config_of("methods=[ala_focal]").check()

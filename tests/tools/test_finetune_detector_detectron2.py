@@ -19,7 +19,7 @@ from metricopt_ext.detection.build import build_toolkit
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit, detections_of
 from metricopt_ext.detection.voc import read_voc
-from metricopt_ext.evidence import run_config
+from metricopt_ext.evidence import method_config
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.value.learners import RidgeLearner
@@ -32,12 +32,12 @@ SCENES = ROOT / "configs" / "detection" / "scenes_detectron2.yaml"
 # The detector hardly learns, but some of its many boxes, detected at any score, fall on digits, which are large and of
 # one class here: AP50 moves with phi.
 TINY = [
-    *("recipe.steps=3", "recipe.evals=2", "recipe.rounds=1", "recipe.folds=2", "recipe.trials=0", "queries=16"),
-    *("strategy=recipe", "recipe.learners=[ridge]"),  # the others take seconds to fit
+    *("finetune.steps=3", "method.evals=2", "method.rounds=1", "method.folds=2", "method.trials=0", "queries=16"),
+    *("method.name=recipe", "method.learners=[ridge]"),  # the others take seconds to fit
     *("model.steps=30", "model.lr=0.01", "model.batch_size=4", "model.opts=[]", "adapter.placement=backbone"),
     *("scene.size=64", "scene.digits=[1,2]", "scene.scale=[32,54]", "shift.scale=1"),
     *("data.images=[12,6,6]", "batch_size=2"),
-    *("adapter.dim=3", "recipe.start_std=0.4", "best_evals=2", "pictures=false", "workers=1", "seeds=1", "device=cpu"),
+    *("adapter.dim=3", "method.start_std=0.4", "best_evals=2", "pictures=false", "workers=1", "seeds=1", "device=cpu"),
 ]
 
 
@@ -59,7 +59,7 @@ def test_the_tool_and_its_checkpoint(
     build = Detectron2Toolkit.build
     # In double precision no two boxes tie.
     monkeypatch.setattr(Detectron2Toolkit, "build", lambda self, classes, seed: build(self, classes, seed).double())
-    monkeypatch.setattr(run_config, "Recipe", ridge_only)
+    monkeypatch.setattr(method_config, "Recipe", ridge_only)
     monkeypatch.setattr(scenes, "CLASSES", ("digit",) * 10)
     many = ("MODEL.RPN.POST_NMS_TOPK_TEST", 300, "TEST.DETECTIONS_PER_IMAGE", 300)
     cfg = tiny_config("fpn", "BN", "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0, *many)

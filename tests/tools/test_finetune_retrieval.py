@@ -22,7 +22,7 @@ from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.data import training_state
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError, MetricError
-from metricopt_ext.evidence import run_config
+from metricopt_ext.evidence import method_config
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
 from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
@@ -44,12 +44,17 @@ CONFIGS = ROOT / "configs" / "retrieval"
 DIGITS, OMNIGLOT = CONFIGS / "digits.yaml", CONFIGS / "omniglot.yaml"
 
 # One round of four tasks with two observations, three queries to choose and five for the guard.
-TINY = [
-    *("recipe.steps=3", "recipe.evals=2", "recipe.rounds=1", "recipe.folds=2", "recipe.trials=0", "queries=16"),
-    *("strategy=recipe", "recipe.learners=[ridge]"),  # the others take seconds to fit
+SIZES = [
+    *("finetune.steps=3", "queries=16"),
     *("model.epochs=1", "model.width=4", "model.embedding=6", "adapter.dim=3", "best_evals=2", "pictures=false"),
     *("workers=1", "seeds=1", "device=cpu"),
 ]
+RECIPE = [
+    *("method.name=recipe", "method.evals=2", "method.rounds=1", "method.folds=2", "method.trials=0"),
+    "method.learners=[ridge]",  # the others take seconds to fit
+]
+METHODS = {"search": [], "paper": ["method.name=paper", "method.evals=2"]}
+TINY = [*RECIPE, *SIZES]
 
 
 def load_tool() -> Any:
@@ -65,7 +70,7 @@ tool = load_tool()
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leave out the value function that takes a second to fit, and threads."""
-    monkeypatch.setattr(run_config, "Recipe", partial(Recipe, learners=(RidgeLearner(),)))
+    monkeypatch.setattr(method_config, "Recipe", partial(Recipe, learners=(RidgeLearner(),)))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -126,7 +131,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run two seeds of tiny settings, once for all tests that only look at what is left."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run_config, "Recipe", partial(Recipe, learners=(RidgeLearner(),)))
+        patched.setattr(method_config, "Recipe", partial(Recipe, learners=(RidgeLearner(),)))
         tool.run(config_of("seeds=2"), folder, resume=False)
     return folder
 
@@ -192,8 +197,8 @@ def test_the_tuned_model_is_a_plain_one_and_the_classes_are_listed(finished: Pat
 def test_a_second_call_needs_resume(finished: Path) -> None:
     message = refused("--config-file", DIGITS, "--output-dir", finished, *TINY, "seeds=2")
     assert message == f"{finished} holds an earlier run: add --resume to continue it, or use another folder"
-    message = refused("--config-file", DIGITS, "--output-dir", finished, "--resume", *TINY, "recipe.lr=0.07")
-    assert "holds another run: recipe.lr was" in message
+    message = refused("--config-file", DIGITS, "--output-dir", finished, "--resume", *TINY, "finetune.lr=0.07")
+    assert "holds another run: finetune.lr was" in message
 
 
 def test_a_finished_run_resumes_without_any_training(
@@ -278,7 +283,13 @@ def omniglot(folder: Path, *, characters: int = 4, drawings: int = 4) -> Path:
 def test_omniglot_with_all_methods_and_another_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [
         *("loss.name=triplet_margin", "loss.params={margin: 0.2}", "loss.classes=3", "loss.samples=2"),
-        *("data.fractions=[0.25,0.5,0.25]", "metric.ks=[1]", "search_queries=15", "refine_queries=10"),
+        *(
+            "data.fractions=[0.25,0.5,0.25]",
+            "metric.ks=[1]",
+            "search_queries=15",
+            "methods=[refined]",
+            "refined.queries=10",
+        ),
     ]
     root = omniglot(tmp_path / "set")
     call("--config-file", OMNIGLOT, "--output-dir", tmp_path / "run", *TINY, *overrides[:2], *overrides[3:],
@@ -556,7 +567,7 @@ def test_every_config_is_complete(file: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["search", "paper"])
 def test_an_embedding_under_each_strategy(tmp_path: Path, strategy: str, check_strategy: Any) -> None:
-    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, f"strategy={strategy}", "queries=20")
+    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *SIZES, *METHODS[strategy], "queries=20")
     check_strategy(tmp_path / "run", strategy)
     assert len(list((tmp_path / "run").glob("seed-*/tuned.safetensors"))) == 1
 

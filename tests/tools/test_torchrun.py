@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 SHARED = [
     *("queries=20", "pictures=false", "workers=1", "device=cpu", "adapter.dim=6"),
-    *("recipe.steps=4", "recipe.evals=3", "best_evals=2"),
+    *("finetune.steps=4", "best_evals=2"),
 ]
 DETECTION = [
     *("model.steps=4", "model.batch_size=2", "model.min_size=48", "model.max_size=48", "model.proposals=20"),
@@ -20,7 +20,12 @@ DETECTION = [
 ]
 TOOLS = {
     # Algorithm 1 runs beside the search: with three observations each, 20 queries are enough for its tasks.
-    "finetune_classifier": ["configs/classification/digits.yaml", "model.epochs=2", "methods=[metricopt_paper]"],
+    "finetune_classifier": [
+        "configs/classification/digits.yaml",
+        "model.epochs=2",
+        "methods=[metricopt_paper]",
+        "paper.evals=3",
+    ],
     "finetune_retrieval": ["configs/retrieval/digits.yaml", "model.epochs=1", "model.width=4"],
     "finetune_detector": ["configs/detection/scenes_torchvision.yaml", *DETECTION],
 }
