@@ -67,7 +67,7 @@ def test_ranks_write_what_one_process_does(torchrun: Any, tmp_path: Path, monkey
     (tmp_path / "mine" / "own_score.py").write_text("def score(y, predicted):\n    return (y == predicted).mean()\n")
     monkeypatch.chdir(tmp_path)
     runs = {f"{tool} alone": (tool, ["seeds=1"]) for tool in TOOLS}
-    in_turn = ["seeds=2", "metric.name=own_score:score", "metric.folder=mine", "methods=[]"]
+    in_turn = ["seeds=2", "metric.name=own_score:score", "metric.folder=mine"]
     runs["in turn"] = ("finetune_classifier", in_turn)
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what torchrun gives each of several
