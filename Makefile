@@ -50,15 +50,15 @@ test-python:  ## run the quick tests of the core's lower floors on another Pytho
 
 SMOKE := out/benchmarks-smoke
 TOY := --config-file configs/classification/digits.yaml
-TINY := device=cpu seeds=1 workers=1 model.epochs=1 adapter.dim=4 population=8 recipe.steps=6 recipe.evals=3 \
-	recipe.rounds=2 recipe.folds=2 recipe.trials=0 'recipe.learners=[ridge]'
+TINY := device=cpu seeds=1 workers=1 model.epochs=1 adapter.dim=4 population=8 finetune.steps=6
+RECIPE := method.name=recipe method.evals=3 method.rounds=2 method.folds=2 method.trials=0 'method.learners=[ridge]'
 TABLE := data.name=breast_cancer data.standardise=true shift.kind=none model.name=tabular_mlp metric.name=mcr \
 	adapter.kind=input_bias 'adapter.layers=[]'
 
 benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size, which takes about two minutes
 	rm -rf $(SMOKE)
-	.venv/bin/python benchmarks/ablate_recipe.py --output-dir $(SMOKE)/ablations --seeds 1 --workers 1 --changes 'ridge alone' 'ES, 3 pairs' 'K = 2' --task configs/classification/digits.yaml $(TINY) queries=60
-	.venv/bin/python benchmarks/compare_starts.py --starts 1 --budgets 8 20 $(TOY) --output-dir $(SMOKE)/starts $(TINY) queries=60
+	.venv/bin/python benchmarks/ablate_recipe.py --output-dir $(SMOKE)/ablations --seeds 1 --workers 1 --changes 'ridge alone' 'ES, 3 pairs' 'K = 2' --task configs/classification/digits.yaml $(TINY) $(RECIPE) queries=60
+	.venv/bin/python benchmarks/compare_starts.py --starts 1 --budgets 8 20 $(TOY) --output-dir $(SMOKE)/starts $(TINY) $(RECIPE) queries=60
 	.venv/bin/python benchmarks/measure_ap50.py --images 20 --detections 30 --classes 4 --repeats 1 --output-dir $(SMOKE)/ap50
 	.venv/bin/python benchmarks/measure_correlation.py --config-file configs/siblings/reloss_digits.yaml --output-dir $(SMOKE)/correlation device=cpu seeds=1 workers=1 siblings.reloss.training=12 siblings.reloss.heldout=4 siblings.reloss.checkpoints=3 siblings.reloss.checkpoint_steps=4 siblings.reloss.loss_steps=2 siblings.reloss.loss_batches=6
 	.venv/bin/python benchmarks/measure_cost.py --output-dir $(SMOKE)/cost --repeats 6
