@@ -88,7 +88,9 @@ class Experiment(ABC, Generic[Config]):
     def __init__(self, config: Config, folder: Path, seed: int, watcher: Watcher | None = None) -> None:
         self.config, self.folder, self.seed, self.watcher = config, folder, seed, watcher or Watcher()
         task, self.test_metric = self.prepare()
-        self.task = task.judged_by(task.metric.enduring(**vars(config.evaluation)))
+        self.task = task.judged_by(
+            task.metric.with_settings(**vars(config.evaluation), require_guard=config.guard.required)
+        )
 
     @classmethod
     @abstractmethod

@@ -103,6 +103,7 @@ class GuardConfig:
     """When the guard keeps what was found; see `methods.guard`."""
 
     confidence: float = CONFIDENCE  # how sure it must be that a gain is not chance, in [0.5, 1)
+    required: bool = False  # refuse a metric that reports no halves: nobody could tell a gain of it from chance
 
 
 @dataclass

@@ -208,13 +208,15 @@ class Metric(CostScale):
         """Return the same metric with an empty ledger and no budget."""
         return Metric(self.function, **self.settings)
 
-    def enduring(self, *, timeout: float | None, failures: int) -> "Metric":
-        """Return the same metric, with an empty ledger, and another limit of time and number of failures."""
-        return Metric(self.function, **{**self.settings, "timeout": timeout, "failures": failures})
+    def with_settings(self, **changes: Any) -> "Metric":
+        """Return the same metric, with an empty ledger and other ``settings``."""
+        return Metric(self.function, **{**self.settings, **changes})
 
     def guarded_otherwise(self) -> "Metric":
         """Return the same metric, with the same ledger, for a run in which something else tells chance."""
-        return Metric(self.function, **{**self.settings, "require_guard": False}, ledger=self.ledger)
+        metric = self.with_settings(require_guard=False)
+        metric.ledger = self.ledger
+        return metric
 
     def cost(self, model: nn.Module, purpose: str) -> float:
         """Evaluate the metric on the model as it is and return the cost; see `evaluate`."""

@@ -18,7 +18,7 @@ from metricopt_ext.classification.config import (
     ModelConfig,
 )
 from metricopt_ext.classification.experiment import ClassificationExperiment
-from metricopt_ext.errors import FileFormatError
+from metricopt_ext.errors import FileFormatError, UnguardedError
 from metricopt_ext.evidence.experiment import State, run_seed
 from metricopt_ext.evidence.method_config import FinetuneConfig, PaperConfig, RecipeConfig, SearchConfig
 from metricopt_ext.evidence.record import SeedRecord
@@ -51,6 +51,13 @@ def test_a_metric_is_as_patient_as_the_settings_say(tmp_path: Path) -> None:
     config.evaluation = EvaluationConfig(failures=2, timeout=30.0)
     metric = ClassificationExperiment(config, tmp_path, 3).task.metric
     assert (metric.failures, metric.timeout, metric.ledger.spent) == (2, 30.0, 0)
+    assert not metric.require_guard
+    config.guard.required = True
+    metric = ClassificationExperiment(config, tmp_path, 3).task.metric
+    assert metric.require_guard
+    metric.function = lambda model: 0.5
+    with pytest.raises(UnguardedError, match="a guard is required"):
+        metric.evaluate(torch.nn.Identity(), "starts")
 
 
 def test_free_starts_are_what_the_free_methods_reach(tmp_path: Path) -> None:
