@@ -66,6 +66,7 @@ benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size,
 	.venv/bin/python benchmarks/measure_scale.py --queries 20 --images 60
 	.venv/bin/python benchmarks/measure_search.py --task classification $(TOY) --output-dir $(SMOKE)/search --budgets 20 $(TINY) seeds=2 queries=30
 	.venv/bin/python tools/finetune_classifier.py $(TOY) --output-dir $(SMOKE)/sibling $(TINY) $(TABLE) 'methods=[sl_r]' siblings.trains=phi siblings.threshold_evals=7 siblings.sl.iterations=4 siblings.sl.universal_steps=6 siblings.sl.evals=2 queries=30 search_queries=0 pictures=false
+	.venv/bin/python benchmarks/ratios.py --smoke --output $(SMOKE)/ratios.json
 	.venv/bin/python benchmarks/summarise_siblings.py --run-dir $(SMOKE)/sibling
 	.venv/bin/python benchmarks/tabulate_runs.py $(SMOKE)/sibling --output-dir $(SMOKE)
 	.venv/bin/python benchmarks/summarise_comparisons.py benchmarks/results/comparison/*.json --output-dir $(SMOKE)

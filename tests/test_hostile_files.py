@@ -351,7 +351,9 @@ def evaluations(path: Path) -> CachedMetric:
 
 
 KINDS = {"metric": {}, "budgets": [], "starts": {}, "best_start": {}, "methods": {}, "guards": []}
-CONFIG = "seed: 3\ndata: &d {name: digits}\nmodel: {name: tabular_mlp}\nmetric: {name: f1, kwargs: {a: [1, 2]}}\n"
+CONFIG = (
+    "seed: 3\ndata: &d {name: digits}\nmodel: {name: tabular_mlp}\nmetric: {name: scorer:f1, kwargs: {a: [1, 2]}}\n"
+)
 LOADERS: dict[str, Loader] = {
     "adapter": Loader(saved(lambda: attach_film(model(), dim=4)), lambda path: load_adapter(model(), path)),
     "start": Loader(saved(lambda: started()), lambda path: load_adapter(model(), path)),
@@ -541,10 +543,10 @@ def npy_of(shape: tuple[int, ...]) -> bytes:
     return b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header.encode() + bytes(16)
 
 
-LAUGHS = "seed: 1\nmetric:\n  name: f1\n  kwargs:\n    a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+LAUGHS = "seed: 1\nmetric:\n  name: scorer:f1\n  kwargs:\n    a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"    a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(7)
 )
-GROWING = "metric:\n  name: f1\n  kwargs:\n    a0: aaaaaaaaaa\n" + "".join(
+GROWING = "metric:\n  name: scorer:f1\n  kwargs:\n    a0: aaaaaaaaaa\n" + "".join(
     f"    a{i + 1}: {f'${{metric.kwargs.a{i}}}' * 10}\n" for i in range(8)
 )
 WIDE = "a,y\n" + "x" * 130_000 + ",1\n" + "z,2\n" * 10_000

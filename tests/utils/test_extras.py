@@ -29,6 +29,7 @@ CALLS = {
         "torchvision",
         "detection",
     ),
+    "benchmarks/ratios": ("--output ratios.json", "torchvision", "detection"),
     "tools/evaluate_recall": ("--embeddings e.npy --labels y.npy --output-dir out", "faiss", "retrieval"),
     "tools/finetune_classifier": (
         "--config-file configs/classification/digits.yaml --output-dir out",

@@ -1,0 +1,39 @@
+"""The ratios are measured on toy sizes, and a ratio is what its pairs of times say."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+for needed in ("faiss", "pycocotools", "torchvision"):
+    pytest.importorskip(needed)
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ratios.py"
+
+
+def test_a_ratio_is_the_median_of_paired_ratios() -> None:
+    summed_up = runpy.run_path(str(SCRIPT))["summed_up"]
+    ratio = summed_up("ours", "theirs", [(2.0, 1.0), (30.0, 10.0), (4.0, 1.0), (10.0, 10.0), (5.0, 1.0)])
+    assert (ratio.median, ratio.quartiles, ratio.seconds, ratio.turns) == (3.0, (2.0, 4.0), (5.0, 1.0), 5)
+
+
+@pytest.mark.slow
+def test_the_command_measures_every_ratio(tmp_path: Path) -> None:
+    output = tmp_path / "out" / "ratios.json"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--smoke", "--output", str(output)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    ratios = json.loads(output.read_text())["ratios"]
+    assert [each["of"] for each in ratios] == [
+        *("MetricOpt.step", "Recall@10", "AP50", "32 folded tasks"),
+        *(f"a query of a search, {model}" for model in ("MLP", "ResNet-20", "detector")),
+    ]
+    for each in ratios:
+        low, high = each["quartiles"]
+        assert 0 < low <= each["median"] <= high
+        assert min(each["seconds"]) > 0
+        assert each["of"] in done.stdout
