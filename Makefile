@@ -45,7 +45,7 @@ test-python:  ## run the quick tests of the core's lower floors on another Pytho
 
 .venv-%/.installed: pyproject.toml
 	PYENV_VERSION=$* python$* -m venv .venv-$*
-	.venv-$*/bin/python -m pip install $(PIP_ARGS) -e '.[classification,dev]'
+	.venv-$*/bin/python -m pip install $(PIP_ARGS) -e '.[classification,siblings,dev]'
 	touch $@
 
 SMOKE := out/benchmarks-smoke
