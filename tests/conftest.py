@@ -259,7 +259,7 @@ def torchrun(tmp_path: Path) -> Iterator[Launched]:
     for process in launched:
         if process.poll() is None:
             process.terminate()  # it ends its children
-            process.communicate(timeout=60)
+            process.communicate(timeout=300)
 
 
 @pytest.fixture

@@ -112,9 +112,9 @@ def test_workers_end_with_their_parent(number: int, whole_terminal: bool, status
     tool = started(tmp_path)
     assert until(lambda: len(workers(tmp_path)) == 2, 300)
     (os.killpg if whole_terminal else os.kill)(tool.pid, number)
-    _, said = tool.communicate(timeout=60)
+    _, said = tool.communicate(timeout=300)
     assert tool.returncode == status
-    assert until(lambda: not any(map(alive, workers(tmp_path))), 20)
+    assert until(lambda: not any(map(alive, workers(tmp_path))), 120)
     if number != signal.SIGKILL:
         script = f"{Path(sys.orig_argv[0]).name} {tmp_path / 'tool.py'} {tmp_path}"
         assert said == f"stopped; what is finished is kept in {tmp_path}. To go on:\n  {script} --resume\n"
@@ -126,7 +126,7 @@ def test_a_worker_that_dies_ends_the_run(tmp_path: Path) -> None:
     _, said = tool.communicate(timeout=300)
     assert tool.returncode == 1
     assert "BrokenProcessPool" in said
-    assert until(lambda: not any(map(alive, workers(tmp_path))), 20)
+    assert until(lambda: not any(map(alive, workers(tmp_path))), 120)
 
 
 # A tool whose two workers tell of a stage, a query and a warning; its log is printed at the end.

@@ -50,7 +50,7 @@ def _pair_in_catalog(catalog: Any, squares: Callable[..., DetectionSet]) -> None
 def join(rank: int, folder: Path) -> None:
     """Become one of two processes of Detectron2."""
     torch.set_num_threads(1)
-    meeting, patience = f"file://{folder / 'meeting'}", timedelta(minutes=1)
+    meeting, patience = f"file://{folder / 'meeting'}", timedelta(minutes=10)
     distributed.init_process_group("gloo", init_method=meeting, world_size=2, rank=rank, timeout=patience)
     comm.create_local_process_group(2)
     seed_all_rng(rank)  # as Detectron2 does: the global streams differ
