@@ -1,6 +1,7 @@
 """Our part of a Detectron2 config: the node METRICOPT, each of its nodes a dataclass here, its keys in lower case."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from metricopt_ext.utils.config import COMMAND_LINE, DEFAULT, FILE, check_yaml, 
 from metricopt_ext.utils.files import MISFITS
 from metricopt_ext.utils.packaged import find_config
 from metricopt_ext.utils.shown_config import in_yaml
+from metricopt_ext.utils.words import nearest
 
 Node = TypeVar("Node")
 
@@ -324,8 +326,16 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
     except MetricOptError:
         raise
     except (OSError, AssertionError, yaml.YAMLError, *MISFITS) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {error}{_nearest(str(error))}") from error
     return cfg
+
+
+def _nearest(said: str) -> str:
+    """Return the keys nearest to the one that yacs says it does not know, or nothing if that is not what it says."""
+    unknown = re.search(r"Non-existent (?:config )?key: ([\w.]+)", said)
+    known = get_cfg()
+    add_metricopt_config(known)
+    return nearest(unknown[1], [*_leaves(known, "")]) if unknown else ""
 
 
 def show_config(path: str | Path, overrides: Sequence[str] = ()) -> str:
