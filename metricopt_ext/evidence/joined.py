@@ -31,7 +31,7 @@ def joined(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[
             if content.get(key) != first.get(key):
                 raise DataError(f"{name} has {key} {content.get(key)}, {names[0]} has {first.get(key)}: no join")
         ours, theirs = (_settings(each.get("config", {})) for each in (first, content))
-        for key in ours.keys() | theirs.keys():
+        for key in ours | theirs:  # in the order of the files, whatever the hash seed
             if ours.get(key) != theirs.get(key):
                 raise DataError(f"{name} ran with {key}={theirs.get(key)}, {names[0]} with {ours.get(key)}: no join")
     seeds = [seed for content in contents for seed in content["seeds"]]
