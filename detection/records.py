@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image
 from torch import Tensor
 
 from metricopt_ext.data.archives import MEMBER_BYTES, open_zip
-from metricopt_ext.data.images import MAX_PIXELS, opened
+from metricopt_ext.data.images import MAX_PIXELS, opened, upright
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import read_bounded
 from metricopt_ext.utils.words import brief
@@ -22,16 +21,6 @@ from metricopt_ext.utils.words import brief
 UNREADABLE = (OSError, KeyError, EOFError, RuntimeError, lzma.LZMAError, zipfile.BadZipFile, zlib.error)
 # Pixels on the longest side of an image that an annotation may tell of; float32 still counts them one by one.
 LONGEST_SIDE = 1 << 24
-# Not `ImageOps.exif_transpose`: it rewrites the EXIF data, which fails if a field is odd.
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +64,7 @@ class Annotated:
         """
         try:
             with opened(self._read(), max_pixels) as image:
-                mode, pixels = image.mode, np.array(_turned(image).convert("RGB"))
+                mode, pixels = image.mode, np.array(upright(image).convert("RGB"))
         except (DataError, OSError, ValueError) as error:
             raise DataError(f"{self.path} can't be read as an image: {brief(error)}") from error
         if mode.startswith(("I", "F")):  # PIL would clip their values to 255
@@ -93,16 +82,6 @@ class Annotated:
             return read_bounded(self.path, MEMBER_BYTES)
         with open_zip(self.archive) as archive:
             return archive.read(self.path.as_posix())
-
-
-def _turned(image: Image.Image) -> Image.Image:
-    if image.format == "TIFF":  # PIL rotates these itself, and some versions keep the orientation
-        return image
-    try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # broken EXIF data raise errors of many types; Detectron2 ignores them too
-        return image
-    return image.transpose(TURNS[orientation]) if orientation in TURNS else image
 
 
 @dataclass(frozen=True, eq=False)

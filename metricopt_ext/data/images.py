@@ -43,6 +43,17 @@ MAX_PIXELS = 50_000_000
 # What PIL may take a file for, whatever its name is: all that are decoded within PIL. It would run Ghostscript on EPS.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
+# How `PIL.Image.Transpose` turns a picture upright, by its EXIF orientation.
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+
 _SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 
 
@@ -160,6 +171,21 @@ def opened(content: bytes, max_pixels: int = MAX_PIXELS) -> Iterator["Image.Imag
         raise
     except Exception as error:  # PIL's plugins raise errors of many types
         raise DataError(brief(error)) from error
+
+
+def upright(image: "Image.Image") -> "Image.Image":
+    """Return a picture rotated as its EXIF orientation says."""
+    from PIL import ExifTags
+    from PIL.Image import Transpose
+
+    if image.format == "TIFF":  # PIL rotates these itself, and some versions keep the orientation
+        return image
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # broken EXIF data raise errors of many types; Detectron2 ignores them too
+        return image
+    # Not `ImageOps.exif_transpose`: it rewrites the EXIF data, which fails if a field is odd.
+    return image.transpose(Transpose[_TURNS[orientation]]) if orientation in _TURNS else image
 
 
 def flip_and_shift(x: Tensor, rng: torch.Generator, pixels: int = 4) -> Tensor:
