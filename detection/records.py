@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.archives import MEMBER_BYTES, open_zip
-from metricopt_ext.data.images import MAX_PIXELS, opened, upright
+from metricopt_ext.data.images import MAX_PIXELS, decoded, opened
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import read_bounded
 from metricopt_ext.utils.words import brief
@@ -53,22 +53,20 @@ class Annotated:
     archive: Path | None = None
 
     def load(self, max_pixels: int = MAX_PIXELS) -> Tensor:
-        """Return the image, ``3 x height x width``, uint8 RGB, rotated as its EXIF orientation says.
+        """Return the image, ``3 x height x width``, uint8 RGB, rotated as its EXIF orientation says (`decoded`).
 
         Args:
             max_pixels: Most pixels that it may have.
 
         Raises:
-            DataError: The file is missing, truncated, not an image, of more than 8 bits per channel, of more pixels,
+            DataError: The file is missing, truncated, not an image, of values without a known white, of more pixels,
                 or, once rotated, of a different size from its annotation.
         """
         try:
             with opened(self._read(), max_pixels) as image:
-                mode, pixels = image.mode, np.array(upright(image).convert("RGB"))
+                pixels = np.array(decoded(image, "RGB"))
         except (DataError, OSError, ValueError) as error:
             raise DataError(f"{self.path} can't be read as an image: {brief(error)}") from error
-        if mode.startswith(("I", "F")):  # PIL would clip their values to 255
-            raise DataError(f"{self.path} is of PIL's mode {mode}; convert it to 8 bits per channel")
         if pixels.shape[:2] != (self.height, self.width):
             turned = pixels.shape[:2] == (self.width, self.height)
             raise DataError(

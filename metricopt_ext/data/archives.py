@@ -2,11 +2,12 @@
 
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.errors import DataError
+from metricopt_ext.utils.files import open_regular
 from metricopt_ext.utils.words import brief
 
 # The largest file within a zip file that is read: a photograph has 10 MB, and zeros shrink a thousandfold when zipped.
@@ -74,11 +75,11 @@ def open_zip(path: Path, max_bytes: int = MAX_BYTES) -> Iterator[Archive]:
         DataError: It is no complete zip file, or has a name of more than `NAME_CHARACTERS` characters or with an empty
             folder's name in it.
     """
-    try:
-        file = zipfile.ZipFile(path)
-    except Exception as error:  # of a corrupt directory: of many types
-        raise DataError(f"{path} is neither a folder nor a complete zip file ({brief(error)})") from error
-    with file:
+    with ExitStack() as opened:
+        try:
+            file = opened.enter_context(zipfile.ZipFile(opened.enter_context(open_regular(path))))
+        except Exception as error:  # of a corrupt directory: of many types
+            raise DataError(f"{path} is neither a folder nor a complete zip file ({brief(error)})") from error
         for name in file.namelist():
             # Python before 3.12.6 never ends on a name such as "//a".
             if len(name) > NAME_CHARACTERS or name.startswith("/") or "//" in name:

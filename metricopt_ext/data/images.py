@@ -2,6 +2,7 @@
 
 import io
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -17,8 +18,8 @@ from metricopt_ext.data.archives import MEMBER_BYTES, open_zip
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, check_bytes
 from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.utils.checks import check_at_least
-from metricopt_ext.utils.files import existing, read_bounded
-from metricopt_ext.utils.words import brief
+from metricopt_ext.utils.files import existing, read_bounded, walked
+from metricopt_ext.utils.words import brief, counted
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -54,7 +55,13 @@ _TURNS = {
     8: "ROTATE_90",
 }
 
-_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+SUFFIXES = (
+    *(".bmp", ".dib", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif"),
+    *(".tiff", ".webp"),
+)
+
+# What systems put into folders, besides hidden files.
+_SYSTEM = ("__MACOSX", "Thumbs.db", "desktop.ini")
 
 
 def load_image_folder(
@@ -69,8 +76,11 @@ def load_image_folder(
 ) -> Labelled:
     """Read ``<class>/<file>`` images from a folder or a zip file, possibly below one more folder.
 
+    A warning tells what is not read: files without one of `SUFFIXES`, and folders that links lead to once more. Hidden
+    files are left out without one.
+
     Args:
-        path_or_zip: The folder or the zip file; files without an image suffix are skipped.
+        path_or_zip: The folder or the zip file.
         image_size: Height and width to resize to, or one number for both, or a function that returns each PIL image
             in the size that all get; None if all images have the same size.
         limit_per_class: Read only this many of each class, the first by file name; at least 1.
@@ -84,14 +94,21 @@ def load_image_folder(
             file name; classes in alphabetical order.
 
     Raises:
-        DataError: For a missing path, no images, another layout, an unreadable image, unequal sizes without
-            ``image_size``, or more bytes or pixels than allowed.
+        DataError: For a missing path, no images, a class without any, another layout, an unreadable image, unequal
+            sizes without ``image_size``, or more bytes or pixels than allowed.
     """
     check_at_least(1, limit_per_class=limit_per_class)
     path = existing(path_or_zip)
     if path.is_dir():
-        found = (Path(top, name) for top, _, names in os.walk(path, followlinks=True) for name in names)
-        entries = (file.relative_to(path).as_posix() for file in found)
+        try:
+            entries, again = walked(path)
+        except OSError as error:
+            raise DataError(f"{path} can't be read: {brief(error)}") from error
+        if again:
+            warnings.warn(
+                f"{path}: {counted(len(again), 'link')} to folders that are read elsewhere left out: {_few(again)}",
+                stacklevel=2,
+            )
         chosen, y, class_names = _chosen(path, entries, limit_per_class, depth)
         x = read_images(path, chosen, reader(path), image_size, mode, max_bytes=max_bytes, max_pixels=max_pixels)
         return Labelled(x, y, class_names)
@@ -126,17 +143,23 @@ def read_images(
         DataError: For an unreadable image, unequal sizes without ``image_size``, or more bytes or pixels than allowed.
     """
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
-    first = _pixels(path, names[0], read, size, mode, max_pixels)
+    moving: list[str] = []
+    first = _pixels(path, names[0], read, size, mode, max_pixels, moving)
     check_bytes(path, len(names) * first.nbytes, max_bytes)
     x = np.empty((len(names), *first.shape), dtype=np.uint8)
     for i, name in enumerate(names):
-        pixels = first if i == 0 else _pixels(path, name, read, size, mode, max_pixels)
+        pixels = first if i == 0 else _pixels(path, name, read, size, mode, max_pixels, moving)
         if pixels.shape != x.shape[1:]:
             got, others = (f"{shape[1]} x {shape[2]}" for shape in (pixels.shape, x.shape[1:]))
             raise DataError(
                 f"{path}: images must all have one size, got {got} ({name}) and {others} ({names[0]}); set image_size"
             )
         x[i] = pixels
+    if moving:
+        warnings.warn(
+            f"{path}: of {counted(len(moving), 'image')} with several frames only the first is read: {_few(moving)}",
+            stacklevel=2,
+        )
     return torch.from_numpy(x)
 
 
@@ -147,7 +170,7 @@ def reader(folder: Path) -> Callable[[str], bytes]:
 
 @contextmanager
 def opened(content: bytes, max_pixels: int = MAX_PIXELS) -> Iterator["Image.Image"]:
-    """Open an image of one of `FORMATS`, not yet decoded, to decode it.
+    """Open an image of one of `FORMATS`, not yet decoded, to decode it (`decoded`).
 
     Args:
         content: The file's.
@@ -156,7 +179,7 @@ def opened(content: bytes, max_pixels: int = MAX_PIXELS) -> Iterator["Image.Imag
     Raises:
         DataError: It is no such image, can't be decoded, or has more pixels; the message does not name the file.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
@@ -169,8 +192,44 @@ def opened(content: bytes, max_pixels: int = MAX_PIXELS) -> Iterator["Image.Imag
             yield image
     except MetricOptError:
         raise
+    except UnidentifiedImageError as error:  # whose own message is an address
+        raise DataError(f"it is none of {', '.join(FORMATS)}" if content else "it is empty") from error
     except Exception as error:  # PIL's plugins raise errors of many types
         raise DataError(brief(error)) from error
+
+
+def decoded(image: "Image.Image", mode: Mode) -> "Image.Image":
+    """Return a picture upright, in 8 bits: black stays 0 and white 255, of whatever type its values are.
+
+    16-bit values lose their lower byte, floats in [0, 1] are multiplied by 255; a palette's colours are looked up, and
+    transparency is ignored.
+
+    Args:
+        image: What `opened` gives.
+        mode: As in `load_image_folder`.
+
+    Raises:
+        DataError: Its values have no known white: integers of more than 16 bits, floats outside [0, 1], or 16-bit
+            values that end at 255 or before, as 8 bits saved with 16 do.
+    """
+    from PIL import Image
+
+    kind, image = image.format, upright(image)
+    if image.mode.startswith(("I", "F")):
+        values = np.asarray(image)
+        low, high = values.min(), values.max()
+        what = f"mode {image.mode} with values from {low:g} to {high:g}"
+        # PIL reads 16-bit PNG and PGM as 32-bit integers in some versions.
+        sixteen = image.mode.startswith("I;16") or kind in ("PNG", "PPM")
+        if image.mode == "F" and not (low >= 0 and high <= 1):  # NaN is neither
+            raise DataError(f"it is of PIL's {what}; only floats in [0, 1] are read. Save it with 8 bits per channel")
+        if image.mode != "F" and not sixteen:
+            raise DataError(f"it is of PIL's {what}, so it has no known white. Save it with 8 bits per channel")
+        if image.mode != "F" and 0 < high <= 255:
+            raise DataError(f"it is of PIL's {what}: black, if white is 65535. Save it with 8 bits per channel")
+        grey = np.rint(255 * values) if image.mode == "F" else values >> 8
+        image = Image.fromarray(grey.astype(np.uint8))
+    return image.convert(mode)
 
 
 def upright(image: "Image.Image") -> "Image.Image":
@@ -206,14 +265,23 @@ def _chosen(
 ) -> tuple[list[str], Tensor, tuple[str, ...]]:
     """The names of the images to read, their labels and the classes' names."""
     layout = "/".join([*["<group>"] * (depth - 1), "<class>", "<file>"])
-    names = sorted(name for name in entries if _is_image(name))
+    seen = sorted(name for name in entries if not _hidden(name))
+    names = [name for name in seen if name.lower().endswith(SUFFIXES)]
+    others = [name for name in seen if not name.endswith("/") and not name.lower().endswith(SUFFIXES)]
     if not names:
-        raise DataError(f"{path} must hold {layout} images, got none")
+        more = f"; {counted(len(others), 'file')} of other names: {_few(others)}" if others else ""
+        raise DataError(f"{path} must hold {layout} images, got none{more}")
     parts = [PurePosixPath(name).parts for name in names]
     below = 1 if len(parts[0]) == depth + 2 and len({part[0] for part in parts}) == 1 else 0
     for name, part in zip(names, parts, strict=True):
         if len(part) != below + depth + 1:
-            raise DataError(f"{path} must hold its images as {layout}, got {name}")
+            raise DataError(f"{path} must hold its images as {layout}, got {name[:200]}")
+    _check_no_empty_class(path, seen, parts, below, depth)
+    if others:
+        warnings.warn(
+            f"{path}: {counted(len(others), 'file')} without the name of an image not read: {_few(others)}",
+            stacklevel=3,
+        )
     kept: dict[str, list[str]] = {}
     for name, part in zip(names, parts, strict=True):
         files = kept.setdefault("/".join(part[below:-1]), [])
@@ -225,10 +293,30 @@ def _chosen(
     return chosen, y, class_names
 
 
-def _is_image(name: str) -> bool:
-    path = PurePosixPath(name)
-    hidden = any(part.startswith(".") or part == "__MACOSX" for part in path.parts)
-    return path.suffix.lower() in _SUFFIXES and not hidden
+def _check_no_empty_class(
+    path: Path, seen: Sequence[str], images: Sequence[tuple[str, ...]], below: int, depth: int
+) -> None:
+    """Refuse class folders without an image: the others would be numbered as if they did not exist."""
+    folders = {PurePosixPath(name).parts[: None if name.endswith("/") else -1] for name in seen}
+    filled = {part[:-1][:end] for part in images for end in range(1, below + depth + 1)}
+    at_top = {images[0][:below]}
+    empty = sorted(
+        "/".join(each) for each in folders - filled if below < len(each) <= below + depth and each[:below] in at_top
+    )
+    if empty:
+        raise DataError(
+            f"{path} has {counted(len(empty), 'folder')} without an image that is read: {_few(empty)}. Add images with"
+            f" one of the suffixes {' '.join(SUFFIXES)}, or take such folders away"
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    """The first of some names."""
+    return ", ".join(map(brief, names[:5])) + (", ..." if len(names) > 5 else "")
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") or part in _SYSTEM for part in PurePosixPath(name).parts)
 
 
 def _pixels(
@@ -238,13 +326,17 @@ def _pixels(
     size: tuple[int, int] | Callable[[Any], Any] | None,
     mode: Mode,
     max_pixels: int,
+    moving: list[str],
 ) -> Array:
-    """One image as ``3 x h x w`` or ``1 x h x w`` uint8."""
+    """One image as ``3 x h x w`` or ``1 x h x w`` uint8; its name is added to ``moving`` if it has several frames."""
     from PIL import Image
 
     try:
         with opened(read(name), max_pixels) as image:
-            converted = image.convert(mode)
+            # A camera's MPO has previews of the one picture as further frames.
+            if getattr(image, "is_animated", False) and image.format != "MPO":
+                moving.append(name)
+            converted = decoded(image, mode)
     except (DataError, OSError, ValueError) as error:
         raise DataError(f"{path}: cannot read {name[:200]} as an image: {brief(error)}") from error
     if callable(size):

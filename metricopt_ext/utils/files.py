@@ -4,9 +4,11 @@ What is read may come from anywhere: memory and time are bounded by the file's s
 whatever its content is, errors are of `metricopt_ext.errors`.
 """
 
+import errno
 import hashlib
 import json
 import os
+import stat
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -115,14 +117,57 @@ def holds(content: Mapping[str, Any], kinds: Mapping[str, type]) -> bool:
     return all(isinstance(content.get(key), kind) for key, kind in kinds.items())
 
 
+def walked(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the names of all that is below a folder, in order, those of folders with a slash at their end.
+
+    Links to folders are followed, but each folder is entered once, so that links to a folder above, or many to one, end
+    nowhere: the names of such links come second, and are not among the first.
+
+    Raises:
+        OSError: A folder can't be read.
+    """
+    names, again, links, entered = [], [], [""], set()
+    while links:
+        link = links.pop(0)
+        inner = [link]
+        while inner:
+            name = inner.pop()
+            status = os.stat(folder / name)
+            if (status.st_dev, status.st_ino) in entered:
+                again.append(name.removesuffix("/"))
+                continue
+            entered.add((status.st_dev, status.st_ino))
+            names.append(name)
+            with os.scandir(folder / name) as found:
+                for each in sorted(found, key=lambda each: each.name):
+                    if not each.is_dir():
+                        names.append(name + each.name)
+                    else:
+                        (links if each.is_symlink() else inner).append(f"{name}{each.name}/")
+    return sorted(names[1:]), sorted(again)
+
+
+def open_regular(path: str | Path) -> IO[bytes]:
+    """Open a file to read it, which must be a regular one: a pipe or a device could be waited for without end.
+
+    Raises:
+        OSError: It can't be opened, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
 def read_bounded(path: str | Path, most: int) -> bytes:
-    """Read a file of at most so many bytes.
+    """Read a regular file of at most so many bytes.
 
     Raises:
         ValueError: It is larger.
-        OSError: It can't be read.
+        OSError: It can't be read, or is no regular file.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         content = read_at_most(file, most)
     if content is None:
         raise ValueError(f"it has more than the {most} bytes that are read at most")
@@ -236,7 +281,7 @@ def _checksum(described: str, tensors: bytes) -> str:
 
 
 def _after_header(path: str | Path) -> bytes:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         file.seek(8 + int.from_bytes(file.read(8), "little"))
         return file.read()
 
@@ -247,7 +292,7 @@ def check_header(path: str | Path) -> None:
     Raises:
         ValueError: The file says so.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size = int.from_bytes(file.read(8), "little")
     if size > HEADER_BYTES:
         raise ValueError(f"its header should have {size} bytes; at most {HEADER_BYTES} are read")
@@ -331,10 +376,12 @@ def load_checkpoint(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -
 
 def _check_uncompressed(path: Path) -> None:
     """Reject a torch file whose parts are compressed: torch writes none, and a small one could fill the memory."""
-    if not zipfile.is_zipfile(path):
-        return  # of an early version of torch, which has no parts
-    with zipfile.ZipFile(path) as archive:
-        if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+    with open_regular(path) as file:
+        if not zipfile.is_zipfile(file):
+            return  # of an early version of torch, which has no parts
+        with zipfile.ZipFile(file) as archive:
+            parts = archive.infolist()
+        if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
             raise ValueError("it is compressed; write it again by torch.save")
 
 

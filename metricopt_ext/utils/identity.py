@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.utils.files import read_json, to_json, write_json
+from metricopt_ext.utils.files import read_json, to_json, walked, write_json
 
 LOCK = ".lock"
 ROUNDING = 1e-4  # far above what processors differ by in float32, far below what a change of settings does
@@ -107,13 +107,13 @@ def _described_code(code: CodeType) -> str:
 def fingerprint_of_files(paths: Iterable[Path]) -> str:
     """Return 16 hexadecimal digits that identify files, and all files in folders, by name, size and content.
 
-    Names count from each path on, so that a folder may be moved; everything is read once. A path that does not exist
-    is left to whoever reads it to report.
+    Names count from each path on, so that a folder may be moved; everything is read once, what links lead to too. A
+    path that does not exist is left to whoever reads it to report.
     """
     digest = hashlib.blake2b(digest_size=8)
     for path in paths:
-        found = sorted(each for each in (path, *path.rglob("*")) if each.is_file())
-        for file in found:
+        found = [path / name for name in walked(path)[0]] if path.is_dir() else [path]
+        for file in sorted(each for each in found if each.is_file()):
             with file.open("rb") as opened:
                 content = hashlib.file_digest(opened, "blake2b").hexdigest()
             digest.update(f"{file.relative_to(path)} {file.stat().st_size} {content}\n".encode())

@@ -1,6 +1,7 @@
 """Images: folders and zip files of them made here, and their flips and shifts."""
 
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from PIL import Image
 from metricopt_ext.data.images import flip_and_shift, load_image_folder, read_images, reader
 from metricopt_ext.errors import DataError
 
-FILES = {"cat/2.png": 12, "cat/1.png": 11, "ant/7.PNG": 1, "cat/notes.txt": b"no image"}
+FILES = {"cat/2.png": 12, "cat/1.png": 11, "ant/7.PNG": 1, "cat/.notes.txt": b"no image"}
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip", "nested folder", "nested zip"])
@@ -82,6 +83,167 @@ def test_other_image_layouts_are_refused(
 def test_limits_must_be_positive(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="limit_per_class is 0; it must be at least 1"):
         load_image_folder(tmp_path, limit_per_class=0)
+
+
+def saved(path: Path, pixels: Any, mode: str | None = None, **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    (image.convert(mode) if mode else image).save(path, **options)
+    return path
+
+
+RAMP = np.arange(0, 65536, 4369, dtype=np.uint16).reshape(4, 4)  # 0, 0x1111, ... 0xffff
+BYTES = (RAMP // 257).astype(np.uint8)  # 0, 0x11, ... 0xff: what a screen shows
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_16_bit_pictures_keep_their_shades(tmp_path: Path, suffix: str, mode: Any) -> None:
+    saved(tmp_path / f"a/1.{suffix}", RAMP)
+    x = load_image_folder(tmp_path, mode=mode).x
+    assert np.array_equal(x[0, 0].numpy(), BYTES)
+
+
+def test_big_endian_and_colour_of_16_bits(tmp_path: Path) -> None:
+    import struct
+    import zlib
+
+    rows = b"".join(b"\0" + np.repeat(row[:, None], 3, 1).astype(">u2").tobytes() for row in RAMP)
+    parts = [(b"IHDR", struct.pack(">IIBBBBB", 4, 4, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in parts
+    )
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.png").write_bytes(png)
+    header = b"MM\0*\0\0\0\x08" + struct.pack(">H", 8)
+    tags = ((256, 4), (257, 4), (258, 16), (259, 1), (262, 1), (273, 110), (278, 4), (279, 32))
+    entries = b"".join(struct.pack(">HHIHH", tag, 3, 1, value, 0) for tag, value in tags)
+    tiff = (header + entries + bytes(4)).ljust(110, b"\0") + RAMP.astype(">u2").tobytes()
+    (tmp_path / "a" / "2.tif").write_bytes(tiff)
+    x = load_image_folder(tmp_path).x
+    assert np.array_equal(x[0, 2].numpy(), BYTES)
+    assert np.array_equal(x[1, 2].numpy(), BYTES)
+
+
+def test_floats_between_black_and_white(tmp_path: Path) -> None:
+    saved(tmp_path / "a/1.tiff", (np.arange(16).reshape(4, 4) / 15).astype(np.float32))
+    assert np.array_equal(load_image_folder(tmp_path).x[0, 1].numpy(), BYTES)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        (np.full((4, 4), 128.0, np.float32), r"a/1\.tif as an image: it is of PIL's mode F .* 128 to 128; only floats"),
+        (np.full((4, 4), np.nan, np.float32), r"mode F with values from nan to nan; only floats in \[0, 1\]"),
+        (np.full((4, 4), 70_000, np.int32), r"mode I with values from 70000 to 70000, so it has no known white"),
+        (np.full((4, 4), -1, np.int32), r"mode I with values from -1 to -1, so it has no known white"),
+        (
+            BYTES.astype(np.uint16),
+            r"mode I;16 with values from 0 to 255: black, if white is 65535. Save it with 8 bits",
+        ),
+    ],
+)
+def test_values_without_a_known_white_are_refused(tmp_path: Path, pixels: Any, message: str) -> None:
+    saved(tmp_path / "a/1.tif", pixels)
+    with pytest.raises(DataError, match=message):
+        load_image_folder(tmp_path)
+
+
+def test_black_is_black_in_16_bits(tmp_path: Path) -> None:
+    saved(tmp_path / "a/1.png", np.zeros((4, 4), np.uint16))
+    assert load_image_folder(tmp_path).x.max() == 0
+
+
+@pytest.mark.parametrize("mode", ["P", "1", "LA", "RGBA", "CMYK"])
+def test_pictures_of_other_modes_are_what_pil_shows(tmp_path: Path, mode: str) -> None:
+    colours = np.random.default_rng(0).integers(0, 2, (4, 4, 3), dtype=np.uint8) * 255
+    if mode in ("1", "LA"):
+        colours[:] = colours[:, :, :1]
+    saved(tmp_path / f"a/1.{'tif' if mode == 'CMYK' else 'png'}", colours, mode)
+    assert np.array_equal(load_image_folder(tmp_path).x[0].numpy(), colours.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["png", "tif", "webp"])
+def test_pictures_are_upright(tmp_path: Path, orientation: int, suffix: str) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[274] = orientation
+    options = {"lossless": True} if suffix == "webp" else {}
+    saved(tmp_path / f"a/1.{suffix}", pixels, exif=exif, **options)
+    # EXIF's own words for where the stored row 0 and column 0 are to be seen.
+    upright = {
+        1: pixels,
+        2: pixels[:, ::-1],
+        3: pixels[::-1, ::-1],
+        4: pixels[::-1],
+        5: pixels.transpose(1, 0, 2),
+        6: pixels[::-1].transpose(1, 0, 2),
+        7: pixels[::-1, ::-1].transpose(1, 0, 2),
+        8: pixels[:, ::-1].transpose(1, 0, 2),
+    }[orientation]
+    assert np.array_equal(load_image_folder(tmp_path).x[0].numpy(), upright.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_what_is_not_read_is_said(lay: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    files = FILES | {"cat/.hidden": b"", "cat/Thumbs.db": b"", "cat/3.heic": b"", "README": b""}
+    with pytest.warns(UserWarning, match=r"2 files .* not read: 'README', 'cat/3\.heic'$"):
+        load_image_folder(lay(tmp_path / "set", files, kind))
+
+
+def test_a_class_without_an_image_is_refused(lay: Callable[..., Path], tmp_path: Path) -> None:
+    root = lay(tmp_path / "set", FILES, "folder")
+    (root / "emu").mkdir()
+    (root / ".git").mkdir()
+    with pytest.raises(DataError, match=r"1 folder without an image that is read: 'emu'\. Add images with one of"):
+        load_image_folder(root)
+    for kind in ("zip", "nested zip", "nested folder"):
+        with pytest.raises(DataError, match=r"1 folder without an image that is read: '(images/)?emu'\."):
+            load_image_folder(lay(tmp_path / kind, FILES | {"emu/1.heic": b""}, kind))
+    (root / "emu").rmdir()
+    (root / "cat" / "1.png").rename(root / "cat" / "1.jfif")
+    assert load_image_folder(root).x[:, 0, 0, 0].tolist() == [1, 11, 12]
+
+
+def test_an_alphabet_without_a_character_is_refused(lay: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="1 folder without an image that is read: 'latin'"):
+        load_image_folder(lay(tmp_path / "set", {"greek/a/1.png": 1, "latin/a.txt": b""}, "folder"), depth=2)
+
+
+def test_an_empty_file_and_one_of_another_format_have_no_address(lay: Callable[..., Path], tmp_path: Path) -> None:
+    for name, content, why in (("empty.png", b"", "it is empty"), ("text.png", b"text", "it is none of BMP, GIF")):
+        with pytest.raises(DataError, match=rf"cannot read cat/{name} as an image: {why}"):
+            load_image_folder(lay(tmp_path / name, {f"cat/{name}": content}, "folder"))
+
+
+def test_the_first_of_several_frames_is_read(tmp_path: Path) -> None:
+    first, second = (Image.fromarray(np.full((4, 4), shade, np.uint8)) for shade in (40, 90))
+    saved(tmp_path / "a/1.gif", first, save_all=True, append_images=[second])
+    saved(tmp_path / "a/2.png", first)
+    with pytest.warns(UserWarning, match=r"of 1 image with several frames only the first is read: 'a/1\.gif'"):
+        assert set(load_image_folder(tmp_path).x.flatten().tolist()) == {40}
+
+
+def test_a_pipe_is_refused_at_once(lay: Callable[..., Path], tmp_path: Path) -> None:
+    root = lay(tmp_path / "set", FILES, "folder")
+    os.mkfifo(root / "cat" / "3.png")
+    with pytest.raises(DataError, match=r"cannot read cat/3\.png as an image: .*not a regular file"):
+        load_image_folder(root)
+
+
+def test_links_end(lay: Callable[..., Path], tmp_path: Path) -> None:
+    root = lay(tmp_path / "set", {"ant/1.png": 1, "cat/2.png": 2}, "folder")
+    (root / "ant" / "up").symlink_to("..")
+    (root / "ant" / "here").symlink_to(".")
+    with pytest.warns(UserWarning, match=r"2 links to folders that are read elsewhere left out: 'ant/here', 'ant/up'"):
+        data = load_image_folder(root)
+    assert data.class_names == ("ant", "cat")
+    (tmp_path / "farm").mkdir()
+    for name in ("ant", "cat"):
+        (tmp_path / "farm" / name).symlink_to(tmp_path / "pictures" / name)
+        lay(tmp_path / "pictures" / name, {"1.png": 5}, "folder")
+    assert len(load_image_folder(tmp_path / "farm").y) == 2
 
 
 def test_a_missing_path_names_itself_and_the_key(tmp_path: Path) -> None:

@@ -11,17 +11,19 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.errors import AdapterError, DataError, FileFormatError
 from metricopt_ext.utils import files
 from metricopt_ext.utils.files import (
     check_tensors,
     content_of,
     load_checkpoint,
     module_of,
+    open_regular,
     read_json,
     read_tensors,
     remove_unfinished,
     save_checkpoint,
+    walked,
     write_atomically,
     write_json,
     write_tensors,
@@ -180,3 +182,44 @@ def test_what_code_raises_on_other_content_names_the_file() -> None:
         raise AdapterError("mine")
     with pytest.raises(KeyboardInterrupt), content_of("f", "thing"):
         raise KeyboardInterrupt
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, Path(os.devnull)):
+        with pytest.raises(OSError, match="a folder, a pipe or a device, not a regular file"):
+            open_regular(path)
+    for name in ("x.safetensors", "x.pt"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(DataError, match="not a regular file"):
+            load_checkpoint(nn.Linear(1, 1), tmp_path / name)
+    (tmp_path / "real").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("real")
+    with open_regular(tmp_path / "link") as file:
+        assert file.read() == b"content"
+
+
+def test_each_folder_is_entered_once(tmp_path: Path) -> None:
+    (tmp_path / "top/b/c").mkdir(parents=True)
+    (tmp_path / "else").mkdir()
+    for name in ("top/1", "top/b/2", "top/b/c/3", "else/4"):
+        (tmp_path / name).touch()
+    for name, target in (("top/a", "b"), ("top/b/c/up", ".."), ("top/x", "../else"), ("top/y", "../else")):
+        (tmp_path / name).symlink_to(target)
+    (tmp_path / "top/gone").symlink_to("nowhere")
+    assert walked(tmp_path / "top") == (
+        ["1", "b/", "b/2", "b/c/", "b/c/3", "gone", "x/", "x/4"],
+        ["a", "b/c/up", "y"],
+    )
+
+
+def test_many_links_to_many_links_take_no_time(tmp_path: Path) -> None:
+    for level in range(30):  # 2^30 paths
+        (tmp_path / str(level)).mkdir()
+        for side in ("l", "r"):
+            (tmp_path / str(level) / side).symlink_to(f"../{level + 1}")
+    (tmp_path / "30").mkdir()
+    names, again = walked(tmp_path / "0")
+    assert len(names) == 30
+    assert len(again) == 30
