@@ -1,5 +1,6 @@
 """A scikit-learn classifier for tables: a neural network, trained by its loss and then tuned for a scorer."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.data.rare import rare_groups
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
@@ -100,6 +102,9 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         except ValueError as error:
             raise ValueError(f"n_samples = {len(y)} can't be split for the scorer: {error}") from error
         x_train, y_train = torch.from_numpy(X[train]), torch.from_numpy(codes[train])
+        counts = np.bincount(codes[held_out], minlength=len(self.classes_)).tolist()
+        if self.queries and (rare := rare_groups("class", dict(zip(map(str, self.classes_), counts, strict=True)))):
+            warnings.warn(str(rare), stacklevel=2)
         with seeded_streams(seed, CPU):
             self.model_ = self._network(x_train)
             self._train(x_train, y_train)

@@ -41,6 +41,7 @@ from metricopt_ext.classification.offsets import (
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import large_parts
+from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.evidence.bootstrap import error_of, within_groups
 from metricopt_ext.evidence.contenders import Contender, at_each_budget
@@ -125,6 +126,12 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def plot_seeds(cls, folder: Path, seeds: Sequence[int]) -> list[Path]:
         """Draw what the sibling methods measured on the way, if any ran."""
         return plot_histories(folder, seeds)
+
+    def rare(self) -> Rare | None:
+        """Return the classes of which validation has few examples."""
+        part = self.splits.validation
+        counts = torch.bincount(part.y, minlength=self.splits.num_classes).tolist()
+        return rare_groups("class", dict(zip(self.splits.class_names, counts, strict=True)))
 
     def validation(self) -> tuple[Sequence[Tensor], Batches]:
         """Return the validation inputs in parts, and labelled batches of them."""

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metricopt_ext.data.rare import Rare
 from metricopt_ext.detection.build import attach, build_metric, build_toolkit, detector, remembering
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, image_halves, load_splits
-from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric, in_batches, truth_of
+from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric, in_batches, rare_images, truth_of
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import proposal_recall
 from metricopt_ext.detection.task import ExampleBatches, detection_loss
@@ -67,6 +68,10 @@ class DetectionExperiment(Experiment[DetectionConfig]):
             population=1,
         )
         return task, detector_metric(metric, self.used, splits.test, classes)
+
+    def rare(self) -> Rare | None:
+        """Return the types of images, by what is in them, of which validation has few."""
+        return rare_images(truth_of(self.splits.validation, self.splits.classes))
 
     def validation(self) -> tuple[Sequence[Any], Batches]:
         """Return the validation images as the detector takes them, and labelled batches of them."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.detection.ap50 import Definition, match, match_for, mean_over_ious
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.detection.toolkit import Example, Toolkit
@@ -127,6 +128,13 @@ class OwnDetectionMetric(DetectionMetric):
 def truth_of(examples: Sequence[Example], classes: Sequence[str]) -> DetectionSet:
     """Return the ground truth of examples in memory, in pixels of their images."""
     return DetectionSet(tuple(classes), [example.truth for example in examples])
+
+
+def rare_images(truth: DetectionSet) -> Rare | None:
+    """Return the types of images of which a set has few: those with an object of each class that counts."""
+    counting = [set(image.labels[~(image.difficult | image.crowd)].tolist()) for image in truth.images]
+    counts = {name: sum(label in each for each in counting) for label, name in enumerate(truth.classes)}
+    return rare_groups("image type", counts)
 
 
 def in_batches(examples: Sequence[Example]) -> list[Sequence[Example]]:

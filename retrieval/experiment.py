@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.parts import large_parts
+from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.evidence.bootstrap import error_of, jackknife_error, of_groups
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
@@ -86,6 +87,12 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         for name in config.trained_methods:
             self._siblings.build(name).check(self._training(task))
         return task, build_metric(replace(config.metric, query_subset=0), self.splits.test)
+
+    def rare(self) -> Rare | None:
+        """Return the groups of queries, the classes, of which validation has few examples."""
+        labels, counts = self.splits.validation.y.unique(return_counts=True)
+        names = [self.splits.class_names[label] for label in labels.tolist()]
+        return rare_groups("query group", dict(zip(names, counts.tolist(), strict=True)))
 
     def validation(self) -> tuple[Sequence[Tensor], Batches]:
         """Return the validation images in parts, and labelled batches of them."""

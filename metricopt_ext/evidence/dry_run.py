@@ -92,7 +92,7 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
     with TemporaryDirectory() as own, num_threads(config.threads):
         began, cut = now(), Trial(TRAINING)
         made = experiment(replace(config, starts=[]), Path(own), config.seed, cut)  # starts are for the search alone
-        prepared, task = now() - began + cut.left_out, made.task
+        prepared, task, rare = now() - began + cut.left_out, made.task, made.rare()
         config.check_queries(task.dim)
         methods = list(made.methods())
         check_known(methods)
@@ -133,6 +133,8 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         + shared,
         "Nothing was written to the output folder, and no query was charged.",
     ]
+    if rare:
+        notes.insert(0, f"{rare}.")
     if cut.left_out:
         notes.append(
             f"The model was trained for {TRAINING:g} seconds; at this pace its training takes {duration(cut.left_out)}"

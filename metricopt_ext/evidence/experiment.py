@@ -1,6 +1,7 @@
 """One seed of any task's tool: set it up, run MetricOpt beside its rivals, keep the record."""
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,6 +13,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.data.rare import Rare
 from metricopt_ext.evidence.compare import Comparison, compare
 from metricopt_ext.evidence.contenders import Contender, at_each_budget, loss_path, usual_contenders
 from metricopt_ext.evidence.correlation import CorrelationReport
@@ -109,6 +111,10 @@ class Experiment(ABC, Generic[Config]):
     @abstractmethod
     def prepare(self) -> tuple[FinetuneTask, Metric]:
         """Load the data, train the model or load it from the folder, and return the task and the test metric."""
+
+    def rare(self) -> Rare | None:
+        """Return of which groups the metric sees few examples; None where all have enough, or a task has no groups."""
+        return None
 
     @abstractmethod
     def validation(self) -> tuple[Sequence[Any], Batches]:
@@ -219,6 +225,8 @@ def run_seed(
     ):
         shown = Several(watcher, events)  # the other ranks' events are told nothing
         experiment = experiment_type(config, Path(own), seed, shown)
+        if (rare := experiment.rare()) and seed == config.seed and ranks.rank() == 0:  # the report counts other seeds
+            warnings.warn(str(rare), stacklevel=2)
         comparison = compare(experiment.task, experiment.test_metric, experiment.methods(resume, shown))
         record = ranks.on_first(lambda: _recorded(experiment, comparison))
     watcher.done()
@@ -256,6 +264,7 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
         searched=searched,
         correlations={} if correlations is None else correlations.to_json()["correlations"],
         queries=result.queries,
+        rare=experiment.rare(),
     )
     if config.pictures and seed == config.seed:
         from metricopt_ext.evidence.value_plots import draw_value_function

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from metricopt_ext.data.rare import Rare
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.guard import Guard
 from metricopt_ext.methods.recipe import Setting
@@ -57,6 +58,7 @@ class SeedRecord:
         correlations: Rank correlations of each loss with the metric on test batches, ``"spearman"`` and ``"kendall"``,
             None where undefined; empty for a task without batches of scores.
         queries: MetricOpt's metric queries by what they were for.
+        rare: Groups of which the metric saw few examples.
     """
 
     seed: int
@@ -75,6 +77,7 @@ class SeedRecord:
     searched: list[float] = field(default_factory=list)
     correlations: dict[str, dict[str, float | None]] = field(default_factory=dict)
     queries: dict[str, int] = field(default_factory=dict)
+    rare: Rare | None = None
 
     def save(self, path: Path) -> None:
         """Write the record as JSON."""

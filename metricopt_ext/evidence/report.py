@@ -157,6 +157,7 @@ class Report:
             "correlations": [record.correlations for record in self.records],
             "split_half": [record.split_half for record in self.records],
             "guard": self.guard,
+            "rare": [None if record.rare is None else vars(record.rare) for record in self.records],
             "chance": [record.chance for record in self.records],
             "kept": [record.kept for record in self.records],
             "queries": [record.queries for record in self.records],
@@ -303,7 +304,7 @@ class Report:
 
     def findings(self) -> list[str]:
         """Say in words what the numbers show, both gains and failures."""
-        return [*self.on_gains(), *self.on_guard(), *self.on_f()]
+        return [*self.on_gains(), *self.on_guard(), *self.on_f(), *self.on_data()]
 
     def on_gains(self) -> list[str]:
         """Say how MetricOpt compares with each other method."""
@@ -341,6 +342,14 @@ class Report:
         counts = collections.Counter(record.kept for record in self.records)
         kept_in = ", ".join(f"{kept(name)} in {count}" for name, count in counts.most_common())
         return [*lines, f"Kept by the guard: {kept_in}"]
+
+    def on_data(self) -> list[str]:
+        """Say of what the metric saw few examples."""
+        rare = [(record.seed, record.rare) for record in self.records if record.rare is not None]
+        if not rare:
+            return []
+        (seed, first), seeds = rare[0], counted(len(self.records), "seed")
+        return [f"Rare in {len(rare)} of {seeds}; in seed {seed}, {first}"]
 
     def on_f(self) -> list[str]:
         """Say how well f predicted, and in how many seeds it is to be trusted; nothing if there was no f."""

@@ -1,5 +1,6 @@
 """One seed of a real run, and several beside each other."""
 
+import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,8 @@ from metricopt_ext.classification.config import (
 )
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.errors import FileFormatError, UnguardedError
+from metricopt_ext.evidence.cli import run_and_report
+from metricopt_ext.evidence.dry_run import dry_run
 from metricopt_ext.evidence.experiment import State, run_seed
 from metricopt_ext.evidence.method_config import FinetuneConfig, PaperConfig, RecipeConfig, SearchConfig
 from metricopt_ext.evidence.record import SeedRecord
@@ -176,3 +179,29 @@ def test_what_is_shown_as_pretrained_has_the_buffers_it_was_trained_with(tmp_pat
     with experiment.as_trained():
         assert all(torch.equal(buffer, trained[name]) for name, buffer in model.named_buffers())
     assert all(torch.equal(dict(model.named_buffers())[name], value) for name, value in start.buffers.items())
+
+
+@pytest.mark.slow
+def test_a_class_that_the_metric_hardly_sees_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the log and before the first query, by the report and by a dry run; with enough examples, nowhere."""
+    rows = ["0,low"] * 300 + ["1,mid"] * 100 + ["2,seldom"] * 3  # 20% and 70% of 3 are none and two
+    (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
+    config = tiny()
+    config.data = DataConfig(name="csv", root=str(tmp_path / "t.csv"), target="y", fractions=[0.7, 0.1, 0.2])
+    config.seeds, config.pictures = 2, False
+    with pytest.warns(UserWarning, match=r"1 of 3 classes has fewer than 10 examples .* \('seldom' 0\)") as told:
+        run_and_report(ClassificationExperiment, config, tmp_path / "out", resume=False)
+    assert sum("fewer than 10 examples" in str(each.message) for each in told) == 1
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert "('seldom' 0)" in log
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["rare"] == [{"of": "class", "groups": 3, "rare": 1, "fewest": {"seldom": 0}}] * 2
+    capsys.readouterr()
+    dry_run(ClassificationExperiment, config, tmp_path / "dry")
+    assert "1 of 3 classes has fewer than 10 examples" in " ".join(capsys.readouterr().out.split())
+
+
+def test_common_classes_are_not_named(tmp_path: Path) -> None:
+    config = tiny()
+    config.data = DataConfig(name="breast_cancer", fractions=[0.5, 0.25, 0.25], standardise=True)
+    assert ClassificationExperiment(config, tmp_path, 0).rare() is None
