@@ -119,7 +119,7 @@ class GuidedES:
         self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0, on_query: Told | None = None
     ) -> SearchResult:
         """Search from a start (see `Search`)."""
-        task.loss_and_gradient(start[None], seed, [0], 0)  # refuses a loss without a gradient before the first query
+        task.check_loss(seed, 1)
         cost_at = _Counted(task, start, queries, self.least_queries(task.dim), on_query)
         rng, root = generator(seed, "guided_es"), math.sqrt(task.dim)
         variance, steps = (self.scale * root) ** 2, cost_at.left // (2 * self.pairs + 1)

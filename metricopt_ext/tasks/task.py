@@ -18,8 +18,12 @@ from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator, seeded_streams
+from metricopt_ext.utils.words import brief
 
 Loss = Callable[[nn.Module, Any], Tensor]
+
+# What to do with a model that has no backward pass, such as a quantised one.
+WITHOUT_GRADIENT = "for a model without gradients, as a quantised one, strategy=mo.CMAES() asks for none"
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ class FinetuneTask:
                 the loss must then be twice differentiable.
 
         Raises:
-            AdapterError: The loss is no scalar, or has no gradient in phi.
+            AdapterError: The loss is no scalar, has no gradient in phi, or can't be computed for several phi at once.
             FloatingPointError: A loss or a gradient is not finite, as with an empty batch.
         """
         parts = []
@@ -166,6 +170,18 @@ class FinetuneTask:
             advice = "lower the lr" if step else "look at the loss and its batch"
             raise FloatingPointError(f"the loss or its gradient of task {worst} is not finite at step {step}; {advice}")
         return loss, gradient
+
+    def check_loss(self, seed: int, tasks: int) -> None:
+        """Compute losses and gradients at phi = 0 in the way that a search will, so that what fails costs no query.
+
+        Args:
+            seed: Seed of the batches.
+            tasks: How many are computed, together unless ``population`` is 1; two show whether several can be.
+
+        Raises:
+            AdapterError, FloatingPointError: As from `loss_and_gradient`.
+        """
+        self.loss_and_gradient(self.origin().expand(tasks, -1), seed, range(tasks), 0)
 
     def first_loss(self, seed: int) -> float:
         """Return the loss at phi = 0 on the first batch of the first task, by which runs on other data are noticed.
@@ -236,18 +252,39 @@ class FinetuneTask:
         return torch.tensor(costs, dtype=torch.float64)
 
     def _losses_and_gradients(self, phi: Tensor, batches: Sequence[Any], differentiable: bool) -> tuple[Tensor, Tensor]:
+        """Compute a population, or say why that can't be done: of what fails for one phi alone, its own error."""
+        try:
+            return self._computed(phi, batches, differentiable)
+        except Exception as error:
+            if len(phi) == 1 or self.population == 1:
+                raise
+            for row in range(len(phi)):
+                self._computed(phi[row : row + 1], batches[row : row + 1], differentiable)
+            raise AdapterError(
+                f"loss(model, batch) can be computed for one phi, but not for {len(phi)} at once by torch.func.vmap"
+                f" ({type(error).__name__}: {brief(error)}); make the task with population=1"
+            ) from error
+
+    def _computed(self, phi: Tensor, batches: Sequence[Any], differentiable: bool) -> tuple[Tensor, Tensor]:
         if not (differentiable and phi.requires_grad):
             phi = phi.detach().requires_grad_(True)
         losses = self._losses(phi, batches)
-        (gradient,) = (
-            torch.autograd.grad(losses.sum(), phi, create_graph=differentiable, allow_unused=True)
-            if losses.requires_grad
-            else (None,)
-        )
+        try:
+            (gradient,) = (
+                torch.autograd.grad(losses.sum(), phi, create_graph=differentiable, allow_unused=True)
+                if losses.requires_grad
+                else (None,)
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # an operation without a backward pass
+            raise AdapterError(
+                f"loss(model, batch) has no gradient in phi: {brief(error)}; {WITHOUT_GRADIENT}"
+            ) from error
         if gradient is None:
             raise AdapterError(
                 "loss(model, batch) has no gradient in phi; compute it from the model's output by differentiable"
-                " operations, with gradients enabled"
+                f" operations, with gradients enabled; {WITHOUT_GRADIENT}"
             )
         return losses if differentiable else losses.detach(), gradient
 

@@ -242,6 +242,23 @@ def test_a_loss_without_a_gradient_costs_no_query(quadratic: Callable[..., Any],
     assert task.queries == 0
 
 
+@pytest.mark.parametrize("strategy", [RECIPE, None], ids=["recipe", "guided"])
+def test_a_loss_that_fails_for_several_phi_at_once_costs_no_query(quadratic: Callable[..., Any], strategy: Any) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        value = task.problem.loss(model, batch)
+        return value if value >= 0 else -value
+
+    task = quadratic()
+    with pytest.raises(AdapterError, match="population=1"):
+        optimize_metric(replace(task, loss=loss), queries=QUERIES, strategy=strategy, watcher=Watcher())
+    assert task.queries == 0
+    alone, plain = (
+        optimize_metric(replace(task, loss=each, population=1), queries=QUERIES, strategy=strategy, watcher=Watcher())
+        for each in (loss, task.loss)
+    )
+    assert str(alone) == str(plain)
+
+
 # --- Precision -------------------------------------------------------------------------------------------------
 
 

@@ -211,6 +211,88 @@ def test_population_one_allows_control_flow() -> None:
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
+def by_control_flow(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    value = cross_entropy(model, batch)
+    return value if value > 0 else -value
+
+
+def with_dropout(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(F.dropout(model(batch[0]), 0.5), batch[1])
+
+
+def ragged(seed: int, task: int, step: int) -> tuple[Tensor, Tensor]:
+    return rand(4 + task, 4), classes(4 + task)
+
+
+def named(seed: int, task: int, step: int) -> tuple[Tensor, Tensor, list[str]]:
+    return rand(6, 4), classes(6), ["a.png"] * 6
+
+
+@pytest.mark.parametrize(
+    ("loss", "batches"),
+    [
+        (by_control_flow, None),
+        (with_dropout, None),
+        (lambda model, batch: torch.tensor(cross_entropy(model, batch).item()) * cross_entropy(model, batch), None),
+        (cross_entropy, ragged),
+        (lambda model, batch: cross_entropy(model, batch[:2]), named),
+        (OutputLoss(lambda model, batch: F.dropout(model(batch[0])), lambda outputs, batch: outputs.sum()), None),
+    ],
+    ids=["control flow", "dropout", "item", "ragged batches", "names in a batch", "dropout in the outputs"],
+)
+def test_what_fails_for_several_phi_at_once_names_population_1(loss: Any, batches: Any) -> None:
+    task = make_task(mlp)
+    task = replace(task, loss=loss, batches=batches or task.batches)
+    with pytest.raises(AdapterError, match=r"for one phi, but not for 3 at once by torch\.func\.vmap .*population=1$"):
+        task.check_loss(0, 3)
+    assert task.adapter.context.override is None
+    replace(task, population=1).check_loss(0, 3)
+    task.check_loss(0, 1)
+
+
+def test_an_error_of_one_phi_alone_is_its_own() -> None:
+    def batches(seed: int, index: int, step: int) -> tuple[Tensor, Tensor]:
+        return rand(6, 4), classes(6) + index  # the third class of the second task is none
+
+    task = replace(make_task(mlp), batches=batches)
+    with pytest.raises(IndexError, match="Target 3 is out of bounds"):
+        task.check_loss(0, 3)
+
+
+class NoBackward(torch.autograd.Function):
+    """Passes what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+@pytest.mark.parametrize("population", [1, 4])
+def test_an_operation_without_a_backward_pass_names_a_search_that_needs_none(population: int) -> None:
+    task = replace(
+        make_task(mlp, population=population),
+        loss=lambda model, batch: F.cross_entropy(NoBackward.apply(model(batch[0])), batch[1]),
+    )
+    with pytest.raises(AdapterError, match=r"no gradient in phi: You must implement .*strategy=mo\.CMAES\(\) asks"):
+        task.check_loss(0, 3)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch deprecates the function
+@pytest.mark.parametrize("population", [1, 4])
+def test_a_quantised_model_is_told_of_a_search_without_gradients(population: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    task = FinetuneTask(
+        attach_film(quantised, dim=3),
+        loss=cross_entropy,
+        batches=TensorBatches(rand(30, 4).float(), classes(30), batch_size=6),
+        metric=Metric(lambda: 0.0, maximize=True),
+        population=population,
+    )
+    with pytest.raises(AdapterError, match=r"has no gradient in phi.*a quantised one, strategy=mo\.CMAES\(\)"):
+        task.check_loss(0, 3)
+
+
 # --- Starts --------------------------------------------------------------------------------------------------
 
 
