@@ -4,6 +4,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import mean, stdev
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +15,7 @@ from metricopt_ext.errors import BudgetError, MetricError, UnguardedError
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.modes import evaluating
-from metricopt_ext.utils.time_limit import time_limit
+from metricopt_ext.utils.time_limit import call_within
 from metricopt_ext.utils.weights import kept_weights
 from metricopt_ext.utils.words import counted
 
@@ -153,7 +154,8 @@ class Metric(CostScale):
             bounds: its cost is the value itself, negated if higher is better.
         name: Its name in tables.
         ledger: Counts the queries; give several metrics one ledger to share a budget.
-        timeout: Seconds that one call of the function may take, above 0; None for no limit. See `time_limit`.
+        timeout: Seconds that one call of the function may take, above 0; None for no limit. A call that took longer has
+            failed, whatever it catches or returns. See `call_within`.
         repeats: How many calls make an evaluation, at least 1, for a function that returns something else each time:
             their mean is the value, and their spread tells a search how much noise there is. Each call is a query.
         failures: How many evaluations may fail, at least 0: where the function raises, takes too long or returns what
@@ -324,8 +326,8 @@ class Metric(CostScale):
         weights = kept_weights(model)
         with evaluating(model), torch.no_grad():
             try:
-                with time_limit(self.timeout):
-                    returned = self.function(model) if self.takes_model else self.function()
+                arguments = [model] if self.takes_model else []
+                returned = call_within(self.timeout, partial(self.function, *arguments))
             except Exception as error:
                 raise MetricError(f"metric {self.name!r} raised {type(error).__name__}: {error}") from error
             finally:

@@ -3,35 +3,61 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
+from typing import TypeVar
+
+Returned = TypeVar("Returned")
+
+AGAIN = 1.0  # seconds from one ring of an alarm to the next, for work that goes on after the first
 
 
-@contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise a TimeoutError in what takes longer than some seconds; None for no limit.
+class _Rung(BaseException):
+    """The alarm rang: no Exception, as work that catches these, for one bad example or another try, would go on."""
 
-    In a program's main thread, on a system with alarms, it is raised as soon as Python runs again; elsewhere only
-    once the work is done. An alarm that the program has set for itself is put off meanwhile.
+
+def call_within(seconds: float | None, function: Callable[[], Returned]) -> Returned:
+    """Return what a function returns, unless it takes longer than some seconds; None for no limit.
+
+    In a program's main thread, on a system with alarms, it is stopped as soon as Python runs again, and if it goes on,
+    every second anew; elsewhere it is not stopped. An alarm that the program has set for itself is put off meanwhile.
+
+    Raises:
+        TimeoutError: It took longer, whether it was stopped, returned or raised something else.
     """
     if seconds is None:
-        yield
-        return
-    began = time.monotonic()
-    message = f"it took longer than {seconds:g} s"
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        if time.monotonic() - began > seconds:
-            raise TimeoutError(message)
-        return
+        return function()
+    began, message = time.monotonic(), f"it took longer than its timeout of {seconds:g} s"
+    alarms = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    try:
+        returned = _alarmed(seconds, function) if alarms else function()
+    except _Rung:
+        raise TimeoutError(message) from None
+    except Exception as error:
+        if time.monotonic() - began > seconds:  # of the alarm's making, as likely as not
+            raise TimeoutError(message) from error
+        raise
+    if time.monotonic() - began > seconds:
+        raise TimeoutError(message)
+    return returned
+
+
+def _alarmed(seconds: float, function: Callable[[], Returned]) -> Returned:
+    """Call a function, in which `_Rung` is raised after some seconds, and again and again."""
+    began, working = time.monotonic(), True
 
     def ring(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(message)
+        if working:
+            raise _Rung
 
-    handler, (left, again) = signal.signal(signal.SIGALRM, ring), signal.setitimer(signal.ITIMER_REAL, seconds)
+    left, again = signal.getitimer(signal.ITIMER_REAL)
+    handler = signal.signal(signal.SIGALRM, ring)
     try:
-        yield
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+            return function()
+        finally:
+            working = False  # a ring before this line is raised here, and the next one is a second away
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)

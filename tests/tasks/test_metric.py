@@ -356,11 +356,31 @@ def test_a_metric_that_changes_nothing_is_not_reported(recwarn: pytest.WarningsR
 def test_an_evaluation_may_not_take_too_long() -> None:
     metric = Metric(lambda: time.sleep(60), maximize=True, name="slow", timeout=0.05)
     began = time.monotonic()
-    with pytest.raises(MetricError, match=r"metric 'slow' raised TimeoutError: it took longer than 0\.05 s"):
+    with pytest.raises(
+        MetricError, match=r"metric 'slow' raised TimeoutError: it took longer than its timeout of 0\.05 s"
+    ):
         metric.evaluate(nn.Identity(), "test")
     assert time.monotonic() - began < 30
     assert metric.ledger.spent == 1
     assert Metric(constant(0.5), maximize=True, timeout=60).evaluate(nn.Identity(), "test").cost == 0.5
+
+
+@pytest.mark.parametrize("catch", [Exception, BaseException])
+def test_a_timeout_is_a_timeout_whatever_the_metric_catches(catch: type[BaseException]) -> None:
+    def patient() -> float:
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            with suppress(catch):
+                time.sleep(0.01)
+        return 0.5
+
+    with pytest.raises(MetricError, match=r"it took longer than its timeout of 0\.05 s"):
+        Metric(patient, maximize=True, timeout=0.05).evaluate(nn.Identity(), "test")
+    metric = Metric(patient, maximize=True, timeout=60.0, failures=1)
+    metric.evaluate(nn.Identity(), "test")
+    metric.timeout = 0.05
+    with pytest.warns(UserWarning, match=r"timeout of 0\.05 s; the worst value so far .*failure 1 of 1"):
+        assert metric.evaluate(nn.Identity(), "test").cost == 0.5
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, math.nan])
