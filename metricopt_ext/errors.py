@@ -11,6 +11,7 @@ __all__ = [
     "RankError",
     "UnguardedError",
     "ValueFunctionError",
+    "WeightsError",
 ]
 
 
@@ -28,6 +29,10 @@ class MetricError(MetricOptError, RuntimeError):
 
 class UnguardedError(MetricError):
     """A guard is required, but nothing could tell a gain from chance."""
+
+
+class WeightsError(MetricError):
+    """The metric, or the loss, changed the model's weights in a way that a run can't go on after."""
 
 
 class BudgetError(MetricOptError, RuntimeError):

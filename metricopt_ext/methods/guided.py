@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import CONFIDENCE, decide
@@ -41,32 +42,36 @@ def guided_results(
         watcher: Notified of progress.
 
     Raises:
+        WeightsError: As from `FinetuneTask.keeping_weights`.
         ValueError, BudgetError, AdapterError, MetricError: As from `GuidedTrustRegion.ends` and `all_starts`.
     """
     search, watcher = search or GuidedTrustRegion(), watcher or Watcher()
     candidates = all_starts(task, starts or {})
     task.check_loss(seed, 2)
     tasks = {name: with_start(task, start) for name, start in candidates.items()}
-    watcher.stage("starts")
-    asked = {
-        name: evaluate(tasks[name], start.phi, "starts", f"start {name!r}", watcher)
-        for name, start in candidates.items()
-    }
-    begun = min(asked, key=lambda name: asked[name].cost)
-    known = [name for name in candidates if candidates[name].replaces_the_same(candidates[begun])]
-    elsewhere = len(candidates) - len(known)
-    watcher.stage("search")
-    ends = search.ends(
-        tasks[begun],
-        candidates[begun].phi,
-        [queries // task.metric.repeats - elsewhere for queries in checkpoints],
-        known=[(candidates[name].phi, asked[name]) for name in known],
-        seed=seed,
-        on_query=query_callback(task, watcher),
-        on_quality=lambda spearman: watcher.quality(task.metric.ledger.spent, spearman),
-    )
-    for end in ends:
-        yield _guarded(task, elsewhere + end.queries, candidates, asked, begun, end, confidence)
+    with ExitStack() as kept:
+        for model_task in {id(each.adapter.model): each for each in tasks.values()}.values():
+            kept.enter_context(model_task.keeping_weights())
+        watcher.stage("starts")
+        asked = {
+            name: evaluate(tasks[name], start.phi, "starts", f"start {name!r}", watcher)
+            for name, start in candidates.items()
+        }
+        begun = min(asked, key=lambda name: asked[name].cost)
+        known = [name for name in candidates if candidates[name].replaces_the_same(candidates[begun])]
+        elsewhere = len(candidates) - len(known)
+        watcher.stage("search")
+        ends = search.ends(
+            tasks[begun],
+            candidates[begun].phi,
+            [queries // task.metric.repeats - elsewhere for queries in checkpoints],
+            known=[(candidates[name].phi, asked[name]) for name in known],
+            seed=seed,
+            on_query=query_callback(task, watcher),
+            on_quality=lambda spearman: watcher.quality(task.metric.ledger.spent, spearman),
+        )
+        for end in ends:
+            yield _guarded(task, elsewhere + end.queries, candidates, asked, begun, end, confidence)
 
 
 def _guarded(

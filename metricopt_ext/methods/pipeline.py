@@ -159,6 +159,7 @@ def optimize_metric(
         AdapterError: The loss is no scalar, or has no gradient in phi; or a start does not fit the model.
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
+        WeightsError: The metric or the loss changed the model's parameters without a trace; they are put back.
         UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance; no query
             counts.
         FileFormatError: ``output_dir`` holds another run, with other settings or model weights, it holds a run and
@@ -198,6 +199,7 @@ def optimize_metric(
         shown = run.enter_context(watched(watcher, task.metric.name, queries))
         base = run.enter_context(ExitStack())
         base.enter_context(task.adapter.applied(Start(task.origin())))
+        base.enter_context(task.keeping_weights())
         if isinstance(strategy, GuidedTrustRegion):
             result: Result = _guided(task, queries, strategy, starts or {}, guard_confidence, seed, folder, shown)
         elif isinstance(strategy, Recipe):

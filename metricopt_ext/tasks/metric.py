@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -11,13 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.errors import BudgetError, MetricError, UnguardedError
+from metricopt_ext.errors import BudgetError, MetricError, UnguardedError, WeightsError
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.time_limit import call_within
 from metricopt_ext.utils.weights import kept_weights
-from metricopt_ext.utils.words import counted
+from metricopt_ext.utils.words import and_more, counted
 
 Item = TypeVar("Item")
 
@@ -253,12 +254,13 @@ class Metric(CostScale):
             MetricError: As from `judge`, once more than ``failures`` have failed, or if the first does. What was
                 evaluated at once with it counts too.
             UnguardedError: As from `judge`; no query counts.
+            WeightsError: As from `judge`, however many may fail.
         """
 
         def tried(item: Item) -> Evaluation | MetricError:
             try:
                 return judged(item)
-            except UnguardedError:
+            except (UnguardedError, WeightsError):
                 raise
             except MetricError as error:
                 if not self.failures:
@@ -303,11 +305,14 @@ class Metric(CostScale):
         """Evaluate the metric on the model as it is, without booking the queries.
 
         A function that changes the model's weights or buffers, as a forward pass in training mode does, has them put
-        back, and a warning names them; a copy of them is kept for that.
+        back, and a warning names them; a copy of them is kept for that. Changes that leave no trace, as through
+        ``.data``, are an error: they are looked for in up to 4,096 entries of each parameter, in all at a run's
+        end (`FinetuneTask.keeping_weights`).
 
         Raises:
             MetricError: The metric raised, took longer than its timeout, did not return a finite number, or left its
                 bounds.
+            WeightsError: It changed the model's parameters without a trace; they are put back.
             UnguardedError: A guard is required, but the metric reports no halves and is not repeated.
         """
         if self.require_guard and self.repeats == 1 and returns_number(self.function):
@@ -323,15 +328,23 @@ class Metric(CostScale):
         )
 
     def _call(self, model: nn.Module) -> Evaluation:
-        weights = kept_weights(model)
+        weights, unnoticed, arguments = kept_weights(model), list[str](), [model] if self.takes_model else []
         with evaluating(model), torch.no_grad():
+            began = time.perf_counter()
             try:
-                arguments = [model] if self.takes_model else []
                 returned = call_within(self.timeout, partial(self.function, *arguments))
             except Exception as error:
                 raise MetricError(f"metric {self.name!r} raised {type(error).__name__}: {error}") from error
             finally:
+                took = time.perf_counter() - began
                 self._report(weights.restore(model))
+                unnoticed += weights.unnoticed(model, took)
+        if unnoticed:
+            who = f"metric {self.name!r} or the loss" if weights.held else f"metric {self.name!r}"
+            raise WeightsError(
+                f"{who} changed the model's {and_more(unnoticed)} in a way that leaves no trace, as through .data or"
+                " NumPy; all was put back, but earlier values may be of another model. Evaluate a copy of the model"
+            )
         try:
             value, halves = returned if isinstance(returned, tuple) else (returned, None)
             value, halves = float(value), None if halves is None else [float(half) for half in halves]
@@ -360,9 +373,8 @@ class Metric(CostScale):
         """Say once that the function changed the model."""
         if changed and not self._reported:
             self._reported = True
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             warnings.warn(
-                f"metric {self.name!r} changed the model's {changed[0]}{more}; all was put back. Leave the model in"
+                f"metric {self.name!r} changed the model's {and_more(changed)}; all was put back. Leave the model in"
                 " evaluation mode, or evaluate a copy of it",
                 stacklevel=3,
             )

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -12,13 +13,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.errors import AdapterError, MetricError
+from metricopt_ext.adapters.modulation import CONTEXT_NAME
+from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator, seeded_streams
-from metricopt_ext.utils.words import brief
+from metricopt_ext.utils.weights import held_weights, put_back_different
+from metricopt_ext.utils.words import and_more, brief
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -233,6 +236,30 @@ class FinetuneTask:
                 yield next(evaluations)
             except MetricError as error:
                 raise type(error)(f"{error} ({where(i)}, |phi| = {point.norm():.3g})") from error
+
+    @contextmanager
+    def keeping_weights(self) -> Iterator[None]:
+        """Have a run leave every parameter of the model but phi as it is; what changed is put back at the end.
+
+        Raises:
+            WeightsError: One changed, by the metric or by the loss, whether that left a trace or not.
+        """
+        with held_weights(self.adapter.model) as contents:
+            kept = {name: each for name, each in contents.items() if not name.startswith(f"{CONTEXT_NAME}.")}
+            try:
+                yield
+            except GeneratorExit:  # nobody asks for the rest of a run; the model may have been changed since
+                raise
+            except BaseException:
+                put_back_different(self.adapter.model, kept)
+                raise
+            for changed in ranks.each(lambda _: put_back_different(self.adapter.model, kept), range(ranks.world())):
+                if changed:
+                    raise WeightsError(
+                        f"metric {self.metric.name!r} or the loss changed the model's {and_more(changed)}; all was put"
+                        " back, but values of this run may be of another model. Evaluate a copy of the model, and let"
+                        " the loss change nothing"
+                    )
 
     def _judge(self, phi: Tensor) -> Evaluation:
         """Judge the model at phi, which is copied into the model's own parameter meanwhile.

@@ -3,6 +3,7 @@
 import difflib
 import reprlib
 import textwrap
+from collections.abc import Sequence
 
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 80
@@ -44,6 +45,16 @@ def shortened(names: list[str]) -> str:
         ("['a']", "['a', 'b', 'c', 'd', 'e', ... 7 in all]")
     """
     return str(names) if len(names) <= 6 else f"[{', '.join(map(repr, names[:5]))}, ... {len(names)} in all]"
+
+
+def and_more(names: Sequence[str]) -> str:
+    """Return the first name, and how many more there are.
+
+    Example:
+        >>> and_more(["a"]), and_more(["a", "b", "c"])
+        ('a', 'a and 2 more')
+    """
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def nearest(name: str, known: list[str]) -> str:

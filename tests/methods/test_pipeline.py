@@ -18,7 +18,14 @@ from torch import Tensor, nn
 import metricopt_ext as mo
 from metricopt_ext.adapters.attach import attach_input_bias, load_adapter
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError, ValueFunctionError
+from metricopt_ext.errors import (
+    AdapterError,
+    BudgetError,
+    FileFormatError,
+    MetricError,
+    ValueFunctionError,
+    WeightsError,
+)
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -30,6 +37,7 @@ from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.rollout import rollout
+from metricopt_ext.utils import weights
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
 from metricopt_ext.value.loading import load_value_function
@@ -257,6 +265,91 @@ def test_a_loss_that_fails_for_several_phi_at_once_costs_no_query(quadratic: Cal
         for each in (loss, task.loss)
     )
     assert str(alone) == str(plain)
+
+
+# --- Weights -----------------------------------------------------------------------------------------------------
+
+every_strategy = pytest.mark.parametrize(
+    ("strategy", "queries"),
+    [(RECIPE, QUERIES), (Algorithm1(steps=8, evals=3), QUERIES), (CMAES(), 30), (GuidedES(), 30), (None, 30)],
+    ids=["recipe", "paper", "cma", "es", "guided"],
+)
+
+
+def changing(task: Any, at: int, entry: int) -> Any:
+    """Let the metric change an entry of the layer's weight at one query, without a trace."""
+
+    def distance(model: Any) -> float:
+        cost = float(task.problem.distance(model))
+        if task.queries == at:
+            model.weight.data.view(-1)[entry] += 1
+        return cost
+
+    return replace(task, metric=Metric(distance, maximize=False, bounds=None, name="distance"))
+
+
+@every_strategy
+def test_a_change_of_the_weights_ends_the_run_at_its_query(
+    quadratic: Callable[..., Any], strategy: Any, queries: int
+) -> None:
+    task = quadratic()
+    before = task.problem.layer.weight.detach().clone()
+    with pytest.raises(WeightsError, match=r"^metric 'distance' or the loss changed the model's weight in a way that"):
+        optimize_metric(changing(task, 4, 1), queries=queries, strategy=strategy, watcher=Watcher())
+    assert task.queries == 4
+    assert torch.equal(task.problem.layer.weight, before)
+
+
+@every_strategy
+def test_any_changed_entry_is_found_at_the_end(
+    quadratic: Callable[..., Any], strategy: Any, queries: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(weights, "ENTRIES", 2)  # of the six, the first and the last
+    task = quadratic()
+    before = task.problem.layer.weight.detach().clone()
+    with pytest.raises(WeightsError, match=r"^metric 'distance' or the loss changed the model's weight; all was put"):
+        optimize_metric(
+            changing(task, 4, 1), queries=queries, strategy=strategy, watcher=Watcher(), output_dir=tmp_path
+        )
+    assert task.queries > 4
+    assert torch.equal(task.problem.layer.weight, before)
+    assert not (tmp_path / "adapter.safetensors").exists()
+
+
+def test_an_interrupted_run_leaves_the_weights_as_they_were(
+    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "ENTRIES", 2)
+    task = quadratic()
+    before = task.problem.layer.weight.detach().clone()
+
+    class Stop(Watcher):
+        def query(self, spent: int, seen: str) -> None:
+            if spent == 9:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimize_metric(changing(task, 4, 1), queries=30, watcher=Stop())
+    assert torch.equal(task.problem.layer.weight, before)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_loss_that_changes_the_weights_is_refused(
+    quadratic: Callable[..., Any], trace: bool, kept: bool, tmp_path: Path
+) -> None:
+    task = quadratic(population=1)
+    before = task.problem.layer.weight.detach().clone()
+
+    def loss(model: Any, batch: Any) -> Any:
+        with torch.no_grad():
+            (model.weight if trace else model.weight.data).clamp_(-0.1, 0.1)
+        return task.problem.loss(model, batch)
+
+    folder = {"output_dir": tmp_path} if kept else {}
+    with pytest.raises(WeightsError, match="or the loss changed the model's weight"):
+        optimize_metric(replace(task, loss=loss), queries=30, watcher=Watcher(), **folder)
+    assert torch.equal(task.problem.layer.weight, before)
 
 
 # --- Precision -------------------------------------------------------------------------------------------------

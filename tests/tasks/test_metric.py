@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from metricopt_ext.errors import BudgetError, MetricError, UnguardedError
+from metricopt_ext.errors import BudgetError, MetricError, UnguardedError, WeightsError
 from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric, noise_of
 
 
@@ -344,6 +344,33 @@ def test_a_model_that_the_metric_changed_is_put_back(function: Any) -> None:
     with suppress(MetricError):
         metric.evaluate(model, "test")
     assert torch.equal(model[0].weight, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("answer", [0.5, math.nan])
+def test_a_change_without_a_trace_ends_the_run_however_many_may_fail(answer: float) -> None:
+    def judge(model: Any) -> float:
+        model[0].weight.data.mul_(2.0)
+        model[1].bias.detach().numpy()[0] = 1.0
+        return answer
+
+    model: Any = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    good = Metric(lambda model: 0.5, maximize=True, name="judge", failures=9)
+    good.evaluate(model, "test")
+    good.function = judge
+    with pytest.raises(WeightsError, match=r"^metric 'judge' changed the model's 0\.weight and 1 more in a way"):
+        good.evaluate(model, "test")
+    assert (good.failed, good.ledger.spent) == (0, 2)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_change_by_the_user_without_a_trace_is_kept() -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 2))
+    metric = Metric(lambda model: 0.5, maximize=True)
+    for value in (1.0, 2.0):
+        model[0].weight.data.fill_(value)  # as some optimizers and averages do
+        metric.evaluate(model, "test")
+        assert model[0].weight.eq(value).all()
 
 
 def test_a_metric_that_changes_nothing_is_not_reported(recwarn: pytest.WarningsRecorder) -> None:
