@@ -28,11 +28,11 @@ class Rare:
     def __str__(self) -> str:
         """Say it in two sentences."""
         named = ", ".join(f"{brief(name)} {count}" for name, count in self.fewest.items())
-        have = "has" if self.rare == 1 else "have"
+        named += ", ..." if self.rare > len(self.fewest) else ""
         return (
-            f"{self.rare} of {counted(self.groups, self.of)} {have} fewer than {LEAST} examples in the validation"
-            f" data, which the metric sees ({named}{', ...' if self.rare > len(self.fewest) else ''}). What it says of them is"
-            " mostly chance, so give it more of them"
+            f"{self.rare} of {counted(self.groups, self.of)} {'has' if self.rare == 1 else 'have'} fewer than {LEAST}"
+            f" examples in the validation data, which the metric sees ({named}). What it says of them is mostly chance,"
+            " so give it more of them"
         )
 
 
