@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from metricopt_ext.detection.records import LONGEST_SIDE, Annotated, Detections, DetectionSet
+from metricopt_ext.detection.records import LONGEST_SIDE, Annotated, Detections, DetectionSet, warn_of_boxes_outside
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import JSON_BYTES, parse_json, read_bounded, write_atomically
 from metricopt_ext.utils.words import brief
@@ -45,8 +45,9 @@ def read_coco(
     """Read annotated images in COCO's format: images and classes in the order of their ids, as in pycocotools.
 
     Boxes ``[x, y, width, height]`` become the edges ``(x, y, x + width, y + height)``, and are not clipped to their
-    images. Those without area are left out, with one warning. (pycocotools counts those of area 0 as objects, so its
-    AP50 can differ.)
+    images: one warning says how many are outside them, or partly, which a training leaves out or clips
+    (`records.inside`). Those without area are left out, with one warning. (pycocotools counts those of area 0 as
+    objects, so its AP50 can differ.)
 
     Args:
         annotations: The JSON file.
@@ -105,6 +106,7 @@ def read_coco(
         )
         for key, image in images.items()
     ]
+    warn_of_boxes_outside(annotations, annotated, [image.path.name or str(image.image_id) for image in annotated])
     return CocoSet(tuple(each["name"] for each in categories.values()), annotated, tuple(categories))
 
 

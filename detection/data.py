@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from metricopt_ext.data.splits import PARTS
 from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.config import DataConfig, DetectionConfig
-from metricopt_ext.detection.records import DetectionSet
+from metricopt_ext.detection.records import Annotated, DetectionSet, inside
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.task import load_examples
 from metricopt_ext.detection.toolkit import Example
@@ -57,7 +58,15 @@ def load_splits(config: DetectionConfig, seed: int, folder: Path) -> DetectionSp
             raise DataError(
                 f"none of the {len(part)} images for {name} has a box that is neither difficult nor a crowd region"
             )
+    if not any(_learned_from(image).any() for image in drawn[0].images):
+        raise DataError(f"none of the {len(drawn[0])} images for train has a box with area in its image")
     return DetectionSplits(classes, *(load_examples(part, config.data.size or None, **config.limits) for part in drawn))
+
+
+def _learned_from(image: Annotated) -> Tensor:
+    """Which boxes a detector can be trained on, ``n`` booleans."""
+    _, within = inside(image.boxes, image.width, image.height)
+    return within & ~(image.difficult | image.crowd)
 
 
 def _read(config: DetectionConfig, seed: int, folder: Path) -> tuple[DetectionSet, DetectionSet, DetectionSet]:

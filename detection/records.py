@@ -1,10 +1,12 @@
 """Annotated images and detections, in the form shared by all parts of the detection tools."""
 
 import lzma
+import math
+import warnings
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.archives import MEMBER_BYTES, open_zip
-from metricopt_ext.data.images import MAX_PIXELS, decoded, opened
+from metricopt_ext.data.images import MAX_PIXELS, decoded, opened, upright
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import read_bounded
 from metricopt_ext.utils.words import brief
@@ -21,6 +23,9 @@ from metricopt_ext.utils.words import brief
 UNREADABLE = (OSError, KeyError, EOFError, RuntimeError, lzma.LZMAError, zipfile.BadZipFile, zlib.error)
 # Pixels on the longest side of an image that an annotation may tell of; float32 still counts them one by one.
 LONGEST_SIDE = 1 << 24
+# Pixels that a box may reach beyond its image unnoticed: files that round to two decimals are off by as much.
+ROUNDING = 0.01
+NAMED = 5  # files listed in a warning
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +38,9 @@ class Annotated:
     Attributes:
         image_id: Identifies the image in its set; COCO's are integers, VOC's file names without suffix.
         path: The image file; if there is an ``archive``, its name within that zip file.
-        width: Width in pixels.
-        height: Height in pixels.
-        boxes: ``n x 4`` floats, of positive area.
+        width: Width in pixels; 0 where the annotation does not tell.
+        height: Height in pixels; 0 where the annotation does not tell.
+        boxes: ``n x 4`` floats, as annotated: they may reach beyond the image, see `inside`.
         labels: Classes, ``n`` integers: indices into the set's classes.
         difficult: VOC's flag, ``n`` booleans.
         crowd: COCO's flag, ``n`` booleans.
@@ -67,7 +72,7 @@ class Annotated:
                 pixels = np.array(decoded(image, "RGB"))
         except (DataError, OSError, ValueError) as error:
             raise DataError(f"{self.path} can't be read as an image: {brief(error)}") from error
-        if pixels.shape[:2] != (self.height, self.width):
+        if self.width and self.height and pixels.shape[:2] != (self.height, self.width):
             turned = pixels.shape[:2] == (self.width, self.height)
             raise DataError(
                 f"{self.path} is {pixels.shape[1]} x {pixels.shape[0]} pixels, but its annotation says"
@@ -75,11 +80,90 @@ class Annotated:
             )
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
+    def with_size(self, max_pixels: int = MAX_PIXELS) -> "Annotated":
+        """Return the same with the size that the image itself has, if the annotation does not tell.
+
+        Args:
+            max_pixels: Most pixels that it may have.
+
+        Raises:
+            DataError: The file is missing, not an image, or of more pixels.
+        """
+        if self.width and self.height:
+            return self
+        try:
+            with opened(self._read(), max_pixels) as image:
+                width, height = upright(image).size
+        except (DataError, *UNREADABLE, ValueError) as error:
+            raise DataError(f"{self.path} can't be read as an image: {brief(error)}") from error
+        return replace(self, width=width, height=height)
+
     def _read(self) -> bytes:
         if self.archive is None:
             return read_bounded(self.path, MEMBER_BYTES)
         with open_zip(self.archive) as archive:
             return archive.read(self.path.as_posix())
+
+
+def inside(boxes: Tensor, width: int, height: int) -> tuple[Tensor, Tensor]:
+    """Return what lies within an image of some boxes, ``n x 4``, and which of them have area there, ``n`` booleans.
+
+    This is what a detector is trained on. An evaluation counts boxes as they are annotated, as its references do.
+
+    Args:
+        boxes: The boxes, ``n x 4``; one that is not a number has no area.
+        width: Width of the image in pixels; 0 for an unknown one, which clips nothing.
+        height: Height of the image in pixels; 0 for an unknown one.
+    """
+    ends = boxes.new_tensor([width or math.inf, height or math.inf])
+    clipped = boxes.clamp(min=0).minimum(ends.repeat(2))
+    return clipped, (clipped[:, 2:] > clipped[:, :2]).all(1)
+
+
+def warn_of_boxes_outside(where: object, images: Sequence[Annotated], names: Sequence[str]) -> None:
+    """Warn, once for a set, of boxes that an evaluation counts and that a training clips or leaves out.
+
+    Args:
+        where: The set, for the message.
+        images: Its images.
+        names: How to call each of them.
+    """
+    counts = torch.tensor([len(image.boxes) for image in images], dtype=torch.int64)
+    sizes = torch.tensor([(image.width, image.height) for image in images]).reshape(-1, 2)
+    boxes = torch.cat([image.boxes.double() for image in images] or [torch.zeros(0, 4)])
+    named = [name for name, count in zip(names, counts.tolist(), strict=True) for _ in range(count)]
+    warn_of_boxes(where, boxes, sizes.repeat_interleave(counts, dim=0), named)
+
+
+def warn_of_boxes(where: object, boxes: Tensor, sizes: Tensor, names: Sequence[str]) -> None:
+    """Warn of boxes as `warn_of_boxes_outside` does.
+
+    Args:
+        where: The set, for the message.
+        boxes: All boxes of the set, ``m x 4``.
+        sizes: Width and height of the image of each, ``m x 2``; 0 for an unknown one.
+        names: How to call the image of each, ``m``.
+    """
+    ends = sizes.double().masked_fill(sizes == 0, math.inf).repeat(1, 2)
+    cut = boxes.double().clamp(min=0).minimum(ends)
+    flat, outside = (~(each[:, 2:] > each[:, :2]).all(1) for each in (boxes, cut))
+    partly = ((cut - boxes).abs() > ROUNDING).any(1) & ~outside
+    kinds = (
+        (flat, "without area, left out of training"),
+        (outside & ~flat, "outside the image, left out of training"),
+        (partly, "partly outside the image, clipped for training"),
+    )
+    told = [(rows.nonzero().flatten().tolist(), what) for rows, what in kinds]
+    said = [f"{len(rows)} {what} ({shown_files([names[i] for i in rows])})" for rows, what in told if rows]
+    if said:
+        warnings.warn(f"boxes in {where}: {'; '.join(said)}; an evaluation counts them as they are", stacklevel=3)
+
+
+def shown_files(names: Sequence[str]) -> str:
+    """Return the names of a few files for a warning, each once, and how many more there are."""
+    distinct = list(dict.fromkeys(names))
+    shown = [brief(name) if len(name) > 80 else name for name in distinct[:NAMED]]
+    return ", ".join(shown) + (f" and {len(distinct) - NAMED} more files" if len(distinct) > NAMED else "")
 
 
 @dataclass(frozen=True, eq=False)

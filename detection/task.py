@@ -34,9 +34,10 @@ def load_examples(
     """
     if size is not None and size < 1:
         raise ConfigError(f"images can't be scaled to size={size}; it must be at least 1 pixel")
-    pixels = sum(math.prod(_scaled(truth, size)) for truth in dataset.images)
-    check_bytes(f"the set of {counted(len(dataset), 'image')}", 3 * pixels, max_bytes)
-    return [_within(Example(truth.load(max_pixels), truth), size) for truth in dataset.images]
+    images = [truth.with_size(max_pixels) for truth in dataset.images]
+    pixels = sum(math.prod(_scaled(truth, size)) for truth in images)
+    check_bytes(f"the set of {counted(len(images), 'image')}", 3 * pixels, max_bytes)
+    return [_within(Example(truth.load(max_pixels), truth), size) for truth in images]
 
 
 def _scaled(truth: Annotated, size: int | None) -> tuple[int, int]:

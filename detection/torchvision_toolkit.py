@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.ap_loss import ClassificationLoss, ap_loss
-from metricopt_ext.detection.records import Detections
+from metricopt_ext.detection.records import Detections, inside
 from metricopt_ext.detection.toolkit import Example, patterns_in
 from metricopt_ext.detection.torchvision_models import ONE_STAGE, SMALL, STANDARD, build_small, build_standard
 from metricopt_ext.errors import ConfigError
@@ -130,9 +130,9 @@ class TorchvisionToolkit:
         """Return the sum of the detector's losses on a batch, a scalar.
 
         In two stages they are those of objectness, proposals, classes and boxes; detectors of one stage have their own.
-        What is sampled at random (anchors, proposals) is drawn from torch's global stream. Difficult and crowd boxes
-        are left out, so anything on them counts as background; `Detectron2Toolkit` learns from difficult ones, as
-        Detectron2 does.
+        What is sampled at random (anchors, proposals) is drawn from torch's global stream. Boxes are clipped to their
+        images. Difficult and crowd boxes are left out, so anything on them counts as background; `Detectron2Toolkit`
+        learns from difficult ones, as Detectron2 does. So are boxes without area in their image.
 
         Raises:
             FloatingPointError: The loss is not finite.
@@ -258,11 +258,13 @@ def images_of(model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
 
 
 def targets_of(model: nn.Module, batch: Sequence[Example]) -> list[dict[str, Tensor]]:
-    """Return the ground truth as torchvision takes it, without difficult and crowd boxes."""
+    """Return the ground truth as torchvision takes it: clipped boxes, without difficult, crowd and outside ones."""
     like = next(model.parameters())
     targets = []
     for example in batch:
-        kept = ~(example.truth.difficult | example.truth.crowd)
-        boxes, labels = example.truth.boxes[kept], example.truth.labels[kept].long() + 1
+        height, width = example.image.shape[1:]
+        clipped, within = inside(example.truth.boxes.to(like.dtype), width, height)
+        kept = within & ~(example.truth.difficult | example.truth.crowd)
+        boxes, labels = clipped[kept], example.truth.labels[kept].long() + 1
         targets.append({"boxes": boxes.to(like).view(-1, 4), "labels": labels.to(like.device)})
     return targets

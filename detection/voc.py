@@ -6,7 +6,8 @@ import warnings
 import xml.etree.ElementTree as ET
 import zipfile
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,16 +15,28 @@ import torch
 from PIL import Image
 
 from metricopt_ext.data.archives import Archive, open_zip
-from metricopt_ext.detection.records import LONGEST_SIDE, UNREADABLE, Annotated, DetectionSet
+from metricopt_ext.detection.records import (
+    LONGEST_SIDE,
+    UNREADABLE,
+    Annotated,
+    DetectionSet,
+    shown_files,
+    warn_of_boxes_outside,
+)
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import read_bounded, write_atomically
 from metricopt_ext.utils.words import brief
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".JPG", ".JPEG", ".PNG")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")  # in any case, the first that there is
 ENDS = ("xmin", "ymin", "xmax", "ymax")
-FLAGS = {"": False, "0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
-NAMED = 5  # files listed in a warning
+FLAGS = {
+    **dict.fromkeys(("", "0", "0.0", "false", "no"), False),
+    **dict.fromkeys(("1", "1.0", "true", "yes"), True),
+}
+
+XML = ".xml"
+LONGEST_NAME, LISTED = 80, 10  # characters of a name in a message, and names
 
 # The largest XML file that is read: a thousand objects take 0.3 MB. Parsed, XML takes up to 100 times as much.
 XML_BYTES = 1 << 22
@@ -42,11 +55,18 @@ class _Object:
     name: str
     corners: Box
     difficult: bool
+    misread: str  # its flag, if that says neither
+
+    @property
+    def in_order(self) -> bool:
+        """Whether no corner is beyond its opposite; both ends are inside, so a box of one pixel has equal ones."""
+        xmin, ymin, xmax, ymax = self.corners
+        return xmin <= xmax and ymin <= ymax
 
 
 @dataclass(frozen=True)
 class _Annotation:
-    """What an XML file says."""
+    """What an XML file says; its image's sides are 0 if it does not tell."""
 
     file: Folder
     image: str
@@ -57,104 +77,176 @@ class _Annotation:
     @property
     def stem(self) -> str:
         """The file's name without suffix."""
-        return self.file.name.removesuffix(".xml")
+        return _stem(self.file.name, (XML,))
 
 
 def read_voc(
-    root: str | Path, split: str | None = None, *, classes: Sequence[str] | None = None, keep_difficult: bool = True
+    root: str | Path,
+    split: str | None = None,
+    *,
+    classes: Sequence[str] | None = None,
+    keep_difficult: bool = True,
+    images: bool = True,
 ) -> DetectionSet:
     """Read annotated images in Pascal VOC's format.
 
     The folders ``Annotations``, ``JPEGImages`` and ``ImageSets`` may lie in ``root``, in a folder within it, or one
-    level deeper (``VOCdevkit/VOC2007``). VOC counts pixels from 1, with both ends inside the box: its ``(xmin, ymin,
-    xmax, ymax)`` become the edges ``(xmin - 1, ymin - 1, xmax, ymax)``. Images are not opened; their sizes are those in
-    the XML files. An image without objects is kept.
+    level deeper (``VOCdevkit/VOC2007``); ``root`` may also be ``Annotations`` itself. VOC counts pixels from 1, with
+    both ends inside the box: its ``(xmin, ymin, xmax, ymax)`` become the edges ``(xmin - 1, ymin - 1, xmax, ymax)``.
+    Images are opened only for a size that an XML file does not tell. An image without objects is kept.
 
-    Boxes without area as written (``xmax <= xmin`` or ``ymax <= ymin``) and boxes wholly outside their image are left
-    out; boxes partly outside are clipped. One warning says how many, and in which files. (Detectron2's VOC evaluator
-    counts all of them as objects, with their corners as written, so its AP50 can differ.)
+    Boxes are kept as they are annotated, as Detectron2's VOC evaluator counts them; one warning says how many of them
+    are outside their images, or partly, which a training leaves out or clips (`records.inside`). A box whose ``xmin``
+    is above its ``xmax``, or ``ymin`` above ``ymax``, is left out, with a warning; that evaluator counts it as an
+    object that is never found. A flag ``difficult`` that is a word is read as not difficult, with a warning.
 
     Args:
         root: A folder, or a zip file, which is read without unpacking it.
         split: Name of a list of images, ``ImageSets/Main/<split>.txt``, which also gives their order; None for every
-            annotated image, sorted by name. A line is a name, or a name without spaces and a flag.
+            annotated image, sorted by name. A line is a name, with a suffix and folders or without, or a name without
+            spaces and a flag.
         classes: Names of the classes; None for all in the tree's annotations, whatever the split, sorted.
         keep_difficult: Whether to keep objects that are marked as difficult.
+        images: Whether the images must be there; the boxes alone can be read without them.
 
     Raises:
         DataError: No such tree, split, annotation or image; a split that is empty, not in UTF-8 or names an image
-            twice; an XML file that is truncated, lacks the image's size, an object's name or its box, or has a flag
-            other than 0 or 1; a corrupt or encrypted file in the zip file; a class that is not among
-            ``classes``.
+            twice; an XML file that is truncated, lacks an object's name or its box, or has a size or a flag that is
+            another number than possible; two XML files of one name; a corrupt or encrypted file in the zip file; a
+            class that is not among ``classes``.
     """
     root = Path(root)
     if root.is_dir():
-        return _read_tree(root, None, split, classes, keep_difficult)
+        return _read_tree(root, None, split, classes, keep_difficult, images)
     if not root.exists():
         raise DataError(f"{root} does not exist; it should be a folder or a zip file in Pascal VOC's format")
     with open_zip(root) as archive:
-        return _read_tree(zipfile.Path(archive.file), archive, split, classes, keep_difficult)
+        return _read_tree(zipfile.Path(archive.file), archive, split, classes, keep_difficult, images)
 
 
 def _read_tree(
-    root: Folder, archive: Archive | None, split: str | None, classes: Sequence[str] | None, keep_difficult: bool
+    root: Folder,
+    archive: Archive | None,
+    split: str | None,
+    classes: Sequence[str] | None,
+    keep_difficult: bool,
+    need_images: bool,
 ) -> DetectionSet:
     tree = _find_tree(root)
-    files = {file.name.removesuffix(".xml"): file for file in (tree / "Annotations").iterdir() if _is_xml(file)}
-    stems = sorted(files) if split is None else _read_split(tree, split, files, archive)
-    missing = [stem for stem in stems if stem not in files]
+    annotated = _xml_files(tree / "Annotations")
+    stems = sorted(annotated) if split is None else _read_split(tree, split, annotated, archive)
+    missing = [stem for stem in stems if stem not in annotated]
     if missing:
-        raise DataError(f"{tree / 'Annotations'} lacks {missing[0]}.xml, which the split {split!r} names")
+        raise DataError(f"{tree / 'Annotations'} lacks {_named(missing[0])}.xml, which the split {split!r} names")
     if not stems:
         raise DataError(f"{tree / 'Annotations'} holds no .xml file")
 
     # Without given classes all files are read, so that every split gets the same labels.
-    annotations = {stem: _parse(files[stem], archive) for stem in (sorted(files) if classes is None else stems)}
+    parsed = {stem: _parse(annotated[stem], archive) for stem in (sorted(annotated) if classes is None else stems)}
     if classes is None:
-        classes = sorted({thing.name for annotation in annotations.values() for thing in annotation.objects})
+        classes = sorted({thing.name for annotation in parsed.values() for thing in annotation.objects})
     images_dir = tree / "JPEGImages"
-    images = {image.name for image in images_dir.iterdir()} if images_dir.is_dir() else set()
-    mended = _Mended()
+    images = _images(images_dir)
+    chosen = [parsed[stem] for stem in stems]
     found = []
-    for annotation in (annotations[stem] for stem in stems):
-        path = images_dir / _image_name(annotation, images, images_dir)
-        objects = [
-            (box, classes.index(thing.name), thing.difficult)
-            for thing, box in mended.inside(annotation, classes)
-            if keep_difficult or not thing.difficult
-        ]
-        found.append(
-            Annotated(
-                image_id=annotation.stem,
-                path=path if isinstance(path, Path) else Path(path.at),
-                width=annotation.width,
-                height=annotation.height,
-                boxes=torch.tensor([box for box, _, _ in objects], dtype=torch.float32).reshape(-1, 4),
-                labels=torch.tensor([label for _, label, _ in objects], dtype=torch.int64),
-                difficult=torch.tensor([difficult for _, _, difficult in objects], dtype=torch.bool),
-                crowd=torch.zeros(len(objects), dtype=torch.bool),
-                archive=None if archive is None else archive.path,
-            )
+    for annotation in chosen:
+        path = images_dir / _image_name(annotation, images, images_dir, need_images)
+        objects = _objects(annotation, classes, keep_difficult)
+        image = Annotated(
+            image_id=annotation.stem,
+            path=path if isinstance(path, Path) else Path(path.at),
+            width=annotation.width,
+            height=annotation.height,
+            boxes=torch.tensor([box for box, _, _ in objects], dtype=torch.float32).reshape(-1, 4),
+            labels=torch.tensor([label for _, label, _ in objects], dtype=torch.int64),
+            difficult=torch.tensor([difficult for _, _, difficult in objects], dtype=torch.bool),
+            crowd=torch.zeros(len(objects), dtype=torch.bool),
+            archive=None if archive is None else archive.path,
         )
-    mended.warn(tree)
+        with suppress(DataError):  # what can't be read is said when it is loaded, if ever
+            image = image.with_size()
+        found.append(image)
+    _warn(tree, chosen)
+    warn_of_boxes_outside(tree, found, [annotation.file.name for annotation in chosen])
     return DetectionSet(tuple(classes), found)
 
 
+def _objects(annotation: _Annotation, classes: Sequence[str], keep_difficult: bool) -> list[tuple[Box, int, bool]]:
+    """The box, the label and the flag of each object whose corners are in order."""
+    objects = []
+    for thing in annotation.objects:
+        if thing.name not in classes:
+            raise DataError(
+                f"{annotation.file} has an object of class {_named(thing.name)!r}; the classes are {_list_of(classes)}"
+            )
+        xmin, ymin, xmax, ymax = thing.corners
+        if thing.in_order and (keep_difficult or not thing.difficult):
+            objects.append(((xmin - 1, ymin - 1, xmax, ymax), classes.index(thing.name), thing.difficult))
+    return objects
+
+
+def _warn(tree: Folder, annotations: Sequence[_Annotation]) -> None:
+    """Warn once of boxes whose corners are in the wrong order, and once of flags that are not understood."""
+    things = [(each.file.name, thing) for each in annotations for thing in each.objects]
+    turned = [name for name, thing in things if not thing.in_order]
+    if turned:
+        warnings.warn(
+            f"boxes in {tree}: {len(turned)} left out, their corners being in the wrong order, xmin above xmax or ymin"
+            f" above ymax ({shown_files(turned)}); exchange them to count these objects",
+            stacklevel=4,
+        )
+    misread = [(name, thing.misread) for name, thing in things if thing.misread]
+    if misread:
+        warnings.warn(
+            f"objects in {tree}: {len(misread)} with a flag <difficult> that is neither 0 nor 1, first"
+            f" {brief(misread[0][1])}, read as not difficult ({shown_files([name for name, _ in misread])})",
+            stacklevel=4,
+        )
+
+
+def _named(text: str) -> str:
+    """A name from a file as messages have it: cut if it is long."""
+    return text if len(text) <= LONGEST_NAME else f"{text[:LONGEST_NAME]}..."
+
+
+def _list_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(map(_named, names[:LISTED])) + more
+
+
 def _find_tree(root: Folder) -> Folder:
-    """The folder that holds Annotations: the root, one in it, or one a level deeper."""
+    """The folder that holds Annotations: the root, one in it, or one a level deeper, or the one that the root is in."""
     level: list[Folder] = [root]
     for _ in range(3):
         found = [folder for folder in level if (folder / "Annotations").is_dir()]
         if len(found) > 1:
-            raise DataError(f"{root} holds several sets; name one of them: {', '.join(sorted(map(str, found)))}")
+            several = _list_of(sorted(map(str, found)))
+            raise DataError(f"{root} holds several sets; name one of them: {several}")
         if found:
             return found[0]
         level = [inner for folder in level for inner in folder.iterdir() if inner.is_dir()]
+    if isinstance(root, Path) and root.resolve().name == "Annotations":
+        return root.parent if root.name == "Annotations" else root.resolve().parent
     raise DataError(f"{root} holds no folder Annotations, neither directly nor in the two levels of folders below")
 
 
-def _is_xml(file: Folder) -> bool:
-    return file.name.endswith(".xml") and not file.name.startswith(".")
+def _xml_files(folder: Folder) -> dict[str, Folder]:
+    """The XML files of a folder by their names without suffix, which may be in upper case."""
+    found: dict[str, Folder] = {}
+    for file in folder.iterdir():
+        stem = _stem(file.name, (XML,))
+        if stem == file.name or stem.startswith("."):
+            continue
+        if stem in found:
+            raise DataError(f"{folder} holds both {found[stem].name} and {file.name}; remove one of them")
+        found[stem] = file
+    return found
+
+
+def _stem(name: str, suffixes: Sequence[str]) -> str:
+    """A file's name without its suffix, if that is one of some, in upper or lower case."""
+    suffix = next((each for each in suffixes if name.lower().endswith(each)), "")
+    return name[: len(name) - len(suffix)]
 
 
 def _read_split(tree: Folder, split: str, annotated: Container[str], archive: Archive | None) -> list[str]:
@@ -163,19 +255,29 @@ def _read_split(tree: Folder, split: str, annotated: Container[str], archive: Ar
     file = folder / f"{split}.txt"
     if not file.is_file():
         known = sorted(each.name.removesuffix(".txt") for each in folder.iterdir()) if folder.is_dir() else []
-        raise DataError(f"there is no split {split!r} in {folder}; it has {', '.join(known) or 'none'}")
+        raise DataError(f"there is no split {brief(split)} in {folder}; it has {_list_of(known) or 'none'}")
     try:
         lines = _read_bytes(file, archive, LIST_BYTES).decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8 ({error})") from error
-    names = [line.strip() for line in lines if line.strip()]
-    stems = [name if name in annotated else name.split()[0] for name in names]
+    stems = [_in_split(line.strip(), annotated) for line in lines if line.strip()]
     if not stems:
         raise DataError(f"{file} is empty; it should name an image on each line")
     double = [stem for stem, count in Counter(stems).items() if count > 1]
     if double:
-        raise DataError(f"{file} names {double[0]} twice; an image may appear only once")
+        raise DataError(f"{file} names {_named(double[0])} twice; an image may appear only once")
     return stems
+
+
+def _in_split(line: str, annotated: Container[str]) -> str:
+    """The annotation that a line names, or the line's first word: with a suffix and folders, as other lists have it."""
+    first = line.split()[0]
+    for name in (line, first):
+        within = name.replace("\\", "/").rpartition("/")[2]
+        for each in (name, within, _stem(within, (*SUFFIXES, XML))):
+            if each in annotated:
+                return each
+    return first
 
 
 def _read_bytes(file: Folder, archive: Archive | None, most: int) -> bytes:
@@ -197,21 +299,34 @@ def _parse(file: Folder, archive: Archive | None) -> _Annotation:
         top = ET.fromstring(content)
     except (ET.ParseError, LookupError, ValueError) as error:
         raise DataError(f"{file} is truncated or not XML ({brief(error)})") from error
-    width, height = (_number(top, f"size/{side}", file) for side in ("width", "height"))
-    if not (1 <= width <= LONGEST_SIDE and 1 <= height <= LONGEST_SIDE):
-        raise DataError(
-            f"{file} says that its image has {width:g} x {height:g} pixels; it needs the image's size, at most"
-            f" {LONGEST_SIDE} on a side"
-        )
+    if top.tag.lower() != "annotation" and top.find("object") is None:
+        raise DataError(f"{file} is not in Pascal VOC's format: it has no <annotation>, but {brief(top.tag)}")
     objects = []
     for thing in top.findall("object"):
         left, top_edge, right, bottom = (_number(thing, f"bndbox/{end}", file) for end in ENDS)
         flag = (thing.findtext("difficult") or "").strip()
-        if flag.lower() not in FLAGS:
+        known = flag.lower() in FLAGS
+        if not known and flag.removeprefix("-").isdecimal():
             raise DataError(f"{file} has {brief(flag)} as <difficult>; it must be 0 or 1")
         corners = (left, top_edge, right, bottom)
-        objects.append(_Object(_text(thing, "name", file), corners, FLAGS[flag.lower()]))
-    return _Annotation(file, (top.findtext("filename") or "").strip(), int(width), int(height), objects)
+        difficult = FLAGS.get(flag.lower(), False)
+        objects.append(_Object(_text(thing, "name", file), corners, difficult, "" if known else flag))
+    return _Annotation(file, (top.findtext("filename") or "").strip(), *_size(top, file), objects)
+
+
+def _size(top: ET.Element, file: Folder) -> tuple[int, int]:
+    """The image's width and height; 0 if the file does not tell both: no side, or 0, as some tools write."""
+    told = [top.findtext(f"size/{side}") for side in ("width", "height")]
+    width, height = (
+        _number(top, f"size/{side}", file) if (text or "").strip() else 0.0
+        for side, text in zip(("width", "height"), told, strict=True)
+    )
+    if not all(side.is_integer() and 0 <= side <= LONGEST_SIDE for side in (width, height)):
+        raise DataError(
+            f"{file} says that its image has {width:g} x {height:g} pixels; it must be whole numbers of at most"
+            f" {LONGEST_SIDE}, or no size"
+        )
+    return (int(width), int(height)) if width and height else (0, 0)
 
 
 def _text(element: ET.Element, path: str, file: Folder) -> str:
@@ -232,60 +347,24 @@ def _number(element: ET.Element, path: str, file: Folder) -> float:
     return number
 
 
-def _image_name(annotation: _Annotation, images: set[str], images_dir: Folder) -> str:
+def _images(folder: Folder) -> dict[str, str]:
+    """The names of a folder's files by themselves, and by themselves with their suffixes in lower case."""
+    names = sorted(image.name for image in folder.iterdir()) if folder.is_dir() else []
+    lower = {_stem(name, SUFFIXES) + name[len(_stem(name, SUFFIXES)) :].lower(): name for name in names}
+    return {**lower, **{name: name for name in names}}
+
+
+def _image_name(annotation: _Annotation, images: Mapping[str, str], images_dir: Folder, needed: bool) -> str:
     # The stem is tried first: in many sets files were renamed, but not their <filename>.
     for name in (*(annotation.stem + suffix for suffix in SUFFIXES), annotation.image):
         if name in images:
-            return name
+            return images[name]
+    if not needed:
+        return annotation.stem + SUFFIXES[0]
     raise DataError(
-        f"{images_dir} lacks the image of {annotation.file}: neither {annotation.stem} with"
-        f" {', '.join(SUFFIXES)} nor its filename {annotation.image!r}"
+        f"{images_dir} lacks the image of {annotation.file}: neither {_named(annotation.stem)} with"
+        f" {', '.join(SUFFIXES)} nor its filename {brief(annotation.image)}"
     )
-
-
-class _Mended:
-    """Clips boxes to their images, and remembers the files of those that were left out or clipped."""
-
-    def __init__(self) -> None:
-        self.flat: list[str] = []
-        self.outside: list[str] = []
-        self.clipped: list[str] = []
-
-    def inside(self, annotation: _Annotation, classes: Sequence[str]) -> Iterator[tuple[_Object, Box]]:
-        """Yield the objects that have area within the image, with their clipped edges."""
-        for thing in annotation.objects:
-            if thing.name not in classes:
-                raise DataError(
-                    f"{annotation.file} has an object of class {thing.name!r}; the classes are {', '.join(classes)}"
-                )
-            xmin, ymin, xmax, ymax = thing.corners
-            box = (xmin - 1, ymin - 1, xmax, ymax)
-            cut = (max(box[0], 0.0), max(box[1], 0.0), min(xmax, annotation.width), min(ymax, annotation.height))
-            if xmax <= xmin or ymax <= ymin:
-                self.flat.append(annotation.file.name)
-            elif cut[0] >= cut[2] or cut[1] >= cut[3]:
-                self.outside.append(annotation.file.name)
-            else:
-                if cut != box:
-                    self.clipped.append(annotation.file.name)
-                yield thing, cut
-
-    def warn(self, tree: Folder) -> None:
-        """Warn once about all of them, if there are any."""
-        kinds = (
-            (self.flat, "without area left out"),
-            (self.outside, "outside the image left out"),
-            (self.clipped, "clipped to the image"),
-        )
-        said = [f"{len(files)} {what} ({_first(files)})" for files, what in kinds if files]
-        if said:
-            warnings.warn(f"boxes in {tree}: {'; '.join(said)}", stacklevel=4)
-
-
-def _first(files: list[str]) -> str:
-    names = list(dict.fromkeys(files))
-    more = f" and {len(names) - NAMED} more files" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
 
 
 def write_voc(
@@ -301,8 +380,8 @@ def write_voc(
         suffix: Kind of the image files: ``".png"`` keeps every pixel, ``".jpg"`` is smaller.
 
     Raises:
-        DataError: An id that can't name a file, a crowd region, which VOC does not have, or a box of at most a pixel's
-            width or height, which `read_voc` would treat as having no area.
+        DataError: An id that can't name a file, a crowd region, which VOC does not have, or a box of less than a
+            pixel's width or height, whose corners would be in the wrong order.
     """
     folder = Path(folder)
     names = []
@@ -313,8 +392,8 @@ def write_voc(
             raise DataError(f"image_id {name!r} can't name a file in a list of images")
         if truth.crowd.any():
             raise DataError(f"image {name} has a crowd region, which Pascal VOC's format does not support")
-        if len(truth.boxes) and (truth.boxes[:, 2:] - truth.boxes[:, :2]).min() <= 1:
-            raise DataError(f"image {name} has a box of at most one pixel's width or height")
+        if len(truth.boxes) and (truth.boxes[:, 2:] - truth.boxes[:, :2]).min() < 1:
+            raise DataError(f"image {name} has a box of less than one pixel's width or height")
         encoded = io.BytesIO()
         pixels = example.image.permute(1, 2, 0).contiguous().cpu().numpy()
         Image.fromarray(pixels).save(encoded, format=Image.registered_extensions()[suffix])

@@ -127,7 +127,7 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
     classes = arguments.classes
     if classes is None and arguments.images_dir is None:
         classes = config.data.classes or None
-    truth = read_annotations(arguments.annotations, arguments.split, classes, arguments.images_dir)
+    truth = read_annotations(arguments.annotations, arguments.split, classes, arguments.images_dir, images=True)
     toolkit = build_toolkit(config)
     model = toolkit.build(len(truth.classes), seed=0)
     load_checkpoint(model, arguments.weights)
@@ -145,9 +145,14 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
 
 
 def read_annotations(
-    path: Path, split: str | None, classes: Sequence[str] | None, images_dir: Path | None = None
+    path: Path,
+    split: str | None,
+    classes: Sequence[str] | None,
+    images_dir: Path | None = None,
+    *,
+    images: bool = False,
 ) -> Any:
-    """Read the images with their objects: COCO's format from a .json file, else VOC's.
+    """Read the images with their objects: COCO's format from a .json file, else VOC's, whose images may be needed.
 
     Raises:
         DataError: They can't be read, or a split or classes are given for COCO's format.
@@ -158,7 +163,7 @@ def read_annotations(
     from metricopt_ext.detection.voc import read_voc
 
     if path.suffix != ".json":
-        return read_voc(path, split, classes=classes)
+        return read_voc(path, split, classes=classes, images=images)
     if split is not None or classes is not None:
         raise DataError(f"--split and --classes are for VOC's format; {path} is in COCO's, which has its own")
     return read_coco(path, images_dir, dtype=float64)

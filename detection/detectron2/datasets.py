@@ -16,7 +16,7 @@ from detectron2.utils.file_io import PathHandler, PathManager
 from metricopt_ext.data.archives import open_zip
 from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.detectron2.config import DatasetsNode
-from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet
+from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet, warn_of_boxes
 from metricopt_ext.detection.scenes import write_scenes
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
@@ -126,8 +126,12 @@ def drawn_images(name: str, images: int, seed: int) -> str:
 
 
 def as_records(data: DetectionSet) -> list[dict[str, Any]]:
-    """Return a set in Detectron2's format, for its data loaders."""
-    return [_record(image) for image in data.images]
+    """Return a set in Detectron2's format, for its data loaders.
+
+    Raises:
+        DataError: An image whose size is not annotated can't be read.
+    """
+    return [_record(image.with_size()) for image in data.images]
 
 
 def as_truth(name: str, records: Sequence[dict[str, Any]]) -> DetectionSet:
@@ -141,13 +145,19 @@ def as_truth(name: str, records: Sequence[dict[str, Any]]) -> DetectionSet:
     if not records:
         raise DataError(f"dataset {name!r} has no images")
     metadata, classes = MetadataCatalog.get(name), classes_of(name)
-    if metadata.get("dirname") and metadata.get("split"):  # as entered by register_pascal_voc
+    if _in_voc_s_files(name):
         images = {image.image_id: image for image in read_voc(metadata.dirname, metadata.split, classes=classes).images}
         return DetectionSet(classes, [images[str(record["image_id"])] for record in records])
     try:
         return DetectionSet(classes, [_annotated(record) for record in records])
     except KeyError as error:
         raise DataError(f"a record of dataset {name!r} lacks {error}, which AP50 is computed from") from error
+
+
+def _in_voc_s_files(name: str) -> bool:
+    """Whether a set was entered by Detectron2's ``register_pascal_voc``."""
+    metadata = MetadataCatalog.get(name)
+    return bool(metadata.get("dirname") and metadata.get("split"))
 
 
 def classes_of(name: str) -> tuple[str, ...]:
@@ -183,7 +193,9 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
             _check_masks(name, records)
         if name in judged:
             as_truth(name, records)
-        elif not MetadataCatalog.get(name).get("thing_classes"):
+        if not (name in judged and _in_voc_s_files(name)):  # whose reader has told of them
+            _tell_of_boxes(name, records)
+        if name not in judged and not MetadataCatalog.get(name).get("thing_classes"):
             continue  # a training set need not name its classes
         classes, first = classes_of(name), first or name
         if head and len(classes) != cfg.MODEL[head].NUM_CLASSES:
@@ -207,6 +219,22 @@ def _check_masks(name: str, records: Sequence[dict[str, Any]]) -> None:
             " False for boxes alone, all that sets of METRICOPT.DATASETS.REGISTER have, or name a set with masks in"
             " DATASETS.TRAIN"
         )
+
+
+def _tell_of_boxes(name: str, records: Sequence[dict[str, Any]]) -> None:
+    """Warn once of boxes outside their images, which Detectron2's mapper clips or leaves out."""
+    metadata = MetadataCatalog.get(name)
+    if metadata.get("boxes_told"):
+        return
+    metadata.set(boxes_told=True)
+    known = [(record, each) for record in records for each in record.get("annotations", []) if "bbox" in each]
+    boxes = [BoxMode.convert(list(each["bbox"]), each["bbox_mode"], BoxMode.XYXY_ABS) for _, each in known]
+    warn_of_boxes(
+        f"dataset {name}",
+        torch.tensor(boxes, dtype=torch.float64).reshape(-1, 4),
+        torch.tensor([(record.get("width", 0), record.get("height", 0)) for record, _ in known]).reshape(-1, 2),
+        [Path(record["file_name"]).name for record, _ in known],
+    )
 
 
 def write_example(datasets: DatasetsNode) -> None:
@@ -253,6 +281,7 @@ def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence
         else:
             data = read_voc(folder, split, classes=classes or None)
         register(name, _part(data, int(match["first"] or 0), int(match["last"] or 100)))
+        MetadataCatalog.get(name).set(boxes_told=True)  # of those outside their images, by the reader
 
 
 def _part(data: DetectionSet, first: int, last: int) -> DetectionSet:

@@ -18,7 +18,7 @@ from metricopt_ext.detection.detectron2.ap_loss import use_ap_loss
 from metricopt_ext.detection.detectron2.export import export
 from metricopt_ext.detection.detectron2.placements import film_layers
 from metricopt_ext.detection.detectron2.weights import load_weights
-from metricopt_ext.detection.records import Detections
+from metricopt_ext.detection.records import Detections, inside
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.modes import evaluating, in_mode
@@ -135,8 +135,9 @@ class Detectron2Toolkit:
     def _targets(self, example: Example) -> Instances:
         height, width = example.image.shape[1:]
         transform = self._resize.get_transform(np.empty((height, width, 3), np.uint8))
-        kept = ~example.truth.crowd
-        boxes = transform.apply_box(example.truth.boxes[kept].cpu().numpy().reshape(-1, 4))
+        clipped, within = inside(example.truth.boxes, width, height)
+        kept = within & ~example.truth.crowd
+        boxes = transform.apply_box(clipped[kept].cpu().numpy().reshape(-1, 4))
         size = (height, width)
         if isinstance(transform, transforms.ResizeTransform):
             size = (transform.new_h, transform.new_w)

@@ -17,7 +17,7 @@ pytest.importorskip("PIL")
 from metricopt_ext.detection.ap50 import DEFINITIONS, METRICS, average_precision, match, match_for, mean_over_ious
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.detection.voc import write_voc
+from metricopt_ext.detection.voc import read_voc, write_voc
 from metricopt_ext.errors import DataError, MetricError
 
 SIZE = 100
@@ -250,6 +250,38 @@ def test_rounded_equals_detectron2(seed: int, definition: Any, year: int, tmp_pa
     theirs = evaluator.evaluate()["bbox"]["AP50"] / 100
     assert average_precision(found, truth, definition, rounded=True).mean == pytest.approx(theirs, abs=1e-12)
     assert 0.05 < theirs < 0.95
+
+
+@pytest.mark.detectron2
+@pytest.mark.parametrize(("definition", "year"), [("voc_11_point", 2007), ("voc", 2012)])
+def test_voc_s_boxes_outside_and_of_one_pixel_count_as_in_detectron2(
+    definition: Any, year: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("detectron2")
+    from detectron2.data import MetadataCatalog
+    from detectron2.evaluation import PascalVOCDetectionEvaluator
+    from detectron2.structures import Boxes, Instances
+
+    # Boxes reach beyond all edges, one is wholly outside, and two have equal ends, one of them found.
+    boxes = [[-4, 0, 20, 20], [70, 70, 130, 110], [120, 120, 150, 130], [5, 5, 6, 9], [30, 30, 31, 31]]
+    places = torch.tensor(boxes, dtype=torch.float32)
+    no = torch.zeros(5, dtype=torch.bool)
+    truth = Annotated("a", Path("none"), SIZE, SIZE, places, torch.zeros(5, dtype=torch.int64), no, no)
+    write_voc(tmp_path, [Example(torch.zeros(3, SIZE, SIZE, dtype=torch.uint8), truth)], ("thing",), "all")
+    with pytest.warns(UserWarning, match="1 outside the image.*2 partly outside.*counts them as they are"):
+        read = read_voc(tmp_path, "all")
+    assert torch.equal(read.images[0].boxes, places)
+    found = Detections(places[[0, 1, 3]] + 1, torch.tensor([0.9, 0.8, 0.7]), torch.zeros(3, dtype=torch.int64))
+    name = f"metricopt_ext outside {tmp_path}"
+    MetadataCatalog.get(name).set(dirname=str(tmp_path), split="all", year=year, thing_classes=["thing"])
+    evaluator = PascalVOCDetectionEvaluator(name)
+    evaluator.reset()
+    instances = Instances((SIZE, SIZE))
+    instances.pred_boxes, instances.scores, instances.pred_classes = Boxes(found.boxes), found.scores, found.labels
+    evaluator.process([{"image_id": "a"}], [{"instances": instances}])
+    theirs = evaluator.evaluate()["bbox"]["AP50"] / 100
+    assert 0.3 < theirs < 0.7
+    assert average_precision([found], read, definition, rounded=True).mean == pytest.approx(theirs, abs=1e-12)
 
 
 def jittered(found: Detections, rng: torch.Generator) -> Detections:

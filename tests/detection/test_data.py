@@ -100,6 +100,33 @@ def test_what_cannot_be_divided_or_does_not_belong_is_refused(tmp_path: Path) ->
         load_splits(coco, 0, tmp_path)
 
 
+def test_boxes_outside_their_images_are_counted_once_and_a_train_set_needs_others(tmp_path: Path) -> None:
+    inner, outer = examples(4), examples(4)
+    for example in outer:
+        example.truth.boxes[0] += 40
+    for name, some in (("some", [*inner[:2], *outer[2:]]), ("all", outer)):
+        write_voc(tmp_path / name, some, CLASSES, "trainval")
+        write_voc(tmp_path / name, examples(2, "b"), CLASSES, "test")
+    with pytest.warns(UserWarning, match="outside") as caught:
+        splits = load_splits(config_of(tmp_path / "some", splits=["trainval", "test", "test"]), 0, tmp_path)
+    (said,) = [str(each.message) for each in caught]
+    assert "2 outside the image, left out of training (a2.xml, a3.xml)" in said
+    assert [len(each.truth.boxes) for each in splits.train] == [2] * 4
+    for example in outer:
+        example.truth.boxes[1] += 40
+    write_voc(tmp_path / "all", outer, CLASSES, "trainval")
+    with (
+        pytest.warns(UserWarning, match="8 outside the image"),
+        pytest.raises(DataError, match="none of the 4 images for train has a box with area in its image"),
+    ):
+        load_splits(config_of(tmp_path / "all", splits=["trainval", "test", "test"]), 0, tmp_path)
+    # They count where they are evaluated: what is nowhere is not found.
+    with pytest.warns(UserWarning, match="counts them as they are"):
+        judged = load_splits(config_of(tmp_path / "some", splits=["test", "trainval", "test"]), 0, tmp_path).validation
+    found = [Detections(each.truth.boxes[1:], torch.ones(1), each.truth.labels[1:]) for each in judged]
+    assert average_precision(found, truth_of(judged, CLASSES), "voc").per_class == {"cat": 0.0, "dog": 1.0}
+
+
 def test_halves_divide_the_images() -> None:
     first, second = image_halves(9, seed=3)
     assert sorted(first + second) == list(range(9))

@@ -14,7 +14,7 @@ pytest.importorskip("PIL")
 from PIL import ExifTags, Image
 from PIL.PngImagePlugin import PngInfo
 
-from metricopt_ext.detection.records import Annotated
+from metricopt_ext.detection.records import Annotated, inside, warn_of_boxes_outside
 from metricopt_ext.errors import DataError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (3, 4, 3)).astype(np.uint8)
@@ -46,6 +46,54 @@ def oriented(path: Path, orientation: int) -> Path:
     exif[ExifTags.Base.Orientation] = orientation
     Image.fromarray(PIXELS).save(path, exif=exif)
     return path
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tif"])
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_a_size_that_is_not_annotated_is_that_of_the_upright_image(
+    tmp_path: Path, orientation: int, suffix: str
+) -> None:
+    unknown = image_of(oriented(tmp_path / f"turned{suffix}", orientation), 0, 0)
+    assert unknown.load().shape[1:] == UPRIGHT[orientation].shape[:2]
+    known = unknown.with_size()
+    assert (known.height, known.width) == UPRIGHT[orientation].shape[:2]
+    assert known.with_size() is known
+
+
+def test_a_size_that_nothing_tells_is_said_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "torn.png").write_bytes(b"torn")
+    Image.fromarray(PIXELS).save(tmp_path / "large.png")
+    for name, most in (("gone.png", 99), ("torn.png", 99), ("large.png", 11)):
+        with pytest.raises(DataError, match=f"{name} can't be read as an image"):
+            image_of(tmp_path / name, 0, 0).with_size(most)
+
+
+def test_what_lies_inside_an_image() -> None:
+    nan = float("nan")
+    boxes = [[-1.0, 2, 3, 9], [1, 1, 2, 2], [4, 0, 5, 2], [1, 2, 1, 3], [2, 2, 1, 1], [nan, 0, 1, 1], [0, 0, 1, nan]]
+    clipped, within = inside(torch.tensor(boxes), 4, 3)
+    assert clipped[within].tolist() == [[0, 2, 3, 3], [1, 1, 2, 2]]
+    assert within.tolist() == [True, True] + [False] * 5
+    assert inside(torch.tensor([[-1.0, 2, 30, 90]]), 0, 0)[0].tolist() == [[0, 2, 30, 90]]
+
+
+def test_boxes_outside_are_counted_with_the_files_that_have_them(tmp_path: Path) -> None:
+    def of(*boxes: list[float], size: tuple[int, int] = (4, 3)) -> Annotated:
+        none = torch.zeros(len(boxes), dtype=torch.bool)
+        return Annotated("a", tmp_path, *size, torch.tensor(boxes).reshape(-1, 4), none.long(), none, none)
+
+    images = [of([0, 0, 4.009, 3]), of(), of([-1, 0, 2, 2], [5, 0, 9, 2], [6, 0, 9, 2]), of([1, 1, 1, 2])]
+    with pytest.warns(UserWarning, match="boxes in") as caught:
+        warn_of_boxes_outside("the set", images, ["a.png", "b.png", "c.png", "d.png"])
+    (said,) = [str(each.message) for each in caught]
+    assert said == (
+        "boxes in the set: 1 without area, left out of training (d.png); 2 outside the image, left out of training"
+        " (c.png); 1 partly outside the image, clipped for training (c.png); an evaluation counts them as they are"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_boxes_outside("nothing", [], [])
+        warn_of_boxes_outside("the set", [images[0], of([0, 0, 99, 99], size=(0, 0))], ["a.png", "unknown"])
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])

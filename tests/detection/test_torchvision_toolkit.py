@@ -132,6 +132,30 @@ def test_difficult_and_crowd_boxes_are_left_out_of_the_loss(flag: str) -> None:
     assert not torch.equal(loss, seeded_loss(model, [full]))
 
 
+def with_box(full: Example, *boxes: list[float]) -> Example:
+    """The example with further boxes of the first class."""
+    truth, more = full.truth, torch.tensor(boxes)
+    flags = torch.zeros(len(truth.boxes) + len(more), dtype=torch.bool)
+    labels = torch.cat([truth.labels, torch.zeros(len(more), dtype=torch.int64)])
+    places = torch.cat([truth.boxes, more])
+    return Example(full.image, replace(truth, boxes=places, labels=labels, difficult=flags, crowd=flags))
+
+
+@pytest.mark.parametrize("name", ["small_fpn", "retinanet_resnet50_fpn"])
+def test_boxes_are_learned_from_as_far_as_they_are_in_their_image(name: str) -> None:
+    toolkit = replace(SMALL, name=name)
+    model = toolkit.build(CLASSES, seed=0).eval()
+    full = example(2, height=48, width=56)
+    nan, wide = float("nan"), 1e30
+    outside = ([500.0, 300, 540, 340], [-20, -20, 0, 10], [56, 0, 60, 48], [0, 48, 9, 49])
+    empty = ([5.0, 5, 5, 9], [9, 9, 5, 5], [nan, 3, 9, 9], [3, 3, 9, nan])
+    wanted = seeded_loss(model, [full], toolkit)
+    assert torch.equal(seeded_loss(model, [with_box(full, *outside, *empty)], toolkit), wanted)
+    partly, clipped = with_box(full, [-9.0, 20, wide, 90]), with_box(full, [0.0, 20, 56, 48])
+    assert torch.equal(seeded_loss(model, [partly], toolkit), seeded_loss(model, [clipped], toolkit))
+    assert not torch.equal(seeded_loss(model, [partly], toolkit), wanted)
+
+
 def test_a_loss_that_is_not_finite_is_named() -> None:
     model: Any = SMALL.build(CLASSES, seed=0)
     model.roi_heads.box_predictor.cls_score.bias.data[0] = torch.nan

@@ -12,12 +12,13 @@ from torch import Tensor
 
 pytest.importorskip("PIL")
 
-from metricopt_ext.detection.records import Annotated
+from metricopt_ext.detection.records import Annotated, inside
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import read_voc, write_voc
 from metricopt_ext.errors import DataError
 
 CLASSES = ("bird", "cat")
+SIZE = "<size><width>{}</width><height>{}</height></size>"
 
 
 def example(name: str, boxes: list[list[float]], labels: list[int], difficult: list[bool]) -> Example:
@@ -83,12 +84,16 @@ def test_reads_what_was_written(tree: Path) -> None:
         assert torch.equal(image.load(), written.image)
 
 
-def test_reads_the_same_from_a_zip_file(tree: Path, tmp_path: Path) -> None:
-    packed = tmp_path / "packed.zip"
+def zipped(tree: Path, folder: Path) -> Path:
+    packed = folder / "packed.zip"
     with zipfile.ZipFile(packed, "w") as archive:
         for file in tree.rglob("VOC2007/**/*.*"):
             archive.write(file, file.relative_to(tree))
-    data = read_voc(packed, "train")
+    return packed
+
+
+def test_reads_the_same_from_a_zip_file(tree: Path, tmp_path: Path) -> None:
+    data = read_voc(zipped(tree, tmp_path), "train")
     assert [image.image_id for image in data.images] == ["a1", "a2"]
     for image, written in zip(data.images, EXAMPLES[:2], strict=True):
         assert_same(image, written)
@@ -164,17 +169,163 @@ def test_the_stem_names_the_image_rather_than_a_stale_filename(tree: Path) -> No
     assert read_voc(tree, "test").images[0].path.name == "a3.png"
 
 
-def test_one_warning_says_which_boxes_were_mended(tree: Path) -> None:
-    replace(annotation(tree), "<xmax>17</xmax>", "<xmax>6</xmax>")  # no area as written
+def test_one_warning_says_which_boxes_are_outside_and_they_stay_as_annotated(tree: Path) -> None:
     replace(annotation(tree, "a1"), "<xmax>40</xmax>", "<xmax>45</xmax>")  # partly outside
     replace(annotation(tree, "a1"), "<ymin>5</ymin>", "<ymin>41</ymin>")  # wholly outside
     replace(annotation(tree, "a1"), "<ymax>9.1", "<ymax>48.1")
     with pytest.warns(UserWarning, match="boxes in") as caught:
         data = read_voc(tree)
     (warning,) = caught
-    for text in ("1 without area left out (a3.xml)", "1 outside the image left out (a1.xml)", "1 clipped"):
+    for text in (
+        "1 outside the image, left out of training (a1.xml)",
+        "1 partly outside the image, clipped for training (a1.xml)",
+        "an evaluation counts them as they are",
+    ):
         assert text in str(warning.message)
-    assert [image.boxes.tolist() for image in data.images] == [[[0, 0, 40, 30]], [], []]
+    first = data.images[0]
+    assert first.boxes.tolist() == [[0, 0, 45, 30], pytest.approx([3, 40, 10.25, 48.1])]
+    clipped, within = inside(first.boxes, first.width, first.height)
+    assert clipped[within].tolist() == [[0, 0, 40, 30]]
+
+
+def test_a_box_of_one_pixel_has_equal_ends(tree: Path) -> None:
+    replace(annotation(tree), "<xmax>17</xmax>", "<xmax>6</xmax>")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_voc(tree, "test").images[0].boxes.tolist() == [[5, 6, 6, 28]]
+
+
+@pytest.mark.parametrize(("old", "new"), [("<xmax>17<", "<xmax>5<"), ("<ymin>7<", "<ymin>28.5<")])
+def test_corners_in_the_wrong_order_are_left_out_with_a_warning(tree: Path, old: str, new: str) -> None:
+    replace(annotation(tree), old, new)
+    with pytest.warns(UserWarning, match=r"1 left out, their corners .* wrong order, xmin above xmax .*\(a3.xml\)"):
+        assert not len(read_voc(tree, "test").images[0].boxes)
+
+
+@pytest.mark.parametrize("text", ["Unspecified", "0.0597", "frontal\nside"])
+def test_a_flag_that_is_no_flag_is_said_and_not_difficult(tree: Path, text: str) -> None:
+    replace(annotation(tree, "a1"), "<difficult>1<", f"<difficult>{text}<")
+    with pytest.warns(UserWarning, match=r"objects in .*1 with a flag <difficult> that is neither.*\(a1.xml\)"):
+        assert read_voc(tree, "train").images[0].difficult.tolist() == [False, False]
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        "",
+        "<size/>",
+        "<size><width></width></size>",
+        "<size><width>40</width></size>",
+        SIZE.format(0, 0),
+        SIZE.format(0, 30),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_image_without_an_annotated_size_has_its_own(tree: Path, tmp_path: Path, size: str, packed: bool) -> None:
+    whole = re.search("<size>.*</size>", annotation(tree).read_text(), re.DOTALL)
+    assert whole is not None
+    replace(annotation(tree), whole[0], size)
+    root = zipped(tree, tmp_path) if packed else tree
+    (image,) = read_voc(root, "test").images
+    assert_same(image, EXAMPLES[2])
+    next(tree.rglob("a3.png")).unlink()
+    (alone,) = read_voc(tree, "test", images=False).images
+    assert (alone.width, alone.height, alone.boxes.tolist()) == (0, 0, [[5, 6, 17, 28]])
+
+
+def test_boxes_are_read_without_images(tree: Path) -> None:
+    for file in list(tree.rglob("*.png")):
+        file.unlink()
+    next(tree.rglob("JPEGImages")).rmdir()
+    for image, written in zip(read_voc(tree, images=False).images, EXAMPLES, strict=True):
+        assert_same(image, written)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("a1.png", "a3.png"),
+        ("a1.XML", "a3.JPG"),
+        ("./JPEGImages/a1.png", "data/VOC2007/JPEGImages/a3.png"),
+        ("JPEGImages/a1.png Annotations/a1.xml", "JPEGImages/a3.png Annotations/a3.xml"),
+        ("JPEGImages\\a1.png", "C:\\voc\\JPEGImages\\a3.png"),
+        ("a1.png 1", "a3.png -1"),
+    ],
+)
+def test_a_split_may_have_suffixes_and_folders(tree: Path, lines: tuple[str, ...]) -> None:
+    split_file(tree).write_text("\n".join(lines))
+    assert [image.image_id for image in read_voc(tree, "test").images] == ["a1", "a3"]
+
+
+def test_a_name_that_ends_like_a_suffix_is_not_cut(tree: Path) -> None:
+    for name in ("a3.jpg", "a3.v2"):
+        annotation(tree, name).write_text(annotation(tree).read_text())
+        next(tree.rglob("a3.png")).with_name(f"{name}.png").write_bytes(next(tree.rglob("a3.png")).read_bytes())
+    split_file(tree).write_text("a3.jpg\na3.v2.png\na3.png")
+    assert [image.image_id for image in read_voc(tree, "test").images] == ["a3.jpg", "a3.v2", "a3"]
+
+
+def test_suffixes_may_be_in_upper_case(tree: Path) -> None:
+    for file in [*tree.rglob("a?.xml"), *tree.rglob("a?.png")]:
+        file.rename(file.with_suffix(file.suffix.upper() if file.stem != "a1" else file.suffix.title()))
+    for image, written in zip(read_voc(tree).images, EXAMPLES, strict=True):
+        assert_same(image, written)
+        assert torch.equal(image.load(), written.image)
+
+
+def test_the_folder_annotations_stands_for_its_tree(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = annotation(tree).parent
+    (tree / "link").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    for root in (folder, tree / "link", Path()):
+        for image, written in zip(read_voc(root).images, EXAMPLES, strict=True):
+            assert_same(image, written)
+        assert len(read_voc(root, "train")) == 2
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda tree: split_file(tree).write_text(LONG),
+        lambda tree: split_file(tree).write_text(f"{LONG} 1\n{LONG} 1"),
+        lambda tree: replace(annotation(tree), "<name>cat", f"<name>{LONG}"),
+        lambda tree: replace(annotation(tree), "<difficult>0", f"<difficult>{'2' * 100_000}"),
+        lambda tree: replace(annotation(tree), "<xmin>6", f"<xmin>{LONG}"),
+        lambda tree: replace(annotation(tree), "<width>40", f"<width>{LONG}"),
+        lambda tree: annotation(tree).write_text(f"<{LONG}/>"),
+        lambda tree: (replace(annotation(tree), "a3.png", LONG), next(tree.rglob("a3.png")).unlink()),
+        lambda tree: (
+            [split_file(tree).with_name(f"{i}{'y' * 200}.txt").touch() for i in range(200)]
+            and split_file(tree).unlink()
+        ),
+        lambda tree: (
+            [(tree / f"{i}{'y' * 200}" / "Annotations").mkdir(parents=True) for i in range(50)]
+            and (tree / "VOCdevkit").rename(tree.parent / "elsewhere")
+        ),
+    ],
+)
+def test_messages_are_cut(tree: Path, damage: Callable[[Path], None]) -> None:
+    damage(tree)
+    with pytest.raises(DataError) as caught:
+        read_voc(tree, "test", classes=CLASSES)
+    assert 30 < len(str(caught.value)) < 1900
+
+
+def test_warnings_are_cut(tree: Path) -> None:
+    replace(annotation(tree), "<difficult>0", f"<difficult>{LONG}")
+    replace(annotation(tree), "<xmax>17<", "<xmax>170<")
+    for i in range(30):
+        copy = f"{i}{'z' * 200}"
+        annotation(tree, copy).write_text(annotation(tree).read_text())
+    with pytest.warns(UserWarning, match="boxes in|objects in") as caught:
+        read_voc(tree, images=False)
+    assert len(caught) == 2
+    for each in caught:
+        assert "and 26 more files" in str(each.message)
+        assert len(str(each.message)) < 900
 
 
 def test_sound_boxes_are_not_warned_of(tree: Path) -> None:
@@ -189,8 +340,10 @@ def swapped(xml: str, old: str, new: str) -> Callable[[Path], None]:
 
 BROKEN = {
     "truncated XML": (lambda tree: annotation(tree).write_text(annotation(tree).read_text()[:200]), "a3.xml is trunc"),
-    "no size": (swapped("a3", "size>", "extent>"), "a3.xml has an <annotation> without <size/width>"),
-    "no width": (swapped("a3", "<width>40<", "<width>0<"), "a3.xml says that its image has 0 x 30"),
+    "a negative width": (swapped("a3", "<width>40<", "<width>-1<"), "a3.xml says that its image has -1 x 30"),
+    "half a pixel": (swapped("a3", "<width>40<", "<width>39.5<"), "a3.xml says that its image has 39.5 x 30"),
+    "another format": (lambda tree: annotation(tree).write_text("<svg/>"), "a3.xml is not in Pascal VOC's format"),
+    "two XML files": (lambda tree: annotation(tree, "a3").with_suffix(".XML").touch(), "holds both a3.(xml|XML) and"),
     "no name": (swapped("a3", "name>", "label>"), "a3.xml has an <object> without <name>"),
     "no number": (swapped("a3", "<xmin>6<", "<xmin>nan<"), "a3.xml has 'nan' as <bndbox/xmin>"),
     "no image": (lambda tree: next(tree.rglob("a3.png")).unlink(), "lacks the image of .*a3.xml"),
@@ -279,7 +432,7 @@ def with_truth(**fields: str | Tensor) -> Example:
     [
         (with_truth(image_id="../x"), "can't name a file"),
         (with_truth(crowd=torch.tensor([True])), "crowd"),
-        (with_truth(boxes=torch.tensor([[3.0, 3.0, 4.0, 9.0]])), "at most one pixel"),
+        (with_truth(boxes=torch.tensor([[3.0, 3.0, 3.5, 9.0]])), "less than one pixel"),
     ],
 )
 def test_what_voc_can_not_hold_is_not_written(tmp_path: Path, bad: Example, message: str) -> None:

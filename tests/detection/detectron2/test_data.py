@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,8 +33,10 @@ from metricopt_ext.detection.detectron2.datasets import (
     registered_truth,
 )
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator
+from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import ConfigError, DataError, MetricError
 
 pytestmark = [pytest.mark.detectron2, pytest.mark.usefixtures("catalog")]
@@ -181,6 +184,43 @@ def test_a_mask_head_needs_masks(tiny_config: Any, squares: Callable[..., Detect
         check_sets(cfg, ["masks"], [])
     records[1]["annotations"][0]["iscrowd"] = 1  # Detectron2 does not train on crowds
     check_sets(cfg, ["masks"], [])
+
+
+def outlying(data: DetectionSet) -> DetectionSet:
+    """Give the first image a box that is outside, one partly so, one without area and one that is not a number."""
+    boxes = torch.tensor([[99.0, 9, 120, 30], [-9, 10, 30, 30], [9, 9, 9, 20], [9, 9, torch.nan, 20]])
+    labels, no = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.bool)
+    first = replace(data.images[0], boxes=boxes, labels=labels, difficult=no, crowd=no)
+    return DetectionSet(data.classes, [first, *data.images[1:]])
+
+
+def test_boxes_outside_their_images_are_not_trained_on(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
+    data = outlying(squares(2))
+    register("outlying", data)
+    with pytest.warns(UserWarning, match="boxes in dataset outlying") as caught:
+        check_sets(tiny_config(), ["outlying"], ["outlying"])
+    (said,) = [str(each.message) for each in caught]
+    for text in ("2 without area, left out", "1 outside the image, left out", "1 partly outside the image, clipped"):
+        assert text in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_sets(tiny_config(), ["outlying"], [])  # once
+    cfg = tiny_config("fpn", "BN", "INPUT.RANDOM_FLIP", "none", "INPUT.MIN_SIZE_TRAIN", (64,))
+    mapped = Mapper(cfg, is_train=True)(dict(records_of("outlying")[0]))["instances"]
+    assert mapped.gt_boxes.tensor.tolist() == [[0, 10, 30, 30]]
+    truth = registered_truth("outlying").images[0]
+    torch.testing.assert_close(truth.boxes, data.images[0].boxes, equal_nan=True)  # an evaluation counts them
+    toolkit = Detectron2Toolkit(cfg)
+    targets = toolkit._targets(Example(data.images[0].load(), data.images[0]))
+    assert targets.gt_boxes.tensor.tolist() == [[0, 10, 30, 30]]
+    assert targets.gt_classes.tolist() == [0]
+
+
+def test_an_unknown_size_is_that_of_the_image(squares: Callable[..., DetectionSet]) -> None:
+    data = squares(2, width=80)
+    unknown = DetectionSet(data.classes, [replace(image, width=0, height=0) for image in data.images])
+    for record, image in zip(as_records(unknown), data.images, strict=True):
+        assert (record["width"], record["height"]) == (image.width, image.height)
 
 
 def test_an_image_that_can_t_be_used_is_named(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
