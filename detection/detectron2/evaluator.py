@@ -67,7 +67,7 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
 def ap50_metric(
     loader: Iterable[Any], evaluator: DatasetEvaluator, name: str = "AP50", *, result: str = "bbox/AP50"
 ) -> Metric:
-    """Return AP50, or another of an evaluator's results, as a metric in [0, 1].
+    """Return AP50, or another of an evaluator's results, as a metric in percent, from 0 to 100, as Detectron2 has it.
 
     It is 0 where a detector finds nothing in any image, of which Detectron2's ``COCOEvaluator`` says NaN, or no more
     than of boxes.
@@ -99,9 +99,9 @@ def ap50_metric(
                 f"{type(evaluator).__name__} gave nan as {result}: no object of the set counts for it; evaluate on a"
                 f" set that has some, or name another of {given}"
             )
-        return value / 100
+        return value
 
-    return Metric(ap50, maximize=True, name=name)
+    return Metric(ap50, maximize=True, bounds=(0.0, 100.0), name=name)
 
 
 class _Count(DatasetEvaluator):  # type: ignore[misc]

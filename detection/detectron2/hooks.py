@@ -14,7 +14,6 @@ from torch import Tensor
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.detectron2.export import checkpoint_of, export
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.utils.files import write_atomically
 from metricopt_ext.utils.seeding import generator
@@ -258,11 +257,5 @@ def best_of(recording: Recording) -> int:
 
 
 def values_of(recording: Recording) -> list[float]:
-    """Return the evaluations so far; see `value_of`."""
-    return [value_of(recording.metric, each.cost) for each in recording.evaluations]
-
-
-def value_of(metric: Metric, cost: float) -> float:
-    """Return a cost in the metric's own units; in percent, like Detectron2's, if these are in [0, 1]."""
-    unit = 100 if metric.bounds == (0, 1) else 1
-    return unit * metric.to_value(cost)
+    """Return the evaluations so far, in the metric's own units."""
+    return [recording.metric.to_value(each.cost) for each in recording.evaluations]

@@ -23,7 +23,6 @@ from metricopt_ext.detection.detectron2.hooks import (
     BestCheckpoint,
     MergedCheckpoint,
     TrajectoryRecorder,
-    value_of,
     values_of,
 )
 from metricopt_ext.detection.detectron2.identity import identity_of_trainer
@@ -116,7 +115,7 @@ def meta_train(
             for index in indices:
                 trajectory = stored[round, index] if index not in missing else next(finished)
                 on_main_process(partial(_keep, runs, trajectory))
-                first, last = (value_of(metric, cost) for cost in trajectory.cost[[0, -1]].tolist())
+                first, last = (metric.to_value(cost) for cost in trajectory.cost[[0, -1]].tolist())
                 spent, changed = (index + 1) * settings.metric.evals, f"{metric.name} {first:.4f} -> {last:.4f}"
                 watcher.query(spent, changed)
                 LOGGER.info(

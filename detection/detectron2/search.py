@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.detectron2.config import metricopt_settings
 from metricopt_ext.detection.detectron2.export import export
-from metricopt_ext.detection.detectron2.hooks import LOGGER, value_of
+from metricopt_ext.detection.detectron2.hooks import LOGGER
 from metricopt_ext.detection.detectron2.identity import identity_of_search
 from metricopt_ext.detection.detectron2.meta_train import check_detector, check_trainer, progress
 from metricopt_ext.detection.detectron2.processes import alone, on_main_process
@@ -96,7 +96,7 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
                 watcher=watcher,
             )
         outcome = {"before": run.before, "after": run.after, "best": run.best}
-        scalars = {f"{metric.name}_{name}": value_of(metric, metric.to_cost(each)) for name, each in outcome.items()}
+        scalars = {f"{metric.name}_{name}": each for name, each in outcome.items()}
         written.write(queries + 1, scalars)  # a writer takes each iteration once
     if comm.is_main_process():
         export(model, folder / MERGED)
@@ -184,7 +184,7 @@ class WrittenMetric(Metric):
         """Evaluate the metric (see `Metric.each`), log and write its values."""
         first = self.ledger.spent + 1
         for number, evaluation in enumerate(super().each(judged, items, purpose), start=first):
-            value = value_of(self, evaluation.cost)
+            value = self.to_value(evaluation.cost)
             LOGGER.info("%s: %.4f at query %d of %d", self.name, value, number, self.queries)
             self.write(number, {self.name: value})
             yield evaluation

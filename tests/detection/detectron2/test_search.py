@@ -128,7 +128,9 @@ def written(folder: Path, name: str) -> dict[int, float]:
     return {line["iteration"]: line[name] for line in lines if name in line}
 
 
-def test_a_search_uses_the_user_s_trainer(to_search: Callable[..., Any], logged: list[str]) -> None:
+def test_a_search_uses_the_user_s_trainer(
+    to_search: Callable[..., Any], logged: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     cfg = to_search("DATASETS.TEST", ("squares_test",), "METRICOPT.METRIC.IMAGES", 2)
     run = search(cfg, trainer_class=Theirs)
     assert Known.evaluated == QUERIES + 1  # the last is of DATASETS.TEST
@@ -138,7 +140,7 @@ def test_a_search_uses_the_user_s_trainer(to_search: Callable[..., Any], logged:
         "squares_test",
     ]
     assert run.metric == "squares_val/bbox/AP50"
-    assert 100 * run.after == pytest.approx(ap50_at(run.ends[run.chosen]), rel=1e-6)
+    assert run.after == pytest.approx(ap50_at(run.ends[run.chosen]), rel=1e-6)
     assert run.after > run.before  # AP50 has a slope at phi = 0, and tells no halves
     assert run.chosen == "search"
 
@@ -147,13 +149,18 @@ def test_a_search_uses_the_user_s_trainer(to_search: Callable[..., Any], logged:
     assert list(told) == list(range(1, QUERIES + 1))
     expected = [ap50_at(point) for point in run.points]
     assert list(told.values())[: len(expected)] == pytest.approx(expected)
-    assert written(folder, f"{name}_after") == {QUERIES + 1: pytest.approx(100 * run.after)}
-    assert written(folder, f"{name}_before") == {QUERIES + 1: pytest.approx(100 * run.before)}
+    assert written(folder, f"{name}_after") == {QUERIES + 1: pytest.approx(run.after)}
+    assert written(folder, f"{name}_before") == {QUERIES + 1: pytest.approx(run.before)}
     events = EventAccumulator(str(folder)).Reload().Scalars(name)
     assert [event.step for event in events] == list(told)
     assert [event.value for event in events] == pytest.approx(list(told.values()))
     assert logged[0] == f"{name}: {told[1]:.4f} at query 1 of {QUERIES}"
     assert logged[-1].startswith(str(run))
+    # In percent everywhere, as Detectron2's evaluators have it: on the screen, in the log, in the files.
+    verdict = f"{name}: {run.before:.4f} -> {run.after:.4f}"
+    assert str(run).startswith(verdict)
+    assert f"{name} {run.before:.4f} -> {run.after:.4f}" in capsys.readouterr().out.replace("AP50: ", "AP50 ")
+    assert 1 < run.before < run.after
 
     plain = build_model(cfg)  # as a program without this package would load it
     load_weights(plain, str(folder / "model_merged.pth"))

@@ -360,12 +360,13 @@ class Judged(MetricOptTrainer):
     """A user's trainer, whose metric gives one of these values after the other; it remembers what test was given."""
 
     values: list[float]
+    bounds: tuple[float, float]
     phi: Tensor
 
     @classmethod
     def build_metric(cls, cfg: Any) -> Metric:
         values = iter(cls.values)
-        return Metric(lambda: next(values), maximize=True, name="squares_val/bbox/AP50")
+        return Metric(lambda: next(values), maximize=True, bounds=cls.bounds, name="squares_val/bbox/AP50")
 
     @classmethod
     def test(cls, cfg: Any, model: Any) -> dict[str, Any]:
@@ -373,13 +374,14 @@ class Judged(MetricOptTrainer):
         return {"bbox": {"AP50": 12.5}}
 
 
-@pytest.mark.parametrize("best", [2, 0, 6])
-def test_a_run_ends_at_its_best_point_and_says_so(
-    best: int, tiny_config: Any, tmp_path: Path, logged: list[logging.LogRecord]
+@pytest.mark.parametrize(("best", "unit"), [(2, 100), (0, 100), (6, 100), (2, 1)])
+def test_a_run_ends_at_its_best_point_and_says_so_in_the_metric_s_own_units(
+    best: int, unit: int, tiny_config: Any, tmp_path: Path, logged: list[logging.LogRecord]
 ) -> None:
     name, kept = "squares_val/bbox/AP50", str(tmp_path / "kept")
     cfg = tiny_config("fpn", "BN", *FINETUNING, "METRICOPT.METRIC.EVALS", 7, "METRICOPT.META.TRAJECTORIES", kept)
-    Judged.values = [0.25 + 0.25 * (step == best) + 0.01 * (step == 4) for step in range(7)]
+    Judged.values = [unit * (0.25 + 0.25 * (step == best) + 0.01 * (step == 4)) for step in range(7)]
+    Judged.bounds = (0, unit)
     seed_all_rng(4)
     made = Judged(cfg)
     made.resume_or_load(resume=False)
@@ -394,28 +396,29 @@ def test_a_run_ends_at_its_best_point_and_says_so(
     assert merged.keys() == written_down.keys()
     assert all(torch.equal(tensor, written_down[key]) for key, tensor in merged.items())
 
-    percent = [100 * value for value in Judged.values]
-    assert written(out, name) == pytest.approx(dict(enumerate(percent)))
+    values = Judged.values
+    assert written(out, name) == pytest.approx(dict(enumerate(values)))
     assert written(out, "bbox/AP50") == {6: 12.5}
-    before, after = percent[0], percent[6]
-    verdict = {"before": before, "after": after, "best": percent[best], "best_step": best}
+    before, after = values[0], values[6]
+    verdict = {"before": before, "after": after, "best": values[best], "best_step": best}
     for key, value in verdict.items():
         assert written(out, f"{name}_{key}") == {6: pytest.approx(value)}
     board = EventAccumulator(str(out))
     board.Reload()
     assert [event.step for event in board.Scalars(name)] == list(range(7))
-    assert [event.value for event in board.Scalars(name)] == pytest.approx(percent)
+    assert [event.value for event in board.Scalars(name)] == pytest.approx(values)
     assert "squares_val/bbox/AP50_best" in board.Tags()["scalars"]
 
     said = [record.getMessage() for record in logged if record.levelno == logging.INFO]
     assert said[0] == f"{name}: {before:.4f} before finetuning"
     assert (
-        said[4] == f"{name}: 26.0000 after 4 of 6 steps (best so far{'' if best == 6 else f': 50.0000 after {best}'})"
+        said[4] == f"{name}: {0.26 * unit:.4f} after 4 of 6 steps"
+        f" (best so far{'' if best == 6 else f': {0.5 * unit:.4f} after {best}'})"
     )
     assert len(said) == 8
     outcome = f"{name}: {before:.4f} before, {after:.4f} after 6 steps, "
     if best:
-        outcome += f"best 50.0000 (+25.0000) after {best} steps: this step is kept"
+        outcome += f"best {0.5 * unit:.4f} ({0.25 * unit:+.4f}) after {best} steps: this step is kept"
     else:
         outcome += "none of 6 evaluated steps better than the start: the start is kept"
     assert said[7] == f"{outcome}; merged into {out / 'model_merged.pth'}"
@@ -423,7 +426,7 @@ def test_a_run_ends_at_its_best_point_and_says_so(
 
 def test_one_evaluated_step_is_told_as_one(tiny_config: Any, logged: list[logging.LogRecord]) -> None:
     options = ("METRICOPT.FINETUNE.STEPS", 1, "METRICOPT.METRIC.EVALS", 2, "DATASETS.TEST", ())
-    Judged.values = [0.5, 0.25]
+    Judged.values, Judged.bounds = [50, 25], (0, 100)
     made = Judged(tiny_config("fpn", "BN", *FINETUNING, *options))
     made.resume_or_load(resume=False)
     made.train()
