@@ -162,7 +162,7 @@ def warn_of_boxes(where: object, boxes: Tensor, sizes: Tensor, names: Sequence[s
 def shown_files(names: Sequence[str]) -> str:
     """Return the names of a few files for a warning, each once, and how many more there are."""
     distinct = list(dict.fromkeys(names))
-    shown = [brief(name) if len(name) > 80 else name for name in distinct[:NAMED]]
+    shown = [name if len(name) <= 80 and name.isprintable() else brief(name) for name in distinct[:NAMED]]
     return ", ".join(shown) + (f" and {len(distinct) - NAMED} more files" if len(distinct) > NAMED else "")
 
 

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from metricopt_ext.data.archives import Archive, open_zip
+from metricopt_ext.detection.coco import LARGEST
 from metricopt_ext.detection.records import (
     LONGEST_SIDE,
     UNREADABLE,
@@ -177,7 +178,7 @@ def _objects(annotation: _Annotation, classes: Sequence[str], keep_difficult: bo
     for thing in annotation.objects:
         if thing.name not in classes:
             raise DataError(
-                f"{annotation.file} has an object of class {_named(thing.name)!r}; the classes are {_list_of(classes)}"
+                f"{annotation.file} has an object of class {brief(thing.name)}; the classes are {_list_of(classes)}"
             )
         xmin, ymin, xmax, ymax = thing.corners
         if thing.in_order and (keep_difficult or not thing.difficult):
@@ -205,8 +206,8 @@ def _warn(tree: Folder, annotations: Sequence[_Annotation]) -> None:
 
 
 def _named(text: str) -> str:
-    """A name from a file as messages have it: cut if it is long."""
-    return text if len(text) <= LONGEST_NAME else f"{text[:LONGEST_NAME]}..."
+    """A name from a file as messages have it: quoted and cut if it is long or can't be printed."""
+    return text if len(text) <= LONGEST_NAME and text.isprintable() else brief(text)
 
 
 def _list_of(names: Sequence[str]) -> str:
@@ -339,10 +340,10 @@ def _text(element: ET.Element, path: str, file: Folder) -> str:
 def _number(element: ET.Element, path: str, file: Folder) -> float:
     text = _text(element, path, file)
     try:
-        number = float(text)
+        number = math.nan if "_" in text else float(text)  # Python would take 1_0 for 10
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= LARGEST:  # NaN is not
         raise DataError(f"{file} has {brief(text)} as <{path}>; it must be a number")
     return number
 

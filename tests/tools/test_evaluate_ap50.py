@@ -113,6 +113,13 @@ def test_on_the_command_line(folder: Path) -> None:
         assert text in result.stdout
 
 
+def test_given_detections_need_no_images(folder: Path) -> None:
+    whole = evaluate(folder, *VOC)
+    for file in (folder / "voc" / "JPEGImages").iterdir():
+        file.unlink()
+    assert evaluate(folder, *VOC)["ap50"] == whole["ap50"]
+
+
 def test_coco_files_give_the_value_of_the_voc_set(folder: Path) -> None:
     voc, coco = (evaluate(folder, *arguments, "--definition", "coco") for arguments in (VOC, COCO))
     assert list(voc["ap50"]) == ["coco"]
