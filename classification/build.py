@@ -21,10 +21,7 @@ from metricopt_ext.classification.config import (
 )
 from metricopt_ext.classification.data import (
     hold_out,
-    load_a9a,
     load_cifar10,
-    load_csv,
-    load_libsvm,
     load_sklearn,
     split,
     standardise,
@@ -36,6 +33,7 @@ from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.published import cropped, load_published, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
+from metricopt_ext.classification.tables import load_a9a, load_csv, load_libsvm
 from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.parts import part_size

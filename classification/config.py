@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from metricopt_ext.classification.data import load_csv
 from metricopt_ext.classification.published import published
+from metricopt_ext.classification.tables import load_csv
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method_config import brought_by
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least

@@ -32,7 +32,7 @@ from torch import nn
 from metricopt_ext.adapters.attach import attach_film, attach_outputs, load_adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.classification.data import load_csv, load_libsvm
+from metricopt_ext.classification.tables import load_csv, load_libsvm
 from metricopt_ext.data.images import MAX_PIXELS, load_image_folder
 from metricopt_ext.data.training_state import TrainingState
 from metricopt_ext.detection.coco import read_coco, read_detections
