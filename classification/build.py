@@ -18,11 +18,15 @@ from metricopt_ext.classification.config import (
     MetricConfig,
     ModelConfig,
     SecondRoundConfig,
+    TableConfig,
 )
 from metricopt_ext.classification.data import (
+    divided,
     hold_out,
+    imputed,
     load_cifar10,
     load_sklearn,
+    single_precision,
     split,
     standardise,
     with_positive,
@@ -33,9 +37,9 @@ from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.published import cropped, load_published, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
-from metricopt_ext.classification.tables import load_a9a, load_csv, load_libsvm
+from metricopt_ext.classification.tables import load_a9a, read_csv, read_libsvm
 from metricopt_ext.data.images import Limits, load_image_folder
-from metricopt_ext.data.labelled import Labelled, Split
+from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
@@ -52,18 +56,11 @@ from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
 SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
-LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the settings and the bounds
+LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled | Table]] = {  # by the settings and the bounds
     "a9a": lambda data, limits: load_a9a(data.root, max_bytes=limits["max_bytes"]),
-    "csv": lambda data, limits: load_csv(
-        data.root,
-        data.target,
-        drop=data.drop,
-        delimiter=data.delimiter.replace(r"\t", "\t"),
-        max_categories=data.max_categories,
-        max_bytes=limits["max_bytes"],
-    ),
+    "csv": lambda data, limits: _read_csv(data, limits),
     "image_folder": lambda data, limits: load_image_folder(data.root, data.image_size or None, **limits),
-    "libsvm": lambda data, limits: load_libsvm(data.root, max_bytes=limits["max_bytes"]),
+    "libsvm": lambda data, limits: read_libsvm(data.root, max_bytes=limits["max_bytes"]),
     **{name: lambda data, limits, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
 }
 
@@ -234,8 +231,12 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
     if config.data.imbalance != 1 or config.data.largest_class:
         with config_section("data"):
             splits = long_tail(splits, config.data.imbalance, config.data.largest_class, seed)
+    if isinstance(config.data, TableConfig) and config.data.missing:
+        splits = imputed(splits, config.data.missing)
     if config.data.standardise:
         splits = standardise(splits)
+    elif isinstance(splits.train, Unscaled):
+        splits = single_precision(splits)
     if splits.train.x.dtype == torch.uint8:
         splits = splits.map(lambda part, name: Split(part.x.float() / 255, part.y))
     with config_section("shift"):
@@ -404,9 +405,28 @@ def _divided(config: ClassificationConfig, seed: int) -> Splits:
         return Splits(rest, validation, test, train.class_names)
     if weights is None:
         whole = LOADERS[data.name](data, limits)
+        if isinstance(whole, Table):
+            parts = divided(Unscaled(whole.x, whole.y), whole.class_names, data.fractions, seed)
+            return replace(parts, reading=whole.reading)
     else:
         whole = load_image_folder(data.root, cropped(weights), **limits)
     return split(whole.x, whole.y, data.fractions, seed, class_names=whole.class_names)
+
+
+def _read_csv(data: DataConfig, limits: Limits) -> Table:
+    assert isinstance(data, TableConfig)  # data.name=csv brings it
+    return read_csv(
+        data.root,
+        data.target,
+        drop=data.drop,
+        categories=data.categories,
+        delimiter=data.delimiter.replace(r"\t", "\t"),
+        decimal=data.decimal,
+        encoding=data.encoding,
+        missing=bool(data.missing),
+        max_categories=data.max_categories,
+        max_bytes=limits["max_bytes"],
+    )
 
 
 def _shifted(splits: Splits, config: ClassificationConfig, seed: int) -> Splits:

@@ -1,12 +1,14 @@
 """The settings of `tools/finetune_classifier.py`; each key is a field here and nowhere else."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from metricopt_ext.classification.published import published
-from metricopt_ext.classification.tables import load_csv
+from metricopt_ext.classification.tables import read_csv
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.method_config import brought_by
+from metricopt_ext.evidence.method_config import brought_by, either
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.evidence.siblings import SiblingsConfig
 from metricopt_ext.methods.recipe import checked_setting
@@ -14,9 +16,11 @@ from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS, SIBLINGS
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.checks import check_above, check_integer
-from metricopt_ext.utils.config import MISSING, config_section, default_of
+from metricopt_ext.utils.config import MISSING, config_section, default_of, known_keys
 from metricopt_ext.value.loading import load_value_function
 
+TABLE = "csv"  # the data.name that brings the keys of a table
+MISSING_NUMBERS = ("mean", "median", "indicator")
 FOR_CLASSIFIERS = tuple(name for name in SIBLINGS if name not in FOR_EMBEDDINGS)
 
 
@@ -27,10 +31,6 @@ class DataConfig:
     # a9a, cifar10, csv, image_folder, libsvm, or scikit-learn's breast_cancer, digits, iris, wine
     name: str = MISSING
     root: str = ""  # the file, or the folder that holds the set; not needed for scikit-learn's
-    target: str = ""  # csv: the column of classes
-    drop: list[str] = field(default_factory=list)  # csv: columns to leave out
-    delimiter: str = default_of(load_csv, "delimiter")  # csv: the character between cells; \t for a tab
-    max_categories: int = default_of(load_csv, "max_categories")  # csv: most values of a text column, each one input
     positive: str = ""  # two classes: the one that metrics count as 1; empty: the last by number or alphabet
     image_size: int = 0  # image_folder: pixels per side; 0 if all images have the same size
     # images: what pixels in [0, 1] are normalised by, one number for each channel, as your own checkpoint was trained;
@@ -47,6 +47,45 @@ class DataConfig:
     # 1 / imbalance of it; validation and test stay as they are. 1: they stay as they are in train too
     imbalance: float = 1.0
     largest_class: int = 0  # with imbalance: train examples of the first class; 0: as many as there are
+
+
+@dataclass
+class TableConfig(DataConfig):
+    """The same with what a table, ``data.name=csv``, needs."""
+
+    target: str = ""  # the column of classes
+    drop: list[str] = field(default_factory=list)  # columns to leave out
+    categories: list[str] = field(default_factory=list)  # columns whose cells are values as they stand, such as codes
+    max_categories: int = default_of(read_csv, "max_categories")  # most values of a text column, each one input
+    # What numeric columns lack, or have no number for, is filled in by train's mean or median, or by the mean with one
+    # more input that says where (indicator); empty: it is refused
+    missing: str = ""
+    delimiter: str = default_of(read_csv, "delimiter")  # the character between cells; \t for a tab; empty: found
+    decimal: str = default_of(read_csv, "decimal")  # . or , with thousands parted by the other; empty: ., none parted
+    encoding: str = default_of(read_csv, "encoding")  # any of Python's; empty: utf-8, or utf-16 by its mark
+
+    def check(self) -> None:
+        """Reject what can't be read.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        check_at_least(2, {"data.max_categories": self.max_categories})
+        if not self.target:
+            raise ConfigError("data.name=csv needs data.target=COLUMN, the name of the column of classes")
+        if self.missing not in ("", *MISSING_NUMBERS):
+            raise ConfigError(f"data.missing={self.missing!r} must be {either(MISSING_NUMBERS)}, or empty")
+        if self.decimal not in ("", ".", ","):
+            raise ConfigError(f"data.decimal={self.decimal!r} must be . or , or empty")
+        if self.decimal and self.decimal == self.delimiter:
+            raise ConfigError(f"data.decimal={self.decimal!r} and data.delimiter must differ")
+        if self.target in self.drop:
+            raise ConfigError(f"data.drop={self.drop} must not have data.target={self.target!r}")
+        if self.encoding:
+            try:
+                "".encode(self.encoding)
+            except (LookupError, ValueError) as error:
+                raise ConfigError(f"data.encoding={self.encoding!r}: {error}") from error
 
 
 @dataclass
@@ -139,6 +178,7 @@ class SecondRoundConfig:
 class ClassificationConfig(RunConfig):
     """A whole run of `tools/finetune_classifier.py`."""
 
+    CHOICES = (*RunConfig.CHOICES, "data.name")
     OWN_METRIC = OwnClassifierMetricConfig
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -152,6 +192,21 @@ class ClassificationConfig(RunConfig):
     batch_size: int = 100  # of the loss while finetuning
     balanced: bool = True  # of these batches too every class gets an equal share; model.balanced is for training
 
+    @classmethod
+    def chosen(cls, choices: Mapping[str, Any]) -> "RunConfig":
+        """Return the defaults where these choices are made; see `config.Choosing`."""
+        made, name = super().chosen(choices), choices.get("data.name")
+        if isinstance(name, str):
+            made.data = (TableConfig if name == TABLE else DataConfig)(name)  # type: ignore[attr-defined]
+        return made
+
+    def why_absent(self, key: str) -> str:
+        """Return which choice would bring a key that this run lacks; see `config.Choosing`."""
+        section, _, rest = key.partition(".")
+        if section == "data" and rest in known_keys(TableConfig):
+            return f"{key} is a key of data.name={TABLE}; this run has data.name={self.data.name}"
+        return super().why_absent(key)
+
     def data_files(self) -> list[Path]:
         """Return the file or folder of the data, or nothing."""
         return [Path(self.data.root)] if self.data.root else []
@@ -164,10 +219,9 @@ class ClassificationConfig(RunConfig):
             ValueFunctionError: It was fitted for another dimension.
         """
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
-        check_at_least(2, {"data.max_categories": self.data.max_categories})
+        if isinstance(self.data, TableConfig):
+            self.data.check()
         check_at_least(0, {"data.image_size": self.data.image_size})
-        if self.data.name == "csv" and not self.data.target:
-            raise ConfigError("data.name=csv needs data.target=COLUMN, the name of the column of classes")
         if len(self.data.mean) != len(self.data.std) or any(std <= 0 for std in self.data.std):
             raise ConfigError(
                 f"data.mean={self.data.mean} and data.std={self.data.std}: both must have one number for each channel,"

@@ -1,7 +1,7 @@
 """Labelled data in memory: loaders of known sets, and the three parts that finetuning for a metric needs."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.images import MAX_PIXELS, load_image_folder
-from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Split
-from metricopt_ext.data.splits import Splits, check_fractions
+from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Split, Unscaled
+from metricopt_ext.data.precision import check_told_apart
+from metricopt_ext.data.reading import Column, Reading
+from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.files import existing
@@ -41,11 +43,19 @@ def split(
         ValueError: For fractions out of range.
         DataError: For a set too small to divide this way.
     """
-    check_fractions(fractions)
     whole = Split(x, y)
+    names = tuple(class_names) if class_names is not None else tuple(map(str, range(len(y.bincount()))))
+    return divided(whole, names, fractions, seed)
+
+
+def divided(
+    whole: Split, names: tuple[str, ...], fractions: Sequence[float] = (0.7, 0.1, 0.2), seed: int = 0
+) -> Splits:
+    """Divide a set as `split` does; of a table (`Unscaled`) the parts are such tables too."""
+    check_fractions(fractions)
     if len(whole) == 0:
         raise DataError("the set to split is empty")
-    names = tuple(class_names) if class_names is not None else tuple(map(str, range(int(y.max()) + 1)))
+    y = whole.y
     single = (y.bincount() == 1).nonzero().flatten().tolist()
     if single:
         raise DataError(
@@ -84,22 +94,90 @@ def hold_out(data: Split, size: int | float, seed: int = 0) -> tuple[Split, Spli
     return data.take(torch.from_numpy(rest)), data.take(torch.from_numpy(held))
 
 
+def imputed(splits: Splits, how: str) -> Splits:
+    """Fill in missing numbers of a table by scikit-learn's ``SimpleImputer``, by what train has of a column.
+
+    Args:
+        splits: Parts with `Unscaled` rows, ``n x d``; NaN is missing.
+        how: ``"mean"``, ``"median"``, or ``"indicator"``: by the mean, and one more 0/1 input for each column with a
+            missing number in train, which says where.
+
+    Raises:
+        DataError: A column has no number in train.
+    """
+    from sklearn.impute import SimpleImputer
+
+    x, reading = splits.train.x.double().numpy(force=True), splits.reading or Reading("")
+    names = reading.inputs or [str(i + 1) for i in range(x.shape[1])]
+    empty = np.flatnonzero(np.isnan(x).all(0))
+    if len(empty):
+        name = names[empty[0]]
+        raise DataError(f"column {name!r} has no number in train to fill it in by; leave it out (data.drop=[{name}])")
+    imputer = SimpleImputer(strategy="median" if how == "median" else "mean", add_indicator=how == "indicator").fit(x)
+
+    def fill(part: Split, name: str) -> Split:
+        filled = torch.from_numpy(imputer.transform(part.x.double().numpy(force=True)))
+        return Unscaled(filled.to(part.x.device), part.y)
+
+    missing = {name: int(getattr(splits, name).x.isnan().sum()) for name in PARTS}
+    said = ""
+    if any(missing.values()):
+        by = "median" if how == "median" else "mean"
+        added = imputer.indicator_.features_ if how == "indicator" else []
+        where = ", ".join(f"{count} in {name}" for name, count in missing.items())
+        said = f"missing numbers are filled in by train's {by}: {where}"
+        said += f"; inputs that say where: {len(added)}" if len(added) else ""
+        more = [Column(f"{names[i]} is missing", "indicator", 1, 2) for i in added]
+        reading = replace(reading, columns=[*reading.columns, *more], filled=said)
+    return replace(splits.map(fill), reading=reading)
+
+
 def standardise(splits: Splits) -> Splits:
     """Shift and scale each feature by its mean and standard deviation in train; constant features are only shifted.
 
+    All of it happens in float64.
+
     Args:
-        splits: Parts with float32 inputs ``n x d``.
+        splits: Parts with inputs ``n x d``, float32 or those of a table (`Unscaled`).
+
+    Returns:
+        Parts with float32 inputs.
 
     Raises:
-        DataError: For inputs of another shape or type.
+        DataError: For inputs of another shape or type, or a column whose values float32 can't tell apart even then.
     """
     x = splits.train.x
     if x.ndim != 2 or not x.is_floating_point():
         raise DataError(f"inputs to standardise must be n x d floats, got {x.dtype} of shape {tuple(x.shape)}")
     mean, std = x.double().mean(0), x.double().std(0, correction=0)
     std = torch.where(x.amax(0) > x.amin(0), std, 1)
+    return _rounded(
+        splits, lambda part: (part.double() - mean) / std, "leave out the column, or what is far from all else"
+    )
 
-    return splits.map(lambda part, name: Split(((part.x.double() - mean) / std).float(), part.y))
+
+def single_precision(splits: Splits) -> Splits:
+    """Round a table's numbers to float32 inputs.
+
+    Args:
+        splits: Parts with `Unscaled` rows, ``n x d``, none missing.
+
+    Raises:
+        DataError: A column has values that float32 can't tell apart.
+    """
+    return _rounded(splits, lambda x: x, "set data.standardise=true, which is done in float64, or leave it out")
+
+
+def _rounded(splits: Splits, change: Callable[[Tensor], Tensor], remedy: str) -> Splits:
+    """Change the inputs in float64 and round them; train's values must stay apart, and all finite."""
+    names = splits.reading.inputs if splits.reading else []
+
+    def rounded(part: Split, name: str) -> Split:
+        x = change(part.x).float()
+        check_told_apart(part.x, x, names, remedy, distinct=name == "train")
+        return Split(x, part.y)
+
+    return splits.map(rounded)
 
 
 def with_positive(splits: Splits, name: str) -> Splits:
@@ -115,7 +193,7 @@ def with_positive(splits: Splits, name: str) -> Splits:
         raise DataError(f"data.positive={name!r} must be one of the two classes, {names[0]!r} or {names[1]!r}")
     if name == names[1]:
         return splits
-    return replace(splits.map(lambda part, _: Split(part.x, 1 - part.y)), class_names=names[::-1])
+    return replace(splits.map(lambda part, _: replace(part, y=1 - part.y)), class_names=names[::-1])
 
 
 def load_cifar10(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.data.rare import rare_groups
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.tasks.batches import TensorBatches
@@ -26,6 +27,33 @@ from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import seeded_streams
 
 CPU = torch.device("cpu")
+
+
+class Standardised(nn.Module):
+    """Shifts and scales features in float64, as float32 may not tell large ones apart, and returns them as float32.
+
+    As by scikit-learn's ``StandardScaler``, constant features are only shifted.
+
+    Args:
+        x: The rows that the network is trained on, ``n x features``, float64.
+
+    Raises:
+        DataError: Float32 can't tell the values of a feature apart even then.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        std = torch.where(x.amax(0) > x.amin(0), x.std(0, correction=0), 1)
+        self.register_buffer("mean", x.mean(0))
+        self.register_buffer("std", std)
+        check_told_apart(x, self(x), remedy="leave out the feature, or the rows that are far from all others")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Standardise rows, ``n x features``."""
+        return ((x.double() - self.mean) / self.std).float()
 
 
 class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -49,11 +77,13 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     Attributes:
         classes_: The labels, ``c``.
-        model_: The network, on ``n x features`` as they come; an ordinary torch module.
+        model_: The network, on ``n x features`` as they come, float64; an ordinary torch module, whose first layer
+            standardises in float64.
         run_: What the search did (`SearchRun`); None without queries.
 
     Raises:
-        ValueError: From ``fit``: there are fewer than two classes or too few rows, or a number is out of range.
+        ValueError: From ``fit``: there are fewer than two classes or too few rows, a number is out of range, or X has
+            missing numbers (put an imputer before it in a pipeline) or a feature whose values float32 can't tell apart.
         BudgetError: From ``fit``: ``queries`` are too few for a search.
 
     Example:
@@ -87,7 +117,7 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any) -> "MetricClassifier":
         """Train the network on rows ``n x features`` with labels ``n``, then tune it; returns itself."""
-        X, y = validate_data(self, X, y, dtype=np.float32)
+        X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
@@ -114,9 +144,12 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def predict_proba(self, X: Any) -> np.ndarray[Any, Any]:
         """Return the probability of each class, ``n x c``, for rows ``n x features``."""
         check_is_fitted(self, "model_")
-        X = validate_data(self, X, dtype=np.float32, reset=False)
+        x = torch.from_numpy(validate_data(self, X, dtype=np.float64, reset=False))
         with torch.no_grad():
-            probabilities: np.ndarray[Any, Any] = self.model_(torch.from_numpy(X)).double().softmax(1).numpy()
+            probabilities: np.ndarray[Any, Any] = self.model_(x).double().softmax(1).numpy()
+        bad = np.flatnonzero(~np.isfinite(probabilities).all(1))
+        if len(bad):
+            raise ValueError(f"row {bad[0]} of X has a value too large, beside those that the network was trained on")
         return probabilities
 
     def predict(self, X: Any) -> np.ndarray[Any, Any]:
@@ -127,9 +160,7 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _network(self, x: Tensor) -> nn.Sequential:
         """Make the network, whose first layer standardises the features."""
-        features = nn.BatchNorm1d(x.shape[1], affine=False)
-        features.running_mean, features.running_var = x.mean(0), x.var(0, correction=0)
-        layers: list[nn.Module] = [features.eval()]
+        layers: list[nn.Module] = [Standardised(x)]
         for a, b in zip((x.shape[1], *self.hidden), self.hidden, strict=False):
             layers += [nn.Linear(a, b), nn.LayerNorm(b), nn.ReLU()]
         width = self.hidden[-1] if len(self.hidden) else x.shape[1]

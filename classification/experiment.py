@@ -100,6 +100,10 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """Load the data, train the classifier or load it from the folder, and return the task and the test metric."""
         config, seed, device = self.config, self.seed, choose_device(self.config.device)
         self.inputs = self.splits = splits = load_splits(config, seed).to(device)
+        self.reading = splits.reading
+        if self.reading is not None and seed == config.seed:
+            for line in self.reading.lines():
+                self.watcher.say(line)
         for name in PARTS:
             check_split(getattr(splits, name).y, splits.num_classes, name)
         for part in (splits.validation, splits.test):

@@ -1,22 +1,26 @@
 """Tables of text: CSV and LIBSVM files as labelled examples."""
 
 import bz2
+import codecs
 import csv
 import difflib
 import gzip
 import io
 import os
+import re
 import reprlib
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from metricopt_ext.data.labelled import MAX_BYTES, Labelled, check_bytes
+from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
+from metricopt_ext.data.precision import check_told_apart
+from metricopt_ext.data.reading import Column, Reading
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing, read_at_most
 from metricopt_ext.utils.words import brief, counted
@@ -26,9 +30,15 @@ Array = npt.NDArray[Any]
 
 # Text may have max_bytes divided by this: while it is parsed, it takes up to 30 times its size.
 TEXT_SHARE = 32
+# A column is one of numbers if so large a share of its cells are numbers, of those that do not mark a missing one.
+NUMERIC = 0.9
 
+DELIMITERS = (",", ";", "\t", "|")  # looked for without a delimiter
 _BLANK = {"", "?"}  # how tables mark a missing value
-_MISSING = {*_BLANK, "n/a", "na", "none", "null"}  # and a missing number, in lower case; float reads nan
+# and a missing number, in lower case
+_MISSING = {*_BLANK, "-", "--", ".", "#n/a", "#na", "<na>", "n.a.", "n/a", "na", "nan", "none", "null"}
+_SHOWN = 3  # bad cells of a column that are named
+_SINGLE = "set data.standardise=true, or leave it out (data.drop=[{}])"
 
 
 def load_libsvm(
@@ -45,8 +55,16 @@ def load_libsvm(
         Inputs ``n x d`` float32, and classes numbered in ascending order of their labels in the file (-1 before +1).
 
     Raises:
-        DataError: For a file that is missing or malformed, or has more than d features, or more bytes than allowed.
+        DataError: For a file that is missing or malformed, or has more than d features, or more bytes than allowed; for
+            numbers that float32 can't tell apart, or labels that float64 can't.
     """
+    return _labelled(read_libsvm(paths, num_features, max_bytes=max_bytes))
+
+
+def read_libsvm(
+    paths: StrPath | Sequence[StrPath], num_features: int | None = None, *, max_bytes: int = MAX_BYTES
+) -> Table:
+    """Read files as `load_libsvm` does, with all digits of their numbers."""
     from sklearn.datasets import load_svmlight_files
 
     files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
@@ -56,17 +74,49 @@ def load_libsvm(
         texts.append(_text(existing(file), left))
         left -= len(texts[-1])
     try:
-        loaded = load_svmlight_files(list(map(io.BytesIO, texts)), n_features=num_features, dtype=np.float32)
+        loaded = load_svmlight_files(list(map(io.BytesIO, texts)), dtype=np.float64, zero_based=True)
     except Exception as error:  # it indexes and converts whatever it reads, with errors of many types
-        raise DataError(f"cannot read {named} as LIBSVM data: {brief(error)}") from error
+        raise DataError(f"cannot read {named} as LIBSVM data{_bad_row(files, texts)}: {brief(error)}") from error
+    queries = any(re.search(rb"^[^#\n]*\sqid:", text, re.MULTILINE) for text in texts)
     del texts
-    rows, features = sum(part.shape[0] for part in loaded[::2]), loaded[0].shape[1]
-    check_bytes(f"{named}, of {rows} rows and {features} features,", 4 * rows * features, max_bytes)
-    x = np.concatenate([part.toarray() for part in loaded[::2]])
-    labels, y = np.unique(np.concatenate(loaded[1::2]), return_inverse=True)
-    if len(y) == 0:
+    parts, numbers = loaded[::2], np.concatenate(loaded[1::2])
+    if len(numbers) == 0:
         raise DataError(f"{named} holds no examples")
-    return Labelled(torch.from_numpy(x), torch.from_numpy(y), tuple(f"{label:g}" for label in labels))
+
+    # Indices are from 1, as LIBSVM has them, unless one of them is 0.
+    first = int(all(part.indices.min() > 0 for part in parts if part.nnz))
+    rows, found = len(numbers), max(part.shape[1] for part in parts) - first
+    features = max(found, 1) if num_features is None else num_features
+    if found > features:
+        raise DataError(f"{named} must have at most {counted(features, 'feature')}, got index {found - 1 + first}")
+    entries = np.concatenate([part.data for part in parts])
+    with np.errstate(over="ignore"):
+        rounded = entries.astype(np.float32)
+    if not np.isfinite(rounded).all():
+        at = entries[~np.isfinite(rounded)][0]
+        raise DataError(f"{named}: feature values must be finite and below 3.4e38, got {at:g}")
+    # float32, at half the memory, where it holds all numbers
+    kind: Any = np.float32 if np.array_equal(rounded, entries) else np.float64
+    size = np.dtype(kind).itemsize * rows * features
+    check_bytes(f"{named}, of {rows} rows and {features} features,", size, max_bytes)
+    x, above = np.zeros((rows, features), kind), 0
+    for part in parts:
+        placed = part.tocoo()
+        x[above + placed.row, placed.col - first] = placed.data
+        above += part.shape[0]
+
+    wrong = numbers[~(np.abs(numbers) < 2.0**53)]
+    if len(wrong):
+        raise DataError(
+            f"{named}: labels must be numbers below 2^53, beyond which float64 can't tell them apart, got"
+            f" {wrong[0]:.17g}"
+        )
+    labels, y = np.unique(numbers, return_inverse=True)
+    said = f"LIBSVM data, {counted(rows, 'example')} of {counted(features, 'feature')}, indices from {first}"
+    if queries:
+        said += "; query ids (qid) are left out"
+    names = tuple(np.format_float_positional(label, trim="-") for label in labels)  # with all their digits
+    return Table(torch.from_numpy(x), torch.from_numpy(y), names, Reading(said))
 
 
 def load_a9a(root: StrPath, *, max_bytes: int = MAX_BYTES) -> Labelled:
@@ -83,92 +133,116 @@ def load_a9a(root: StrPath, *, max_bytes: int = MAX_BYTES) -> Labelled:
     return load_libsvm(files, 123, max_bytes=max_bytes)
 
 
-def load_csv(
-    path: StrPath,
-    target: str,
-    *,
-    drop: Sequence[str] = (),
-    delimiter: str = ",",
-    max_categories: int = 100,
-    max_bytes: int = MAX_BYTES,
-) -> Labelled:
-    """Read a table with a header row; numeric columns are kept, each other column becomes one 0/1 column per value.
+def load_csv(path: StrPath, target: str, **options: Any) -> Labelled:
+    """Read a table as `read_csv` does, without missing numbers, as float32.
 
     Args:
-        path: The file, in UTF-8.
-        target: Name of the class column; classes are numbered in numeric or else alphabetical order, and a class named
-            NA or none comes after numbers.
-        drop: Names of columns to leave out.
-        delimiter: Character between cells; whitespace around cells is ignored.
-        max_categories: Maximum number of values in a text column, or of classes in the target.
-        max_bytes: Most bytes of the inputs in memory; of the file a 32nd part of it.
+        path: The file.
+        target: Name of the class column.
+        **options: Those of `read_csv`, but ``missing``.
 
     Returns:
         Inputs ``n x d`` float32, and classes named by their values.
 
     Raises:
-        DataError: For a missing or malformed file, a name not in the header or a column without a name, a missing
-            number (an empty cell, ``?``, ``NA``, ...), a decimal comma, an empty cell or ``?`` in the target, a
-            column with too many values, or more bytes than allowed.
+        DataError: As from `read_csv`, and for a column whose numbers float32 can't tell apart.
     """
-    if len(delimiter) != 1:
-        raise DataError(f"data.delimiter={delimiter!r} must be one character")
-    rows = _table(path, delimiter, max_bytes // TEXT_SHARE)
+    return _labelled(read_csv(path, target, **options))
+
+
+def read_csv(
+    path: StrPath,
+    target: str,
+    *,
+    drop: Sequence[str] = (),
+    categories: Sequence[str] = (),
+    delimiter: str = "",
+    decimal: str = "",
+    encoding: str = "",
+    missing: bool = False,
+    max_categories: int = 100,
+    max_bytes: int = MAX_BYTES,
+) -> Table:
+    """Read a table with a header row; numeric columns are kept, each other column becomes one 0/1 column per value.
+
+    A column is numeric if at least 90% of its cells, but for those that mark a missing one (empty, ``?``, ``-``,
+    ``NA``, ...), are numbers: plain ones, or all with the same sign of a percentage or a currency.
+
+    Args:
+        path: The file.
+        target: Name of the class column; classes are numbered in numeric or else alphabetical order, and a class named
+            NA or none comes after numbers.
+        drop: Names of columns to leave out.
+        categories: Names of columns whose cells are values as they stand, numbers or not.
+        delimiter: Character between cells; whitespace around cells is ignored. Empty: the one of `DELIMITERS` that
+            gives the header the target and as many cells as each row.
+        decimal: ``"."`` or ``","``; thousands are then parted by the other one, a space or an apostrophe. Empty: a
+            point, and thousands are not parted.
+        encoding: Any of Python's. Empty: UTF-8, or UTF-16 if it begins with the mark of that.
+        missing: Whether missing numbers, and what is none in a numeric column, become NaN instead of an error.
+        max_categories: Maximum number of values in a text column, or of classes in the target.
+        max_bytes: Most bytes of the inputs in memory; of the file a 32nd part of it.
+
+    Returns:
+        Numbers with all their digits, ``n x d``, NaN where missing, and classes named by their values.
+
+    Raises:
+        DataError: For a missing or malformed file, a name not in the header or a column without a name, a missing
+            number or one that can't be read, a column that mixes notations, a missing label, a column with too many
+            values, or more bytes than allowed.
+    """
+    text, encoding = _decoded(path, _text(existing(path), max_bytes // TEXT_SHARE), encoding)
+    rows, delimiter = _rows(path, text, delimiter, target)
+    del text
     header = rows[0][1]
-    _check_header(path, header, target, drop)
+    _check_header(path, header, target, [*drop, *categories])
     lines = [line for line, _ in rows[1:]]
     columns = list(zip(header, zip(*(row for _, row in rows[1:]), strict=True), strict=True))
+    del rows
+    labels, names_of_classes = _labels(path, target, dict(columns)[target], lines, header, target in categories)
+    read = _Columns(path, lines, decimal, missing, max_categories)
 
     features: list[Array] = []
+    said: list[Column] = []
     width = 0
     for name, column in columns:
         if name == target or name in drop:
+            said.append(labels if name == target else Column(name, "left out", values=len(set(column))))
             continue
-        numbers = _numbers(column)
-        if numbers is None:
-            if _numbers([cell.replace(",", ".") for cell in column]) is not None:
-                comma = next(cell for cell in column if "," in cell)
-                raise DataError(f"{path}: numbers must have a decimal point, got {comma!r} in column {name!r}")
-            values, codes = _coded(column)
-            if len(values) > max_categories:
-                raise DataError(
-                    f"{path}: {_too_many('text column', name, values, max_categories)}; leave it out"
-                    f" (data.drop=[{name}]) or raise data.max_categories"
-                )
-            width += len(values)
-            check_bytes(
-                f"{path}, of {len(codes)} rows and at least {width} features,", 4 * width * len(codes), max_bytes
-            )
-            features.append(codes[:, None] == np.arange(len(values)))
-            continue
-        invalid = np.flatnonzero(~np.isfinite(numbers))
-        if len(invalid):
-            at = int(invalid[0])
-            raise DataError(
-                f"{path}: column {name!r} must be a finite number in each row, got {column[at]!r} in row {lines[at]}; "
-                f"fill it in, or leave out the row or the column (data.drop=[{name}])"
-            )
-        width += 1
-        features.append(numbers[:, None].astype(np.float32))
+        values, how = read.column(name, column, name in categories)
+        width += values.shape[1]
+        check_bytes(f"{path}, of {len(lines)} rows and at least {width} features,", 4 * width * len(lines), max_bytes)
+        features.append(values)
+        said.append(how)
     if not features:
         raise DataError(f"{path} must have a feature column besides the target {target!r}, got {header}")
-
-    labels = dict(columns)[target]
-    for line, label in zip(lines, labels, strict=True):
-        if label in _BLANK:
-            raise DataError(f"{path}: {target!r} must be given in each row, but is {label!r} in row {line}")
-    classes, y = _coded(labels)
-    if len(classes) > max_categories:
+    if len(names_of_classes) > max_categories:
         raise DataError(
-            f"{path}: {_too_many('target', target, classes, max_categories)}; it must hold classes, not a quantity"
-            " (or raise data.max_categories)"
+            f"{path}: {_too_many('target', target, names_of_classes, max_categories)}; it must hold classes, not a"
+            " quantity (or raise data.max_categories)"
         )
-    numbers = _numbers(classes)
-    if numbers is not None:
-        order = np.argsort(numbers, kind="stable")
-        classes, y = [classes[i] for i in order], np.argsort(order)[y]
-    x = np.concatenate(features, axis=1, dtype=np.float32)
-    return Labelled(torch.from_numpy(x), torch.from_numpy(y), tuple(classes))
+    places = {value: place for place, value in enumerate(names_of_classes)}
+    y = np.array([places[cell] for cell in dict(columns)[target]])
+    # float32, at half the memory, where it holds all numbers
+    with np.errstate(over="ignore"):
+        exact = all(part.dtype == bool or np.array_equal(part.astype(np.float32), part) for part in features)
+    kind: Any = np.float32 if exact else np.float64
+    check_bytes(
+        f"{path}, of {len(lines)} rows and {width} features,", np.dtype(kind).itemsize * width * len(y), max_bytes
+    )
+    x = np.concatenate(features, axis=1, dtype=kind)
+    found = (
+        f"{encoding}, cells parted by {delimiter!r}, decimal {'comma' if decimal == ',' else 'point'},"
+        f" {counted(len(lines), 'row')}"
+    )
+    return Table(torch.from_numpy(x), torch.from_numpy(y), tuple(names_of_classes), Reading(found, said))
+
+
+def _labelled(table: Table) -> Labelled:
+    """The table as float32 inputs."""
+    x = table.x.float()
+    check_told_apart(table.x, x, table.reading.inputs, "standardise it in float64, or leave it out")
+    return Labelled(x, table.y, table.class_names)
 
 
 def _text(path: Path, most: int) -> bytes:
@@ -188,25 +262,103 @@ def _text(path: Path, most: int) -> bytes:
     return text
 
 
-def _table(path: StrPath, delimiter: str, most: int) -> list[tuple[int, list[str]]]:
-    """The rows that are not blank, header first, each with its number and its cells stripped."""
+def _bad_row(files: Sequence[StrPath], texts: Sequence[bytes]) -> str:
+    """Say which row of which file scikit-learn can't read; empty if that can't be told."""
+    from sklearn.datasets import load_svmlight_file
+
+    def readable(lines: Sequence[bytes]) -> bool:
+        try:
+            load_svmlight_file(io.BytesIO(b"".join(lines)), zero_based=True)
+        except Exception:
+            return False
+        return True
+
+    for file, text in zip(files, texts, strict=True):
+        lines = text.splitlines(keepends=True)
+        low, high = 0, len(lines)  # the first so many lines can be read; the first so many can't
+        if readable(lines):
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if readable(lines[low:middle]) else (low, middle)
+        return f" (row {high} of {file})"
+    return ""
+
+
+def _decoded(path: StrPath, content: bytes, encoding: str) -> tuple[str, str]:
+    """A file's text, and its encoding: the one that is given, or UTF-8, or UTF-16 by its mark."""
+    found = encoding or "utf-8"
+    if not encoding and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        found = "utf-32" if content.startswith(codecs.BOM_UTF32_LE) else "utf-16"
+    remedy = "save it as UTF-8, or set data.encoding to what it is, such as latin-1, cp1252 or utf-16"
+    if found == "utf-32" and not encoding:
+        raise DataError(f"{path}: row 1 begins with the mark of UTF-32; save it as UTF-8, or set data.encoding=utf-32")
     try:
-        lines = io.StringIO(_text(existing(path), most).decode("utf-8-sig"), newline="")
-        read = list(csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True))
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path} as CSV: {brief(error)}") from error
-    rows = [(number, [cell.strip() for cell in row]) for number, row in enumerate(read, start=1) if row]
+        text = content.decode(found)
+    except UnicodeDecodeError as error:
+        row = _row_of(content[: error.start].decode(found, "replace"))
+        raise DataError(
+            f"{path}: row {row} is not {found.upper()} (byte 0x{content[error.start]:02x}); {remedy}"
+        ) from error
+    except (LookupError, UnicodeError, ValueError) as error:
+        raise DataError(f"{path}: data.encoding={encoding!r} can't be used: {brief(error)}") from error
+    if "\0" in text:
+        raise DataError(
+            f"{path}: row {_row_of(text[: text.index(chr(0))])} has a NUL character, as has UTF-16 without its mark;"
+            " save it as UTF-8, or set data.encoding, such as utf-16-le"
+        )
+    if text.startswith("\ufeff"):
+        text, found = text[1:], f"{found} with its mark"
+    return text, found
+
+
+def _row_of(before: str) -> int:
+    """The number of the row that goes on after so much of a text."""
+    return sum(1 for _ in csv.reader(io.StringIO(before + "x", newline="")))
+
+
+def _rows(path: StrPath, text: str, delimiter: str, target: str) -> tuple[list[tuple[int, list[str]]], str]:
+    """The rows that are not blank, header first, each with its number and its cells stripped; and the delimiter."""
+    if len(delimiter) > 1 or delimiter in ('"', "\r", "\n"):
+        raise DataError(f"data.delimiter={delimiter!r} must be one character")
+    found = [delimiter] if delimiter else [each for each in DELIMITERS if _divides(text, each, target)]
+    if len(found) > 1:
+        raise DataError(
+            f"{path}: its cells may be parted by {' or '.join(map(repr, found))}; say which by data.delimiter"
+        )
+    delimiter = found[0] if found else ","
+    try:
+        read = list(_reader(text, delimiter))
+    except csv.Error as error:
+        raise DataError(f"cannot read {path} as CSV: {brief(error)}; its cells were parted at {delimiter!r}") from error
+    stripped = ((number, [cell.strip() for cell in row]) for number, row in enumerate(read, start=1))
+    rows = [(number, row) for number, row in stripped if row not in ([], [""])]
     if len(rows) < 2:
         raise DataError(f"{path} must hold a header and at least one row, got {counted(len(rows), 'row')}")
     width = len(rows[0][1])
     for number, row in rows:
         if len(row) != width:
-            raise DataError(f"{path}: row {number} must have {width} cells like the header, got {len(row)}")
-    return rows
+            raise DataError(
+                f"{path}: row {number} must have {width} cells like the header, got {len(row)}, parted by {delimiter!r}"
+            )
+    return rows, delimiter
 
 
-def _check_header(path: StrPath, header: list[str], target: str, drop: Sequence[str]) -> None:
-    for name in (target, *drop):
+def _reader(text: str, delimiter: str) -> Any:
+    return csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
+
+
+def _divides(text: str, delimiter: str, target: str) -> bool:
+    """Whether a character gives the header several cells, one of them the target."""
+    try:
+        header: list[str] = next((row for row in _reader(text, delimiter) if row), [])
+    except csv.Error:
+        return False
+    return len(header) > 1 and target in [cell.strip() for cell in header]
+
+
+def _check_header(path: StrPath, header: list[str], target: str, named: Sequence[str]) -> None:
+    for name in (target, *named):
         if header.count(name) == 1:
             continue
         near = ", ".join(
@@ -215,25 +367,246 @@ def _check_header(path: StrPath, header: list[str], target: str, drop: Sequence[
         why = f"{path} must have one column {name!r}, got {header.count(name)}; nearest among {len(header)}: {near}"
         if len(header) == 1:
             why += "; is data.delimiter the character between its cells?"
-        elif sum(_numbers([cell]) is not None for cell in header) > len(header) / 2:
+        elif sum(_plain(cell) is not None for cell in header) > len(header) / 2:
             why += "; its first row must name the columns"
         raise DataError(why)
-    if "" in header and "" not in drop:
+    if "" in header and "" not in named:
         raise DataError(
             f"{path}: column {header.index('') + 1} of {len(header)} has no name, like one of row numbers; name it, or"
             """ leave it out ("data.drop=['']")"""
         )
 
 
-def _numbers(column: Sequence[str]) -> Array | None:
-    """The column as float64 with NaN for missing numbers; None if it holds text, or nothing but words such as none."""
-    words = {cell.lower() for cell in column} - _BLANK
-    if words and words <= _MISSING:
+def _check_names(path: StrPath, header: Sequence[str], target: str, labels: Sequence[str]) -> None:
+    """Reject a header that is an example: nothing but numbers beside the target, which is a label or not in order."""
+    numbers = [_plain(cell) for cell in header if cell != target]
+    if None in numbers:
+        return
+    order = np.diff([number for number in numbers if number is not None])
+    if target in labels or not ((order > 0).all() or (order < 0).all()):
+        raise DataError(
+            f"{path}: its first row must name the columns, but seems to be an example: {brief(list(header))}"
+        )
+
+
+def _labels(
+    path: StrPath, target: str, column: Sequence[str], lines: Sequence[int], header: Sequence[str], as_they_are: bool
+) -> tuple[Column, list[str]]:
+    """How the target was read, and the classes in numeric or else alphabetical order."""
+    classes = sorted(set(column))
+    rows: dict[str, int] = {}
+    for line, label in zip(lines, column, strict=True):
+        rows.setdefault(label, line)
+    numbers = {label: value for label in classes if (value := _plain(label)) is not None}
+    words = [label for label in classes if label.lower() in _MISSING]
+    # Among numbers a word like NA is a missing one; among words it may be a class like none.
+    numeric = bool(numbers) and len(numbers) + len(words) == len(classes) and not as_they_are
+    for label in sorted(words, key=rows.__getitem__):
+        if label in _BLANK or numeric:
+            raise DataError(
+                f"{path}: {target!r} must be given in each row, but is {label!r} in row {rows[label]}; fill it in, or"
+                " leave out the row"
+                + ("" if label in _BLANK else f" (data.categories=[{target}] if it is the name of a class)")
+            )
+    alike: dict[float, str] = {}
+    for label, value in numbers.items() if not as_they_are else ():
+        if (other := alike.setdefault(value, label)) != label:
+            raise DataError(
+                f"{path}: {target!r} must have one way to write a label, got {other!r} in row {rows[other]} and"
+                f" {label!r} in row {rows[label]}"
+            )
+    _check_names(path, header, target, classes)
+    if len(numbers) + len(words) == len(classes) and numbers:
+        classes.sort(key=lambda label: numbers.get(label, np.inf))  # stable: words stay in order
+    note = f"one is {words[0]!r}, as in row {rows[words[0]]}, like a missing one" if words else ""
+    return Column(target, "class", values=len(classes), note=note), classes
+
+
+class _Cell(NamedTuple):
+    """A number as a table has it.
+
+    Attributes:
+        value: The number.
+        sign: That of a percentage or a currency beside it; empty for none.
+        other: Whether it is written in another notation than the table's.
+    """
+
+    value: float
+    sign: str = ""
+    other: bool = False
+
+
+_SIGNS = "%$€£¥"
+_SIGNED = re.compile(rf"(?P<minus>[+-]?)\s*(?P<before>[{_SIGNS}]?)\s*(?P<bare>.*?)\s*(?P<after>[{_SIGNS}]?)")
+_SPACES = "' \u2019\u00a0\u202f"  # that part thousands, whatever the decimal sign is
+
+
+def _forms(point: str, parts: str) -> list[re.Pattern[str]]:
+    """What a plain number and one with thousands parted look like, for a decimal sign and a sign between thousands."""
+    point = re.escape(point)
+    return [
+        re.compile(rf"[+-]?(?:[0-9]+{point}?[0-9]*|{point}[0-9]+)(?:[eE][+-]?[0-9]+)?"),
+        re.compile(
+            rf"[+-]?[0-9]{{1,3}}(?P<mark>[{parts}{_SPACES}])[0-9]{{3}}(?:(?P=mark)[0-9]{{3}})*(?:{point}[0-9]*)?"
+        ),
+    ]
+
+
+_WITH_POINT, _WITH_COMMA = _forms(".", ","), _forms(",", ".")
+_NOTATIONS = {"": _WITH_POINT[:1], ".": _WITH_POINT, ",": _WITH_COMMA}  # by the decimal sign that is given
+_INFINITE = re.compile(r"[+-]?inf(?:inity)?", re.IGNORECASE)
+
+
+def _in_one_go(column: Sequence[str]) -> Array | None:
+    """A column of nothing but plain numbers; None for any other."""
+    if not set("".join(column)) <= set("0123456789.+-"):
         return None
     try:
-        return np.array(["nan" if cell.lower() in _MISSING else cell for cell in column], dtype=np.float64)
+        return np.array(column, dtype=np.float64)
     except ValueError:
         return None
+
+
+def _plain(cell: str) -> float | None:
+    """The number that a cell is without a sign, a decimal comma or parted thousands; None if it is none."""
+    return float(cell) if _NOTATIONS[""][0].fullmatch(cell) else None
+
+
+def _cell(text: str, decimal: str) -> _Cell | None:
+    """What a cell holds as a number; None if it holds none."""
+    text = text.replace("\u2212", "-")  # the minus of typesetting
+    if _INFINITE.fullmatch(text):
+        return _Cell(float(text))
+    signed = _SIGNED.fullmatch(text)
+    if signed is None or (signed["before"] and signed["after"]):
+        return None
+    bare, sign = signed["minus"] + signed["bare"], signed["before"] or signed["after"]
+    if any(form.fullmatch(bare) for form in _NOTATIONS[decimal]):
+        point = decimal or "."
+        return _Cell(
+            float("".join(each for each in bare if each in f"0123456789eE+-{point}").replace(point, ".")), sign
+        )
+    if any(form.fullmatch(bare) for form in (*_WITH_POINT, *_WITH_COMMA)):
+        return _Cell(np.nan, sign, other=True)
+    return None
+
+
+class _Columns:
+    """Reads the columns of a table: as numbers, or as categories."""
+
+    def __init__(self, path: StrPath, lines: Sequence[int], decimal: str, missing: bool, most: int) -> None:
+        self._path, self._lines, self._decimal, self._missing, self._most = path, lines, decimal, missing, most
+
+    def column(self, name: str, column: Sequence[str], as_they_are: bool) -> tuple[Array, Column]:
+        """Return a column's inputs, ``n x inputs`` float64 or bool, and how it was read."""
+        if as_they_are:
+            return self._categories(name, column, "")
+        if self._decimal != "," and (plain := _in_one_go(column)) is not None:
+            return self._numbers(name, column, plain, "", [])
+        cells = {cell: _cell(cell, self._decimal) for cell in set(column) if cell.lower() not in _MISSING}
+        given = [cell for cell in column if cell in cells]
+        found = [cell for cell in given if cells[cell] is not None]
+        if given and len(found) < NUMERIC * len(given):
+            return self._categories(name, column, self._mixed(column, given, found))
+        if not given and set(column) - _BLANK:  # nothing but words such as none
+            return self._categories(name, column, "")
+        self._check_notation(name, column, cells)
+        signs = {number.sign for number in cells.values() if number is not None}
+        numbers = {cell: number.value for cell, number in cells.items() if number is not None}
+        bad = [i for i, cell in enumerate(column) if cell not in numbers]
+        values = np.array([numbers.get(cell, np.nan) for cell in column])
+        return self._numbers(name, column, values, "".join(signs), bad)
+
+    def _numbers(
+        self, name: str, column: Sequence[str], values: Array, sign: str, bad: Sequence[int]
+    ) -> tuple[Array, Column]:
+        which = [self._at(column, i) for i in bad[:_SHOWN]]
+        infinite = np.flatnonzero(np.isinf(values))
+        if len(infinite) or (bad and not self._missing):
+            at = self._at(column, int(infinite[0]) if len(infinite) else bad[0])
+            filled = "" if len(infinite) else ", or set data.missing to mean, median or indicator"
+            also = f"; {len(values) - len(bad)} of its {len(values)} cells are numbers" if bad else ""
+            raise DataError(
+                f"{self._path}: column {name!r} must be a finite number in each row, got {at}; fill it in, or"
+                f" leave out the row or the column (data.drop=[{name}]){filled}, or take all its cells as categories"
+                f" (data.categories=[{name}]){also}"
+            )
+        different = len(np.unique(values[~np.isnan(values)]))
+        self._check_digits(name, column, values)
+        notes = [f"all with {sign!r}"] if sign else []
+        zero = next((i for i, cell in enumerate(column) if re.fullmatch(r"[+-]?0[0-9]+", cell)), None)
+        if zero is not None:
+            notes.append(
+                f"some begin with 0 ({self._at(column, zero)}); if they are codes, data.categories=[{name}] takes them"
+                " as they are"
+            )
+        if different < 2 and not bad:
+            notes.append("the same in each row")
+        return values[:, None], Column(name, "number", 1, different, len(bad), which, "; ".join(notes))
+
+    def _categories(self, name: str, column: Sequence[str], note: str) -> tuple[Array, Column]:
+        values, codes = _coded(column)
+        if len(values) > self._most:
+            raise DataError(
+                f"{self._path}: {_too_many('text column', name, values, self._most)}; leave it out"
+                f" (data.drop=[{name}]) or raise data.max_categories" + (f" ({note})" if note else "")
+            )
+        empty = [i for i, cell in enumerate(column) if cell.lower() in _MISSING]
+        how = Column(
+            name,
+            "category",
+            len(values),
+            len(values),
+            len(empty),
+            [self._at(column, i) for i in empty[:_SHOWN]],
+            "; ".join([*([note] if note else []), *(["these are categories too"] if empty else [])]),
+        )
+        return codes[:, None] == np.arange(len(values)), how
+
+    def _check_notation(self, name: str, column: Sequence[str], cells: dict[str, _Cell | None]) -> None:
+        """Reject numbers of another notation than the table's, and of several signs: nothing fills these in."""
+        number = {cell: found for cell, found in cells.items() if found is not None}
+        for i, cell in enumerate(column):
+            if cell in number and number[cell].other:
+                wanted = "comma" if self._decimal == "," else "point"
+                raise DataError(
+                    f"{self._path}: numbers must have a decimal {wanted}, got {cell!r} in column {name!r}, row"
+                    f" {self._lines[i]}; set data.decimal=',' for decimal commas, or data.decimal=. for decimal points"
+                    " with thousands parted"
+                )
+        signs = [number[cell].sign if cell in number else None for cell in column]
+        several = [each for each in dict.fromkeys(signs) if each is not None]
+        if len(several) > 1:
+            rare = min(several, key=signs.count)
+            at = self._at(column, signs.index(rare))
+            raise DataError(
+                f"{self._path}: numbers of column {name!r} must all have the same sign, got {at}, and others"
+                f" {'without one' if '' in several and rare else 'with ' + repr(next(s for s in several if s != rare))}"
+                f"; write them alike, or data.categories=[{name}] takes all its cells as categories"
+            )
+
+    def _check_digits(self, name: str, column: Sequence[str], values: Array) -> None:
+        """Reject whole numbers, such as ids, that float64 does not tell apart."""
+        if not bool((np.abs(values) >= 2.0**53).any()):
+            return
+        long = {cell for cell in column if re.fullmatch("[+-]?[0-9]{16,}", cell)}
+        if len(set(map(float, long))) < NUMERIC * len(set(map(int, long))):
+            at = next(i for i, cell in enumerate(column) if cell in long)
+            raise DataError(
+                f"{self._path}: column {name!r} has numbers of more digits than float64 tells apart, got"
+                f" {self._at(column, at)}; leave it out (data.drop=[{name}]) or shorten them"
+            )
+
+    def _mixed(self, column: Sequence[str], given: Sequence[str], found: Sequence[str]) -> str:
+        """Say that a column of categories has numbers too."""
+        if not found:
+            return ""
+        numbers = set(found)
+        text = next(i for i, cell in enumerate(column) if cell not in numbers)
+        return f"{len(found)} of {len(given)} cells are numbers, others not ({self._at(column, text)})"
+
+    def _at(self, column: Sequence[str], place: int) -> str:
+        return f"{brief(column[place])} in row {self._lines[place]}"
 
 
 def _coded(column: Sequence[str]) -> tuple[list[str], Array]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import DataError
 
 # Most bytes of a set in memory, unless a caller allows more: VOC2007 takes 2.8 GB, but a picture of one
@@ -46,14 +47,17 @@ class Split:
 
     def __post_init__(self) -> None:
         """Check types and lengths."""
-        if self.x.dtype not in (torch.float32, torch.uint8) or self.x.ndim < 2:
-            raise DataError(
-                f"x must be float32 or uint8 of shape n x ..., got {self.x.dtype} of shape {tuple(self.x.shape)}"
-            )
+        self._check_x()
         if self.y.dtype != torch.int64 or self.y.shape != self.x.shape[:1]:
             raise DataError(
                 f"y must hold {len(self.x)} int64 labels, one per row of x, "
                 f"got {self.y.dtype} of shape {tuple(self.y.shape)}"
+            )
+
+    def _check_x(self) -> None:
+        if self.x.dtype not in (torch.float32, torch.uint8) or self.x.ndim < 2:
+            raise DataError(
+                f"x must be float32 or uint8 of shape n x ..., got {self.x.dtype} of shape {tuple(self.x.shape)}"
             )
         if self.x.is_floating_point():
             bad = int((~self.x.flatten(1).isfinite()).any(1).sum())
@@ -80,3 +84,38 @@ class Labelled(Split):
     """
 
     class_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Unscaled(Split):
+    """Rows of a table that are not inputs yet, as float32 may not tell their numbers apart.
+
+    Attributes:
+        x: Numbers, ``n x d`` float64, or float32 if that holds them as well; NaN where one is missing.
+        y: Labels, ``n`` int64.
+    """
+
+    def _check_x(self) -> None:
+        if self.x.dtype not in (torch.float32, torch.float64) or self.x.ndim != 2:
+            raise DataError(f"x must be float32 or float64 n x d, got {self.x.dtype} of shape {tuple(self.x.shape)}")
+        if bool(self.x.isinf().any()):
+            raise DataError("x must be finite or NaN, got infinity")
+
+    def take(self, rows: Tensor) -> "Unscaled":
+        """The rows at these positions, or where these booleans are true."""
+        return Unscaled(self.x[rows], self.y[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Table(Unscaled):
+    """A whole table as read.
+
+    Attributes:
+        x: Numbers, ``n x d``; see `Unscaled`.
+        y: Labels, ``n`` int64 in 0..c-1.
+        class_names: The ``c`` names.
+        reading: How it was read.
+    """
+
+    class_names: tuple[str, ...]
+    reading: Reading

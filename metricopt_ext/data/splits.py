@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from metricopt_ext.data.labelled import Split
+from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.seeding import generator
@@ -22,6 +23,7 @@ class Splits:
         validation: What the metric is queried on.
         test: What the result is reported on.
         class_names: The names of all c classes; labels index them.
+        reading: How the file that they come from was read; None where there is nothing to say.
 
     Raises:
         DataError: For fewer than two classes, an empty part, inputs whose shape differs from train's, or a label
@@ -32,6 +34,7 @@ class Splits:
     validation: Split
     test: Split
     class_names: tuple[str, ...]
+    reading: Reading | None = None
 
     def __post_init__(self) -> None:
         """Check that the parts fit together."""

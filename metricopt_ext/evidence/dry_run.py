@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from metricopt_ext.data.reading import HEADER as COLUMNS
 from metricopt_ext.evidence.experiment import Experiment
 from metricopt_ext.evidence.method import METHODS, check_known, now
 from metricopt_ext.evidence.run_config import RunConfig
@@ -125,6 +126,10 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         ("the run takes about", duration(math.ceil(config.seeds / at_once) * seconds)),
     ]
     print(f"{subject.title}: {subject.metric} ({direction(subject.maximize)})")
+    if made.reading is not None:
+        print_points(made.reading.lines())
+    if made.reading is not None and made.reading.columns:
+        print_table(COLUMNS, made.reading.rows(), left=len(COLUMNS))
     print_table(["dry run, of each seed", ""], [list(row) for row in rows], left=2)
     shared = f" It is for one process: {world} ranks share queries and rollouts." if at_once == 1 < world else ""
     notes = [

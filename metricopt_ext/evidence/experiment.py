@@ -14,6 +14,7 @@ from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.data.rare import Rare
+from metricopt_ext.data.reading import Reading
 from metricopt_ext.evidence.compare import Comparison, compare
 from metricopt_ext.evidence.contenders import Contender, at_each_budget, loss_path, usual_contenders
 from metricopt_ext.evidence.correlation import CorrelationReport
@@ -79,6 +80,7 @@ class Experiment(ABC, Generic[Config]):
         own_files: Names of what `finish` leaves in the folder, as far as every run has it.
         task: Its loss sees the train data, its metric the validation data.
         test_metric: The same metric on the test data.
+        reading: How the file of the data was read, None where there is nothing to say; `prepare` sets it.
 
     Raises:
         MetricOptError: Data, settings or metric are not usable; the message says which.
@@ -86,6 +88,7 @@ class Experiment(ABC, Generic[Config]):
 
     config_type: ClassVar[type[RunConfig]]
     own_files: ClassVar[tuple[str, ...]] = ("tuned.safetensors",)
+    reading: Reading | None = None
 
     def __init__(self, config: Config, folder: Path, seed: int, watcher: Watcher | None = None) -> None:
         self.config, self.folder, self.seed, self.watcher = config, folder, seed, watcher or Watcher()
@@ -265,6 +268,7 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
         correlations={} if correlations is None else correlations.to_json()["correlations"],
         queries=result.queries,
         rare=experiment.rare(),
+        reading=experiment.reading,
     )
     if config.pictures and seed == config.seed:
         from metricopt_ext.evidence.value_plots import draw_value_function

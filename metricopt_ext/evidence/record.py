@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from metricopt_ext.data.rare import Rare
+from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.guard import Guard
 from metricopt_ext.methods.recipe import Setting
@@ -59,6 +60,7 @@ class SeedRecord:
             None where undefined; empty for a task without batches of scores.
         queries: MetricOpt's metric queries by what they were for.
         rare: Groups of which the metric saw few examples.
+        reading: How the file of the data was read; None where there is nothing to say.
     """
 
     seed: int
@@ -78,6 +80,7 @@ class SeedRecord:
     correlations: dict[str, dict[str, float | None]] = field(default_factory=dict)
     queries: dict[str, int] = field(default_factory=dict)
     rare: Rare | None = None
+    reading: Reading | None = None
 
     def save(self, path: Path) -> None:
         """Write the record as JSON."""

@@ -5,12 +5,14 @@ import importlib.metadata
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from metricopt_ext.data.reading import HEADER as COLUMNS
+from metricopt_ext.data.reading import Reading
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.style import direction, markdown_table, print_points, print_table
@@ -162,10 +164,23 @@ class Report:
             "kept": [record.kept for record in self.records],
             "queries": [record.queries for record in self.records],
             "settings": [record.setting for record in self.records],
+            "reading": None if self.reading is None else asdict(self.reading),
             "machines": [vars(record.machine) for record in self.records],
             "versions": versions(),
             "config": self.config,
         }
+
+    @property
+    def reading(self) -> Reading | None:
+        """How the file of the data was read, as the first seed has it; None where there is nothing to say."""
+        return self.records[0].reading
+
+    def read(self) -> tuple[str, list[list[str]]]:
+        """Return how the data were read: a sentence, and the columns' rows under `reading.HEADER`; empty if nothing."""
+        if self.reading is None:
+            return "", []
+        filled = f"; in the first seed, {self.reading.filled}" if self.reading.filled else ""
+        return f"The data were read as {self.reading.found}{filled}", self.reading.rows()
 
     @property
     def guard(self) -> Guard:
@@ -208,6 +223,9 @@ class Report:
             self.computed_on(),
             "",
         ]
+        said, columns = self.read()
+        if said:
+            lines += [f"{said}.", "", *([*markdown_table(COLUMNS, columns), ""] if columns else [])]
         if predictors := [(f"**{name}**" if name == IN_USE else name, *row) for name, *row in self.predictors()]:
             lines += [f"{PREDICTED}:", "", *markdown_table(PREDICTORS, predictors), ""]
         if losses := self.losses():
@@ -380,6 +398,13 @@ class Report:
         print()
         print_points(self.notes())
         print()
+        said, columns = self.read()
+        if said:
+            print_points([f"{said}."])
+            print()
+        if columns:
+            print_table(COLUMNS, columns, left=len(COLUMNS))
+            print()
         print_table(OVER, self.gains(), title=GAINS)
         print()
         print_points([*self.on_guard(), *self.on_f()])

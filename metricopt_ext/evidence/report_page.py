@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from metricopt_ext.data.reading import HEADER as COLUMNS
 from metricopt_ext.evidence.page import Code, Figure, Folded, Page, Part, Points, Section, Table, Text
 from metricopt_ext.evidence.report import (
     GAINS,
@@ -97,6 +98,7 @@ def report_page(report: Report, folder: Path, pictures: Sequence[Path], tuned: s
                 ],
             ),
             Section("Quality of f", _quality(report)),
+            *_data(report),
             Section("Queries", [Table(SPENT, *report.spent()), Text(NOT_COUNTED)]),
             settings(report.config),
             environment(report.computed_on(), versions()),
@@ -111,6 +113,15 @@ COMPARED = ("validation", "test")
 def _figure(path: Path, metric: str, whose: str = "") -> Figure:
     caption = CAPTIONS.get(path.stem, f"{path.stem.replace('_', ' ').capitalize()}.") + whose
     return Figure(path, f"Plot, {metric}: {caption}", caption)
+
+
+def _data(report: Report) -> list[Section]:
+    """Return the section on how the data were read, if there is something to say."""
+    said, columns = report.read()
+    if not said:
+        return []
+    table = [Table("Columns as they were read.", COLUMNS, columns, words={0, 1, 4})] if columns else []
+    return [Section("Data", [Text(f"{said}."), *table])]
 
 
 def _quality(report: Report) -> list[Part]:

@@ -168,7 +168,7 @@ def _defaults(schema: Any, content: Any, overrides: Sequence[str]) -> Any:
     if not keys:
         return schema
     first = {key.partition(".")[0] for key in keys}
-    choosing = [each for each in overrides if re.split(r"[.=]", each)[0] in first and "=" in each]
+    choosing = [each for each in overrides if "=" in each and each.partition("=")[0] in {*keys, *first}]
     merged = OmegaConf.merge(content, OmegaConf.from_dotlist(choosing))
     found = {key: OmegaConf.select(merged, key) for key in keys}
     plain = {key: OmegaConf.to_container(each) if OmegaConf.is_config(each) else each for key, each in found.items()}

@@ -36,6 +36,18 @@ def test_a_default_run_has_few_enough_keys() -> None:
     assert not {"siblings", "paper", "learned", "refined", "transfer", "second_round"} & set(known_keys(config))
 
 
+def test_keys_of_a_table_are_there_for_a_table() -> None:
+    table = load_config(ClassificationConfig, None, ["data.name=csv", "model.name=tabular_mlp", "data.target={y"])
+    assert (table.data.name, getattr(table.data, "target", None)) == ("csv", "{y")
+    other = load_config(ClassificationConfig, None, ["data.name=iris", "model.name=tabular_mlp"])
+    own = set(leaf_keys(table)) - set(leaf_keys(other))
+    names = ("target", "drop", "categories", "max_categories", "missing", "delimiter", "decimal", "encoding")
+    assert own == {f"data.{name}" for name in names}
+    message = re.escape("data.missing is a key of data.name=csv; this run has data.name=iris")
+    with pytest.raises(ConfigError, match=message):
+        load_config(ClassificationConfig, None, ["data.name=iris", "data.missing=mean"])
+
+
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.stem)
 def test_our_configurations_say_how_batches_are_made_up(file: Path) -> None:
     """Balanced or not is a matter of the metric, in training and in finetuning."""
@@ -66,15 +78,23 @@ def test_there_are_configurations_to_load() -> None:
         ("metric.bounds=[1,0]", "metric.bounds=[1.0, 0.0]: it must be two finite numbers"),
         ("transfer.value_function=", "methods=[transfer] needs transfer.value_function=FILE, of another run"),
         ("seeds=0", "seeds=0: it must be at least 1"),
-        ("data.max_categories=1", "data.max_categories=1: it must be at least 2"),
         ("data.image_size=-1", "data.image_size=-1: it must be at least 0"),
         ("data.name=csv", "data.name=csv needs data.target=COLUMN"),
+        ("data.name=csv data.max_categories=1", "data.max_categories=1: it must be at least 2"),
+        ("data.name=csv data.target=y data.missing=zero", "data.missing='zero' must be mean, median or indicator"),
+        ("data.name=csv data.target=y data.decimal=;", "data.decimal=';' must be . or , or empty"),
+        ("data.name=csv data.target=y data.decimal=, data.delimiter=,", "and data.delimiter must differ"),
+        ("data.name=csv data.target=y data.drop=[y]", "data.drop=['y'] must not have data.target='y'"),
+        ("data.name=csv data.target=y data.encoding=utf-9", "data.encoding='utf-9': unknown encoding: utf-9"),
+        ("data.name=csv data.target=y data.encoding=hex", "data.encoding='hex': 'hex' is not a text encoding"),
     ],
 )
 def test_numbers_out_of_range_are_refused_before_any_work(override: str, message: str) -> None:
     section = override.partition(".")[0]
     chosen = ["method.name=recipe", f"methods=[{section}]"] if section in ("second_round", "transfer") else []
     chosen += ["metric.name=sklearn.metrics:f1_score"] if section == "metric" else []
-    config = load_config(ClassificationConfig, None, ["data.name=iris", "model.name=tabular_mlp", *chosen, override])
+    config = load_config(
+        ClassificationConfig, None, ["data.name=iris", "model.name=tabular_mlp", *chosen, *override.split()]
+    )
     with pytest.raises(ConfigError, match=re.escape(message)):
         config.check()

@@ -2,25 +2,33 @@
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_iris
+from sklearn.impute import SimpleImputer
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from metricopt_ext.classification.data import (
+    divided,
     hold_out,
+    imputed,
     load_cifar10,
     load_sklearn,
+    single_precision,
     split,
     standardise,
     with_positive,
 )
 from metricopt_ext.classification.shift import shift_class_ratio
-from metricopt_ext.data.labelled import Split
-from metricopt_ext.data.splits import Splits
+from metricopt_ext.data.labelled import Split, Unscaled
+from metricopt_ext.data.reading import Column, Reading
+from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.errors import DataError
 
 
@@ -152,6 +160,66 @@ def test_standardise_uses_train_only() -> None:
     images = split(torch.zeros(20, 3, 2, 2, dtype=torch.uint8), torch.arange(20) % 2)
     with pytest.raises(DataError, match="uint8"):
         standardise(images)
+
+
+def _table(x: Tensor) -> Splits:
+    """Parts of 60, 20 and 20 rows of a table."""
+    names = ("no", "yes")
+    splits = divided(Unscaled(x, torch.arange(100) % 2), names, (0.6, 0.2, 0.2), seed=0)
+    columns = [Column(name, "number", 1) for name in "abc"]
+    return replace(splits, reading=Reading("utf-8", columns))
+
+
+@pytest.mark.parametrize("how", ["mean", "median", "indicator"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_missing_numbers_are_filled_in_as_by_scikit_learn(how: str, scaled: bool) -> None:
+    x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 3
+    x[::7, 0] = x[::5, 2] = torch.nan
+    splits = _table(x)
+    steps = [SimpleImputer(strategy="median" if how == "median" else "mean", add_indicator=how == "indicator")]
+    reference = make_pipeline(*steps, *([StandardScaler()] if scaled else [])).fit(splits.train.x.numpy())
+    filled = imputed(splits, how)
+    done = standardise(filled) if scaled else single_precision(filled)
+    for name in ("train", "validation", "test"):
+        expected = reference.transform(getattr(splits, name).x.numpy())
+        assert getattr(done, name).x.dtype == torch.float32
+        np.testing.assert_allclose(getattr(done, name).x.numpy(), expected, rtol=1e-6, atol=1e-6)
+    assert done.reading is not None
+    counts = ", ".join(f"{int(getattr(splits, name).x.isnan().sum())} in {name}" for name in PARTS)
+    by = "median" if how == "median" else "mean"
+    more = "; inputs that say where: 2" if how == "indicator" else ""
+    assert done.reading.filled == f"missing numbers are filled in by train's {by}: {counts}{more}"
+    assert done.reading.inputs == [*"abc", *(["a is missing", "c is missing"] if how == "indicator" else [])]
+
+
+def test_a_column_without_a_number_in_train_is_named() -> None:
+    x = torch.zeros(100, 3, dtype=torch.float64)
+    x[:, 1] = torch.nan
+    with pytest.raises(DataError, match=r"column 'b' has no number in train .* \(data\.drop=\[b\]\)"):
+        imputed(_table(x), "mean")
+
+
+def test_standardising_happens_in_float64() -> None:
+    seconds = 1_700_000_064 + torch.arange(100, dtype=torch.float64)
+    splits = _table(torch.stack([seconds, seconds / 7, torch.zeros(100, dtype=torch.float64)], 1))
+    scaled = standardise(splits)
+    reference = StandardScaler().fit(splits.train.x.numpy())
+    np.testing.assert_allclose(scaled.test.x.numpy(), reference.transform(splits.test.x.numpy()), rtol=1e-6, atol=1e-6)
+    assert len(scaled.train.x[:, 0].unique()) == 60
+    with pytest.raises(DataError, match=r"float32 can't tell the values of column 'a' apart: .* data.standardise=true"):
+        single_precision(splits)
+    far = splits.train.x.clone()
+    far[3, 2] = 1e30
+    far[:, 2] += seconds[:60]
+    with pytest.raises(DataError, match=r"the values of column 'c' apart: .* leave out the column, or what is far"):
+        standardise(replace(splits, train=Unscaled(far, splits.train.y)))
+
+
+def test_the_positive_class_of_a_table_leaves_its_digits() -> None:
+    seconds = 1_700_000_064 + torch.arange(300, dtype=torch.float64).view(100, 3)
+    turned = with_positive(_table(seconds), "no")
+    assert turned.train.x.dtype == torch.float64
+    assert turned.class_names == ("yes", "no")
 
 
 def _labels(counts: list[int]) -> Split:

@@ -4,15 +4,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sklearn.base import clone
 from sklearn.datasets import make_classification
+from sklearn.impute import SimpleImputer
 from sklearn.metrics import balanced_accuracy_score, get_scorer
 from sklearn.model_selection import GridSearchCV, cross_val_predict
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from metricopt_ext.classification.estimator import MetricClassifier
+from metricopt_ext.classification.estimator import MetricClassifier, Standardised
 from metricopt_ext.errors import BudgetError
 
 SMALL: dict[str, Any] = {"dim": 2, "hidden": (8,), "epochs": 30, "batch_size": 16, "lr": 0.02, "random_state": 0}
@@ -91,3 +93,36 @@ def test_bad_settings(options: dict[str, Any], rows: int, error: type[Exception]
     X, y = table()
     with pytest.raises(error, match=message):
         MetricClassifier(**{**SMALL, **options}).fit(X[:rows], y[:rows])
+
+
+def test_large_numbers_keep_their_differences() -> None:
+    seconds, late = 1_700_000_064 + np.arange(400.0), np.arange(400) >= 200
+    classifier = MetricClassifier(queries=0, **{**SMALL, "epochs": 60}).fit(seconds[:, None], late)
+    assert classifier.score(seconds[:, None], late) >= 0.97
+    with torch.no_grad():
+        scaled = classifier.model_[0](torch.from_numpy(seconds[:, None]))
+    assert scaled.dtype == torch.float32
+    assert len(scaled.unique()) == 400
+
+
+def test_features_are_standardised_as_by_scikit_learn() -> None:
+    X = np.column_stack([table()[0], np.full(300, 7.0), 1e-9 * table()[0][:, 0]])
+    scaled = Standardised(torch.from_numpy(X))(torch.from_numpy(X)).numpy()
+    np.testing.assert_allclose(scaled, StandardScaler().fit_transform(X), rtol=1e-6, atol=1e-6)
+
+
+def test_what_float32_cannot_hold_is_refused() -> None:
+    X, y = table()
+    with pytest.raises(ValueError, match="can't tell the values of column 1 apart"):
+        MetricClassifier(queries=0, **SMALL).fit(np.vstack([X, np.full((1, 6), 1e30)]), [*y, "a"])
+    classifier = MetricClassifier(queries=0, **SMALL).fit(X, y)
+    with pytest.raises(ValueError, match="row 1 of X has a value too large"):
+        classifier.predict(np.vstack([X[0], np.full(6, 1e300)]))
+
+
+def test_missing_numbers_need_an_imputer() -> None:
+    X, y = table()
+    X[::7, 2] = np.nan
+    with pytest.raises(ValueError, match=r"contains NaN.*SimpleImputer|contains NaN[\s\S]*imputer"):
+        MetricClassifier(queries=0, **SMALL).fit(X, y)
+    assert make_pipeline(SimpleImputer(), MetricClassifier(queries=0, **SMALL)).fit(X, y).score(X, y) > 0.5

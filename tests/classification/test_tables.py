@@ -1,13 +1,23 @@
 """CSV and LIBSVM files made here, as they are read or refused."""
 
 import gzip
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from metricopt_ext.classification.tables import load_a9a, load_csv, load_libsvm
+from metricopt_ext.classification.tables import (
+    DELIMITERS,
+    load_a9a,
+    load_csv,
+    load_libsvm,
+    read_csv,
+    read_libsvm,
+)
+from metricopt_ext.data.labelled import Table
+from metricopt_ext.data.reading import Column
 from metricopt_ext.errors import DataError
 
 LIBSVM = "-1 1:0.5 3:2\n+1 2:1\n-1\n"
@@ -81,7 +91,11 @@ def test_words_alone_are_values(tmp_path: Path) -> None:
 
 def test_a_class_may_be_named_like_a_missing_number(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,y\n1,none\n2,10\n3,NA\n4,9\n")
-    data = load_csv(tmp_path / "t.csv", "y")
+    with pytest.raises(
+        DataError, match=r"is 'none' in row 2; .* \(data\.categories=\[y\] if it is the name of a class\)"
+    ):
+        load_csv(tmp_path / "t.csv", "y")
+    data = load_csv(tmp_path / "t.csv", "y", categories=["y"])
     assert data.class_names == ("9", "10", "NA", "none")
     assert data.y.tolist() == [3, 1, 2, 0]
 
@@ -151,3 +165,266 @@ def test_bad_csv_is_named(tmp_path: Path, content: str, options: dict[str, Any],
 def test_a_missing_file_names_the_path_and_the_key(tmp_path: Path, load: Any) -> None:
     with pytest.raises(DataError, match=r"nowhere not found; set data\.root=DIR"):
         load(tmp_path / "nowhere")
+
+
+def rows_of(header: str, *columns: Any, delimiter: str = ",") -> str:
+    """A table whose last column is of the classes no and yes, in turn."""
+    lines = [
+        delimiter.join([*map(str, row), "yes" if i % 2 else "no"]) for i, row in enumerate(zip(*columns, strict=True))
+    ]
+    return "\n".join([header, *lines, ""])
+
+
+def reads(folder: Path, content: str | bytes, **options: Any) -> Table:
+    path = folder / "t.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return read_csv(path, "y", **options)
+
+
+def refused(folder: Path, content: str | bytes, **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        reads(folder, content, **options)
+    return str(caught.value)
+
+
+AGES = [*range(20, 49), "-", *range(50, 80)]
+
+
+def test_one_cell_does_not_make_categories_of_numbers(tmp_path: Path) -> None:
+    said = refused(tmp_path, rows_of("age,y", AGES))
+    assert "column 'age' must be a finite number in each row, got '-' in row 31; fill it in" in said
+    assert "data.missing to mean, median or indicator" in said
+    assert said.endswith("(data.categories=[age]); 59 of its 60 cells are numbers")
+    table = reads(tmp_path, rows_of("age,y", AGES), missing=True)
+    assert table.x.shape == (60, 1)
+    assert table.x.isnan().flatten().nonzero().tolist() == [[29]]
+    age, target = table.reading.columns
+    assert age == Column("age", "number", 1, 59, 1, ["'-' in row 31"])
+    assert target == Column("y", "class", values=2)
+    ages = reads(tmp_path, rows_of("age,y", AGES), categories=["age"])
+    assert (ages.x.shape, ages.reading.columns[0].kind) == ((60, 60), "category")
+    assert "got 'n.a.' in row 79" in refused(tmp_path, rows_of("age,y", [*range(77), "n.a.", *range(222)]))
+
+
+@pytest.mark.parametrize(
+    "stray", ["", "?", "-", "--", "NA", "n.a.", "N/A", "NaN", "NULL", "none", "#N/A", "x", ">99", "1_0"]
+)
+def test_a_stray_cell_is_named_or_missing(tmp_path: Path, stray: str) -> None:
+    content = rows_of("a,y", [*range(9), stray, *range(9)])
+    assert f"got {stray!r} in row 11" in refused(tmp_path, content)
+    table = reads(tmp_path, content, missing=True)
+    assert table.x[:, 0].isnan().nonzero().tolist() == [[9]]
+    assert table.reading.columns[0].which == [f"{stray!r} in row 11"]
+
+
+@pytest.mark.parametrize(("text", "kind"), [(2, "number"), (3, "category")])
+def test_a_column_is_numeric_from_nine_tenths_on(tmp_path: Path, text: int, kind: str) -> None:
+    table = reads(tmp_path, rows_of("a,y", [*range(18), *"xyz"[:text], *([""] if text == 2 else [])]), missing=True)
+    column = table.reading.columns[0]
+    assert column.kind == kind
+    assert column.note == ("" if kind == "number" else "18 of 21 cells are numbers, others not ('x' in row 20)")
+
+
+@pytest.mark.parametrize(
+    ("cells", "options", "expected", "note"),
+    [
+        (["12%", "7%"], {}, [12, 7], "all with '%'"),
+        (["$12", "-$7.5", "$1e3"], {}, [12, -7.5, 1000], "all with '$'"),
+        (["5 €", "6 €"], {}, [5, 6], "all with '€'"),
+        (["1,234.5", "2"], {"decimal": "."}, [1234.5, 2], ""),
+        (["1.234,5", "2", "0,25"], {"decimal": ","}, [1234.5, 2, 0.25], ""),
+        (["1 234,5", "1'234'567"], {"decimal": ","}, [1234.5, 1234567], ""),
+        (["\u22123", "+4", ".5", "6.", "1E2"], {}, [-3, 4, 0.5, 6, 100], ""),
+        (
+            ["01234", "56"],
+            {},
+            [1234, 56],
+            "some begin with 0 ('01234' in row 2); if they are codes, data.categories=[a]",
+        ),
+        (["7", "7.0"], {}, [7, 7], "the same in each row"),
+        (["1e30", "1e200"], {}, [1e30, 1e200], ""),
+        (["1700000064", "1700000065"], {}, [1700000064, 1700000065], ""),
+        (["0.1", "16777217"], {}, [0.1, 16777217], ""),
+    ],
+)
+def test_numbers_as_tables_write_them(
+    tmp_path: Path, cells: list[str], options: dict[str, Any], expected: list[float], note: str
+) -> None:
+    table = reads(tmp_path, rows_of("a;y", cells, delimiter=";"), **options)
+    single = torch.tensor(expected, dtype=torch.float64).float().tolist() == expected
+    assert table.x.dtype == (torch.float32 if single else torch.float64)
+    assert table.x.flatten().tolist() == expected
+    assert table.reading.columns[0].kind == "number"
+    assert table.reading.columns[0].note.startswith(note)
+    assert bool(table.reading.columns[0].note) == bool(note)
+
+
+@pytest.mark.parametrize(
+    ("cells", "options", "message"),
+    [
+        (["1,5", "2"], {}, r"must have a decimal point, got '1,5' in column 'a', row 2; set data\.decimal=','"),
+        ([*range(19), "1,234"], {"missing": True}, "got '1,234' in column 'a', row 21; set data.decimal=','"),
+        (["1.5", "2.5"], {"decimal": ","}, r"must have a decimal comma, got '1\.5' in column 'a', row 2"),
+        (
+            [*range(19), "12%"],
+            {"missing": True},
+            "must all have the same sign, got '12%' in row 21, and others without",
+        ),
+        (["$1", "$2", "€3"], {}, r"must all have the same sign, got '€3' in row 4, and others with '\$'"),
+        ([*range(19), "-inf"], {"missing": True}, "must be a finite number in each row, got '-inf' in row 21"),
+        (["1e999", "1"], {"missing": True}, "finite number in each row, got '1e999' in row 2"),
+        (
+            [10**18 + i for i in range(40)],
+            {},
+            "more digits than float64 tells apart, got '1000000000000000000' in row 2",
+        ),
+    ],
+)
+def test_numbers_that_could_mean_another(
+    tmp_path: Path, cells: list[Any], options: dict[str, Any], message: str
+) -> None:
+    assert re.search(message, refused(tmp_path, rows_of("a;y", cells, delimiter=";"), **options))
+
+
+def test_booleans_and_text_are_categories(tmp_path: Path) -> None:
+    table = reads(tmp_path, rows_of("on,job,y", ["True", "False", "True"], ["", "clerk", "none"]))
+    assert table.x.tolist() == [[0, 1, 1, 0, 0], [1, 0, 0, 1, 0], [0, 1, 0, 0, 1]]
+    assert table.reading.columns[1] == Column(
+        "job", "category", 3, 3, 2, ["'' in row 2", "'none' in row 4"], "these are categories too"
+    )
+
+
+PLAIN = rows_of("name,a,y", ["Müller", *["Smith"] * 5], range(6))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "found"),
+    [
+        ("utf-8", "utf-8"),
+        ("utf-8-sig", "utf-8 with its mark"),
+        ("utf-16", "utf-16"),
+    ],
+)
+def test_encodings_that_are_found(tmp_path: Path, encoding: str, found: str) -> None:
+    table = reads(tmp_path, PLAIN.encode(encoding))
+    assert table.reading.found == f"{found}, cells parted by ',', decimal point, 6 rows"
+    assert table.x.tolist() == [[float(i == 0), float(i > 0), i] for i in range(6)]
+
+
+def test_an_encoding_that_is_given(tmp_path: Path) -> None:
+    for encoding in ("latin-1", "cp1252", "utf-16-le", "utf-16-be", "utf-32", "mac-roman"):
+        assert reads(tmp_path, PLAIN.encode(encoding), encoding=encoding).x.shape == (6, 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (
+            PLAIN.encode("latin-1"),
+            {},
+            r"row 2 is not UTF-8 \(byte 0xfc\); save it as UTF-8, or set data.encoding to what",
+        ),
+        (b'"a\nb",y\n1,no\n2,\xff\n', {}, r"row 3 is not UTF-8 \(byte 0xff\)"),
+        (PLAIN.encode("utf-16") + b"\x00", {}, r"row 8 is not UTF-16"),
+        (PLAIN.encode(), {"encoding": "ascii"}, r"row 2 is not ASCII \(byte 0xc3\)"),
+        ("a,y\n1,no\n2,yes\n".encode("utf-16-le"), {}, "row 1 has a NUL character, as has UTF-16 .* data.encoding"),
+        (b"a,y\n1,no\n2\x00,yes\n", {}, "row 3 has a NUL character"),
+        (PLAIN.encode("utf-32"), {}, r"row 1 begins with the mark of UTF-32; .* data\.encoding=utf-32"),
+        (PLAIN.encode(), {"encoding": "utf-9"}, "data.encoding='utf-9' can't be used: unknown encoding: utf-9"),
+    ],
+)
+def test_another_encoding_is_refused_by_its_row(
+    tmp_path: Path, content: bytes, options: dict[str, Any], message: str
+) -> None:
+    assert re.search(message, refused(tmp_path, content, **options))
+
+
+@pytest.mark.parametrize("delimiter", DELIMITERS)
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_the_delimiter_is_found_whatever_ends_a_line(tmp_path: Path, delimiter: str, end: str) -> None:
+    content = rows_of(delimiter.join("aby"), range(4), range(4), delimiter=delimiter)
+    table = reads(tmp_path, (content + "\n  \n\n").replace("\n", end))
+    assert table.x.tolist() == [[i, i] for i in range(4)]
+    assert f"cells parted by {delimiter!r}" in table.reading.found
+
+
+def test_quoted_cells_may_have_the_delimiter_and_line_ends(tmp_path: Path) -> None:
+    table = reads(tmp_path, 'text,a,y\n"p,\n""q""",1,no\nr,2,yes\n')
+    assert table.x.tolist() == [[1, 0, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("y,a;y\n1,2;3\n", "may be parted by ',' or ';'; say which by data.delimiter"),
+        ("a,y\n1,no,\n", "row 2 must have 2 cells like the header, got 3, parted by ','"),
+        ("a,y,\n1,no,\n", "column 3 of 3 has no name"),
+        ("5.1,3.5,y\n4.9,3.0,y\n", "first row must name the columns, but seems to be an example"),
+        ("5.1,y\n4.9,y\n", "first row must name the columns, but seems to be an example"),
+        ("a,y\n1,0\n2,nan\n", r"'y' must be given in each row, but is 'nan' in row 3; .* \(data\.categories=\[y\] if"),
+        ("a,y\n1,1\n2,0\n3,1.0\n", "one way to write a label, got '1' in row 2 and '1.0' in row 4"),
+        ("a,y\n1,no\n,\n", "'y' must be given in each row, but is '' in row 3"),
+    ],
+)
+def test_layouts_that_are_not_guessed(tmp_path: Path, content: str, message: str) -> None:
+    assert re.search(message, refused(tmp_path, content))
+
+
+def test_headers_may_be_numbers_in_order_or_repeat(tmp_path: Path) -> None:
+    assert reads(tmp_path, "0,1,y\n5,6,no\n7,8,yes\n").x.tolist() == [[5, 6], [7, 8]]
+    twice = reads(tmp_path, "a,a,y\n5,6,no\n7,8,yes\n", drop=[])
+    assert twice.x.tolist() == [[5, 6], [7, 8]]
+    left_out = reads(tmp_path, ",a,y\n0,5,no\n1,7,NA\n", drop=[""]).reading.columns
+    assert [column.kind for column in left_out] == ["left out", "number", "class"]
+    assert left_out[2].note == "one is 'NA', as in row 3, like a missing one"
+
+
+def test_load_csv_refuses_what_float32_cannot_tell_apart(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(rows_of("ts,y", range(1_700_000_000, 1_700_000_400)))
+    with pytest.raises(DataError, match="can't tell the values of column 'ts' apart"):
+        load_csv(tmp_path / "t.csv", "y")
+
+
+def test_libsvm_labels_keep_their_digits(tmp_path: Path) -> None:
+    for labels, names in (
+        (["1000001", "1000002"], ("1000001", "1000002")),
+        (["+1", "-1"], ("-1", "1")),
+        (["1e6", "0.5", "1.0"], ("0.5", "1", "1000000")),
+        (["0.1234567891", "0.1234567892"], ("0.1234567891", "0.1234567892")),
+    ):
+        (tmp_path / "l").write_text("".join(f"{label} 1:1\n" for label in labels))
+        assert load_libsvm(tmp_path / "l").class_names == names
+
+
+@pytest.mark.parametrize(
+    ("content", "x", "said"),
+    [
+        ("1 0:5 2:6\n2 1:7\n", [[5, 0, 6], [0, 7, 0]], "2 examples of 3 features, indices from 0"),
+        ("1 1:5 2:6 # 3:9\n2\n", [[5, 6], [0, 0]], "2 examples of 2 features, indices from 1"),
+        ("1 qid:3 1:5\n2 qid:3 1:6\n", [[5], [6]], r"query ids \(qid\) are left out"),
+        ("1 1:1700000064\n2 1:1700000065\n", [[1700000064], [1700000065]], "1 feature,"),
+        ("1\n2\n", [[0], [0]], "1 feature,"),
+    ],
+)
+def test_libsvm_as_it_was_found(tmp_path: Path, content: str, x: list[list[float]], said: str) -> None:
+    (tmp_path / "l").write_text(content)
+    table = read_libsvm(tmp_path / "l")
+    assert table.x.tolist() == x
+    assert re.search(said, table.reading.found)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("1 1:1\n2 2:1 1:1\n", r"LIBSVM data \(row 2 of .*\): Feature indices .* sorted and unique"),
+        ("1 1:1\n" * 70 + "2 1:1 1:2\n" + "1 1:1\n" * 9, r"\(row 71 of .*\): Feature indices .* sorted and unique"),
+        ("1 1:1\n1,2 1:1\n", r"\(row 2 of "),
+        ("nan 1:1\n2 1:1\n", "labels must be numbers below 2.53, .* got nan"),
+        ("9007199254740993 1:1\n2 1:1\n", "labels must be numbers below 2.53, .* got 9007199254740992"),
+        ("1 1:1e39\n2 1:1\n", r"feature values must be finite and below 3\.4e38, got 1e\+39"),
+    ],
+)
+def test_libsvm_that_is_refused_by_its_row(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "l").write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_libsvm(tmp_path / "l")

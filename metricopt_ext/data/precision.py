@@ -1,0 +1,49 @@
+"""Numbers of tables as float32 inputs: refused where rounding takes away what tells the values of a column apart."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.errors import DataError
+from metricopt_ext.utils.words import brief
+
+LEAST = 0.9  # share of a column's different values that must stay different
+ENOUGH = 1 << 20  # different values with which a column is fine even so: among more, some always meet
+
+
+def check_told_apart(
+    exact: Tensor, rounded: Tensor, names: Sequence[str] = (), remedy: str = "", distinct: bool = True
+) -> None:
+    """Reject columns whose values are no longer finite, or no longer different, as float32.
+
+    Args:
+        exact: The numbers, ``n x d``, finite.
+        rounded: What they became, ``n x d`` float32: rounded, or standardised before.
+        names: Names of the columns, for the message; numbers from 1 if there are none.
+        remedy: What to do, for the message.
+        distinct: Whether values must stay different, too.
+
+    Raises:
+        DataError: Fewer than `LEAST` of the different values of a column are left, or one is infinite or NaN.
+    """
+
+    def named(column: int) -> str:
+        return f"column {brief(names[column]) if names else column + 1}"
+
+    bad = ~rounded.isfinite()
+    if bool(bad.any()):
+        row, column = bad.nonzero()[0].tolist()
+        raise DataError(f"{named(column)} has {exact[row, column]:g}, too large for float32; {remedy}")
+    if len(exact) == 0 or not distinct:
+        return
+    same = (rounded == exact).all(0)  # compared as float64
+    low, high = exact.amin(0), exact.amax(0)
+    two = ((exact == low) | (exact == high)).all(0) & (rounded.amin(0) < rounded.amax(0)) | (low == high)
+    for column in (~(same | two)).nonzero().flatten().tolist():
+        before, after = (len(torch.unique(x[:, column])) for x in (exact, rounded))
+        if after < min(LEAST * before, ENOUGH):
+            raise DataError(
+                f"float32 can't tell the values of {named(column)} apart: of {before} different ones, from"
+                f" {low[column]:.10g} to {high[column]:.10g}, {after} are left; {remedy}"
+            )

@@ -1,0 +1,92 @@
+"""How a file of examples was read, for the report and for the terminal: nothing is guessed in silence."""
+
+from dataclasses import dataclass, field
+
+from metricopt_ext.utils.words import brief, counted
+
+HEADER = ["column", "read as", "inputs", "values", "bad cells"]
+MOST = 30  # columns that are shown one by one; report.json has all
+
+
+@dataclass(frozen=True)
+class Column:
+    """How one column of a table was read.
+
+    Attributes:
+        name: Its name.
+        kind: ``"number"``, ``"category"``, ``"class"`` (the target) or ``"left out"``.
+        inputs: How many inputs it became.
+        values: How many different values it has.
+        bad: How many cells hold no value of this kind: missing ones, or text among numbers.
+        which: The first of these cells, with their rows.
+        note: What else is worth a look; empty if nothing is.
+    """
+
+    name: str
+    kind: str
+    inputs: int = 0
+    values: int = 0
+    bad: int = 0
+    which: list[str] = field(default_factory=list)
+    note: str = ""
+
+    @property
+    def notable(self) -> bool:
+        """Whether somebody should look at it."""
+        return bool(self.bad or self.note)
+
+    def __str__(self) -> str:
+        """Say in a line how it was read, and what to look at."""
+        said = f"column {brief(self.name)}: {self.kind}, {counted(self.values, 'value')}"
+        if self.bad:
+            said += f", {self.bad} without one ({self._which()})"
+        return said + (f"; {self.note}" if self.note else "")
+
+    def row(self) -> list[str]:
+        """Return its row of the table under `HEADER`."""
+        kind = self.kind + (f"; {self.note}" if self.note else "")
+        bad = f"{self.bad}: {self._which()}" if self.bad else "0"
+        return [brief(self.name), kind, str(self.inputs), str(self.values), bad]
+
+    def _which(self) -> str:
+        return ", ".join(self.which) + (", ..." if self.bad > len(self.which) else "")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a file was read.
+
+    Attributes:
+        found: What the file is written in, in words.
+        columns: Its columns in order; none for a file without names.
+        filled: How missing numbers were filled in; empty if none were.
+    """
+
+    found: str
+    columns: list[Column] = field(default_factory=list)
+    filled: str = ""
+
+    @property
+    def inputs(self) -> list[str]:
+        """The column of each input."""
+        return [column.name for column in self.columns for _ in range(column.inputs)]
+
+    def lines(self) -> list[str]:
+        """Say in a few lines what was found, with the columns that are worth a look."""
+        kinds = [column.kind for column in self.columns]
+        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        notable = [str(column) for column in self.columns if column.notable]
+        more = [f"{len(notable) - MOST} more columns are worth a look; report.json has them"]
+        return [
+            f"read as {self.found}" + (f"; columns: {counts}" if counts else ""),
+            *notable[:MOST],
+            *(more if len(notable) > MOST else []),
+            *([self.filled] if self.filled else []),
+        ]
+
+    def rows(self) -> list[list[str]]:
+        """Return a table's rows under `HEADER`: of many columns those that are worth a look, then the first ones."""
+        order = sorted(range(len(self.columns)), key=lambda i: (not self.columns[i].notable, i))
+        shown = [self.columns[i].row() for i in sorted(order[:MOST])]
+        left = len(self.columns) - len(shown)
+        return [*shown, *([[f"and {counted(left, 'column')} like these", "", "", "", ""]] if left else [])]
