@@ -749,6 +749,41 @@ def test_a_table_is_read_as_the_settings_say(tmp_path: Path, delimiter: str, typ
     assert int(usual.train.y.sum()) == 12
 
 
+def stray(folder: Path) -> list[str]:
+    """A table of 80 rows with two cells that are no numbers, in a column of large ones."""
+    ages = [1_700_000_000 + i for i in range(80)]
+    rows = [
+        f"{'-' if i == 29 else 'x' if i == 50 else age},{i % 7}%,{'yes' if (i > 39) ^ (i % 5 == 0) else 'no'}"
+        for i, age in enumerate(ages)
+    ]
+    (folder / "stray.csv").write_text("\n".join(["age,share,answer", *rows]) + "\n")
+    return [
+        *("data.name=csv", f"data.root={folder / 'stray.csv'}", "data.target=answer", "data.standardise=true"),
+        *("model.name=tabular_mlp", "adapter.kind=input_bias", "adapter.layers=[]", "shift.kind=none"),
+        *("data.missing=median", "pictures=false", "seeds=1", "method.start_std=2", "model.epochs=8"),
+    ]
+
+
+def test_how_a_table_was_read_is_said_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *stray(tmp_path))
+    content = json.loads((tmp_path / "run" / "report.json").read_text())["reading"]
+    assert content["found"] == "utf-8, cells parted by ',', decimal point, 80 rows"
+    age, share, answer = content["columns"]
+    assert (age["kind"], age["bad"], age["which"]) == ("number", 2, ["'-' in row 31", "'x' in row 52"])
+    assert (share["kind"], share["note"], answer["kind"]) == ("number", "all with '%'", "class")
+    assert content["filled"].startswith("missing numbers are filled in by train's median: ")
+    said = "column 'age': number, 78 values, 2 without one ('-' in row 31, 'x' in row 52)"
+    assert said in (tmp_path / "run" / "log.txt").read_text()
+    assert (
+        "| 'age' | number | 1 | 78 | 2: '-' in row 31, 'x' in row 52 |" in (tmp_path / "run" / "report.md").read_text()
+    )
+    assert "Columns as they were read." in (tmp_path / "run" / "report.html").read_text()
+    capsys.readouterr()
+    call("--config-file", DIGITS, "--output-dir", tmp_path / "dry", "--dry-run", *TINY, *stray(tmp_path))
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert not (tmp_path / "dry").exists()
+
+
 def test_missing_files_end_in_one_line(tmp_path: Path) -> None:
     out = ("--output-dir", tmp_path / "run")
     assert refused("--config-file", A9A, *out, *TINY) == (
