@@ -200,18 +200,15 @@ def read_csv(
     columns = list(zip(header, zip(*(row for _, row in rows[1:]), strict=True), strict=True))
     del rows
     labels, names_of_classes = _labels(path, target, dict(columns)[target], lines, header, target in categories)
-    read = _Columns(path, lines, decimal, missing, max_categories)
+    read = _Columns(path, lines, decimal, missing, max_categories, max_bytes)
 
     features: list[Array] = []
     said: list[Column] = []
-    width = 0
     for name, column in columns:
         if name == target or name in drop:
             said.append(labels if name == target else Column(name, "left out", values=len(set(column))))
             continue
         values, how = read.column(name, column, name in categories)
-        width += values.shape[1]
-        check_bytes(f"{path}, of {len(lines)} rows and at least {width} features,", 4 * width * len(lines), max_bytes)
         features.append(values)
         said.append(how)
     if not features:
@@ -227,9 +224,8 @@ def read_csv(
     with np.errstate(over="ignore"):
         exact = all(part.dtype == bool or np.array_equal(part.astype(np.float32), part) for part in features)
     kind: Any = np.float32 if exact else np.float64
-    check_bytes(
-        f"{path}, of {len(lines)} rows and {width} features,", np.dtype(kind).itemsize * width * len(y), max_bytes
-    )
+    size = np.dtype(kind).itemsize * read.width * len(y)
+    check_bytes(f"{path}, of {len(lines)} rows and {read.width} features,", size, max_bytes)
     x = np.concatenate(features, axis=1, dtype=kind)
     found = (
         f"{encoding}, cells parted by {delimiter!r}, decimal {'comma' if decimal == ',' else 'point'},"
@@ -494,8 +490,12 @@ def _cell(text: str, decimal: str) -> _Cell | None:
 class _Columns:
     """Reads the columns of a table: as numbers, or as categories."""
 
-    def __init__(self, path: StrPath, lines: Sequence[int], decimal: str, missing: bool, most: int) -> None:
+    def __init__(
+        self, path: StrPath, lines: Sequence[int], decimal: str, missing: bool, most: int, max_bytes: int
+    ) -> None:
         self._path, self._lines, self._decimal, self._missing, self._most = path, lines, decimal, missing, most
+        self._max_bytes = max_bytes
+        self.width = 0  # inputs so far
 
     def column(self, name: str, column: Sequence[str], as_they_are: bool) -> tuple[Array, Column]:
         """Return a column's inputs, ``n x inputs`` float64 or bool, and how it was read."""
@@ -542,6 +542,7 @@ class _Columns:
             )
         if different < 2 and not bad:
             notes.append("the same in each row")
+        self._widen(1)
         return values[:, None], Column(name, "number", 1, different, len(bad), which, "; ".join(notes))
 
     def _categories(self, name: str, column: Sequence[str], note: str) -> tuple[Array, Column]:
@@ -551,6 +552,7 @@ class _Columns:
                 f"{self._path}: {_too_many('text column', name, values, self._most)}; leave it out"
                 f" (data.drop=[{name}]) or raise data.max_categories" + (f" ({note})" if note else "")
             )
+        self._widen(len(values))
         empty = [i for i, cell in enumerate(column) if cell.lower() in _MISSING]
         how = Column(
             name,
@@ -562,6 +564,13 @@ class _Columns:
             "; ".join([*([note] if note else []), *(["these are categories too"] if empty else [])]),
         )
         return codes[:, None] == np.arange(len(values)), how
+
+    def _widen(self, inputs: int) -> None:
+        """Count further inputs, before they are made."""
+        self.width += inputs
+        rows = len(self._lines)
+        what = f"{self._path}, of {rows} rows and at least {self.width} features,"
+        check_bytes(what, 4 * self.width * rows, self._max_bytes)
 
     def _check_notation(self, name: str, column: Sequence[str], cells: dict[str, _Cell | None]) -> None:
         """Reject numbers of another notation than the table's, and of several signs: nothing fills these in."""
