@@ -11,8 +11,9 @@ import re
 import reprlib
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
 from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.data.reading import Column, Reading
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import existing, read_at_most
+from metricopt_ext.utils.files import existing, open_regular, read_at_most
 from metricopt_ext.utils.words import brief, counted
 
 StrPath = str | os.PathLike[str]
@@ -243,10 +244,9 @@ def _labelled(table: Table) -> Labelled:
 
 def _text(path: Path, most: int) -> bytes:
     """A file's content, unzipped if it is named ``.gz`` or ``.bz2``: at most so many bytes."""
-    openers: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".bz2": bz2.open}  # type: ignore[dict-item]
-    opener = openers.get(path.suffix, open)
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open}
     try:
-        with opener(path, "rb") as file:
+        with open_regular(path) as packed, openers.get(path.suffix, nullcontext)(packed) as file:
             text = read_at_most(file, most)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {brief(error)}") from error

@@ -1,6 +1,7 @@
 """CSV and LIBSVM files made here, as they are read or refused."""
 
 import gzip
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -428,3 +429,10 @@ def test_libsvm_that_is_refused_by_its_row(tmp_path: Path, content: str, message
     (tmp_path / "l").write_text(content)
     with pytest.raises(DataError, match=message):
         read_libsvm(tmp_path / "l")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "csv.gz", "csv.bz2"])
+def test_a_pipe_is_refused_at_once(tmp_path: Path, suffix: str) -> None:
+    os.mkfifo(tmp_path / f"t.{suffix}")
+    with pytest.raises(DataError, match=r"cannot read .*not a regular file"):
+        load_csv(tmp_path / f"t.{suffix}", "y")
