@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metricopt_ext.retrieval.recall import Array, Distance, Recall, check_options, recall_at_k
+from metricopt_ext.retrieval.neighbours import Array, Distance
+from metricopt_ext.retrieval.recall import Recall, check_options, recall_at_k
 
 try:
     import faiss

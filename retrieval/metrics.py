@@ -8,7 +8,8 @@ from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.retrieval.config import MetricConfig
-from metricopt_ext.retrieval.recall import Array, check_items, check_options, recall_at_k
+from metricopt_ext.retrieval.neighbours import Array
+from metricopt_ext.retrieval.recall import check_items, check_options, recall_at_k
 from metricopt_ext.tasks.own_metric import number_within, own_metric
 from metricopt_ext.utils.seeding import generator
 

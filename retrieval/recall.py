@@ -7,9 +7,9 @@ FAISS' exact one: on the CPU or, if FAISS was built for GPUs and finds one, on t
 
 import operator
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,25 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval.neighbours import (
+    Array,
+    Distance,
+    chunk_sizes,
+    chunks,
+    ranks_of_first,
+    searcher,
+    without_own,
+)
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.utils.seeding import generator
-
-try:
-    import faiss
-except ImportError as error:
-    raise ImportError(
-        "Recall@k needs FAISS: pip install 'metricopt-ext[retrieval]', or 'metricopt-ext[retrieval-gpu]' for a GPU"
-    ) from error
-
-Array = Tensor | npt.NDArray[Any]
-Distance = Literal["l2", "ip", "cosine"]
-
-CHUNK = 4096  # FAISS itself takes this many queries at a time: such chunks cost no time and give the very same floats
-# With fewer numbers in its queries (rows times dimension), FAISS doesn't use BLAS: slower, and rounded differently.
-# Older versions need 20 rows.
-FEWEST_NUMBERS, FEWEST_ROWS = 128_000, 20
-NEIGHBOURS = 2**24  # held at once, about 30 bytes each
-GPU_LARGEST_K = 2048  # of FAISS' GPU indices
 
 
 @dataclass(frozen=True)
@@ -129,7 +121,7 @@ def recall_at_k(
         order = torch.randperm(len(matched), generator=generator(seed, "recall queries")).numpy()
         chosen = np.sort(matched[order[:query_subset]])
 
-    ranks = _ranks(queries, labels, chosen, items, item_labels, includes_queries, max(ks), distance, progress)
+    ranks = ranks_of_first(queries, labels, chosen, items, item_labels, includes_queries, max(ks), distance, progress)
     recalls = {wanted: float(np.mean(ranks < wanted)) for wanted in ks}
     return Recall(recalls, queries=len(chosen), without_match=len(labels) - len(matched), gallery=len(items))
 
@@ -154,33 +146,8 @@ def hits_at_k(
     ks = check_options(ks, distance, None, 0)
     queries, own = check_items(embeddings, labels, "", distance)
     rows = _with_match(own, own, includes_queries=True)
-    ranks = _ranks(queries, own, rows, queries, own, True, max(ks), distance)
+    ranks = ranks_of_first(queries, own, rows, queries, own, True, max(ks), distance)
     return rows, ranks[:, None] < np.array(ks)
-
-
-def _ranks(
-    queries: npt.NDArray[np.float32],
-    labels: npt.NDArray[np.int64],
-    chosen: npt.NDArray[np.int64],
-    items: npt.NDArray[np.float32],
-    item_labels: npt.NDArray[np.int64],
-    includes_queries: bool,
-    largest: int,
-    distance: Distance,
-    progress: str | None = None,
-) -> npt.NDArray[np.int64]:
-    """Places, from 0, of the nearest item with the label of each chosen query; beyond ``largest`` if it is further."""
-    k = min(largest, len(items) - includes_queries)
-    search = _searcher(items, k + includes_queries, distance)
-    ranks = np.empty(len(chosen), dtype=np.int64)
-    chunks = _chunks(len(chosen), *_chunk_sizes(k, queries.shape[1]))
-    for part in _with_bar(chunks, progress):
-        rows = chosen[part]
-        neighbours = search(queries[rows])
-        if includes_queries:
-            neighbours = _without_own(neighbours, rows)
-        ranks[part] = _rank_of_first(item_labels[neighbours] == labels[rows, None])
-    return ranks
 
 
 def nearest(embeddings: Array, k: int, *, distance: Distance = "l2") -> npt.NDArray[np.int64]:
@@ -195,9 +162,9 @@ def nearest(embeddings: Array, k: int, *, distance: Distance = "l2") -> npt.NDAr
         DataError: As in `recall_at_k`, for the embeddings.
     """
     items, _ = check_items(embeddings, np.arange(len(embeddings)), "", distance)
-    search, own = _searcher(items, k + 1, distance), np.arange(len(items))
-    chunks = _chunks(len(items), *_chunk_sizes(k, items.shape[1]))
-    return np.concatenate([_without_own(search(items[part]), own[part]) for part in chunks])
+    search, own = searcher(items, k + 1, distance), np.arange(len(items))
+    parts = chunks(len(items), *chunk_sizes(k, items.shape[1]))
+    return np.concatenate([without_own(search(items[part]), own[part]) for part in parts])
 
 
 def recall_metric(
@@ -263,32 +230,6 @@ def _embed_all(
     return torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
 
 
-def _searcher(items: npt.NDArray[np.float32], k: int, distance: Distance) -> Callable[[Any], npt.NDArray[np.int64]]:
-    """A function from queries ``b x d`` to the rows of their k nearest items, ``b x k``, nearest first."""
-    if faiss.get_num_gpus() > 0 and k <= GPU_LARGEST_K:
-        resources = faiss.StandardGpuResources()
-        kind = faiss.GpuIndexFlatL2 if distance == "l2" else faiss.GpuIndexFlatIP
-        index = kind(resources, items.shape[1])
-        index.add(items)
-        return lambda queries: index.search(queries, k)[1]
-    metric = faiss.METRIC_L2 if distance == "l2" else faiss.METRIC_INNER_PRODUCT
-    # IndexFlat's search without the index, which would hold a copy of all items.
-    return lambda queries: faiss.knn(queries, items, k, metric)[1]
-
-
-def _without_own(neighbours: npt.NDArray[np.int64], own: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Remove each query's own row from its neighbours: ``b x (k + 1)`` and ``b`` to ``b x k``."""
-    remove: npt.NDArray[np.bool_] = neighbours == own[:, None]
-    # With more than k + 1 duplicates of a query, its own row may be missing: all are then neighbours, one too many.
-    remove[~remove.any(axis=1), -1] = True
-    return neighbours[~remove].reshape(len(own), -1)
-
-
-def _rank_of_first(hits: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Places, from 0, of the first hit in each row of ``b x k``; larger than any k if there is none."""
-    return np.where(hits.any(axis=1), hits.argmax(axis=1), np.iinfo(np.int64).max)
-
-
 def _with_match(
     labels: npt.NDArray[np.int64], item_labels: npt.NDArray[np.int64], includes_queries: bool
 ) -> npt.NDArray[np.int64]:
@@ -306,36 +247,6 @@ def _with_match(
             f"none of the {len(labels)} queries shares its label with another item of the gallery; at least one must"
         )
     return rows
-
-
-def _chunk_sizes(k: int, dimension: int) -> tuple[int, int]:
-    """How many queries to search at once, and the fewest that merit their own search."""
-    fewest = max(FEWEST_ROWS, -(-FEWEST_NUMBERS // dimension))
-    size = CHUNK * min(4, -(-fewest // CHUNK))
-    return min(size, max(FEWEST_ROWS, NEIGHBOURS // (k + 1))), fewest
-
-
-def _chunks(total: int, size: int = CHUNK, fewest: int = 1) -> list[slice]:
-    """Slices of ``size`` rows; a last one shorter than ``fewest`` joins the one before."""
-    starts = list(range(0, total, size))
-    if len(starts) > 1 and total - starts[-1] < fewest:
-        starts.pop()
-    return [slice(start, end) for start, end in zip(starts, [*starts[1:], total], strict=True)]
-
-
-def _with_bar(chunks: list[slice], title: str | None) -> Iterator[slice]:
-    """Show a bar on the terminal's error stream while the chunks are worked on; none without a title."""
-    if title is None:
-        yield from chunks
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    named = TextColumn("{task.description}", markup=False)  # a path may contain brackets
-    with Progress(
-        named, BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), console=Console(stderr=True)
-    ) as progress:
-        yield from progress.track(chunks, description=title)
 
 
 def check_options(ks: Sequence[int], distance: str, query_subset: int | None, seed: int) -> tuple[int, ...]:
@@ -387,7 +298,7 @@ def check_items(
         raise DataError(f"{whose}embeddings and labels must match in number, got {len(embeddings)} and {len(labels)}")
     vectors = _as_float32(embeddings, whose)
     largest, wrong = 0.0, []
-    for part in _chunks(len(vectors)):
+    for part in chunks(len(vectors)):
         wrong += (np.flatnonzero(~np.isfinite(vectors[part]).all(axis=1)) + part.start).tolist()
         with np.errstate(over="ignore", invalid="ignore"):
             largest = max(largest, float(np.einsum("ij,ij->i", vectors[part], vectors[part]).max()))
@@ -408,7 +319,7 @@ def check_items(
 
 def _to_unit_length(vectors: npt.NDArray[np.float32], whose: str) -> npt.NDArray[np.float32]:
     scaled = np.empty_like(vectors)
-    for part in _chunks(len(vectors)):
+    for part in chunks(len(vectors)):
         rows = vectors[part].astype(np.float64)  # whose squares neither overflow nor vanish
         lengths = np.linalg.norm(rows, axis=1, keepdims=True)
         if not lengths.all():
@@ -427,7 +338,7 @@ def _as_float32(embeddings: Array, whose: str) -> npt.NDArray[np.float32]:
     if isinstance(embeddings, np.ndarray) and embeddings.dtype == np.float32 and embeddings.flags.c_contiguous:
         return embeddings
     vectors = np.empty(tuple(embeddings.shape), dtype=np.float32)
-    for part in _chunks(len(vectors)):  # no second copy of everything on the way, in particular on the GPU
+    for part in chunks(len(vectors)):  # no second copy of everything on the way, in particular on the GPU
         rows = embeddings[part]
         with np.errstate(over="ignore"):  # caught below, as infinity
             vectors[part] = rows.float().cpu().numpy() if isinstance(rows, Tensor) else rows
@@ -446,7 +357,7 @@ def _check_gallery(queries: Any, labels: Any, items: Any, item_labels: Any, star
         raise DataError(f"queries and gallery must have embeddings of one dimension, got {dimension} and {other}")
     if not starts_with_queries:
         return
-    same = len(items) >= n and all(np.array_equal(queries[part], items[part]) for part in _chunks(n))
+    same = len(items) >= n and all(np.array_equal(queries[part], items[part]) for part in chunks(n))
     if not (same and np.array_equal(labels, item_labels[:n])):
         raise DataError(
             f"the first {n} of the gallery's {len(items)} items must be the queries with their labels; they differ"

@@ -26,7 +26,7 @@ from pytorch_metric_learning.utils.inference import CustomKNN, FaissKNN
 from pytorch_metric_learning.utils.logging_presets import HookContainer
 
 from metricopt_ext.errors import DataError, MetricError
-from metricopt_ext.retrieval import accuracy, recall
+from metricopt_ext.retrieval import accuracy, neighbours, recall
 from metricopt_ext.retrieval.accuracy import RecallCalculator
 from metricopt_ext.retrieval.recall import Recall, hits_at_k, recall_at_k, recall_metric
 from metricopt_ext.tasks.metric import Ledger
@@ -119,21 +119,21 @@ def test_chunks_give_the_recalls_of_one_raw_search(n: int, d: int, distance: Any
 def test_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = clusters(700, 32)
     whole = recall_at_k(x, y, (1, 5, 50))
-    for neighbours in (1, 100 * 51, 333 * 51):  # 20, 100 and 333 queries at a time
-        monkeypatch.setattr(recall, "NEIGHBOURS", neighbours)
+    for held in (1, 100 * 51, 333 * 51):  # 20, 100 and 333 queries at a time
+        monkeypatch.setattr(neighbours, "NEIGHBOURS", held)
         assert recall_at_k(x, y, (1, 5, 50)) == whole
 
 
 @pytest.mark.parametrize("total", [1, 19, 20, 99, 100, 101, 119, 120, 150, 219, 220, 1000])
 def test_chunks_cover_everything_once(total: int) -> None:
-    chunks = recall._chunks(total, 100, 20)
+    chunks = neighbours.chunks(total, 100, 20)
     assert [i for part in chunks for i in range(part.start, part.stop)] == list(range(total))
     assert len(chunks) == 1 or min(part.stop - part.start for part in chunks) >= 20
 
 
 @pytest.mark.parametrize(("k", "d"), [(1, 512), (1000, 512), (1000, 16), (1000, 1), (60_000, 512), (10**9, 8)])
 def test_chunk_sizes_bound_the_neighbours(k: int, d: int) -> None:
-    size, fewest = recall._chunk_sizes(k, d)
+    size, fewest = neighbours.chunk_sizes(k, d)
     assert size * (k + 1) <= 2**24 or size == 20
     if k <= 1000 and d >= 16:
         assert size % 4096 == 0  # FAISS' own blocks
@@ -142,7 +142,7 @@ def test_chunk_sizes_bound_the_neighbours(k: int, d: int) -> None:
 
 
 def test_memory_does_not_grow_with_the_neighbours_of_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "NEIGHBOURS", 2**17)
+    monkeypatch.setattr(neighbours, "NEIGHBOURS", 2**17)
     x, y = clusters(4000, 32, classes=100)
     recall_at_k(x, y, (1,))
     tracemalloc.start()
@@ -187,8 +187,8 @@ def test_more_duplicates_than_neighbours() -> None:
 
 
 def test_without_own_takes_the_last_where_own_is_missing() -> None:
-    neighbours = np.array([[7, 0, 5], [1, 9, 8], [4, 3, 6]])
-    assert recall._without_own(neighbours, np.array([0, 1, 2])).tolist() == [[7, 5], [9, 8], [4, 3]]
+    found = np.array([[7, 0, 5], [1, 9, 8], [4, 3, 6]])
+    assert neighbours.without_own(found, np.array([0, 1, 2])).tolist() == [[7, 5], [9, 8], [4, 3]]
 
 
 def test_single_members_are_left_out_and_stay_in_the_gallery() -> None:
@@ -254,14 +254,14 @@ def test_subset_is_exact_for_its_queries_and_fixed() -> None:
     assert (full.queries, full.without_match) == (370, 30)
 
     searched: list[np.ndarray] = []
-    original = recall._searcher
+    original = neighbours.searcher
 
     def spy(*arguments: Any) -> Any:
         search = original(*arguments)
         return lambda queries: searched.append(queries) or search(queries)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recall, "_searcher", spy)
+        patch.setattr(neighbours, "searcher", spy)
         part = recall_at_k(x, y, (1, 5), query_subset=100, seed=4)
     (queries,) = searched
     rows = [int(np.flatnonzero((x == query).all(axis=1))[0]) for query in queries]
@@ -564,7 +564,7 @@ def test_primary_metric_of_testers_and_hooks(tmp_path: Path, records: Any) -> No
 @pytest.mark.parametrize(
     ("missing", "module", "message"),
     [
-        ("faiss", "recall", "Recall@k needs FAISS: pip install 'metricopt-ext[retrieval]'"),
+        ("faiss", "neighbours", "Recall@k needs FAISS: pip install 'metricopt-ext[retrieval]'"),
         *[
             ("pytorch_metric_learning", module, "pytorch-metric-learning: pip install 'metricopt-ext[retrieval]'")
             for module in ("accuracy", "losses", "task")
