@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.neighbours import Array, Distance
-from metricopt_ext.retrieval.recall import Recall, check_options, recall_at_k
+from metricopt_ext.retrieval.recall import Recall, as_ids, check_options, recall_at_k
 
 try:
     import faiss
@@ -28,8 +30,8 @@ class RecallCalculator(AccuracyCalculator):  # type: ignore[misc]
     """Calculates ``recall_at_<k>`` and, on request, pytorch-metric-learning's own metrics too.
 
     The recalls are those of `recall_at_k`, with its memory use, exact labels and rules for ties and for classes with a
-    single member. pytorch-metric-learning's own metrics are calculated as it does: with labels as float32, which can't
-    tell ids above 2^24 apart, and with all neighbours in memory at once.
+    single member. pytorch-metric-learning's own metrics are calculated as it does, by float32 distances and with all
+    neighbours in memory at once; it takes labels as float32, so ids are numbered from 0 before.
 
     Args:
         include: Metrics to calculate, e.g. ``("recall_at_1", "mean_average_precision_at_r")``; by default all recalls
@@ -93,9 +95,9 @@ class RecallCalculator(AccuracyCalculator):  # type: ignore[misc]
 
         Args:
             query: Embeddings, ``n x d``.
-            query_labels: ``n`` integers.
+            query_labels: As in `recall_at_k`, e.g. the whole float32 numbers that a tester of two streams stores.
             reference: Embeddings of the gallery, ``m x d``; None to search the queries themselves.
-            reference_labels: ``m`` integers.
+            reference_labels: Their labels; None without a gallery.
             ref_includes_query: Whether the first n items of ``reference`` are the queries.
             include: Metrics to calculate this time; by default all.
             exclude: Those of these metrics to leave out this time.
@@ -104,8 +106,11 @@ class RecallCalculator(AccuracyCalculator):  # type: ignore[misc]
             Values by name.
 
         Raises:
-            DataError: As in `recall_at_k`.
+            DataError: As in `recall_at_k`; or labels of a gallery without it, or a gallery without labels.
         """
+        if (reference is None) != (reference_labels is None):
+            given, lacks = ("reference", "reference_labels")[:: 1 if reference_labels is None else -1]
+            raise DataError(f"{given} is given without {lacks}; give both, or none to search the queries themselves")
         functions = self.get_function_dict(include, exclude)
         recalls = {name: function for name, function in functions.items() if name in self._ks}
         own = tuple(name for name in functions if name not in self._ks)
@@ -123,9 +128,10 @@ class RecallCalculator(AccuracyCalculator):  # type: ignore[misc]
         if own and self._options["distance"] == "cosine":
             query, reference = _unit_length(query), None if reference is None else _unit_length(reference)
         if own:
-            values |= super().get_accuracy(
-                query, query_labels, reference, reference_labels, ref_includes_query, include=own
-            )
+            ids = [as_ids(each) for each in (query_labels, reference_labels) if each is not None]
+            numbers = np.split(np.unique(np.concatenate(ids), return_inverse=True)[1], [len(ids[0])])
+            theirs = None if reference is None else numbers[1]
+            values |= super().get_accuracy(query, numbers[0], reference, theirs, ref_includes_query, include=own)
         self.curr_function_dict = functions  # testers and hooks read the names of these
         return {name: values[name] for name in functions}
 

@@ -188,13 +188,14 @@ def _of_classes(whole: Labelled, classes: Tensor) -> Split:
 def _listed_images(root: Path, name: str, image_size: int, limits: Limits) -> Labelled:
     file = existing(root / name)
     try:
-        header, *lines = read_bounded(file, LIST_BYTES).decode().splitlines()
+        lines = read_bounded(file, LIST_BYTES).decode("utf-8-sig").splitlines()
     except (ValueError, OSError) as error:
         raise DataError(f"cannot read {file}: {brief(error)}") from error
-    if header.split() != _COLUMNS or not lines:
-        raise DataError(f"{file} must list {' '.join(_COLUMNS)}, got {brief(header)} and {len(lines)} images")
-    rows = [line.split(maxsplit=3) for line in lines]
-    for number, row in enumerate(rows, start=2):
+    (_, header), *listed = [(n, line.strip()) for n, line in enumerate(lines, start=1) if line.strip()] or [(1, "")]
+    if header.split() != _COLUMNS or not listed:
+        raise DataError(f"{file} must list {' '.join(_COLUMNS)}, got {brief(header)} and {len(listed)} images")
+    rows = [line.split(maxsplit=3) for _, line in listed]
+    for (number, _), row in zip(listed, rows, strict=True):
         if len(row) != 4 or not row[1].isdecimal() or len(row[1]) > 18:  # 18 digits fit into 64 bits
             raise DataError(f"{file}: line {number} must be {' '.join(_COLUMNS)}, got {brief(row)}")
     classes, y = torch.tensor([int(row[1]) for row in rows]).unique(return_inverse=True)

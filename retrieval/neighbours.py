@@ -1,10 +1,18 @@
-"""The nearest neighbours of embeddings, by FAISS' exact search."""
+"""The nearest neighbours of embeddings, in the order of float64.
 
-from collections.abc import Callable, Iterator
+FAISS searches in float32. What that can't tell apart, by a bound of its rounding, is compared in float64: the
+candidates that FAISS found or, where these may not be all, every item.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 try:
@@ -16,6 +24,10 @@ except ImportError as error:
 
 Array = Tensor | npt.NDArray[Any]
 Distance = Literal["l2", "ip", "cosine"]
+Singles = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 CHUNK = 4096  # FAISS itself takes this many queries at a time: such chunks cost no time and give the very same floats
 # With fewer numbers in its queries (rows times dimension), FAISS doesn't use BLAS: slower, and rounded differently.
@@ -23,57 +35,380 @@ CHUNK = 4096  # FAISS itself takes this many queries at a time: such chunks cost
 FEWEST_NUMBERS, FEWEST_ROWS = 128_000, 20
 NEIGHBOURS = 2**24  # held at once, about 30 bytes each
 GPU_LARGEST_K = 2048  # of FAISS' GPU indices
+DISTANCES = 2**24  # in float64, held at once
+NUMBERS = 2**21  # of embeddings in float64, held at once
+MANY = 1024  # items of which it is worth while to tell copies apart
+SAMPLE = 1024  # rows that tell where embeddings lie, and their scale
+ORDINARY = 2.0**32  # lengths below it, and above its inverse, need no scale
+LONGEST = 2.0**60  # what no scale makes a row longer than: squares stay far below float32's largest number
+SINGLE, DOUBLE = 2.0**-24, 2.0**-53  # unit roundoffs
+SMALLEST = 2.0**-126  # of float32's normal numbers; a library may take smaller ones for 0
+
+
+class Vectors:
+    """Embeddings as they were given, ``n x d``, whose rows are had in float64.
+
+    Args:
+        given: A tensor on any device or an array, of finite numbers.
+        unit: Whether rows are scaled to length 1; none is then 0.
+    """
+
+    def __init__(self, given: Array, unit: bool = False) -> None:
+        self.given, self.unit = given, unit
+        self.size, self.dimension = given.shape
+
+    def rows(self, which: Any) -> Doubles:
+        """Return rows, ``b x d``, for a slice or an array of their numbers."""
+        found: Doubles
+        if isinstance(self.given, Tensor):
+            at = which if isinstance(which, slice) else torch.from_numpy(which).to(self.given.device)
+            found = self.given[at].detach().cpu().double().numpy()
+        else:
+            found = self.given[which].astype(np.float64)
+        if self.unit:
+            found = np.ldexp(found, -np.frexp(np.abs(found).max(axis=1, keepdims=True))[1])  # squares don't vanish
+            found /= np.linalg.norm(found, axis=1, keepdims=True)
+        return found
+
+    def parts(self) -> list[slice]:
+        """Slices that are short enough to be held in float64."""
+        return chunks(self.size, max(1, NUMBERS // self.dimension))
+
+
+class Frame:
+    """Embeddings in coordinates in which float32 keeps its digits.
+
+    They are shifted where they lie further from 0 than they are wide, and scaled by a power of two, which does not
+    round, where their lengths are far from 1.
+
+    Args:
+        vectors: The embeddings.
+        shifted: Whether they may be shifted.
+        like: Embeddings whose coordinates these share; None for their own.
+    """
+
+    def __init__(self, vectors: Vectors, shifted: bool = True, like: "Frame | None" = None) -> None:
+        self.vectors = vectors
+        self.centre, self.scale = (like.centre, like.scale) if like else self._fitted(shifted)
+        self.single = self._single()
+
+    def _fitted(self, shifted: bool) -> tuple[Doubles, float]:
+        size = self.vectors.size
+        sample = self.vectors.rows(np.linspace(0, size - 1, min(size, SAMPLE)).astype(np.int64))
+        centre: Doubles = np.median(sample, axis=0)  # which a few far rows don't move
+        if _whole(sample):
+            centre = np.rint(centre)
+        if not shifted or np.linalg.norm(centre) <= 2 * np.median(np.linalg.norm(sample - centre, axis=1)):
+            centre = np.zeros_like(centre)
+        typical = float(np.median(np.abs(sample - centre).max(axis=1)))
+        if 1 / ORDINARY < typical < ORDINARY:
+            return centre, 1.0
+        largest = max(float(np.abs(self.vectors.rows(part) - centre).max()) for part in self.vectors.parts())
+        longest = largest * math.sqrt(self.vectors.dimension)
+        exponent = math.frexp(max(typical or longest, longest / LONGEST) or 1.0)[1]
+        return centre, 2.0 ** -max(exponent, -1000)
+
+    def _single(self) -> Singles:
+        given = self.vectors.given
+        if not (self.vectors.unit or self.centre.any() or self.scale != 1):
+            if isinstance(given, Tensor) and given.device.type == "cpu" and given.dtype == torch.float32:
+                given = given.detach().numpy()
+            if isinstance(given, np.ndarray) and given.dtype == np.float32 and given.flags.c_contiguous:
+                return given
+        single = np.empty((self.vectors.size, self.vectors.dimension), dtype=np.float32)
+        with np.errstate(over="ignore"):  # to infinity, which the bound takes for unknown
+            for part in self.vectors.parts():  # no second copy of everything on the way, in particular on the GPU
+                single[part] = self.double(part)
+        return single
+
+    def double(self, which: Any) -> Doubles:
+        """Return rows, ``b x d``, in these coordinates."""
+        return (self.vectors.rows(which) - self.centre) * self.scale
+
+    def exact(self, which: Any) -> Doubles:
+        """Return rows, ``b x d``, not shifted: only their scale differs from what was given."""
+        return self.vectors.rows(which) * self.scale
+
+    def whole(self) -> bool:
+        """Whether all coordinates are whole numbers."""
+        return all(_whole(self.double(part)) for part in self.vectors.parts())
+
+
+class Search:
+    """Finds neighbours by their exact distances; of items at one distance, the first comes first.
+
+    A common shift changes no distance, and a shift of the items not the order of inner products.
+
+    Args:
+        queries: What searches, ``n x d``.
+        items: What is searched, ``m x d``.
+        distance: As in `recall_at_k`; the cosine is compared as the distance of rows of length 1, which cancels less.
+        k: Largest number of neighbours.
+        own: Whether the queries are the first n items; they are not their own neighbours.
+    """
+
+    def __init__(self, queries: Vectors, items: Vectors, distance: Distance, k: int, own: bool) -> None:
+        self.euclidean, self.own = distance != "ip", own
+        self.items = Frame(items)
+        if self.euclidean:
+            self.queries = self.items if queries is items else Frame(queries, like=self.items)
+        else:
+            same = queries is items and not self.items.centre.any()
+            self.queries = self.items if same else Frame(queries, shifted=False)
+        self.longest = max(float(_lengths(self.items.single[part]).max()) for part in items.parts())
+        largest = max(float(_lengths(self.queries.single[part]).max()) for part in queries.parts())
+        self.room = math.inf  # above which no whole number occurs in a distance
+        if 4 * max(self.longest, largest) ** 2 < 1 / DOUBLE and self.items.whole() and self.queries.whole():
+            self.room = 4 * max(self.longest, largest) ** 2
+        k = min(k, items.size - own)
+        count = k + own + max(4, k // 32)  # some more, which tell where the last of the k ends
+        if k + own <= GPU_LARGEST_K:
+            count = min(count, GPU_LARGEST_K)
+        self.all_found = count >= items.size
+        self.count = min(count, items.size)
+        self._search = _searcher(self.items.single, self.count, self.euclidean)
+
+    def ranks(
+        self, rows: Integers, labels: Integers, item_labels: Integers, ks: Sequence[int]
+    ) -> tuple[Integers, Flags, Flags]:
+        """Find the place, from 0, of the nearest item with each query's label.
+
+        Args:
+            rows: Which queries search, ``b``.
+            labels: Their labels; each has an item of its label besides itself.
+            item_labels: Labels of the items, ``m``.
+            ks: What the places are for: each is below the same of these as the exact place.
+
+        Returns:
+            The places, ``b``; which of them float32 left open; and which of these `ranks_among_all` must find.
+        """
+        keys, found, last = self._found(rows)
+        hits = item_labels[found] == labels[:, None]
+        hit, places = hits.any(axis=1), hits.argmax(axis=1)
+        key = np.where(hit, keys[np.arange(len(rows)), places], last)
+        low, high = self._range(key, last, _lengths(self.queries.single[rows]), SINGLE)
+        undecided = np.zeros(len(rows), dtype=np.bool_)
+        for k in ks:
+            if k <= keys.shape[1]:
+                after = keys[:, k] > high if k < keys.shape[1] else np.full(len(rows), self.all_found)
+                undecided |= ~((keys[:, k - 1] < low) | (hit & after))
+        left = undecided & ~(hit & ((high < last) | (np.isfinite(high) & self.all_found)))
+        places = np.where(hit, places, np.iinfo(np.int64).max)
+        for i in np.flatnonzero(undecided & ~left):
+            start, end = np.searchsorted(keys[i], low[i]), np.searchsorted(keys[i], high[i], side="right")
+            near = found[i, start:end]
+            exact = keys[i, start:end] if low[i] == high[i] else self._exact_keys(rows[i], near)
+            places[i] = start + _place(exact, near, hits[i, start:end])
+        return places, undecided, left
+
+    def ranks_among_all(self, rows: Integers, labels: Integers, item_labels: Integers) -> Integers:
+        """Find the exact places by the float64 distances of all items; arguments as for `ranks`."""
+        order = np.argsort(item_labels, kind="stable")
+        starts, ends = (np.searchsorted(item_labels, labels, side=side, sorter=order) for side in ("left", "right"))
+        places = np.empty(len(rows), dtype=np.int64)
+        for i, (keys, offset, length) in enumerate(self._among_all(rows)):
+            key = keys[order[starts[i] : ends[i]]].min()
+            low, high = self._range(key, key + offset, length, DOUBLE)
+            near = np.flatnonzero(keys <= high)
+            outside = np.count_nonzero(keys[near] < low)
+            near = near[keys[near] >= low]
+            exact = keys[near] if low == high else self._exact_keys(rows[i], near)
+            places[i] = outside + _place(exact, near, item_labels[near] == labels[i])
+        return places
+
+    def nearest(self, rows: Integers, k: int) -> Integers:
+        """Find the k nearest items of queries, ``b x k``, nearest first; k is at most the search's."""
+        keys, found, last = self._found(rows)
+        _, high = self._range(keys[:, k - 1], last, _lengths(self.queries.single[rows]), SINGLE)
+        result = np.empty((len(rows), k), dtype=np.int64)
+        sure = (high < last) | (np.isfinite(high) & self.all_found)
+        for i in np.flatnonzero(sure):
+            result[i] = self._in_order(rows[i], found[i, keys[i] <= high[i]])[:k]
+        for i, (items, offset, length) in zip(np.flatnonzero(~sure), self._among_all(rows[~sure]), strict=True):
+            key = np.partition(items, k - 1)[k - 1]
+            _, farthest = self._range(key, key + offset, length, DOUBLE)
+            result[i] = self._in_order(rows[i], np.flatnonzero(items <= farthest))[:k]
+        return result
+
+    def _found(self, rows: Integers) -> tuple[Singles, Integers, Doubles]:
+        """FAISS' keys, ascending, and rows, ``b x c``, without the query itself; and the key that no other is below."""
+        keys, found = self._search(self.queries.single[rows])
+        last = keys[:, -1].astype(np.float64)
+        if self.own:
+            keep = others(found, rows)
+            keys, found = (each[keep].reshape(len(rows), -1) for each in (keys, found))
+        return keys, found, last
+
+    def _among_all(self, rows: Integers) -> Iterator[tuple[Doubles, float, float]]:
+        """Float64 keys of all items for one query after the other; what lacks to distances, and the query's length."""
+        for part in chunks(len(rows), max(1, DISTANCES // self.items.vectors.size)):
+            queries = self.queries.double(rows[part])
+            lengths = np.linalg.norm(queries, axis=1)
+            left = np.hstack([-2 * queries, np.ones((len(queries), 1))]) if self.euclidean else -queries
+            keys = np.empty((len(queries), self.items.vectors.size))
+            for some in self.items.vectors.parts():
+                right = self.items.double(some)
+                if self.euclidean:
+                    right = np.hstack([right, np.einsum("ij,ij->i", right, right)[:, None]])
+                keys[:, some] = left @ right.T
+            if self.own:
+                keys[np.arange(len(queries)), rows[part]] = np.inf
+            yield from zip(keys, lengths**2 if self.euclidean else np.zeros(len(queries)), lengths, strict=True)
+
+    def _range(self, key: Any, last: Any, length: Any, unit: float) -> tuple[Any, Any]:
+        """Lowest and highest key that an item's may not be told apart from, for keys up to ``last``.
+
+        The error of a sum of d products is below gamma(d) |x| |y| in whatever order they are added (Higham, 2002, 3.1).
+        An item y at a distance r of x is no longer than |x| + r, so a few long items leave the others' bound as it is.
+        """
+        c = (self.items.vectors.dimension + 8) * unit  # and the rounding of the coordinates and of the last sums
+        if self.room < 1 / unit:  # all that is added is a whole number, without rounding
+            return key, key
+        if c > 0.02:
+            return key - np.inf, key + np.inf
+        c /= 1 - c
+        root = math.sqrt(c)
+        reach = self.longest
+        slack = (1 + 2 * root / (1 - root)) ** 2  # for items at the range's own end
+        with np.errstate(invalid="ignore", over="ignore"):
+            if self.euclidean:
+                radius = (np.sqrt(np.maximum(last, 0)) + 2 * root * length) / (1 - root)
+                error = slack * c * (length + np.minimum(reach, length + radius)) ** 2
+            else:
+                error = c * length * reach
+            doubt = 2.02 * error + (8 * self.items.vectors.dimension + 16) * SMALLEST * (unit == SINGLE)
+            return key - doubt, key + doubt
+
+    def _exact_keys(self, row: int, near: Integers) -> Doubles:
+        """Keys of some items by a formula that does not cancel; each is calculated once for all copies of an item."""
+        if len(near) < MANY:
+            return self._calculated(row, near)
+        distinct, place = np.unique(self._first_copy[near], return_inverse=True)
+        return self._calculated(row, distinct)[place]
+
+    @cached_property
+    def _first_copy(self) -> Integers:
+        """The first item with the same content as each, ``m``."""
+        _, first, place = np.unique(fingerprints(self.items.vectors), return_index=True, return_inverse=True)
+        return first[place]
+
+    def _calculated(self, row: int, near: Integers) -> Doubles:
+        query, keys = self.queries.exact(np.array([row])), np.empty(len(near))
+        for part in chunks(len(near), max(1, NUMBERS // self.items.vectors.dimension)):
+            if self.euclidean:
+                keys[part] = ((self.items.exact(near[part]) - query) ** 2).sum(axis=1)
+            else:
+                keys[part] = -(self.items.double(near[part]) * query).sum(axis=1)  # what all share is left out
+        return keys
+
+    def _in_order(self, row: int, near: Integers) -> Integers:
+        return near[np.lexsort((near, self._exact_keys(row, near)))]
+
+
+def _place(keys: Any, rows: Integers, hits: Flags) -> int:
+    """How many items are before the first hit, by key and then by row."""
+    key = keys[hits].min()
+    ties = keys == key
+    return int(np.count_nonzero(keys < key) + np.count_nonzero(rows[ties] < rows[ties & hits].min()))
+
+
+def _whole(numbers: Doubles) -> bool:
+    return bool((numbers == np.rint(numbers)).all())
+
+
+def _lengths(rows: Singles) -> Doubles:
+    """Lengths, ``b``, rounded up."""
+    with np.errstate(over="ignore"):
+        return np.sqrt(np.einsum("ij,ij->i", rows, rows).astype(np.float64)) * 1.001
+
+
+def fingerprints(vectors: Vectors, precision: torch.dtype | None = None) -> npt.NDArray[np.uint64]:
+    """Return a number for each row, ``n``, which rows of the same content share, and others but by a chance of 2^-64.
+
+    Args:
+        vectors: ``n x d``.
+        precision: What the numbers are rounded to before; None for as they are.
+    """
+    factors = np.random.default_rng(0).integers(2**64, size=vectors.dimension, dtype=np.uint64) | np.uint64(1)
+    result = np.empty(vectors.size, dtype=np.uint64)
+    for part in vectors.parts():
+        rows = vectors.rows(part)
+        if precision is not None:
+            rows = torch.from_numpy(rows).to(precision).double().numpy()
+        bits = (rows + 0.0).view(np.uint64)  # -0 becomes 0
+        result[part] = ((bits ^ (bits >> np.uint64(32))) * factors).sum(axis=1)  # as the low bits of many are 0
+    return result
 
 
 def ranks_of_first(
-    queries: npt.NDArray[np.float32],
-    labels: npt.NDArray[np.int64],
-    chosen: npt.NDArray[np.int64],
-    items: npt.NDArray[np.float32],
-    item_labels: npt.NDArray[np.int64],
+    queries: Vectors,
+    labels: Integers,
+    chosen: Integers,
+    items: Vectors,
+    item_labels: Integers,
     includes_queries: bool,
-    largest: int,
+    ks: Sequence[int],
     distance: Distance,
     progress: str | None = None,
-) -> npt.NDArray[np.int64]:
-    """Places, from 0, of the nearest item with the label of each chosen query; beyond ``largest`` if it is further."""
-    k = min(largest, len(items) - includes_queries)
-    search = searcher(items, k + includes_queries, distance)
-    ranks = np.empty(len(chosen), dtype=np.int64)
-    parts = chunks(len(chosen), *chunk_sizes(k, queries.shape[1]))
-    for part in _with_bar(parts, progress):
+) -> tuple[Integers, int]:
+    """Find the place, from 0, of the nearest item with the label of each chosen query.
+
+    Args:
+        queries: ``n x d``.
+        labels: Their labels, ``n``.
+        chosen: Which of them search, ``b``; each has an item of its label besides itself.
+        items: ``m x d``.
+        item_labels: Their labels, ``m``.
+        includes_queries: Whether the queries are the first n items.
+        ks: What the places are for: each is below the same of these as the exact place.
+        distance: As in `recall_at_k`.
+        progress: Title of a progress bar; None for no bar.
+
+    Returns:
+        The places, ``b``, and how many of them float32 left open.
+    """
+    search = Search(queries, items, distance, max(ks), includes_queries)
+    places = np.empty(len(chosen), dtype=np.int64)
+    undecided, left = (np.zeros(len(chosen), dtype=np.bool_) for _ in range(2))
+    for part in _with_bar(chunks(len(chosen), *chunk_sizes(search.count, queries.dimension)), progress):
         rows = chosen[part]
-        neighbours = search(queries[rows])
-        if includes_queries:
-            neighbours = without_own(neighbours, rows)
-        ranks[part] = _rank_of_first(item_labels[neighbours] == labels[rows, None])
-    return ranks
+        places[part], undecided[part], left[part] = search.ranks(rows, labels[rows], item_labels, ks)
+    again = np.flatnonzero(left)
+    if len(again):
+        for part in _with_bar(chunks(len(again), CHUNK), progress and f"{progress}, in float64"):
+            rows = chosen[again[part]]
+            places[again[part]] = search.ranks_among_all(rows, labels[rows], item_labels)
+    return places, int(undecided.sum())
 
 
-def searcher(items: npt.NDArray[np.float32], k: int, distance: Distance) -> Callable[[Any], npt.NDArray[np.int64]]:
-    """A function from queries ``b x d`` to the rows of their k nearest items, ``b x k``, nearest first."""
+def _searcher(items: Singles, k: int, euclidean: bool) -> Callable[[Singles], tuple[Singles, Integers]]:
+    """A function from queries ``b x d`` to keys and rows of their k nearest items, ``b x k``, keys ascending."""
     if faiss.get_num_gpus() > 0 and k <= GPU_LARGEST_K:
-        resources = faiss.StandardGpuResources()
-        kind = faiss.GpuIndexFlatL2 if distance == "l2" else faiss.GpuIndexFlatIP
-        index = kind(resources, items.shape[1])
+        index = (faiss.GpuIndexFlatL2 if euclidean else faiss.GpuIndexFlatIP)(
+            faiss.StandardGpuResources(), items.shape[1]
+        )
         index.add(items)
-        return lambda queries: index.search(queries, k)[1]
-    metric = faiss.METRIC_L2 if distance == "l2" else faiss.METRIC_INNER_PRODUCT
-    # IndexFlat's search without the index, which would hold a copy of all items.
-    return lambda queries: faiss.knn(queries, items, k, metric)[1]
+        search = index.search
+    else:
+        metric = faiss.METRIC_L2 if euclidean else faiss.METRIC_INNER_PRODUCT
+
+        # IndexFlat's search without the index, which would hold a copy of all items.
+        def search(queries: Singles, k: int) -> Any:
+            return faiss.knn(queries, items, k, metric)
+
+    def keyed(queries: Singles) -> tuple[Singles, Integers]:
+        keys, rows = search(queries, k)
+        return (keys, rows) if euclidean else (np.negative(keys, out=keys), rows)
+
+    return keyed
 
 
-def without_own(neighbours: npt.NDArray[np.int64], own: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Remove each query's own row from its neighbours: ``b x (k + 1)`` and ``b`` to ``b x k``."""
-    remove: npt.NDArray[np.bool_] = neighbours == own[:, None]
+def others(found: Integers, own: Integers) -> Flags:
+    """Mark all but each query's own row among the rows found, ``b x (k + 1)``, k in each row."""
+    keep: Flags = found != own[:, None]
     # With more than k + 1 duplicates of a query, its own row may be missing: all are then neighbours, one too many.
-    remove[~remove.any(axis=1), -1] = True
-    return neighbours[~remove].reshape(len(own), -1)
-
-
-def _rank_of_first(hits: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Places, from 0, of the first hit in each row of ``b x k``; larger than any k if there is none."""
-    return np.where(hits.any(axis=1), hits.argmax(axis=1), np.iinfo(np.int64).max)
+    keep[keep.all(axis=1), -1] = False
+    return keep
 
 
 def chunk_sizes(k: int, dimension: int) -> tuple[int, int]:
@@ -88,7 +423,7 @@ def chunks(total: int, size: int = CHUNK, fewest: int = 1) -> list[slice]:
     starts = list(range(0, total, size))
     if len(starts) > 1 and total - starts[-1] < fewest:
         starts.pop()
-    return [slice(start, end) for start, end in zip(starts, [*starts[1:], total], strict=True)]
+    return [slice(start, end) for start, end in pairwise([*starts, total])]
 
 
 def _with_bar(parts: list[slice], title: str | None) -> Iterator[slice]:

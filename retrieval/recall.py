@@ -1,14 +1,16 @@
 """Recall@k: the share of queries for which any of the k nearest others has the query's label.
 
-`recall_at_k` computes it from embeddings, `recall_metric` makes a black-box metric of a model from it. The search is
-FAISS' exact one: on the CPU or, if FAISS was built for GPUs and finds one, on the GPU (hide it with
-``CUDA_VISIBLE_DEVICES=`` to keep its memory for the model).
+`recall_at_k` computes it from embeddings, `recall_metric` makes a black-box metric of a model from it. FAISS searches
+in float32: on the CPU or, if FAISS was built for GPUs and finds one, on the GPU (hide it with ``CUDA_VISIBLE_DEVICES=``
+to keep its memory for the model). What float32 can't tell apart is compared in float64.
 """
 
+import math
 import operator
 import statistics
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
@@ -20,11 +22,12 @@ from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.neighbours import (
     Array,
     Distance,
+    Search,
+    Vectors,
     chunk_sizes,
     chunks,
+    fingerprints,
     ranks_of_first,
-    searcher,
-    without_own,
 )
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.utils.seeding import generator
@@ -40,12 +43,16 @@ class Recall:
         without_match: Number of queries left out because no other item of the gallery has their label. To count them
             as misses (all queries searched, no subset), multiply by ``queries / (queries + without_match)``.
         gallery: Number of items in the gallery.
+        doubles: Number of queries whose neighbours float32 could not tell apart; float64 did.
+        copies: Number of queries that occur in a separate gallery with their label, and find themselves.
     """
 
     at: dict[int, float]
     queries: int
     without_match: int
     gallery: int
+    doubles: int = field(default=0, compare=False)
+    copies: int = field(default=0, compare=False)
 
     @property
     def mean(self) -> float:
@@ -71,19 +78,22 @@ def recall_at_k(
       neighbours.
     - A query whose label no other gallery item has (the single member of a class) can't be a hit at any k. It is left
       out of the mean, as in pytorch-metric-learning, and counted in `Recall.without_match`; it stays in the gallery.
-    - Items at equal distance come in the order in which FAISS returns them. That order may depend on the largest k, on
-      the FAISS version and on the device: a recall is defined up to ties at its k-th place.
+    - Items at equal distance come in the order of their rows.
     - If k exceeds the number of other gallery items, all of them are searched, and the recall is 1.
-    - Distances are float32, as FAISS computes them, whatever the type of the embeddings; neighbours whose distances
-      differ by no more than float32's rounding may swap places.
+    - The order is that of float64 distances of the embeddings as they are given. FAISS searches in float32; queries
+      for which its rounding leaves a k open are counted in `Recall.doubles` and decided in float64, which takes up to
+      ten times as long where it is all of them (embeddings in groups far from each other, or very many ties).
+    - Queries that occur in a gallery that is not said to start with them, with the same label, find themselves: a
+      warning counts them.
 
-    Memory beyond the arguments: a float32 copy of embeddings that are of another type, not contiguous, on a GPU or
-    compared by cosine, and about 250 MB for the neighbours of a few thousand queries at a time (400 MB if d is below
-    32).
+    Memory beyond the arguments: a float32 copy of embeddings that are of another type, not contiguous, on a GPU,
+    compared by cosine, or far from 0 or from a length of 1, and about 250 MB for the neighbours of a few thousand
+    queries at a time (400 MB if d is below 32).
 
     Args:
         embeddings: Queries, ``n x d``, real and finite; a tensor on any device or an array.
-        labels: Their labels, ``n`` integers, compared as int64.
+        labels: Their labels, ``n`` or ``n x 1`` integers, compared as int64. Floats are read as integers if they are
+            whole and so small that no two integers are the same float (float32: below 2^24).
         ks: Numbers of neighbours, each at least 1.
         gallery: Embeddings ``m x d`` and labels ``m`` to be searched; None to search the queries themselves.
         gallery_starts_with_queries: Whether the first n items of ``gallery`` are the queries.
@@ -98,21 +108,19 @@ def recall_at_k(
     Raises:
         DataError: No embeddings, or not one label for each; embeddings of another dimension or device than the
             gallery's, NaN or infinite, with distances that overflow float32, or of length 0 for the cosine; labels that
-            are not integers; a gallery of a single class; no query with a match; queries that the gallery does not
-            start with; k or the subset below 1; an unknown distance; a negative seed.
+            are not integers; a gallery that is no pair, or of a single class; no query with a match; queries that the
+            gallery does not start with; k or the subset below 1; an unknown distance; a negative seed.
 
     Example:
         >>> recall_at_k(np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 1, 0, 1]), ks=(1, 2)).at
         {1: 0.0, 2: 0.5}
     """
     ks = check_options(ks, distance, query_subset, seed)
-    queries, labels = check_items(embeddings, labels, "", distance)
+    queries, labels = _check(embeddings, labels, "", distance)
     if gallery is None:
         items, item_labels = queries, labels
     else:
-        _check_device(embeddings, gallery[0])
-        items, item_labels = check_items(*gallery, "gallery ", distance)
-        _check_gallery(queries, labels, items, item_labels, gallery_starts_with_queries)
+        items, item_labels = _check_gallery(embeddings, queries, labels, gallery, gallery_starts_with_queries)
     includes_queries = gallery is None or gallery_starts_with_queries
 
     matched = _with_match(labels, item_labels, includes_queries)
@@ -121,9 +129,19 @@ def recall_at_k(
         order = torch.randperm(len(matched), generator=generator(seed, "recall queries")).numpy()
         chosen = np.sort(matched[order[:query_subset]])
 
-    ranks = ranks_of_first(queries, labels, chosen, items, item_labels, includes_queries, max(ks), distance, progress)
+    copies = 0 if includes_queries else _copies(queries, labels, items, item_labels, chosen)
+    if copies:
+        warnings.warn(
+            f"{copies} of {len(chosen)} queries are in the gallery too, the same embedding with the same"
+            " label: they find themselves, so recall is too high; leave them out of the gallery, or let it start with"
+            " all queries and say so (gallery_starts_with_queries=True)",
+            stacklevel=2,
+        )
+    ranks, doubles = ranks_of_first(
+        queries, labels, chosen, items, item_labels, includes_queries, ks, distance, progress
+    )
     recalls = {wanted: float(np.mean(ranks < wanted)) for wanted in ks}
-    return Recall(recalls, queries=len(chosen), without_match=len(labels) - len(matched), gallery=len(items))
+    return Recall(recalls, len(chosen), len(labels) - len(matched), items.size, doubles, copies)
 
 
 def hits_at_k(
@@ -144,9 +162,9 @@ def hits_at_k(
         DataError: As in `recall_at_k`.
     """
     ks = check_options(ks, distance, None, 0)
-    queries, own = check_items(embeddings, labels, "", distance)
+    queries, own = _check(embeddings, labels, "", distance)
     rows = _with_match(own, own, includes_queries=True)
-    ranks = ranks_of_first(queries, own, rows, queries, own, True, max(ks), distance)
+    ranks, _ = ranks_of_first(queries, own, rows, queries, own, True, ks, distance)
     return rows, ranks[:, None] < np.array(ks)
 
 
@@ -161,10 +179,11 @@ def nearest(embeddings: Array, k: int, *, distance: Distance = "l2") -> npt.NDAr
     Raises:
         DataError: As in `recall_at_k`, for the embeddings.
     """
-    items, _ = check_items(embeddings, np.arange(len(embeddings)), "", distance)
-    search, own = searcher(items, k + 1, distance), np.arange(len(items))
-    parts = chunks(len(items), *chunk_sizes(k, items.shape[1]))
-    return np.concatenate([without_own(search(items[part]), own[part]) for part in parts])
+    items, _ = _check(embeddings, np.arange(len(embeddings)), "", distance)
+    search, own = Search(items, items, distance, k, own=True), np.arange(items.size)
+    return np.concatenate(
+        [search.nearest(own[part], k) for part in chunks(items.size, *chunk_sizes(k, items.dimension))]
+    )
 
 
 def recall_metric(
@@ -225,6 +244,9 @@ def _embed_all(
 ) -> tuple[Tensor, Tensor]:
     """Embeddings ``n x d`` and labels ``n`` of all batches, on the CPU."""
     pairs = [(embed(model, inputs).detach().cpu(), torch.as_tensor(labels).cpu()) for inputs, labels in batches]
+    for number, (embeddings, labels) in enumerate(pairs):
+        if len(embeddings) != len(labels):
+            raise DataError(f"batch {number} has {len(embeddings)} embeddings and {len(labels)} labels; each needs one")
     if not pairs:
         raise DataError("there are no batches to embed; they must be iterable anew at each metric query")
     return torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
@@ -270,79 +292,103 @@ def check_options(ks: Sequence[int], distance: str, query_subset: int | None, se
     return numbers
 
 
-def check_items(
-    embeddings: Array, labels: Array, whose: str = "", distance: Distance = "l2"
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+def check_items(embeddings: Array, labels: Array) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Validate embeddings and labels; returns them as contiguous float32 and int64 arrays, copied only if needed.
 
     Args:
         embeddings: ``n x d``.
         labels: ``n`` integers.
-        whose: What comes before "embeddings" in messages.
-        distance: For ``"cosine"``, embeddings are scaled to length 1.
 
     Raises:
         DataError: They are not, differ in number, or are not finite; or labels are no integers.
     """
+    vectors, labels = _check(embeddings, labels, "", "l2")
+    return _as_float32(vectors.given), labels
+
+
+def _check(embeddings: Array, labels: Array, whose: str, distance: str) -> tuple[Vectors, npt.NDArray[np.int64]]:
+    """Validate embeddings and labels; ``whose`` is what comes before these words in messages."""
     embeddings = embeddings.detach() if isinstance(embeddings, Tensor) else np.asarray(embeddings)
-    labels = labels.numpy(force=True) if isinstance(labels, Tensor) else np.asarray(labels)
     shape = tuple(embeddings.shape)
     if len(shape) != 2 or 0 in shape:
         raise DataError(f"{whose}embeddings must be n x d with n and d at least 1, got shape {shape}")
-    if labels.ndim != 1 or labels.dtype.kind not in "iub":
-        raise DataError(
-            f"{whose}labels must be n integers, got {labels.dtype} of shape {labels.shape};"
-            " floats can't tell ids above 2^24 apart"
-        )
+    labels = as_ids(labels, whose)
     if len(labels) != len(embeddings):
         raise DataError(f"{whose}embeddings and labels must match in number, got {len(embeddings)} and {len(labels)}")
-    vectors = _as_float32(embeddings, whose)
-    largest, wrong = 0.0, []
-    for part in chunks(len(vectors)):
-        wrong += (np.flatnonzero(~np.isfinite(vectors[part]).all(axis=1)) + part.start).tolist()
+    real = not embeddings.is_complex() if isinstance(embeddings, Tensor) else embeddings.dtype.kind in "fiub"
+    if not real:
+        raise DataError(f"{whose}embeddings must be real numbers, got {str(embeddings.dtype).removeprefix('torch.')}")
+    largest, wrong, zero = 0.0, [], []
+    for part in chunks(len(embeddings)):
+        rows = _as_float32(embeddings[part])
+        wrong += (np.flatnonzero(~np.isfinite(rows).all(axis=1)) + part.start).tolist()
         with np.errstate(over="ignore", invalid="ignore"):
-            largest = max(largest, float(np.einsum("ij,ij->i", vectors[part], vectors[part]).max()))
+            largest = max(largest, float(np.einsum("ij,ij->i", rows, rows).max()))
+        if distance == "cosine":
+            given = embeddings[part]
+            some = given.any(dim=1).numpy(force=True) if isinstance(given, Tensor) else given.any(axis=1)
+            zero += (np.flatnonzero(~some) + part.start).tolist()
     if wrong:
         raise DataError(
-            f"{whose}embeddings must be finite in float32, got NaN or infinity in {len(wrong)} of {len(vectors)} rows,"
-            f" first in row {wrong[0]}"
+            f"{whose}embeddings must be finite in float32, got NaN or infinity in {len(wrong)} of {len(embeddings)}"
+            f" rows, first in row {wrong[0]}"
         )
     if 4 * largest > np.finfo(np.float32).max:  # |x - y|^2 <= 4 max |x|^2
         raise DataError(
             f"{whose}embeddings must have squared lengths below 8e37, got {largest:g}: their distances overflow"
             " float32; scale them down"
         )
-    if distance == "cosine":
-        vectors = _to_unit_length(vectors, whose)
-    return vectors, labels.astype(np.int64, copy=False)
+    if zero:
+        raise DataError(f"{whose}embeddings must not be 0 to be compared by cosine, got 0 in row {zero[0]}")
+    return Vectors(embeddings, unit=distance == "cosine"), labels
 
 
-def _to_unit_length(vectors: npt.NDArray[np.float32], whose: str) -> npt.NDArray[np.float32]:
-    scaled = np.empty_like(vectors)
-    for part in chunks(len(vectors)):
-        rows = vectors[part].astype(np.float64)  # whose squares neither overflow nor vanish
-        lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-        if not lengths.all():
-            row = part.start + int(lengths.argmin())
-            raise DataError(f"{whose}embeddings must not be 0 to be compared by cosine, got 0 in row {row}")
-        scaled[part] = rows / lengths
-    return scaled
+def as_ids(labels: Array, whose: str = "") -> npt.NDArray[np.int64]:
+    """Return labels as int64, ``n``.
+
+    Args:
+        labels: ``n`` or ``n x 1`` integers; or floats that are whole and so small that each integer has its own.
+        whose: What comes before "labels" in messages.
+
+    Raises:
+        DataError: They are not.
+    """
+    bits = 53
+    if isinstance(labels, Tensor):
+        if labels.is_floating_point():
+            bits = 1 - round(math.log2(torch.finfo(labels.dtype).eps))
+            labels = labels.double()
+        labels = labels.numpy(force=True)
+    else:
+        labels = np.asarray(labels)
+        if labels.dtype.kind == "f":
+            bits = min(bits, np.finfo(labels.dtype).nmant + 1)
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.dtype.kind not in "iubf":
+        raise DataError(f"{whose}labels must be n integers, got {labels.dtype} of shape {labels.shape}")
+    if labels.ndim != 1:
+        raise DataError(
+            f"{whose}labels must be n integers, got shape {labels.shape}: one for each embedding; choose one column"
+            " (labels[:, 0]) or flatten them"
+        )
+    if labels.dtype.kind == "f":
+        wrong = np.flatnonzero(~((np.abs(labels) < 2.0**bits) & (labels == np.rint(labels))))  # NaN is wrong, too
+        if len(wrong):
+            raise DataError(
+                f"{whose}labels must be n integers, got {labels[wrong[0]]:g} in row {wrong[0]}: these floats tell whole"
+                f" numbers apart below 2^{bits} only; give the labels as integers"
+            )
+    if labels.dtype == np.uint64 and len(labels) and labels.max() > np.iinfo(np.int64).max:
+        raise DataError(f"{whose}labels must be below 2^63, got {labels.max()}; number the classes from 0")
+    return labels.astype(np.int64, copy=False)
 
 
-def _as_float32(embeddings: Array, whose: str) -> npt.NDArray[np.float32]:
-    if isinstance(embeddings, Tensor) and embeddings.device.type == "cpu" and embeddings.dtype != torch.bfloat16:
-        embeddings = embeddings.numpy()
-    real = not embeddings.is_complex() if isinstance(embeddings, Tensor) else embeddings.dtype.kind in "fiub"
-    if not real:
-        raise DataError(f"{whose}embeddings must be real numbers, got {embeddings.dtype}")
-    if isinstance(embeddings, np.ndarray) and embeddings.dtype == np.float32 and embeddings.flags.c_contiguous:
-        return embeddings
-    vectors = np.empty(tuple(embeddings.shape), dtype=np.float32)
-    for part in chunks(len(vectors)):  # no second copy of everything on the way, in particular on the GPU
-        rows = embeddings[part]
-        with np.errstate(over="ignore"):  # caught below, as infinity
-            vectors[part] = rows.float().cpu().numpy() if isinstance(rows, Tensor) else rows
-    return vectors
+def _as_float32(embeddings: Array) -> npt.NDArray[np.float32]:
+    if isinstance(embeddings, Tensor):
+        embeddings = embeddings.detach().float().cpu().numpy()
+    with np.errstate(over="ignore"):  # to infinity, which is refused
+        return np.ascontiguousarray(embeddings, dtype=np.float32)
 
 
 def _check_device(embeddings: Array, items: Array) -> None:
@@ -351,14 +397,31 @@ def _check_device(embeddings: Array, items: Array) -> None:
         raise DataError(f"queries and gallery must be on one device, got {device} and {other}")
 
 
-def _check_gallery(queries: Any, labels: Any, items: Any, item_labels: Any, starts_with_queries: bool) -> None:
-    n, dimension, other = len(queries), queries.shape[1], items.shape[1]
+def _check_gallery(
+    embeddings: Array, queries: Vectors, labels: npt.NDArray[np.int64], gallery: Any, starts_with_queries: bool
+) -> tuple[Vectors, npt.NDArray[np.int64]]:
+    """Validate a gallery of these queries; returns its embeddings and labels."""
+    if not isinstance(gallery, tuple | list) or len(gallery) != 2:
+        got = f"{len(gallery)} of them" if isinstance(gallery, tuple | list) else type(gallery).__name__
+        raise DataError(f"gallery must be a pair, embeddings and their labels, got {got}; search galleries one by one")
+    _check_device(embeddings, gallery[0])
+    items, item_labels = _check(*gallery, "gallery ", "cosine" if queries.unit else "l2")
+    n, dimension, other = queries.size, queries.dimension, items.dimension
     if dimension != other:
         raise DataError(f"queries and gallery must have embeddings of one dimension, got {dimension} and {other}")
-    if not starts_with_queries:
-        return
-    same = len(items) >= n and all(np.array_equal(queries[part], items[part]) for part in chunks(n))
-    if not (same and np.array_equal(labels, item_labels[:n])):
-        raise DataError(
-            f"the first {n} of the gallery's {len(items)} items must be the queries with their labels; they differ"
-        )
+    if starts_with_queries:
+        same = items.size >= n and all(np.array_equal(queries.rows(part), items.rows(part)) for part in queries.parts())
+        if not (same and np.array_equal(labels, item_labels[:n])):
+            raise DataError(
+                f"the first {n} of the gallery's {items.size} items must be the queries with their labels; they differ"
+            )
+    return items, item_labels
+
+
+def _copies(queries: Vectors, labels: Any, items: Vectors, item_labels: Any, chosen: Any) -> int:
+    """How many of the chosen queries occur in the gallery, content and label; copies may be of lower precision."""
+    floats = [x.dtype for x in map(torch.as_tensor, (queries.given[:1], items.given[:1])) if x.is_floating_point()]
+    coarse = max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+    own, theirs = (fingerprints(Vectors(each.given), coarse) for each in (queries, items))
+    known = set(zip(theirs.tolist(), item_labels.tolist(), strict=True))
+    return sum(pair in known for pair in zip(own[chosen].tolist(), labels[chosen].tolist(), strict=True))

@@ -13,8 +13,8 @@ evaluated on its test classes (or --part validation), which seed-N/classes.json 
 Images are <class>/<file> in a folder or zip file, embedded by a model that the config file of
 tools/finetune_retrieval.py describes, with its weights, and with a finetuned adapter if one is given.
 Files are .npy, or .safetensors with tensors "embeddings" and "labels"; --labels (--gallery-labels) is then omitted.
-Without a gallery, or with the queries' own file as a gallery, the queries search each other. Any other gallery must not
-contain the queries: they would find themselves. Embeddings are compared as they are; pytorch-metric-learning's testers
+Without a gallery, or with a gallery that is the queries (the same file, or a copy), the queries search each other. Any
+other gallery should not contain the queries, which would find themselves: a warning counts them. Embeddings are compared as they are; pytorch-metric-learning's testers
 scale them to length 1 first, as --distance cosine does. Prints a table and writes report.json.
 """
 
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.errors import ConfigError, DataError, MetricOptError
 from metricopt_ext.evidence.cli import add_show_config, errors_in_one_line, show_config, shows_config
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.evidence.style import print_table
@@ -59,6 +59,8 @@ class Row:
         recall: Recall in [0, 1] for each k.
         mean: Mean of the recalls.
         seconds: Duration of the search.
+        doubles: Number of queries whose neighbours float32 could not tell apart; float64 did.
+        copies: Number of queries that are in the gallery with their label, and find themselves.
     """
 
     gallery: str
@@ -68,6 +70,8 @@ class Row:
     recall: dict[int, float]
     mean: float
     seconds: float
+    doubles: int
+    copies: int
 
 
 def main() -> None:
@@ -115,25 +119,42 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Evaluate against every gallery and write the report; returns its rows."""
+    from metricopt_ext.retrieval.neighbours import Vectors
     from metricopt_ext.retrieval.recall import recall_at_k
 
     check_options(arguments)
-    rows, lengths = [], []
-    for name, queries, items in searches(arguments):
-        started = time.perf_counter()
-        recall = recall_at_k(
-            *queries,
-            arguments.ks,
-            gallery=items,
-            distance=arguments.distance,
-            query_subset=arguments.query_subset,
-            seed=arguments.seed,
-            progress=name,
+    rows, lengths = list[Row](), list[float]()
+    searched = "gallery" if arguments.run_dir is None else "model"
+    try:
+        for name, queries, items in searches(arguments):
+            if items is not None and equal_items(queries, items):
+                print(f"note: {name} is a copy of the queries; each searches all others")
+                items = None
+            started = time.perf_counter()
+            recall = recall_at_k(
+                *queries,
+                arguments.ks,
+                gallery=items,
+                distance=arguments.distance,
+                query_subset=arguments.query_subset,
+                seed=arguments.seed,
+                progress=name,
+            )
+            seconds, counts = time.perf_counter() - started, (recall.gallery, recall.queries, recall.without_match)
+            rows.append(Row(name, *counts, recall.at, recall.mean, seconds, recall.doubles, recall.copies))
+            vectors = Vectors((items or queries)[0])
+            found = [np.linalg.norm(vectors.rows(part), axis=1) for part in vectors.parts()]
+            lengths += [min(each.min() for each in found), max(each.max() for each in found)]
+    except MetricOptError:
+        if rows:  # what was found is not lost
+            print_rows(rows, searched)
+        raise
+    print_rows(rows, searched)
+    if doubles := sum(row.doubles for row in rows):
+        print(
+            f"note: for {doubles} of {sum(row.queries for row in rows)} queries, float32 could not tell neighbours apart;"
+            " they were compared in float64"
         )
-        seconds = time.perf_counter() - started
-        rows.append(Row(name, recall.gallery, recall.queries, recall.without_match, recall.at, recall.mean, seconds))
-        lengths += torch.as_tensor((items or queries)[0]).float().norm(dim=1).aminmax()
-    print_rows(rows, "gallery" if arguments.run_dir is None else "model")
     shortest, longest = float(min(lengths)), float(max(lengths))
     if arguments.distance != "cosine" and longest > 1.01 * shortest:  # half precision rounds by less
         print(
@@ -184,7 +205,9 @@ def searches(arguments: argparse.Namespace) -> Iterable[Search]:
 def read_files(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery]]:
     """Read the queries and, one after the other, the galleries, from files of embeddings."""
     queries = read_items(arguments.embeddings, arguments.labels, "--labels")
-    return queries, galleries(arguments.gallery_embeddings, arguments.gallery_labels, arguments.embeddings)
+    embeddings, labels = arguments.gallery_embeddings, arguments.gallery_labels
+    check_galleries(embeddings, labels, queries)
+    return queries, galleries(embeddings, labels, arguments.embeddings, queries)
 
 
 def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery]]:
@@ -200,7 +223,7 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
     from metricopt_ext.retrieval.config import RetrievalConfig
     from metricopt_ext.retrieval.models import build_model
     from metricopt_ext.utils.config import load_config
-    from metricopt_ext.utils.files import load_checkpoint
+    from metricopt_ext.utils.files import existing, load_checkpoint
     from metricopt_ext.utils.modes import evaluating
 
     config = load_config(RetrievalConfig, arguments.config_file, [])
@@ -221,6 +244,8 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
         with evaluating(model), torch.no_grad():
             return embed(model, images.x), known[images.y]
 
+    for path in arguments.gallery_images:  # before the first is embedded and searched
+        existing(path)
     queries = embedded(arguments.images)
     if not arguments.gallery_images:
         return queries, iter([("the queries", None)])
@@ -268,29 +293,69 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
             yield f"seed-{seed}/{name}", (embeddings, data.y), None
 
 
-def galleries(embeddings: list[Path], labels: list[Path], queries: Path) -> Iterator[Gallery]:
-    """Read one gallery after the other.
+def check_galleries(embeddings: list[Path], labels: list[Path], queries: Items) -> None:
+    """Check all galleries' files by their headers, before the first of them is searched.
 
     Args:
-        embeddings: Files of the galleries; none for the queries themselves.
+        embeddings: Files of the galleries.
         labels: Files of their labels, one for each gallery; none if the galleries' own files hold them.
-        queries: The queries' file.
-
-    Yields:
-        Name and (embeddings, labels) of each; None instead of these for the queries.
+        queries: The queries and their labels.
 
     Raises:
-        DataError: The numbers of label files and galleries differ, or a file can't be read.
+        DataError: The numbers of label files and galleries differ; a file can't be read; or its shape doesn't fit.
     """
     if labels and len(labels) != len(embeddings):
         raise DataError(
             f"each --gallery-embeddings needs its --gallery-labels, got {len(embeddings)} and {len(labels)} of them"
         )
+    for path, names in zip(embeddings, labels or [None] * len(embeddings), strict=True):
+        check_labels(path, names, "--gallery-labels")
+        shape, size = read_shape(path, "embeddings"), read_shape(names or path, "labels")[:1]
+        if shape[1:] != tuple(queries[0].shape)[1:]:
+            raise DataError(f"{path} has embeddings of shape {shape}, and the queries {tuple(queries[0].shape)}")
+        if shape[:1] != size:
+            raise DataError(f"{path} has {shape[0]} embeddings, and {names or path} {size[0] if size else 'no'} labels")
+
+
+def galleries(embeddings: list[Path], labels: list[Path], file: Path, queries: Items) -> Iterator[Gallery]:
+    """Read one gallery after the other.
+
+    Args:
+        embeddings: As in `check_galleries`; none for the queries themselves.
+        labels: As in `check_galleries`.
+        file: The queries' file.
+        queries: The queries and their labels.
+
+    Yields:
+        Name and (embeddings, labels) of each; None instead of these for the queries.
+
+    Raises:
+        DataError: A file can't be read, or the queries' file comes with other labels.
+    """
     if not embeddings:
         yield "the queries", None
     for i, path in enumerate(embeddings):
         items = read_items(path, labels[i] if labels else None, "--gallery-labels")
-        yield str(path), None if path.samefile(queries) else items
+        if path.samefile(file):
+            if not equal_items(queries, items):
+                raise DataError(
+                    f"{path} is the queries' own file, but {labels[i]} has other labels for it than --labels"
+                )
+            items = None
+        yield str(path), items
+
+
+def equal_items(queries: Items, items: Items) -> bool:
+    """Whether embeddings and labels are the same, whatever their types."""
+    from metricopt_ext.retrieval.neighbours import Vectors
+    from metricopt_ext.retrieval.recall import as_ids
+
+    if tuple(queries[0].shape) != tuple(items[0].shape) or len(items[0].shape) != 2:
+        return False
+    if not np.array_equal(as_ids(queries[1]), as_ids(items[1], "gallery ")):
+        return False
+    own, theirs = Vectors(queries[0]), Vectors(items[0])
+    return all(np.array_equal(own.rows(part), theirs.rows(part)) for part in own.parts())
 
 
 def read_items(embeddings: Path, labels: Path | None, option: str) -> tuple[Any, Any]:
@@ -299,13 +364,37 @@ def read_items(embeddings: Path, labels: Path | None, option: str) -> tuple[Any,
     Raises:
         DataError: A file can't be read or lacks what it should hold; ``option`` is the option for a file of labels.
     """
-    if labels is None and embeddings.suffix != ".safetensors":
-        raise DataError(f"{embeddings} holds no labels; name their file with {option}")
+    check_labels(embeddings, labels, option)
     return read_array(embeddings, "embeddings"), read_array(labels or embeddings, "labels")
 
 
-def read_array(path: Path, name: str) -> Any:
-    """Read an array from a .npy file, or the tensor of this name from a .safetensors file.
+def check_labels(embeddings: Path, labels: Path | None, option: str) -> None:
+    """Refuse embeddings without labels, or with two kinds of them.
+
+    Raises:
+        DataError: They are so, or a file can't be read; ``option`` is the option for a file of labels.
+    """
+    if embeddings.suffix != ".safetensors":
+        if labels is None:
+            raise DataError(f"{embeddings} holds no labels; name their file with {option}")
+    elif labels is not None and not (labels.exists() and labels.samefile(embeddings)):
+        try:
+            own = read_array(embeddings, "labels")
+        except DataError:  # it has none, or will be refused as it is read
+            return
+        if not np.array_equal(own, read_array(labels, "labels")):
+            raise DataError(
+                f"{embeddings} holds labels that differ from those of {labels}; leave {option} out for its own"
+            )
+
+
+def read_shape(path: Path, name: str) -> tuple[int, ...]:
+    """Return the shape of what `read_array` reads; errors are the same."""
+    return tuple(read_array(path, name, shape=True))
+
+
+def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
+    """Read an array from a .npy file, or the tensor of this name from a .safetensors file; or its shape alone.
 
     Raises:
         DataError: The file is missing, of another kind, corrupt, or has no such tensor.
@@ -315,7 +404,8 @@ def read_array(path: Path, name: str) -> Any:
     if path.suffix == ".npy":
         try:
             # Mapped, as then no more memory is taken than the file has, whatever shape it declares.
-            return np.array(np.lib.format.open_memmap(path, mode="r"))
+            mapped = np.lib.format.open_memmap(path, mode="r")
+            return mapped.shape if shape else np.array(mapped)
         except Exception as error:  # its header is parsed as Python, with errors of many types
             raise DataError(f"{path} is not a .npy file of numbers ({brief(error)})") from error
     if path.suffix != ".safetensors":
@@ -330,7 +420,7 @@ def read_array(path: Path, name: str) -> Any:
         with safe_open(path, framework="pt") as file:
             if name not in (names := list(file.keys())):
                 raise DataError(f"{path} has no tensor {name!r}, only {', '.join(map(repr, names))}")
-            return file.get_tensor(name)
+            return file.get_slice(name).get_shape() if shape else file.get_tensor(name)
     except DataError:
         raise
     except Exception as error:

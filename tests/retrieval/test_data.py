@@ -192,7 +192,8 @@ def test_stanford_online_products(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"Ebay_test.txt": b""}, r"cannot read .*Ebay_test\.txt"),
+        ({"Ebay_test.txt": b""}, r"Ebay_test\.txt must list .* and 0 images"),
+        ({"Ebay_test.txt": b"\n \n"}, r"Ebay_test\.txt must list .* and 0 images"),
         ({"Ebay_test.txt": b"class path\n1 a"}, r"must list image_id class_id super_class_id path, got 'class path'"),
         ({"Ebay_test.txt": b"image_id class_id super_class_id path\n1 x 1 a"}, r"line 2 must be image_id .*'x'"),
         (

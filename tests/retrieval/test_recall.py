@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 import tracemalloc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -124,25 +125,9 @@ def test_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert recall_at_k(x, y, (1, 5, 50)) == whole
 
 
-@pytest.mark.parametrize("total", [1, 19, 20, 99, 100, 101, 119, 120, 150, 219, 220, 1000])
-def test_chunks_cover_everything_once(total: int) -> None:
-    chunks = neighbours.chunks(total, 100, 20)
-    assert [i for part in chunks for i in range(part.start, part.stop)] == list(range(total))
-    assert len(chunks) == 1 or min(part.stop - part.start for part in chunks) >= 20
-
-
-@pytest.mark.parametrize(("k", "d"), [(1, 512), (1000, 512), (1000, 16), (1000, 1), (60_000, 512), (10**9, 8)])
-def test_chunk_sizes_bound_the_neighbours(k: int, d: int) -> None:
-    size, fewest = neighbours.chunk_sizes(k, d)
-    assert size * (k + 1) <= 2**24 or size == 20
-    if k <= 1000 and d >= 16:
-        assert size % 4096 == 0  # FAISS' own blocks
-        assert fewest * d >= 128_000
-        assert size >= fewest
-
-
 def test_memory_does_not_grow_with_the_neighbours_of_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "NEIGHBOURS", 2**17)
+    monkeypatch.setattr(neighbours, "DISTANCES", 2**17)
     x, y = clusters(4000, 32, classes=100)
     recall_at_k(x, y, (1,))
     tracemalloc.start()
@@ -152,7 +137,7 @@ def test_memory_does_not_grow_with_the_neighbours_of_all_queries(monkeypatch: py
     assert peak < 2**17 * 40 < 4000 * 1001 * 12 / 8  # an eighth of indices and distances for all
 
 
-def test_ties_are_within_what_their_order_allows() -> None:
+def test_ties_come_in_the_order_of_their_rows() -> None:
     rng = np.random.default_rng(3)
     x = rng.integers(3, size=(300, 3)).astype(np.float32)  # 27 points, each some 11 times
     y = rng.integers(6, size=300)
@@ -160,10 +145,9 @@ def test_ties_are_within_what_their_order_allows() -> None:
         ks = (1, 3, 10, 50, 200)
         worst, best = (naive(x, y, ks, distance=distance, tied=tied) for tied in ("last", "first"))
         assert worst[3] < best[3]
-        for k in ks:
-            found = recall_at_k(x, y, (k,), distance=distance).at[k]
-            assert worst[k] <= found <= best[k]
-            assert found == raw_faiss(x, y, (k,), distance)[k]
+        for chosen in (ks, *[(k,) for k in ks]):
+            found = recall_at_k(x, y, chosen, distance=distance).at
+            assert found == pytest.approx(naive(x, y, chosen, distance=distance), abs=1e-12)
 
 
 def test_own_row_is_removed_by_its_index() -> None:
@@ -186,11 +170,6 @@ def test_more_duplicates_than_neighbours() -> None:
         assert only_copies.at == {k: 0.0}
 
 
-def test_without_own_takes_the_last_where_own_is_missing() -> None:
-    found = np.array([[7, 0, 5], [1, 9, 8], [4, 3, 6]])
-    assert neighbours.without_own(found, np.array([0, 1, 2])).tolist() == [[7, 5], [9, 8], [4, 3]]
-
-
 def test_single_members_are_left_out_and_stay_in_the_gallery() -> None:
     x = np.array([[0.0], [1.0], [1.4], [10.0], [10.1]], np.float32)
     y = np.array([0, 7, 0, 1, 1])  # 7 has a single member, which stands between the two of class 0
@@ -204,7 +183,7 @@ def test_single_members_are_left_out_and_stay_in_the_gallery() -> None:
 def test_k_beyond_the_gallery_is_everything() -> None:
     x, y = clusters(30, classes=3)
     assert recall_at_k(x, y, (1, 29, 30, 1000)).at == pytest.approx({**naive(x, y, (1, 29)), 30: 1.0, 1000: 1.0})
-    assert recall_at_k(x[:5], y[:5], (500,), gallery=(x, y)).at == {500: 1.0}
+    assert recall_at_k(x[:5] + 1, y[:5], (500,), gallery=(x, y)).at == {500: 1.0}
 
 
 def test_labels_above_2_to_24_are_told_apart() -> None:
@@ -243,8 +222,10 @@ def test_kinds_of_embeddings(convert: Any) -> None:
 
 def test_contiguous_float32_is_not_copied() -> None:
     x, y = clusters(50)
-    assert recall.check_items(x, y, "")[0] is x
-    assert np.shares_memory(recall.check_items(torch.from_numpy(x), y, "")[0], x)
+    assert recall.check_items(x, y)[0] is x
+    assert np.shares_memory(recall.check_items(torch.from_numpy(x), y)[0], x)
+    for given in (x, torch.from_numpy(x)):
+        assert np.shares_memory(neighbours.Frame(neighbours.Vectors(given)).single, x)
 
 
 def test_subset_is_exact_for_its_queries_and_fixed() -> None:
@@ -254,14 +235,14 @@ def test_subset_is_exact_for_its_queries_and_fixed() -> None:
     assert (full.queries, full.without_match) == (370, 30)
 
     searched: list[np.ndarray] = []
-    original = neighbours.searcher
+    original = neighbours._searcher
 
     def spy(*arguments: Any) -> Any:
         search = original(*arguments)
         return lambda queries: searched.append(queries) or search(queries)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neighbours, "searcher", spy)
+        patch.setattr(neighbours, "_searcher", spy)
         part = recall_at_k(x, y, (1, 5), query_subset=100, seed=4)
     (queries,) = searched
     rows = [int(np.flatnonzero((x == query).all(axis=1))[0]) for query in queries]
@@ -283,9 +264,68 @@ def test_gallery_that_starts_with_the_queries() -> None:
     queries = x[:100], y[:100]
     result = recall_at_k(*queries, (1, 5, 20), gallery=(x, y), gallery_starts_with_queries=True)
     assert result.at == pytest.approx(naive(*queries, (1, 5, 20), (x, y), own=range(100)), abs=1e-12)
-    assert recall_at_k(*queries, (1,), gallery=(x, y)).at == {1: 1.0}  # unsaid, each finds itself
     same = recall_at_k(x, y, (1, 5), gallery=(x.copy(), y.copy()), gallery_starts_with_queries=True)
     assert same == recall_at_k(x, y, (1, 5))
+
+
+def test_queries_in_the_gallery_are_counted_by_content() -> None:
+    x, y = clusters(250)
+    said = "of 100 queries are in the gallery too, the same embedding with the same label: they find themselves"
+    shuffled = np.random.default_rng(0).permutation(250)
+    copies = [
+        (x, y),
+        (x[shuffled], y[shuffled]),
+        (x.astype(np.float64), y.astype(np.int32)),
+        (x.astype(np.float16), y[:, None]),
+        (np.asfortranarray(x), y.astype(np.float32)),
+    ]
+    for gallery in copies:
+        with pytest.warns(UserWarning, match=f"^100 {said}"):
+            found = recall_at_k(x[:100], y[:100], (1,), gallery=gallery)
+        assert (found.at, found.copies) == ({1: 1.0}, 100)
+    with pytest.warns(UserWarning, match=f"^100 {said}"):
+        recall_at_k(torch.from_numpy(x[:100]).bfloat16(), y[:100], (1,), gallery=(torch.from_numpy(x), y))
+    with pytest.warns(UserWarning, match=f"^7 {said}"):
+        recall_at_k(x[:100], y[:100], (1,), gallery=(x[93:], y[93:]))
+    with pytest.warns(UserWarning, match="^30 of 30 queries"):
+        recall_at_k(x[:100], y[:100], (1,), gallery=(x, y), query_subset=30)
+    zero = np.zeros((2, 2), np.float32)
+    with pytest.warns(UserWarning, match="^2 of 2 queries"):
+        recall_at_k(zero, np.arange(2), (1,), gallery=(-zero, np.arange(2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert recall_at_k(x[:100], y[:100], (1,), gallery=(x[100:], y[100:])).copies == 0
+        other = (y + 1) % 20  # an embedding like it under another label is another item
+        assert recall_at_k(x[:100], y[:100], (1,), gallery=(x, other)).copies == 0
+        recall_at_k(x[:100], y[:100], (1,), gallery=(x, y), gallery_starts_with_queries=True)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda y: y[:, None],
+        lambda y: torch.from_numpy(y)[:, None],
+        lambda y: torch.from_numpy(y)[:, None].float(),
+        lambda y: y.astype(np.float32),
+        lambda y: y.astype(np.float16),
+        lambda y: torch.from_numpy(y).bfloat16(),
+        lambda y: y.astype(np.float64)[:, None],
+        lambda y: y.tolist(),
+        lambda y: y.astype(">u8"),
+    ],
+)
+def test_kinds_of_labels(convert: Any) -> None:
+    x, y = clusters(120)
+    assert recall_at_k(x, convert(y), (1, 5)) == recall_at_k(x, y, (1, 5))
+    found = recall_at_k(x[:50], y[:50], (1,), gallery=(x[50:], convert(y[50:])))
+    assert found == recall_at_k(x[:50], y[:50], (1,), gallery=(x[50:], y[50:]))
+
+
+def test_largest_floats_that_are_integers() -> None:
+    x, y = clusters(60, classes=5)
+    for labels, top in ((np.float32(y), BIG), (np.float64(y), 2**53), (np.float16(y), 2**11)):
+        labels[labels == 4] = top - 1
+        assert recall_at_k(x, labels, (1,)) == recall_at_k(x, y, (1,))
 
 
 X, Y = clusters(20, 3, classes=4)
@@ -303,9 +343,27 @@ ZERO[6] = 0
         ((X[:0], Y[:0]), {}, r"embeddings must be n x d with n and d at least 1, got shape \(0, 3\)"),
         ((X[:, :0], Y), {}, r"got shape \(20, 0\)"),
         ((X[:, 0], Y), {}, r"got shape \(20,\)"),
-        ((X, Y.astype(np.float32)), {}, r"labels must be n integers, got float32 of shape \(20,\); floats can't"),
-        ((X, torch.from_numpy(Y).float()), {}, "labels must be n integers, got float32"),
-        ((X, Y[:, None]), {}, r"labels must be n integers, got int64 of shape \(20, 1\)"),
+        (
+            (X, Y + 0.5),
+            {},
+            r"got \d.5 in row 0: .* below 2\^53 only; give the labels as int",
+        ),
+        ((X, np.float32(Y + BIG)), {}, r"got 1.67772e\+07 in row 0: these floats tell whole numbers apart below 2\^24"),
+        ((X, torch.from_numpy(Y + BIG).float()), {}, r"apart below 2\^24"),
+        (
+            (X, torch.from_numpy(Y + 256).bfloat16()),
+            {},
+            r"got 2\d\d in row 0: .* below 2\^8",
+        ),
+        ((X, np.float16(Y + 2048)), {}, r"below 2\^11"),
+        ((X, np.where(Y > 0, Y, np.nan)), {}, "labels must be n integers, got nan"),
+        ((X, np.uint64(Y) + np.uint64(2**63)), {}, r"labels must be below 2\^63, got 92233720368547758\d\d"),
+        (
+            (X, np.stack([Y, Y], 1)),
+            {},
+            r"got shape \(20, 2\): one for each embedding; choose one column \(labels",
+        ),
+        ((X, Y[None]), {}, r"got shape \(1, 20\): one for each embedding; .* or flatten them"),
         ((X, np.array(list("abcdefghijklmnopqrst"))), {}, "labels must be n integers, got <U1"),
         ((X.astype(np.complex64), Y), {}, "embeddings must be real numbers, got complex64"),
         ((torch.from_numpy(X).to(torch.complex64), Y), {}, "embeddings must be real numbers, got complex64"),
@@ -322,6 +380,8 @@ ZERO[6] = 0
         ((X, Y), {"gallery": (X[:, :2], Y)}, "embeddings of one dimension, got 3 and 2"),
         ((X, Y), {"gallery": (torch.from_numpy(X).to("meta"), Y)}, "must be on one device, got cpu and meta"),
         ((X, Y), {"gallery": (X, None)}, "gallery labels must be n integers, got object"),
+        ((X, Y), {"gallery": (X, Y, X, Y)}, "gallery must be a pair, .* got 4 of them; search galleries one by one"),
+        ((X, Y), {"gallery": X[:2]}, "gallery must be a pair, embeddings and their labels, got ndarray"),
         ((X, Y), {"gallery": (X[:9], Y[:9]), "gallery_starts_with_queries": True}, "first 20 of the gallery's 9 items"),
         ((X, Y), {"gallery": (X[::-1], Y[::-1]), "gallery_starts_with_queries": True}, "they differ"),
         ((X, Y), {"gallery": (X, Y[::-1]), "gallery_starts_with_queries": True}, "they differ"),
