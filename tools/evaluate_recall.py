@@ -14,8 +14,9 @@ Images are <class>/<file> in a folder or zip file, embedded by a model that the 
 tools/finetune_retrieval.py describes, with its weights, and with a finetuned adapter if one is given.
 Files are .npy, or .safetensors with tensors "embeddings" and "labels"; --labels (--gallery-labels) is then omitted.
 Without a gallery, or with a gallery that is the queries (the same file, or a copy), the queries search each other. Any
-other gallery should not contain the queries, which would find themselves: a warning counts them. Embeddings are compared as they are; pytorch-metric-learning's testers
-scale them to length 1 first, as --distance cosine does. Prints a table and writes report.json.
+other gallery should not contain the queries, which would find themselves: a warning counts them. Embeddings are
+compared as they are; pytorch-metric-learning's testers scale them to length 1 first, as --distance cosine does. Prints
+a table and writes report.json.
 """
 
 import argparse
@@ -152,8 +153,8 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     print_rows(rows, searched)
     if doubles := sum(row.doubles for row in rows):
         print(
-            f"note: for {doubles} of {sum(row.queries for row in rows)} queries, float32 could not tell neighbours apart;"
-            " they were compared in float64"
+            f"note: for {doubles} of {sum(row.queries for row in rows)} queries, float32 could not tell neighbours"
+            " apart; they were compared in float64"
         )
     shortest, longest = float(min(lengths)), float(max(lengths))
     if arguments.distance != "cosine" and longest > 1.01 * shortest:  # half precision rounds by less
@@ -223,7 +224,7 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
     from metricopt_ext.retrieval.config import RetrievalConfig
     from metricopt_ext.retrieval.models import build_model
     from metricopt_ext.utils.config import load_config
-    from metricopt_ext.utils.files import existing, load_checkpoint
+    from metricopt_ext.utils.files import load_checkpoint
     from metricopt_ext.utils.modes import evaluating
 
     config = load_config(RetrievalConfig, arguments.config_file, [])
@@ -245,7 +246,8 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
             return embed(model, images.x), known[images.y]
 
     for path in arguments.gallery_images:  # before the first is embedded and searched
-        existing(path)
+        if not path.exists():
+            raise DataError(f"{path} does not exist")
     queries = embedded(arguments.images)
     if not arguments.gallery_images:
         return queries, iter([("the queries", None)])
@@ -338,9 +340,7 @@ def galleries(embeddings: list[Path], labels: list[Path], file: Path, queries: I
         items = read_items(path, labels[i] if labels else None, "--gallery-labels")
         if path.samefile(file):
             if not equal_items(queries, items):
-                raise DataError(
-                    f"{path} is the queries' own file, but {labels[i]} has other labels for it than --labels"
-                )
+                raise DataError(f"{path} is the queries' own file, but its labels are not those of --labels")
             items = None
         yield str(path), items
 
@@ -383,9 +383,7 @@ def check_labels(embeddings: Path, labels: Path | None, option: str) -> None:
         except DataError:  # it has none, or will be refused as it is read
             return
         if not np.array_equal(own, read_array(labels, "labels")):
-            raise DataError(
-                f"{embeddings} holds labels that differ from those of {labels}; leave {option} out for its own"
-            )
+            raise DataError(f"{embeddings} holds labels other than {labels}; leave {option} out for its own")
 
 
 def read_shape(path: Path, name: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import io
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,6 +188,21 @@ def test_stanford_online_products(tmp_path: Path) -> None:
     assert test.class_names == ("4", "5", "6")
     assert test.y.tolist() == [0, 0, 1, 1, 2, 2]
     assert test.x[:, 0, 0, 0].tolist() == [80, 80, 100, 100, 120, 120]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda text: text + b"\n\n", lambda text: b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n \r\n")]
+)
+def test_blank_lines_of_the_products_lists_are_skipped(tmp_path: Path, change: Any) -> None:
+    folder = products(tmp_path)
+    for name in ("Ebay_train.txt", "Ebay_test.txt"):
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+    for part in load_stanford_online_products(folder, 8):
+        assert part.y.tolist() == [0, 0, 1, 1, 2, 2]
+    (folder / "Ebay_test.txt").write_bytes((folder / "Ebay_test.txt").read_bytes() + b"\n\nno 1")
+    lines = len((folder / "Ebay_test.txt").read_bytes().splitlines())
+    with pytest.raises(DataError, match=f"line {lines} must be"):  # blank lines count
+        load_stanford_online_products(folder, 8)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,8 @@ def test_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_does_not_grow_with_the_neighbours_of_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "NEIGHBOURS", 2**17)
-    monkeypatch.setattr(neighbours, "DISTANCES", 2**17)
+    monkeypatch.setattr(neighbours, "DISTANCES", 2**16)
+    monkeypatch.setattr(neighbours, "NUMBERS", 2**12)
     x, y = clusters(4000, 32, classes=100)
     recall_at_k(x, y, (1,))
     tracemalloc.start()
@@ -501,6 +502,9 @@ def test_metric_refuses() -> None:
     metric.cost(nn.Identity(), "once")
     with pytest.raises(MetricError, match=r"'Recall@1' raised DataError: there are no batches .* iterable anew"):
         metric.cost(nn.Identity(), "twice")
+    crossed = [(torch.zeros(3, 2), torch.zeros(2, dtype=int)), (torch.zeros(2, 2), torch.ones(3, dtype=int))]
+    with pytest.raises(MetricError, match="batch 0 has 3 embeddings and 2 labels; each needs one"):
+        recall_metric(crossed, (1,)).cost(nn.Identity(), "test")
     x[3] = np.nan
     with pytest.raises(MetricError, match="NaN or infinity in 1 of 40 rows, first in row 3"):
         recall_metric(in_batches(x, y), (1,)).cost(nn.Identity(), "test")
@@ -559,7 +563,45 @@ def test_cosine_is_pytorch_metric_learning_s() -> None:
     assert theirs["precision_at_1"] != recall_at_k(x[:100], y[:100], (1,), gallery=gallery).at[1]
 
 
+class Pairs(torch.utils.data.Dataset[Any]):
+    """Two views of each of 40 examples in 8 classes."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.y = torch.arange(40) % 8
+        self.views = [torch.eye(8)[self.y] + 0.3 * torch.randn(40, 8, generator=draw) for _ in range(2)]
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> Any:
+        return self.views[0][i], self.views[1][i], self.y[i]
+
+
+def test_under_a_tester_of_two_streams() -> None:
+    found = []
+    for calculator in (AccuracyCalculator(("precision_at_1",), k=1), RecallCalculator(ks=(1,))):
+        tester = testers.GlobalTwoStreamEmbeddingSpaceTester(accuracy_calculator=calculator, dataloader_num_workers=0)
+        values = tester.test({"val": Pairs()}, 0, nn.Identity())["val"]
+        found.append(next(value for name, value in values.items() if "at_1" in name))
+    assert found == [pytest.approx(0.8), pytest.approx(0.8)]
+
+
+def test_own_metrics_tell_large_labels_apart() -> None:
+    x, y = clusters(300)
+    calculator = RecallCalculator(("precision_at_1", "r_precision"), k="max_bin_count", device=torch.device("cpu"))
+    for gallery in ((), (x[100:], y[100:])):
+        large = (gallery[0], gallery[1] + BIG) if gallery else ()
+        expected = calculator.get_accuracy(x[:100], y[:100], *gallery)
+        assert calculator.get_accuracy(x[:100], y[:100] + BIG, *large) == expected
+        assert calculator.get_accuracy(x[:100], y[:100, None], *gallery) == expected
+
+
 def test_calculator_refuses() -> None:
+    with pytest.raises(DataError, match="reference_labels is given without reference; give both"):
+        RecallCalculator().get_accuracy(X, Y, reference_labels=Y)
+    with pytest.raises(DataError, match="reference is given without reference_labels; give both"):
+        RecallCalculator().get_accuracy(X, Y, X)
     with pytest.raises(DataError, match=r"at least 1, got \[0\]"):
         RecallCalculator(ks=(0,))
     with pytest.raises(ValueError, match="recall_at_7"):

@@ -76,6 +76,8 @@ def as_json(recalls: dict[int, float]) -> dict[str, float]:
 
 
 QUERIES = ("--embeddings", "q.npy", "--labels", "q_labels.npy")
+A_LABELS = ("--gallery-labels", "a_labels.npy")
+ONE_CLASS = ("--gallery-embeddings", "a.npy", "--gallery-labels", "one.npy")
 
 
 def test_on_the_command_line(folder: Path) -> None:
@@ -97,6 +99,8 @@ def test_on_the_command_line(folder: Path) -> None:
         "without_match": 0,
         "recall": as_json(expected.at),
         "mean": expected.mean,
+        "doubles": expected.doubles,
+        "copies": 0,
     }
     assert report["task"] == "retrieval/recall"
     assert report["config"]["ks"] == [1, 10, 100]
@@ -133,6 +137,40 @@ def test_gallery_of_the_queries_is_searched_without_themselves(folder: Path) -> 
     report = evaluate(folder, *QUERIES, "--gallery-embeddings", same, "--gallery-labels", "q_labels.npy", "--ks", "1")
     assert report["galleries"][0]["recall"] == alone
     assert alone["1"] < 1
+
+
+def test_a_copy_of_the_queries_is_searched_without_themselves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = evaluate(folder, *QUERIES, "--ks", "1")["galleries"][0]["recall"]
+    x, y = items(folder, "q")
+    np.save(folder / "copy.npy", x.astype(np.float64))
+    np.save(folder / "copy_labels.npy", y[:, None])
+    gallery = ("--gallery-embeddings", "copy.npy", "--gallery-labels", "copy_labels.npy", "--ks", "1")
+    assert evaluate(folder, *QUERIES, *gallery)["galleries"][0]["recall"] == alone
+    assert "note: copy.npy is a copy of the queries; each searches all others" in capsys.readouterr().out
+    np.save(folder / "copy.npy", x[::-1])
+    np.save(folder / "copy_labels.npy", y[::-1])
+    with pytest.warns(UserWarning, match="40 of 40 queries are in the gallery too"):
+        assert evaluate(folder, *QUERIES, *gallery)["galleries"][0]["copies"] == 40
+
+
+def test_says_for_how_many_queries_float64_was_needed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = items(folder, "q")
+    np.save(folder / "far.npy", (x + 1e6 * (y % 2)[:, None]).astype(np.float32))
+    (row,) = evaluate(folder, "--embeddings", "far.npy", "--labels", "q_labels.npy", "--ks", "1")["galleries"]
+    assert row["doubles"] > 0
+    said = f"note: for {row['doubles']} of 40 queries, float32 could not tell neighbours apart; they were compared in"
+    assert said in capsys.readouterr().out
+
+
+def test_what_was_searched_is_printed_before_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x, _ = items(folder, "b")
+    x[3] = np.nan
+    np.save(folder / "b.npy", x)
+    galleries = [("--gallery-embeddings", f"{name}.npy", "--gallery-labels", f"{name}_labels.npy") for name in "ab"]
+    with pytest.raises(SystemExit, match="gallery embeddings must be finite"):
+        evaluate(folder, *QUERIES, *galleries[0], *galleries[1], "--ks", "1")
+    expected = recall_at_k(*items(folder, "q"), (1,), gallery=items(folder, "a"))
+    assert f"{expected.at[1]:.4f}" in capsys.readouterr().out
 
 
 def test_safetensors_hold_their_labels(folder: Path) -> None:
@@ -286,6 +324,7 @@ def test_a_model_and_folders_of_images(embedder: Path, tuned: bool) -> None:
         ((*IMAGES, "--weights", "q.safetensors"), "q.safetensors holds no weights for Embedder"),
         ((*MODEL, "--adapter", "model.safetensors"), "model.safetensors has format None"),
         ((*MODEL, "--gallery-images", "broken"), "cannot read c1/0.png as an image"),
+        ((*MODEL, "--gallery-images", "broken", "--gallery-images", "typo"), "typo does not exist"),
     ],
 )
 def test_bad_images_end_with_one_line(embedder: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -337,6 +376,24 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
             "each --gallery-embeddings needs its --gallery-labels, got 2 and 1 of them",
         ),
         ((*QUERIES, "--gallery-labels", "a_labels.npy"), "got 0 and 1 of them"),
+        ((*QUERIES, *ONE_CLASS, "--gallery-embeddings", "typo.npy", *A_LABELS), "typo.npy does not exist"),
+        ((*QUERIES, *ONE_CLASS, "--gallery-embeddings", "a.npy", "--gallery-labels", "typo.npy"), "typo.npy does not"),
+        (
+            (*QUERIES, *ONE_CLASS, "--gallery-embeddings", "b.npy", *A_LABELS),
+            "b.npy has 30 embeddings, and a_",
+        ),
+        (
+            (*QUERIES, *ONE_CLASS, "--gallery-embeddings", "flat.npy", *A_LABELS),
+            "flat.npy has embeddings of shape",
+        ),
+        (
+            (*QUERIES, "--gallery-embeddings", "q.npy", "--gallery-labels", "other.npy"),
+            "q.npy is the queries' own file, but its labels are not those of --labels",
+        ),
+        (
+            ("--embeddings", "q.safetensors", "--labels", "other.npy"),
+            "holds labels other than other.npy",
+        ),
         ((*QUERIES, "--ks", "0"), "ks must be one or more numbers of neighbours of at least 1, got [0]"),
         ((*QUERIES, "--query-subset", "0"), "query_subset must be at least 1"),
         ((*QUERIES, "--query-subset", "3", "--seed", "-1"), "seed must be at least 0, got -1"),
@@ -344,6 +401,9 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
 )
 def test_bad_input_ends_with_one_line(folder: Path, arguments: tuple[str, ...], message: str) -> None:
     (folder / "q.txt").write_text("1 2 3")
+    np.save(folder / "one.npy", np.zeros(60, int))
+    np.save(folder / "flat.npy", np.zeros((60, 2)))
+    np.save(folder / "other.npy", np.arange(40))
     (folder / "broken.npy").write_text("1 2 3")
     (folder / "short.npy").write_bytes((folder / "q.npy").read_bytes()[:-40])
     np.save(folder / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
