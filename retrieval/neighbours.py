@@ -236,7 +236,8 @@ class Search:
         last = keys[:, -1].astype(np.float64)
         if self.own:
             keep = others(found, rows)
-            keys, found = (each[keep].reshape(len(rows), -1) for each in (keys, found))
+            found = found[keep].reshape(len(rows), -1)  # one after the other takes less memory
+            keys = keys[keep].reshape(len(rows), -1)
         return keys, found, last
 
     def _among_all(self, rows: Integers) -> Iterator[tuple[Doubles, float, float]]:
