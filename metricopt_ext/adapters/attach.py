@@ -1,6 +1,6 @@
 """Attaching adapters: which layers of a frozen model phi modulates."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import MATRIX, Adapter, Described, read_adapter, refuse_wrapper
+from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, calls_on, may_give_logits, shape_of
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
     MATRICES,
@@ -34,7 +35,6 @@ from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, nearest, shortened
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TOOLKIT_DROPOUTS = ("StochasticDepth", "DropPath", "DropBlock2d", "DropBlock3d")
 MODE_DEPENDENT = (
     nn.modules.batchnorm._NormBase,
@@ -51,6 +51,7 @@ def attach_film(
     dim: int = 128,
     seed: int = 0,
     outputs: Outputs | None = None,
+    example: Any = None,
 ) -> Adapter:
     """Freeze a model and modulate some of its layers by FiLM (paper, Fig. S1b).
 
@@ -64,13 +65,17 @@ def attach_film(
         dim: Number of phi's coordinates that A and B multiply, at least 1: all of phi without ``outputs``.
         seed: Seed of A and B; ``outputs`` make no difference to them.
         outputs: Give phi further coordinates, which act on the logits; their layer can't be among ``layers``.
+        example: Inputs of the model, on which it is run once: a tensor, a tuple of arguments, or a dict of named ones.
+            The logits' layer is then the last linear layer or 1 x 1 convolution that was called and whose output has
+            the shape of what the model returns, and layers that aren't called are left out, or refused if named.
 
     Returns:
         The handle for tuning, saving, merging or removing the adapter.
 
     Raises:
         AdapterError: A pattern matches no layer that FiLM can modulate, an adapter acts on the model already, a
-            wrapper was given, or the logits' layer can't be found or modulated. The model is then as it was.
+            wrapper was given, the logits' layer can't be found or modulated, or the model fails on the example. The
+            model is then as it was.
         ValueError: ``dim`` or ``seed`` is out of range.
 
     Example:
@@ -79,8 +84,11 @@ def attach_film(
         ['1']
     """
     usable = {name: module for name, module in model.named_modules() if _unusable(module) is None}
+    calls = None if example is None else _calls(model, example, usable)
     if layers is None:
         names = [name for name, module in usable.items() if not isinstance(module, (*CONVOLUTIONS, nn.Linear))]
+        if calls is not None:
+            names = [name for name in names if name in calls.outputs]
         if not names:
             raise AdapterError(
                 f"{type(model).__name__} has no normalisation layer with a weight and a bias; name layers to modulate"
@@ -91,16 +99,23 @@ def attach_film(
         if not patterns:
             raise AdapterError("layers is empty; name at least one, or leave it out for every normalisation layer")
         names = _matching(patterns, model, usable)
+        _refuse_idle(names, calls)
 
     def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
         channels = affine(layer)[0].shape[0]
         return FiLM(context, channels, channel_axis(layer), generator(seed, "film", index))
 
-    return _attach(model, "film", names, dim, seed, modulation, outputs)
+    return _attach(model, "film", names, dim, seed, modulation, outputs, calls)
 
 
 def attach_input_bias(
-    model: nn.Module, layer: str | None = None, *, dim: int = 16, seed: int = 0, outputs: Outputs | None = None
+    model: nn.Module,
+    layer: str | None = None,
+    *,
+    dim: int = 16,
+    seed: int = 0,
+    outputs: Outputs | None = None,
+    example: Any = None,
 ) -> Adapter:
     """Freeze a fully connected network and give a linear layer a dynamic bias ``C phi`` (paper, section 4.2).
 
@@ -110,6 +125,7 @@ def attach_input_bias(
         dim: Number of phi's coordinates that C multiplies, at least 1: all of phi without ``outputs``.
         seed: Seed of C; ``outputs`` make no difference to it.
         outputs: Give phi further coordinates, which act on the logits; their layer can't be ``layer``.
+        example: As in `attach_film`; the first linear layer is then the first that was called.
 
     Raises:
         AdapterError, ValueError: As in `attach_film`, for linear layers with a bias.
@@ -123,21 +139,28 @@ def attach_input_bias(
         raise AdapterError(f"{type(model).__name__} has no linear layer with a bias; use attach_film")
     if layer is not None and layer not in linear:
         raise AdapterError(f"no linear layer with a bias is named {layer!r}{nearest(layer, list(linear))}")
-    names = [layer if layer is not None else next(iter(linear))]
+    calls = None if example is None else _calls(model, example, linear)
+    if layer is None:
+        called = [name for name in (linear if calls is None else calls.outputs) if name in linear]
+        names = [min(called, key=list(linear).index)] if called else list(linear)[:1]
+    else:
+        names = [layer]
+    _refuse_idle(names, calls)
 
     def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
         return InputBias(context, affine(layer)[0].shape[0], generator(seed, "input_bias", index))
 
-    return _attach(model, "input_bias", names, dim, seed, modulation, outputs)
+    return _attach(model, "input_bias", names, dim, seed, modulation, outputs, calls)
 
 
-def attach_outputs(model: nn.Module, outputs: Outputs | None = None) -> Adapter:
+def attach_outputs(model: nn.Module, outputs: Outputs | None = None, *, example: Any = None) -> Adapter:
     """Freeze a classifier and let phi be the offsets of its logits alone, and their temperature if it is asked for.
 
     Args:
         model: Any module whose logits are the output of a layer with a weight and a bias; changed in place, as by
             `attach_film`.
         outputs: Which layer, and logits per unit of phi; by default the last linear layer, 1, and no temperature.
+        example: As in `attach_film`.
 
     Raises:
         AdapterError: As in `attach_film`.
@@ -151,7 +174,8 @@ def attach_outputs(model: nn.Module, outputs: Outputs | None = None) -> Adapter:
     def none(context: Context, index: int, layer: nn.Module) -> Modulation:
         raise AssertionError("no layer but that of the logits is modulated")
 
-    return _attach(model, "outputs", [], 0, 0, none, Outputs() if outputs is None else outputs)
+    calls = None if example is None else _calls(model, example, ())
+    return _attach(model, "outputs", [], 0, 0, none, Outputs() if outputs is None else outputs, calls)
 
 
 def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
@@ -209,18 +233,15 @@ def _attach(
     seed: int,
     modulation: Any,
     outputs: Outputs | None,
+    calls: Calls | None,
 ) -> Adapter:
-    if hasattr(model, CONTEXT_NAME) or any(map(_adapted, model.modules())):
-        raise AdapterError(
-            f"{type(model).__name__} has an adapter already, or is part of a model that has one; remove() or merge() it"
-            " first"
-        )
-    refuse_wrapper(model)
+    _check_bare(model)
     check_integer(0 if kind == "outputs" else 1, dim=dim)
     check_integer(0, seed=seed)
-    layers, classes = [model.get_submodule(name) for name in names], 0
+    layers, classes, guessed = [model.get_submodule(name) for name in names], 0, False
     if outputs is not None:
-        name, logits = _logits_layer(outputs, model, names)
+        guessed = isinstance(outputs, Outputs) and outputs.layer is None and calls is None
+        name, logits = _logits_layer(outputs, model, names, calls)
         outputs, names, classes = replace(outputs, layer=name), [*names, name], affine(logits)[1].shape[0]
     example, _ = affine(layers[0] if layers else logits)
     dtype = torch.float64 if example.dtype == torch.float64 else torch.float32
@@ -228,8 +249,11 @@ def _attach(
     children = [modulation(context, index, layer).to(example.device) for index, layer in enumerate(layers)]
     if outputs is not None:
         layers, children = [*layers, logits], [*children, OutputOffsets(context, channel_axis(logits))]
+    context.guessed = guessed
     context.thawed = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     model.requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.grad = None  # the optimizer that trained the weights would step along what is left
     context.pins = [pin for module in model.modules() if _mode_dependent(module) for pin in _pin_to_eval(module)]
     for layer, child in zip(layers, children, strict=True):
         child.handle = output_of(layer).register_forward_hook(child.hook)
@@ -238,18 +262,42 @@ def _attach(
     return Adapter(model)
 
 
-def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str]) -> tuple[str, nn.Module]:
+def _check_bare(model: nn.Module) -> None:
+    if hasattr(model, CONTEXT_NAME) or any(map(_adapted, model.modules())):
+        raise AdapterError(
+            f"{type(model).__name__} has an adapter already, or is part of a model that has one; remove() or merge() it"
+            " first"
+        )
+    refuse_wrapper(model)
+
+
+def _calls(model: nn.Module, example: Any, layers: Iterable[str]) -> Calls:
+    _check_bare(model)
+    return calls_on(model, example, layers)
+
+
+def _refuse_idle(names: list[str], calls: Calls | None) -> None:
+    """Refuse layers that were not called on an example."""
+    if calls is not None and (idle := [name for name in names if name not in calls.outputs]):
+        raise AdapterError(f"layers {shortened(idle)} are not called on the example, so phi could do nothing there")
+
+
+def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str], calls: Calls | None) -> tuple[str, nn.Module]:
     """The name of the layer that outputs act on, and the layer, which must be none of the others."""
     if not isinstance(outputs, Outputs):
         raise AdapterError(f"outputs is {outputs!r}; it must be Outputs(...), or None for no offsets of the logits")
     known, name = dict(model.named_modules()), outputs.layer
+    if name is None and calls is not None:
+        name = _found(model, calls)
     if name is None:
-        linear = [each for each, module in known.items() if isinstance(module, nn.Linear) and not _inner(module)]
+        linear = [each for each, module in known.items() if isinstance(module, nn.Linear) and may_give_logits(module)]
         if not linear:
             raise AdapterError(
                 f"{type(model).__name__} has no linear layer; say which gives the logits, Outputs(layer)"
             )
         name = linear[-1]
+    elif calls is not None and name in known and name not in calls.outputs and may_give_logits(known[name]):
+        raise AdapterError(f"the outputs' layer {name!r} is not called on the example")
     if name not in known:
         raise AdapterError(f"the outputs' layer {name!r} is no layer of the model{nearest(name, list(known))}")
     if (why := _unusable(known[name])) is not None:
@@ -261,9 +309,22 @@ def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str]) -> tupl
     return name, known[name]
 
 
+def _found(model: nn.Module, calls: Calls) -> str:
+    """The name of the layer that gives the logits on an example."""
+    name, _ = calls.giving()
+    if name is None:
+        kind, returned = type(model).__name__, ", ".join(map(shape_of, calls.logits())) or "no tensor"
+        seen = [f"{each!r} ({calls.shape(each)})" for each in calls.outputs]
+        raise AdapterError(
+            f"{kind} returns {returned} on the example, which no linear layer or 1 x 1 convolution gives (called:"
+            f" {', '.join(seen[-5:]) or 'none'}); say which gives the logits, Outputs(layer)"
+        )
+    return name
+
+
 def _inner(module: nn.Module) -> bool:
     """Whether a module is the output projection of an attention layer, which is never called as a layer."""
-    return type(module).__name__ == "NonDynamicallyQuantizableLinear"
+    return isinstance(module, nn.Linear) and not may_give_logits(module)
 
 
 def _unusable(module: nn.Module) -> str | None:

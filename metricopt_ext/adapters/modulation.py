@@ -56,11 +56,13 @@ class Context(KeepsPrecision):
         signature: Seed of A, B (or C) and a checksum of where they act, ``2``, so that a checkpoint can't be loaded
             into an adapter for which its phi means something else.
         originals: What a start replaced, by name in the bare model's state dict; no part of any state dict.
+        guessed: Whether the logits' layer is merely the last by definition.
     """
 
     signature: Tensor
     outputs: Outputs | None = None  # of the class too: a model pickled by an earlier version has neither
     classes: int = 0
+    guessed: bool = False
 
     def __init__(
         self,
@@ -197,8 +199,8 @@ class FiLM(Modulation):
     def forward(self, h: Tensor) -> Tensor:
         """Modulate ``B x C x ...`` (or ``... x C`` for channels-last layers); the dtype is the input's."""
         scale, shift = self.scale_and_shift()
-        scaled = h * _along(self.axis, scale, h)
-        return scaled.add_(_along(self.axis, shift, h))  # in place: one tensor of that size less
+        scaled = h * along(self.axis, scale, h)
+        return scaled.add_(along(self.axis, shift, h))  # in place: one tensor of that size less
 
     def scale_and_shift(self) -> tuple[Tensor, Tensor]:
         """Return ``1 + A phi`` and ``B phi``, each ``C``."""
@@ -263,7 +265,7 @@ class OutputOffsets(Modulation):
         """Change logits, ``B x C`` or with C on another axis; the dtype is the input's."""
         factor, offsets = self.factor_and_offsets()
         scaled = h if factor is None else h * factor.to(h.dtype)
-        return scaled + _along(self.axis, offsets, h)
+        return scaled + along(self.axis, offsets, h)
 
     def factor_and_offsets(self) -> tuple[Tensor | None, Tensor]:
         """Return ``exp(t)``, a scalar, or None without a temperature, and ``scale * o``, ``C``."""
@@ -290,7 +292,7 @@ def _gaussian(rows: int, context: Context, rng: torch.Generator) -> Tensor:
     return torch.randn(rows, d, generator=rng, dtype=torch.float64).div(d**0.5).to(dtype)
 
 
-def _along(axis: int, per_channel: Tensor, h: Tensor) -> Tensor:
+def along(axis: int, per_channel: Tensor, h: Tensor) -> Tensor:
     """Return ``C`` values in the type of ``h``, shaped such that they broadcast along its axis."""
     shape = [1] * h.dim()
     shape[axis] = -1

@@ -63,6 +63,24 @@ def test_only_phi_learns(cnn: Callable[[], nn.Sequential]) -> None:
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["metricopt.phi"]
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("end", [Adapter.remove, Adapter.merge])
+def test_the_optimizer_that_trained_the_weights_moves_them_no_more(
+    cnn: Callable[[], nn.Sequential], optimizer: Any, end: Callable[[Adapter], nn.Module]
+) -> None:
+    model = cnn().eval()
+    trained = optimizer(model.parameters(), lr=0.1, weight_decay=0.1)
+    model(rand(2, 3, 6, 6, dtype=torch.float32)).square().sum().backward()
+    trained.step()
+    adapter = attach_film(model, dim=3)
+    frozen = {name: each.clone() for name, each in model.state_dict().items()}
+    trained.step()
+    assert all(torch.equal(each, frozen[name]) for name, each in model.state_dict().items())
+    end(adapter)
+    trained.step()
+    assert all(torch.equal(each, frozen[name]) for name, each in model.state_dict().items())
+
+
 def test_attaching_leaves_the_global_stream_alone(cnn: Callable[[], nn.Sequential]) -> None:
     model = cnn()
     state = torch.get_rng_state()

@@ -1,0 +1,221 @@
+"""Which layer gives what a model returns, for outputs of every form."""
+
+from collections import UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
+from metricopt_ext.adapters.calls import calls_on, projected, recorded, tensors_in
+from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.errors import AdapterError
+
+
+def rand(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class HeadFirst(nn.Module):
+    """A head that is defined before the body and called after it, an auxiliary one that is defined last."""
+
+    def __init__(self, returns: Callable[..., Any], hidden: int = 6) -> None:
+        super().__init__()
+        self.head, self.body, self.norm = nn.Linear(hidden, 3), nn.Linear(4, hidden), nn.LayerNorm(hidden)
+        self.unused_norm, self.aux = nn.LayerNorm(hidden), nn.Linear(hidden, 3)
+        self.returns = returns
+
+    def forward(self, x: Tensor) -> Any:
+        features = self.norm(self.body(x)).relu()
+        return self.returns(self, features, self.head(features))
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...]
+
+
+Named = namedtuple("Named", ["logits", "aux_logits"])
+
+RETURNS: dict[str, Callable[..., Any]] = {
+    "tensor": lambda model, h, y: y,
+    "log-probabilities": lambda model, h, y: y.log_softmax(1),
+    "probabilities": lambda model, h, y: y.softmax(1),
+    "squared": lambda model, h, y: y * y,
+    "flat": lambda model, h, y: y.flatten(),
+    "transposed": lambda model, h, y: y.T,
+    "scaled up": lambda model, h, y: F.interpolate(y[:, :, None], scale_factor=4),
+    "tuple": lambda model, h, y: (y, h),
+    "features first": lambda model, h, y: (h, y),
+    "list": lambda model, h, y: [y],
+    "auxiliary after it": lambda model, h, y: (y, model.aux(h)),
+    "auxiliary for nothing": lambda model, h, y: y if model.aux(h).sum() < torch.inf else h,
+    "dict": lambda model, h, y: {"features": h, "scores": y},
+    "dict of two": lambda model, h, y: {"aux": model.aux(h), "out": y},
+    "named": lambda model, h, y: Named(y, model.aux(h)),
+    "dataclass": lambda model, h, y: Output(y.sum(), y, (h, model.body.weight)),
+    "object": lambda model, h, y: SimpleNamespace(logits=y, labels=y.argmax(1)),
+    "user dict": lambda model, h, y: UserDict(logits=y),
+    "in a list of dicts": lambda model, h, y: [{"logits": y}],
+}
+
+
+@pytest.mark.parametrize("hidden", [6, 3])
+@pytest.mark.parametrize("returns", RETURNS.values(), ids=RETURNS)
+def test_the_layer_that_gives_the_logits_is_found(returns: Callable[..., Any], hidden: int) -> None:
+    model, x = HeadFirst(returns, hidden), rand(5, 4)
+    assert attach_outputs(model, example=x).layers == ["head"]
+
+
+def test_a_model_that_computes_no_gradients_is_told_by_shapes() -> None:
+    class Frozen(HeadFirst):
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x)
+
+    model = Frozen(RETURNS["log-probabilities"])
+    assert attach_outputs(model, example=rand(5, 4)).layers == ["head"]
+
+
+class Segmenter(nn.Module):
+    """Logits of a 1 x 1 convolution, in a model that has a linear layer as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.classifier, self.gate = nn.Conv2d(2, 6, 3), nn.Conv2d(6, 4, 1), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x).relu()
+        h = h * self.gate(h.mean((2, 3))).sigmoid()[:, :, None, None]
+        return F.interpolate(self.classifier(h), size=x.shape[-2:], mode="bilinear")
+
+
+def test_a_convolution_may_give_the_logits() -> None:
+    assert attach_outputs(Segmenter(), example=rand(2, 2, 9, 9)).layers == ["classifier"]
+
+
+@pytest.mark.parametrize(
+    ("make", "layer"),
+    [
+        (lambda: torchvision.models.resnet18(num_classes=5), "fc"),
+        (lambda: torchvision.models.squeezenet1_1(num_classes=5), "classifier.1"),
+        (
+            lambda: torchvision.models.segmentation.lraspp_mobilenet_v3_large(num_classes=5, weights_backbone=None),
+            "classifier",
+        ),
+    ],
+)
+def test_models_of_torchvision(make: Callable[[], nn.Module], layer: str) -> None:
+    calls = calls_on(make(), rand(1, 3, 64, 64), ())
+    found, logits = calls.giving()
+    assert found is not None
+    assert found.startswith(layer)
+    assert logits is not None
+    assert logits.shape[:2] == (1, 5)
+
+
+class Inputs(nn.Module):
+    """A model of two inputs, or of one mapping of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, first: Any, second: Any = 0.0) -> Tensor:
+        x = first["x"] if isinstance(first, dict) else first
+        return self.linear(x + second)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        rand(4, 3),
+        (rand(4, 3),),
+        (rand(4, 3), rand(4, 3)),
+        {"first": rand(4, 3)},
+        {"second": 1.0, "first": rand(4, 3)},
+        {"x": rand(4, 3)},
+        UserDict(first=rand(4, 3)),
+    ],
+)
+def test_forms_of_an_example(example: Any) -> None:
+    assert attach_outputs(Inputs(), example=example).layers == ["linear"]
+
+
+@pytest.mark.parametrize("example", [(rand(4, 3), rand(4, 3), rand(4, 3)), rand(4, 7), "text", [rand(4, 3)]])
+def test_an_example_on_which_the_model_fails(example: Any) -> None:
+    model = Inputs()
+    with pytest.raises(AdapterError, match=r"Inputs fails on the example, a \w+: .*; give its inputs alone: a tensor"):
+        attach_outputs(model, example=example)
+    assert not hasattr(model, "metricopt")
+    assert not any(len(module._forward_hooks) for module in model.modules())
+
+
+def test_an_example_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3)).train()
+    state, drawn = {key: each.clone() for key, each in model.state_dict().items()}, torch.get_rng_state()
+    attach_film(model, dim=2, outputs=Outputs(), example=rand(5, 4)).remove()
+    assert all(torch.equal(each, state[key]) for key, each in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(module.training for module in model.modules())
+    assert all(each.requires_grad and each.grad is None for each in model.parameters())
+
+
+def test_logits_that_no_layer_gives() -> None:
+    class Prototypes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.prototypes = nn.Linear(4, 6), nn.Parameter(rand(10, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.embed(x) @ self.prototypes.T
+
+    with pytest.raises(AdapterError, match=r"returns 5 x 10 on the example, which no .* \(called: 'embed' \(5 x 6\)\)"):
+        attach_outputs(Prototypes(), example=rand(5, 4))
+
+
+def test_layers_that_an_example_does_not_call() -> None:
+    x = rand(5, 4)
+    assert attach_film(HeadFirst(RETURNS["tensor"]), dim=2, example=x).layers == ["norm"]
+    assert attach_input_bias(HeadFirst(RETURNS["tensor"]), dim=2, example=x).layers == ["head"]
+    for attach in (
+        lambda model: attach_film(model, ["norm", "unused_norm"], example=x),
+        lambda model: attach_input_bias(model, "aux", example=x),
+        lambda model: attach_outputs(model, Outputs("aux"), example=x),
+    ):
+        with pytest.raises(AdapterError, match=r"'(unused_norm|aux)'.* not called on the example"):
+            attach(HeadFirst(RETURNS["tensor"]))
+
+
+def test_what_is_recorded_has_the_values_and_gradients_of_the_layers() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), rand(5, 4).double()
+    with recorded(model) as calls:
+        y = model(x)
+    torch.testing.assert_close(y, model(x), rtol=0, atol=0)
+    assert list(calls.outputs) == ["0", "2"]
+    assert calls.returned == [y]
+    (gradient,) = torch.autograd.grad(y.sum(), calls.probes["0"], retain_graph=True)
+    hidden = model[1](model[0](x))
+    expected = ((1 - hidden**2) * model[2].weight.sum(0)).sum(0)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+    assert not model[0]._forward_hooks
+
+
+def test_tensors_are_found_by_name_in_bounded_depth() -> None:
+    loop: list[Any] = [rand(1)]
+    loop.append(loop)
+    assert {name for name, _ in tensors_in({"a": loop, "b": {"c": rand(2)}, "d": "text", "e": None})} == {"a", "c"}
+
+
+def test_a_projection_is_of_tensors_with_gradients_alone() -> None:
+    x = rand(3).requires_grad_(True)
+    (gradient,) = torch.autograd.grad(projected([x * 2, rand(2), x.double()]), x)
+    assert gradient.abs().min() > 0
