@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.effect import check_effect
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.tasks.batches import Batches
@@ -109,11 +110,13 @@ class FinetuneTask:
     population: int = 32
 
     def __post_init__(self) -> None:
-        """Check the arguments.
+        """Check the arguments, and on the first batch that phi acts (see `check_effect`).
 
         Raises:
             ValueError: ``population`` is below 1.
             TypeError: ``batches`` can't be replayed.
+            AdapterError: The offsets act on a layer that does not give what the model returns, or a coordinate of phi
+                moves no output on the first batch.
         """
         check_integer(1, population=self.population)
         if not callable(self.batches):
@@ -121,14 +124,21 @@ class FinetuneTask:
                 f"batches is a {type(self.batches).__name__}, which can't be replayed; it must be a function"
                 " batches(seed, task, step) -> batch, e.g. DatasetBatches(dataset, batch_size)"
             )
+        check_effect(self.adapter, self.loss, lambda: self.batches(0, 0, 0))
 
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""
-        return replace(self, metric=metric)
+        return self._with("metric", metric)
 
     def copied(self) -> "FinetuneTask":
         """Return the same task on a copy of the model, whose weights can be changed freely."""
-        return replace(self, adapter=Adapter(copy.deepcopy(self.adapter.model)))
+        return self._with("adapter", Adapter(copy.deepcopy(self.adapter.model)))
+
+    def _with(self, name: str, value: Any) -> "FinetuneTask":
+        """Return a copy with another attribute; the first batch, which tells the same, is not run again."""
+        changed = object.__new__(type(self))
+        vars(changed).update({**vars(self), name: value})
+        return changed
 
     @property
     def dim(self) -> int:
