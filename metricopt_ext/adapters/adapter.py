@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from metricopt_ext.adapters.hosts import left_out
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
     MODULATION_NAME,
@@ -270,7 +271,7 @@ class Adapter:
         Raises:
             AdapterError: As from `merge`.
         """
-        return Adapter(copy.deepcopy(self.model)).merge().state_dict()
+        return Adapter(copy.deepcopy(self.model))._merge().state_dict()
 
     def remove(self) -> nn.Module:
         """Detach, which restores the base bit for bit, what a start replaced included. Returns the model."""
@@ -295,11 +296,25 @@ class Adapter:
         """Fold phi into the modulated layers and detach: the plain model computes what the adapted one did.
 
         Every host can save, export and serve it, and it costs nothing at inference. What a start replaced stays.
-        Returns the model.
+        Returns the model. Where the host's own function will leave out what phi was folded into, as PEFT's
+        ``save_pretrained`` does with norms, a UserWarning says so.
 
         Raises:
             AdapterError: A modulated layer shares its weight with another, or computes it; nothing is changed.
         """
+        merged = {
+            f"{name}.{key}" if name else key: getattr(layer, key)
+            for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True)
+            for key in modulation.merges_into
+        }
+        moved = bool(self.phi.any())
+        self._merge()
+        if moved:
+            for message in left_out(self.model, merged):
+                warnings.warn(message, stacklevel=2)
+        return self.model
+
+    def _merge(self) -> nn.Module:
         tensors = [
             t for module in self.model.modules() for t in (*module._parameters.values(), *module._buffers.values())
         ]
