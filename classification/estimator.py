@@ -15,11 +15,12 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.data.rare import rare_groups
-from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -82,9 +83,11 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         run_: What the search did (`SearchRun`); None without queries.
 
     Raises:
-        ValueError: From ``fit``: there are fewer than two classes or too few rows, a number is out of range, or X has
-            missing numbers (put an imputer before it in a pipeline) or a feature whose values float32 can't tell apart.
-        BudgetError: From ``fit``: ``queries`` are too few for a search.
+        ValueError: From ``fit``, before training: there are fewer than two classes or too few rows, a number is out of
+            range, there is no such scorer, or X has missing numbers (put an imputer before it in a pipeline) or a
+            feature whose values float32 can't tell apart.
+        AdapterError: From ``fit``, before training: there are ``queries``, but no hidden layer to modulate.
+        BudgetError: From ``fit``, before training: ``queries`` are too few for a search.
 
     Example:
         >>> X, y = np.random.default_rng(0).normal(size=(90, 3)), np.arange(90) % 2
@@ -137,6 +140,8 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             warnings.warn(str(rare), stacklevel=2)
         with seeded_streams(seed, CPU):
             self.model_ = self._network(x_train)
+            if self.queries:
+                self._check_search(seed)
             self._train(x_train, y_train)
         self.run_ = self._tuned(x_train, y_train, X[held_out], y[held_out], seed) if self.queries else None
         return self
@@ -174,6 +179,16 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 F.cross_entropy(self.model_(x[rows]), y[rows]).backward()
                 optimizer.step()
 
+    def _check_search(self, seed: int) -> None:
+        """Refuse before training what the search would refuse after it."""
+        check_scoring(self, self.scoring)
+        adapter = self._attached(seed)
+        check_plan(adapter, Metric(lambda: 0.0, maximize=True), queries=self.queries, seed=seed)
+        adapter.remove()
+
+    def _attached(self, seed: int) -> Adapter:
+        return attach_film(self.model_, dim=self.dim, seed=seed, outputs=Outputs())
+
     def _tuned(self, x: Tensor, y: Tensor, X_val: Any, y_val: Any, seed: int) -> Any:
         """Search phi for the scorer on the held-out rows and merge it; returns what the search did."""
         scorer = check_scoring(self, self.scoring)
@@ -184,7 +199,7 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
             return value, halves
 
-        adapter = attach_film(self.model_, dim=self.dim, seed=seed, outputs=Outputs())
+        adapter = self._attached(seed)
         task = FinetuneTask(
             adapter,
             loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),

@@ -1,21 +1,27 @@
 """A search in one line of a script under PyTorch Lightning: a callback at the end of fit."""
 
-from collections.abc import Callable, Mapping
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import IterableDataset
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.run_folder import RunFolder
 from metricopt_ext.tasks.batches import DatasetBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+
+PLANNED = ("strategy", "starts", "guard_confidence", "seed")  # options that can be checked before training
 
 
 class SearchPhi(L.Callback):
@@ -24,7 +30,9 @@ class SearchPhi(L.Callback):
     The loss is that of ``training_step``, on the trainer's training data; what the step logs meanwhile is dropped. Each
     query is one pass of ``validation_step`` over the trainer's validation data, by a trainer without loggers and
     callbacks, on one device. The module keeps its adapter, with the phi that the guard kept; ``adapter.merge()`` makes
-    it an ordinary module again.
+    it an ordinary module again, to be saved anew: checkpoints of the fit are older than the search, which a warning
+    says. Settings, adapter and data are checked before the first training step, what the validation logs after the
+    sanity check or the first validation.
 
     Args:
         monitor: What to tune, by the name under which ``validation_step`` logs it.
@@ -32,12 +40,17 @@ class SearchPhi(L.Callback):
         halves: Names under which it is logged on two random halves of the data; they tell the guard what is chance.
         maximize: Whether higher is better.
         bounds: Lowest and highest possible value; None for a metric without known bounds.
-        attach: Attaches the adapter to the module; by default FiLM on every normalisation layer (`attach_film`).
+        attach: Attaches the adapter to the module; by default FiLM on every normalisation layer (`attach_film`). It is
+            called before training too, for a check, and that adapter is removed.
         options: Further arguments of `optimize_metric`, e.g. ``seed`` and ``output_dir``.
 
     Attributes:
         adapter: The module's adapter, after fit.
         run: What the search did, after fit.
+
+    Raises:
+        TypeError: An option is none of `optimize_metric`.
+        ValueError: ``bounds`` are none.
 
     Example:
         >>> search = SearchPhi("val_f1", queries=100)  # doctest: +SKIP
@@ -61,6 +74,50 @@ class SearchPhi(L.Callback):
     ) -> None:
         self.monitor, self.halves, self.attach = monitor, halves, attach
         self.queries, self.maximize, self.bounds, self.options = queries, maximize, bounds, options
+        inspect.signature(optimize_metric).bind(None, queries=queries, **options)
+        self._metric(lambda model: None)
+
+    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Check the settings, the folder, and on the module that it can be adapted.
+
+        Raises:
+            AdapterError, ValueError, BudgetError: As from ``attach`` and `optimize_metric`.
+            FileFormatError, OSError: ``output_dir`` holds another run, or can't be written to.
+            ConfigError: The module optimizes by itself, so its training step returns no loss to follow.
+        """
+        if not module.automatic_optimization:
+            raise ConfigError(
+                f"{type(module).__name__}.automatic_optimization is False; SearchPhi needs a training_step that returns"
+                " the loss and takes no steps"
+            )
+        adapter = self.attach(module)
+        try:
+            given = {name: self.options[name] for name in PLANNED if name in self.options}
+            check_plan(adapter, self._metric(lambda model: None), queries=self.queries, **given)
+            for start in (given.get("starts") or {}).values():
+                adapter.check(start)
+        finally:
+            adapter.remove()
+        if trainer.is_global_zero:
+            RunFolder(self.options.get("output_dir"), {}).check(self.options.get("resume", False))
+
+    def on_sanity_check_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Check that the validation logs what is asked for, unless it logs nothing yet."""
+        if logged := trainer.logged_metrics:
+            self._check_logged(logged, "; if it does later, set num_sanity_val_steps=0")
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Check that the validation logs what is asked for, before more is trained."""
+        if not trainer.sanity_checking:
+            self._check_logged(trainer.logged_metrics)
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Check that there are batches to draw, and validation data.
+
+        Raises:
+            DataError: There are none.
+        """
+        self._batches(trainer)
 
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Attach the adapter and search.
@@ -70,26 +127,14 @@ class SearchPhi(L.Callback):
             DataError: The training data can't be drawn in batches, or there is no validation data.
             Others: As from `optimize_metric`.
         """
-        loader: Any = trainer.train_dataloader
+        drawn = self._batches(trainer)
         validation = trainer.val_dataloaders
-        dataset = getattr(loader, "dataset", None)
-        if dataset is None or isinstance(dataset, IterableDataset):
-            raise DataError(
-                f"the training data is a {type(loader).__name__}; SearchPhi needs a DataLoader with an index"
-            )
-        if not validation:
-            raise DataError(
-                f"there is no validation data, on which to ask for {self.monitor!r}; give fit a loader of it"
-            )
-        drawn = DatasetBatches(dataset, loader.batch_size or 1, collate=loader.collate_fn)
 
         def validate(model: L.LightningModule) -> Any:
-            (scores,) = _quiet_trainer().validate(model, validation, verbose=False)
-            for name in (self.monitor, *(self.halves or ())):
-                if name not in scores:
-                    raise ConfigError(
-                        f"validation_step does not log {name!r}; it logs {', '.join(scores) or 'nothing'}"
-                    )
+            scores: dict[str, Any] = {}
+            for each in _quiet_trainer().validate(model, validation, verbose=False):  # of each loader
+                scores |= each
+            self._check_logged(scores)
             return scores[self.monitor], None if self.halves is None else [scores[half] for half in self.halves]
 
         self.adapter = self.attach(module)
@@ -97,11 +142,64 @@ class SearchPhi(L.Callback):
             self.adapter,
             loss=_training_loss,
             batches=lambda *place: move_data_to_device(drawn(*place), module.device),
-            metric=Metric(validate, maximize=self.maximize, bounds=self.bounds, name=self.monitor),
+            metric=self._metric(validate),
             population=1,  # a training step can be any code
         )
         self.run = optimize_metric(task, queries=self.queries, **self.options)
         module.trainer = trainer
+        if self.adapter.phi.any():
+            _warn_of_older_weights(trainer)
+
+    def _metric(self, function: Callable[[Any], Any]) -> Metric:
+        return Metric(function, maximize=self.maximize, bounds=self.bounds, name=self.monitor)
+
+    def _check_logged(self, scores: Iterable[str], remedy: str = "") -> None:
+        """Refuse names that the validation does not log.
+
+        Raises:
+            ConfigError: It does not log one.
+        """
+        for name in (self.monitor, *(self.halves or ())):
+            if name not in scores:
+                logged = ", ".join(scores) or "nothing"
+                raise ConfigError(f"validation_step does not log {name!r}; it logs {logged}{remedy}")
+
+    def _batches(self, trainer: L.Trainer) -> DatasetBatches:
+        """Return the trainer's training data as batches that can be drawn again.
+
+        Raises:
+            DataError: They can't; or there is no validation data.
+        """
+        loader: Any = trainer.train_dataloader
+        dataset = getattr(loader, "dataset", None)
+        if dataset is None or isinstance(dataset, IterableDataset):
+            raise DataError(
+                f"the training data is a {type(loader).__name__}; SearchPhi needs a DataLoader with an index"
+            )
+        if not trainer.val_dataloaders:
+            raise DataError(
+                f"there is no validation data, on which to ask for {self.monitor!r}; give fit a loader of it"
+            )
+        return DatasetBatches(dataset, loader.batch_size or 1, collate=loader.collate_fn)
+
+
+def _warn_of_older_weights(trainer: L.Trainer) -> None:
+    """Say which of a trainer's files and callbacks have weights without phi."""
+    files = [path for each in trainer.checkpoint_callbacks if (path := getattr(each, "best_model_path", ""))]
+    if files:
+        warnings.warn(
+            f"{', '.join(files)} was saved before the search and lacks phi: call adapter.merge(), then"
+            " trainer.save_checkpoint(FILE), and load that in place of it",
+            stacklevel=2,
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if any(isinstance(each, AveragedModel) for each in vars(callback).values()):
+            kind = type(callback).__name__
+            warnings.warn(
+                f"{kind} saves its own average of the weights, which lacks phi, in checkpoints: after adapter.merge()"
+                " save module.state_dict() itself",
+                stacklevel=2,
+            )
 
 
 def _quiet_trainer() -> L.Trainer:

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import overload
 
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide, decide_among, deviates
@@ -167,27 +168,20 @@ def optimize_metric(
         OSError: ``output_dir`` can't be written to, as where the disk is full; what was written before is in it.
     """
     strategy = strategy or GuidedTrustRegion()
-    check_integer(0, queries=queries, seed=seed)
-    deviates(guard_confidence)  # refuses what is out of range
-    if not isinstance(strategy, (Recipe, Algorithm1, AlgorithmS1)):
-        check_instance("GuidedTrustRegion() or CMAES()", strategy=strategy)
-    if starts and not isinstance(strategy, GuidedTrustRegion):
-        raise ValueError(f"starts are {list(starts)}; only a GuidedTrustRegion begins from the best of several")
+    size = check_plan(
+        task.adapter,
+        task.metric,
+        queries=queries,
+        strategy=strategy,
+        starts=starts,
+        guard_confidence=guard_confidence,
+        seed=seed,
+    )
     starts = all_starts(task, starts or {})  # copies, as the model's own phi may be among them
     del starts["start"]
     if kept_aside is not None:
         check_kept_aside(task, kept_aside, starts or {})
         task = task.judged_by(task.metric.guarded_otherwise()) if task.metric.require_guard else task
-    if queries > task.metric.ledger.left:
-        asked = counted(queries, "query")
-        raise BudgetError(f"{asked} requested, {task.metric.ledger.left} left in the metric's own budget")
-    evaluations = queries // task.metric.repeats
-    try:
-        size = _size(strategy, task.dim, evaluations, len(starts or ()))
-    except BudgetError as error:
-        if task.metric.repeats == 1:
-            raise
-        raise BudgetError(f"{error} (each an evaluation of {task.metric.repeats} queries: its repeats)") from error
     kept = output_dir is not None or ranks.several()
     identity = identity_of(strategy, task, starts or {}, seed=seed, size=size) if kept else {}
     if kept and kept_aside is not None:
@@ -222,6 +216,51 @@ def optimize_metric(
         shown.outcome(f"{result.metric} {result.before:.4f} -> {result.after:.4f}")
         shown.done()
     return result
+
+
+def check_plan(
+    adapter: Adapter,
+    metric: Metric,
+    *,
+    queries: int,
+    strategy: GuidedTrustRegion | Recipe | Algorithm1 | AlgorithmS1 | Search | None = None,
+    starts: Mapping[str, Start] | None = None,
+    guard_confidence: float = CONFIDENCE,
+    seed: int = 0,
+) -> dict[str, int]:
+    """Check what `optimize_metric` would be asked for, as far as it can be known before a model is trained.
+
+    Args:
+        adapter: Has phi's dimension; one that is attached for this alone will do.
+        metric: Has the budget.
+        queries: See `optimize_metric`, as for all others.
+        strategy: The strategy.
+        starts: The starts, only counted here.
+        guard_confidence: The guard's confidence.
+        seed: The seed.
+
+    Returns:
+        Sizes that follow from the budget.
+
+    Raises:
+        ValueError, BudgetError: As from `optimize_metric`.
+    """
+    strategy = strategy or GuidedTrustRegion()
+    check_integer(0, queries=queries, seed=seed)
+    deviates(guard_confidence)  # refuses what is out of range
+    if not isinstance(strategy, (Recipe, Algorithm1, AlgorithmS1)):
+        check_instance("GuidedTrustRegion() or CMAES()", strategy=strategy)
+    if starts and not isinstance(strategy, GuidedTrustRegion):
+        raise ValueError(f"starts are {list(starts)}; only a GuidedTrustRegion begins from the best of several")
+    if queries > metric.ledger.left:
+        asked = counted(queries, "query")
+        raise BudgetError(f"{asked} requested, {metric.ledger.left} left in the metric's own budget")
+    try:
+        return _size(strategy, adapter.dim, queries // metric.repeats, len(starts or ()))
+    except BudgetError as error:
+        if metric.repeats == 1:
+            raise
+        raise BudgetError(f"{error} (each an evaluation of {metric.repeats} queries: its repeats)") from error
 
 
 def _learned_by(result: Result) -> dict[str, ValueFunction | UpdateRule]:

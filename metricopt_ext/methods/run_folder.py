@@ -81,10 +81,24 @@ class RunFolder:
                 ranks.on_first(lambda: self._take(path, held, resume))
             yield
 
-    def _take(self, path: Path, held: ExitStack, resume: bool) -> None:
-        held.enter_context(sole_writer(path))  # first: of two runs that begin at once, one alone may claim the folder
+    def check(self, resume: bool) -> None:
+        """Check, long before a run, that the folder can be written to and holds no other run.
+
+        Raises:
+            FileFormatError: Another process writes to the folder, or it holds a run and ``resume`` is False.
+            OSError: It can't be written to.
+        """
+        if (path := self.path) is not None:
+            with sole_writer(path):
+                self._refuse_another(path, resume)
+
+    def _refuse_another(self, path: Path, resume: bool) -> None:
         if not resume and any((path / name).exists() for name in (IDENTITY, TRAJECTORIES, EVALUATIONS)):
             raise FileFormatError(f"{path} holds an earlier run; resume it, or use another output folder")
+
+    def _take(self, path: Path, held: ExitStack, resume: bool) -> None:
+        held.enter_context(sole_writer(path))  # first: of two runs that begin at once, one alone may claim the folder
+        self._refuse_another(path, resume)
         claim(path / IDENTITY, self.identity)  # it guards the evaluations too
         remove_unfinished(path)
         remove_unfinished(path / TRAJECTORIES)

@@ -15,7 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from metricopt_ext.classification.estimator import MetricClassifier, Standardised
-from metricopt_ext.errors import BudgetError
+from metricopt_ext.errors import AdapterError, BudgetError
 
 SMALL: dict[str, Any] = {"dim": 2, "hidden": (8,), "epochs": 30, "batch_size": 16, "lr": 0.02, "random_state": 0}
 
@@ -84,12 +84,18 @@ def test_the_same_seed_gives_the_same_classifier() -> None:
     ("options", "rows", "error", "message"),
     [
         ({"queries": 3}, 300, BudgetError, "3 queries are too few"),
+        ({"queries": -2}, 300, ValueError, "queries is -2"),
+        ({"queries": 12, "hidden": ()}, 300, AdapterError, "no normalisation layer"),
+        ({"queries": 12, "dim": 0}, 300, ValueError, "dim is 0"),
         ({"scoring": "f2"}, 300, ValueError, "f2"),
         ({"validation_fraction": 1.5}, 300, ValueError, "1.5"),
         ({}, 1, ValueError, "one class|n_samples"),
     ],
 )
-def test_bad_settings(options: dict[str, Any], rows: int, error: type[Exception], message: str) -> None:
+def test_bad_settings_are_refused_before_training(
+    options: dict[str, Any], rows: int, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MetricClassifier, "_train", lambda *_: pytest.fail("it was trained"))
     X, y = table()
     with pytest.raises(error, match=message):
         MetricClassifier(**{**SMALL, **options}).fit(X[:rows], y[:rows])

@@ -1,17 +1,21 @@
 """The search at the end of a fit under PyTorch Lightning, and MetricOpt as a module's optimizer."""
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import metricopt_ext as mo
-from metricopt_ext.errors import DataError, MetricError
+from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError, FileFormatError
 from metricopt_ext.methods.lightning import SearchPhi
 from metricopt_ext.utils.progress import Watcher
 
@@ -29,14 +33,15 @@ class Module(L.LightningModule):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2)).double()
         self.optimizer = optimizer
-        self.validated = 0
+        self.validated = self.trained = 0
 
     def training_step(self, batch: Any, index: int) -> dict[str, Tensor]:
+        self.trained += 1
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
         self.log("train_loss", loss)
         return {"loss": loss}
 
-    def validation_step(self, batch: Any, index: int) -> None:
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
         self.validated += 1
         right = (self.net(batch[0]).argmax(1) == batch[1]).double() * 0.5
         right += self.net(batch[0]).softmax(1).gather(1, batch[1][:, None])[:, 0] * 0.5
@@ -106,15 +111,97 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("options", "data", "error", "message"),
     [
-        ({"monitor": "f1"}, BATCHES, MetricError, "does not log 'f1'; it logs score, even, odd"),
-        ({"halves": ("even", "uneven")}, BATCHES, MetricError, "does not log 'uneven'"),
+        ({"monitor": "f1"}, BATCHES, ConfigError, r"does not log 'f1'; it logs .*score, even, odd"),
+        ({"halves": ("even", "uneven")}, BATCHES, ConfigError, "does not log 'uneven'"),
+        ({"queries": 3}, BATCHES, BudgetError, "3 queries are too few"),
+        ({"queries": -1}, BATCHES, ValueError, "queries is -1"),
+        ({"seed": 0.5}, BATCHES, ValueError, "seed is 0.5"),
+        ({"guard_confidence": 2.0}, BATCHES, ValueError, "confidence"),
+        ({"strategy": mo.CMAES}, BATCHES, ValueError, "strategy is the class CMAES"),
+        ({"starts": {"mine": mo.Start(torch.zeros(D + 1))}}, BATCHES, AdapterError, r"phi has shape \(5,\)"),
+        ({"attach": lambda module: mo.attach_film(module, "net.9")}, BATCHES, AdapterError, "matches no layer"),
         ({}, DataLoader(Stream(), batch_size=16), DataError, "needs a DataLoader with an index"),
     ],
 )
-def test_what_it_can_not_search(options: dict[str, Any], data: Any, error: type[Exception], message: str) -> None:
-    host = trainer(callbacks=[search(**options)], num_sanity_val_steps=0)
+def test_what_it_can_not_search_is_said_before_training(
+    options: dict[str, Any], data: Any, error: type[Exception], message: str
+) -> None:
+    module = Module()
+    weights = {name: each.clone() for name, each in module.state_dict().items()}
     with pytest.raises(error, match=message):
-        host.fit(Module(), data, BATCHES)
+        trainer(callbacks=[search(**options)]).fit(module, data, BATCHES)
+    assert module.trained == 0
+    assert module.state_dict().keys() == weights.keys()  # the adapter that was tried is gone
+    assert all(torch.equal(each, weights[name]) for name, each in module.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [{"querys": 30}, {"task": None}])
+def test_options_that_there_are_not(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"querys|task"):
+        search(**options)
+    with pytest.raises(ValueError, match="bounds"):
+        search(bounds=(1.0, 0.0))
+
+
+def test_a_folder_that_can_not_be_used_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "identity.json").touch()
+    for name, error in {"used": FileFormatError, "file/below": OSError}.items():
+        module = Module()
+        with pytest.raises(error, match=name.split("/")[0]):
+            trainer(callbacks=[search(output_dir=tmp_path / name)]).fit(module, BATCHES, BATCHES)
+        assert module.trained == 0
+
+
+def test_without_a_sanity_check_the_first_validation_tells() -> None:
+    module = Module()
+    with pytest.raises(ConfigError, match="does not log 'f1'"):
+        trainer(callbacks=[search(monitor="f1")], num_sanity_val_steps=0, max_epochs=5).fit(module, BATCHES, BATCHES)
+    assert module.trained == len(BATCHES)
+
+
+def test_a_module_that_takes_its_own_steps_is_refused() -> None:
+    module = Module()
+    module.automatic_optimization = False
+    with pytest.raises(ConfigError, match="automatic_optimization is False"):
+        trainer(callbacks=[search()]).fit(module, BATCHES, BATCHES)
+
+
+def test_several_validation_loaders() -> None:
+    module, callback = Module(), search(monitor="score/dataloader_idx_1")
+    trainer(callbacks=[callback]).fit(module, BATCHES, [BATCHES, DataLoader(TensorDataset(X, Y), batch_size=48)])
+    assert sum(callback.run.queries.values()) == 14
+
+
+class Averaging(L.Callback):
+    """Keeps an average of the weights, as Lightning's own does since 2.6."""
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.average = AveragedModel(module)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_files_that_are_older_than_the_search_are_named(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of the fit, and an average of its weights, lack phi."""
+    module, checkpoint = Module(lambda module: torch.optim.SGD(module.parameters(), 0.01)), ModelCheckpoint(tmp_path)
+
+    def found(task: Any, **options: Any) -> None:
+        task.adapter.set_phi(torch.full((D,), 0.5 * kept))
+
+    callback = search()
+    monkeypatch.setattr("metricopt_ext.methods.lightning.optimize_metric", found)
+    callbacks = [callback, checkpoint, Averaging()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(callbacks=callbacks, enable_checkpointing=True).fit(module, BATCHES, BATCHES)
+    said = [str(each.message) for each in caught if "phi" in str(each.message)]
+    assert len(said) == 2 * kept
+    if kept:
+        assert said[0].startswith(f"{checkpoint.best_model_path} was saved before the search and lacks phi")
+        assert said[1].startswith("Averaging saves its own average of the weights, which lacks phi")
 
 
 def test_it_needs_validation_data() -> None:
