@@ -29,10 +29,12 @@ class Calls:
         outputs: Outputs of the recorded layers, by name, in the order of their last calls.
         returned: What the outermost modules that were called returned: the model itself, or its parts.
         probes: A zero for each channel of a layer, which was added to the layer's outputs: its gradient is theirs.
+            Empty without probing.
         candidates: Names of the layers that may give the logits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, probing: bool) -> None:
+        self.probing = probing
         self.outputs: dict[str, list[Tensor]] = {}
         self.returned: list[Any] = []
         self.probes: dict[str, Tensor] = {}
@@ -42,13 +44,12 @@ class Calls:
         self._depth = 0
 
     def record(self, name: str, layer: nn.Module, output: Any) -> Any:
-        """Record a layer's output; returns it with the probe added."""
+        """Record a layer's output; returns it, with a probe added if there is one."""
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
-        if torch.is_grad_enabled():
-            axis = channel_axis(layer)
+        axis = self._axes[name] = channel_axis(layer)
+        if self.probing and torch.is_grad_enabled():
             if name not in self.probes:
-                self._axes[name] = axis
                 self.probes[name] = output.new_zeros(output.shape[axis]).requires_grad_(True)
             output = output + along(axis, self.probes[name], output)
         self.outputs[name] = [*self.outputs.pop(name, []), output]
@@ -96,7 +97,7 @@ class Calls:
         linked = {name for name, gradient in self._gradients(tensor).items() if gradient is not None}
         for name, outputs in self.outputs.items():
             own = max(self._fit(name, output, tensor) for output in outputs)
-            known = not tensor.requires_grad or name in linked  # of a model that computes no gradients, all may do
+            known = not (self.probing and tensor.requires_grad) or name in linked  # without gradients all may do
             if own and own >= fit and known and name in self.candidates:
                 best, fit = name, own
         return best
@@ -118,6 +119,11 @@ class Calls:
         """Whether a layer's output has the shape or the channels of what may be logits."""
         outputs = self.outputs.get(name, [])
         return any(self._fit(name, output, tensor) for output in outputs for tensor in self.logits())
+
+    def is_returned(self, name: str) -> bool:
+        """Whether a layer's output is all that may be logits: the tensor itself, which leaves no doubt."""
+        logits = self.logits()
+        return len(logits) == 1 and any(self._fit(name, each, logits[0]) == 3 for each in self.outputs.get(name, []))
 
     def shape(self, name: str) -> str:
         """Return the shape of a layer's last output as text."""
@@ -145,14 +151,15 @@ class Calls:
 
 
 @contextmanager
-def recorded(model: nn.Module, layers: Iterable[str] = ()) -> Iterator[Calls]:
+def recorded(model: nn.Module, layers: Iterable[str] = (), *, probing: bool = False) -> Iterator[Calls]:
     """Record a model's calls for a while: of each layer that may give logits, and of some others.
 
     Args:
         model: With or without an adapter, whose phi then shows in what is recorded.
         layers: Names of the others, with a channel axis.
+        probing: Whether to add probes, by which `Calls.giving` knows what a tensor depends on; shapes alone tell less.
     """
-    calls, wanted = Calls(), set(layers)
+    calls, wanted = Calls(probing), set(layers)
     with ExitStack() as handles, _eager():
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -182,7 +189,12 @@ def calls_on(model: nn.Module, example: Any, layers: Iterable[str]) -> Calls:
         AdapterError: The model fails on the example.
     """
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    with recorded(model, layers) as calls, evaluating(model), torch.enable_grad(), seeded_streams(0, device):
+    with (
+        recorded(model, layers, probing=True) as calls,
+        evaluating(model),
+        torch.enable_grad(),
+        seeded_streams(0, device),
+    ):
         try:
             if isinstance(example, Mapping) and _takes(model, example):
                 model(**example)

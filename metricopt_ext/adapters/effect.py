@@ -1,5 +1,6 @@
 """Whether phi acts on what it is meant to act on, as a first batch shows it before anything is spent on a search."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +22,9 @@ MOVES = (1.0, -1.0, 1e2, -1e2, 1e4, -1e4)  # how far: a saturated output has no 
 def check_effect(adapter: Adapter, loss: Callable[[nn.Module, Any], Tensor], draw: Callable[[], Any]) -> None:
     """Check on one batch that every coordinate of phi moves an output, and that offsets act on what is returned.
 
-    It costs a forward and a backward pass; coordinates without a gradient cost further forward passes. A loss that
-    fails, or that doesn't call the model, tells nothing: its user finds out. Layers that are not called beside others
-    that are get a UserWarning.
+    It costs a forward and a backward pass, and one more of each unless the logits are returned as their layer gives
+    them; coordinates without a gradient cost further forward passes. A loss that fails, or that doesn't call the model,
+    tells nothing: its user finds out. Layers that are not called beside others that are get a UserWarning.
 
     Args:
         adapter: The model's adapter; the check is made at phi = 0.
@@ -34,25 +35,35 @@ def check_effect(adapter: Adapter, loss: Callable[[nn.Module, Any], Tensor], dra
         AdapterError: A coordinate moves no output; or the layer of the offsets was taken by definition, and its output
             is not what the model returns. The message names both layers.
     """
-    model, phi = adapter.model, torch.zeros_like(adapter.phi.detach()).requires_grad_(True)
+    model, layers = adapter.model, adapter.layers
+    phi = torch.zeros_like(adapter.phi.detach()).requires_grad_(True)
+
+    @functools.cache
+    def batch() -> Any:
+        with seeded_streams(0, phi.device):
+            return draw()
 
     def run(phi: Tensor) -> Tensor:
+        given = batch()
         with adapter.using(phi), seeded_streams(0, phi.device):
-            return loss(model, batch)
+            return loss(model, given)
 
-    layers = adapter.layers
-    with recorded(model, layers) as calls, torch.enable_grad():
-        try:
-            with seeded_streams(0, phi.device):
-                batch = draw()
-            value = run(phi)
-        except Exception:  # of the loss, which the search says in its own words
-            return
-    if not any(each.numel() for each in _tensors(calls)):
+    def watched(probing: bool) -> tuple[Calls, Tensor] | None:
+        """Run with gradients; None of a loss that fails, which the search says in its own words."""
+        with recorded(model, layers, probing=probing) as calls, torch.enable_grad():
+            try:
+                return calls, run(phi)
+            except Exception:
+                return None
+
+    plain = watched(probing=False)
+    if plain is None or not any(each.numel() for each in _tensors(plain[0])):
         return
-    if adapter.outputs is not None:
-        _check_layer(layers[-1], calls, adapter.context.guessed)
+    calls, value = plain
     still = _still(phi, [*_tensors(calls), value], run, model)
+    if adapter.outputs is not None and not calls.is_returned(layers[-1]) and (probed := watched(probing=True)):
+        calls, _ = probed
+        _check_layer(layers[-1], calls, adapter.context.guessed)
     if still is not None:
         raise AdapterError(_why(adapter, calls, still))
     if idle := [name for name in layers if name not in calls.outputs]:
@@ -99,7 +110,8 @@ def _tensors(calls: Calls) -> list[Tensor]:
 
 def _still(phi: Tensor, outputs: list[Tensor], run: Callable[[Tensor], Tensor], model: nn.Module) -> list[int] | None:
     """Return coordinates that move no output: all, or the first that was found; None if all move one."""
-    moving = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
+    floats = [each for each in outputs if isinstance(each, Tensor) and each.is_floating_point()]
+    moving = [each for each in floats if each.requires_grad]
     (gradient,) = torch.autograd.grad(projected(moving), phi, allow_unused=True) if moving else (None,)
     idle = torch.arange(len(phi)) if gradient is None else (gradient == 0).nonzero().flatten().cpu()
     if not len(idle):
@@ -117,7 +129,10 @@ def _still(phi: Tensor, outputs: list[Tensor], run: Callable[[Tensor], Tensor], 
         for step in MOVES:
             at = phi.detach().clone()
             at[rows.to(at.device)] = step
-            after = returned(at)
+            try:
+                after = returned(at)
+            except Exception:  # of the loss, at a phi far away
+                return True
             if len(after) != len(before) or not all(map(same_bits, before, after)):
                 return True
         return False

@@ -197,7 +197,7 @@ def test_layers_that_an_example_does_not_call() -> None:
 
 def test_what_is_recorded_has_the_values_and_gradients_of_the_layers() -> None:
     model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), rand(5, 4).double()
-    with recorded(model) as calls:
+    with recorded(model, probing=True) as calls:
         y = model(x)
     torch.testing.assert_close(y, model(x), rtol=0, atol=0)
     assert list(calls.outputs) == ["0", "2"]

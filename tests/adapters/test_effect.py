@@ -199,6 +199,19 @@ def test_the_part_of_a_module_that_its_loss_calls_is_what_returns() -> None:
         check(attach_outputs(whole(Model("head body"))), loss)
 
 
+def test_a_loss_may_keep_what_phi_does_not_change() -> None:
+    """A graph of the check's own in what is kept would be gone at the next gradient."""
+    adapter, kept = attach_film(Model(), "norm", dim=3, outputs=Outputs()), dict[str, Tensor]()
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        h = kept["h"] if kept else kept.setdefault("h", model.body(x))
+        return F.cross_entropy(model.head(model.norm(h)), Y)
+
+    check(adapter, loss)
+    assert not kept["h"].requires_grad
+    assert torch.autograd.grad(loss(adapter.model, X), adapter.phi)[0].abs().min() > 0
+
+
 def test_a_check_leaves_everything_as_it_was() -> None:
     adapter = attach_film(Model().train(), "norm", dim=3)
     adapter.set_phi(torch.ones(3))
