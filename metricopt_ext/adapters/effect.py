@@ -68,8 +68,8 @@ def check_effect(adapter: Adapter, loss: Callable[[nn.Module, Any], Tensor], dra
         raise AdapterError(_why(adapter, calls, still))
     if idle := [name for name in layers if name not in calls.outputs]:
         warnings.warn(
-            f"layers {shortened(idle)} were not called on the first batch: phi does nothing there. Name the layers that"
-            " are, attach_film(model, layers=[...]), if that is not meant",
+            f"layers {shortened(idle)} were not called on the first batch, so phi does nothing there: name other"
+            " layers, or attach with example=inputs, which leaves them out",
             stacklevel=4,
         )
 

@@ -53,9 +53,9 @@ def _by_peft(model: nn.Module, merged: Mapping[str, Tensor]) -> list[str]:
     used = {name: tensor for name, tensor in merged.items() if "original_module" not in name.split(".")}
     saved = [name for name in used if "modules_to_save" in name.split(".")]  # of a part of a PeftModel
     if hasattr(model, "peft_config") and hasattr(model, "save_pretrained"):
-        states = [
-            sys.modules["peft"].get_peft_model_state_dict(model, adapter_name=adapter) for adapter in model.peft_config
-        ]
+        adapters: Any = model.peft_config
+        saving = sys.modules["peft"].get_peft_model_state_dict
+        states = [saving(model, adapter_name=adapter) for adapter in adapters]
         saved = _there(used, *states)
     return [name for name in used if name not in saved]
 

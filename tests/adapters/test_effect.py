@@ -170,7 +170,9 @@ def test_layers_whose_output_is_used_in_nothing() -> None:
 
 
 def test_a_layer_that_is_not_called_beside_others_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"layers \['unused'\] were not called on the first batch: phi does nothing"):
+    with pytest.warns(
+        UserWarning, match=r"layers \['unused'\] were not called on the first batch, so phi does nothing"
+    ):
         check_effect(attach_film(Model(), dim=3), first_output, lambda: X)
 
 
