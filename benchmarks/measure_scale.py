@@ -114,14 +114,14 @@ def measure(strategy: str, queries: int, sleep: float, images: int, output: Path
         optimize_metric(task, queries=queries, strategy=recipe if strategy == "recipe" else None, watcher=Watcher())
         seconds = time.perf_counter() - began
         asked = list(ranks.each(lambda own: (len(spent), sum(spent)), range(ranks.world())))
-    evaluations = sum(number for number, _ in asked)
+    evaluations = sum(number for number, _ in asked) - (ranks.world() - 1)  # all make the first
 
     def waves(world: int) -> int:
         if strategy == "search":
             return search_waves(queries, world)
         return recipe_waves(recipe, recipe.tasks_per_round(queries, DIM), evaluations, world)
 
-    each = sum(total for _, total in asked) / evaluations
+    each = sum(total for _, total in asked) / sum(number for number, _ in asked)
     serial = seconds - waves(ranks.world()) * each
     figures = {
         "ranks": ranks.world(),
@@ -156,7 +156,9 @@ def recipe_waves(recipe: Recipe, tasks: int, evaluations: int, world: int) -> in
     """
     rest = evaluations - recipe.rounds * tasks * recipe.evals
     choice = recipe.choice_queries if rest > recipe.choice_queries else 0
-    return recipe.rounds * ceil(tasks * recipe.evals / world) + ceil(choice / world) + rest - choice
+    points = tasks * recipe.evals
+    first = 1 + ceil((points - 1) / world)  # all ranks evaluate the first point, to compare what they find
+    return first + (recipe.rounds - 1) * ceil(points / world) + ceil(choice / world) + rest - choice
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class FileFormatError(MetricOptError, ValueError):
 
 
 class RankError(MetricOptError, RuntimeError):
-    """Another rank of a run under torchrun has ended, or has not come."""
+    """Another rank of a run under torchrun has ended, has not come, or judges by other data."""
 
 
 class DataError(MetricOptError, ValueError):

@@ -119,6 +119,6 @@ def test_the_result_does_not_depend_on_the_number_of_ranks(torchrun: Any, tmp_pa
     for each in shared:
         assert_same(alone["ends"], each["ends"])
     assert same_files == files
-    # They share the work: nothing is asked twice, and each has its part.
-    assert sum(each["asked"] for each in shared) == alone["asked"]
+    # They share the work: each has its part, and all ask for a run's first value, which they compare.
+    assert sum(each["asked"] for each in shared) == alone["asked"] + 2 * len(alone["ends"])
     assert min(each["asked"] for each in shared) > alone["asked"] / 3 / 2

@@ -8,7 +8,7 @@ from unittest import mock
 
 from detectron2.utils import comm
 
-from metricopt_ext.errors import MetricOptError
+from metricopt_ext.errors import MetricOptError, RankError
 
 T = TypeVar("T")
 
@@ -25,14 +25,24 @@ def alone() -> Iterator[None]:
 
 
 def on_main_process(compute: Callable[[], T]) -> T:
-    """Return to every process what the main one computes, or raise its error in all of them: none waits for another."""
+    """Return to every process what the main one computes, or raise its error in all of them: none waits for another.
+
+    Raises:
+        MetricOptError: What was raised.
+        RankError: Something else was raised, in the main process as it is.
+    """
     outcome: T | MetricOptError | None = None
+    own: BaseException | None = None
     if comm.is_main_process():
         try:
             outcome = compute()
         except MetricOptError as error:
             outcome = error
+        except BaseException as error:
+            own, outcome = error, RankError(f"the main process has ended: {type(error).__name__}: {error}")
     outcome = comm.all_gather(outcome)[0]
+    if own is not None:
+        raise own
     if isinstance(outcome, MetricOptError):
         raise outcome
     return outcome

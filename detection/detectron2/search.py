@@ -98,9 +98,7 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
         outcome = {"before": run.before, "after": run.after, "best": run.best}
         scalars = {f"{metric.name}_{name}": each for name, each in outcome.items()}
         written.write(queries + 1, scalars)  # a writer takes each iteration once
-    if comm.is_main_process():
-        export(model, folder / MERGED)
-    comm.synchronize()
+    on_main_process(lambda: export(model, folder / MERGED))
     LOGGER.info("%s\nmerged into %s", run, folder / MERGED)
     if cfg.DATASETS.TEST:
         trainer_class.test(cfg, model)

@@ -12,15 +12,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.errors import BudgetError, MetricError, UnguardedError, WeightsError
+from metricopt_ext.errors import BudgetError, MetricError, RankError, UnguardedError, WeightsError
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
+from metricopt_ext.utils.identity import ROUNDING
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.time_limit import call_within
 from metricopt_ext.utils.weights import kept_weights
 from metricopt_ext.utils.words import and_more, counted
 
 Item = TypeVar("Item")
+
+CHANCE = 1e-6  # how unlikely a difference of noisy values must be to be one of data
 
 
 class Ledger:
@@ -200,6 +203,7 @@ class Metric(CostScale):
         self.failed = 0
         self._worst: Evaluation | None = None
         self._reported = False
+        self._compared = 0  # the session of `ranks` in which all were seen to find the same value
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -243,6 +247,7 @@ class Metric(CostScale):
         """Yield the evaluation of each item, in order; one query each, or as many as it is repeated.
 
         Ranks that share the work (`ranks`) evaluate as many items at once as there are of them, and each books all.
+        The first is evaluated by each of them, as one query: what they find must be the same.
 
         Args:
             judged: ``judged(item)`` has `judge` evaluate a model.
@@ -255,6 +260,7 @@ class Metric(CostScale):
                 evaluated at once with it counts too.
             UnguardedError: As from `judge`; no query counts.
             WeightsError: As from `judge`, however many may fail.
+            RankError: Ranks that share the work find different values of the first item.
         """
 
         def tried(item: Item) -> Evaluation | MetricError:
@@ -269,11 +275,12 @@ class Metric(CostScale):
 
         at = 0
         while at < len(items):
-            possible = int(min(ranks.world(), self.ledger.left / self.repeats))
+            compared = ranks.world() == 1 or self._compared == ranks.session()
+            possible = int(min(ranks.world() if compared else 1, self.ledger.left / self.repeats))
             wave = items[at : at + max(1, possible)]
             self.ledger.spend(purpose, len(wave) * self.repeats)
             try:
-                for outcome in ranks.each(tried, wave):
+                for outcome in ranks.each(tried, wave) if compared else [self._on_all_ranks(partial(tried, wave[0]))]:
                     evaluation = outcome if isinstance(outcome, Evaluation) else self._skipped(outcome)
                     self.saw(evaluation)
                     yield evaluation
@@ -281,6 +288,45 @@ class Metric(CostScale):
                 self.ledger.take_back(purpose, len(wave) * self.repeats)
                 raise
             at += len(wave)
+
+    def _on_all_ranks(self, tried: Callable[[], Evaluation | MetricError]) -> Evaluation | MetricError:
+        """Return the first rank's evaluation of an item, if no rank fails and all find the same."""
+        found = ranks.everywhere(tried)
+        for number, outcome in enumerate(found):
+            if isinstance(outcome, MetricError):
+                return outcome
+            first = found[0]
+            assert isinstance(first, Evaluation)
+            if not self._agree(first, outcome):
+                raise RankError(
+                    f"metric {self.name!r} is {self._shown(first)} on rank 0, but {self._shown(outcome)} on rank"
+                    f" {number}, for the same model: each rank's metric must see all the data (no shard of it, no"
+                    " DistributedSampler), and draw the same at random"
+                )
+        self._compared = ranks.session()
+        return found[0]
+
+    def _agree(self, a: Evaluation, b: Evaluation) -> bool:
+        """Whether evaluations of one model are the same but for rounding, and for the noise that repeats show."""
+
+        def close(cost: float, other: float) -> bool:
+            smallest = 1e-9 if self.bounds is None else 1e-6 * self.scale  # single precision, of what is close to 0
+            return math.isclose(self.to_value(cost), self.to_value(other), rel_tol=ROUNDING, abs_tol=smallest)
+
+        if self.repeats == 1:
+            values, others = ((each.cost, *(each.halves or ())) for each in (a, b))
+            return len(values) == len(others) and all(map(close, values, others))
+        spread = math.hypot(a.noise or 0.0, b.noise or 0.0)
+        if close(a.cost, b.cost) or not spread:
+            return close(a.cost, b.cost)
+        from scipy.special import stdtr  # of Student's t distribution
+
+        return bool(2 * stdtr(2 * (self.repeats - 1), -abs(a.cost - b.cost) / spread) > CHANCE)
+
+    def _shown(self, evaluation: Evaluation) -> str:
+        """Return an evaluation in the metric's own units."""
+        halves = [f"{self.to_value(half):.6g}" for half in evaluation.halves or ()]
+        return f"{self.to_value(evaluation.cost):.6g}" + (f" (halves {', '.join(halves)})" if halves else "")
 
     def saw(self, evaluation: Evaluation) -> None:
         """Note an evaluation, which may be the worst so far."""

@@ -61,4 +61,4 @@ def test_waves_of_a_search(world: int, waves: int) -> None:
 
 def test_waves_of_a_recipe() -> None:
     recipe = Recipe(rounds=2, evals=5)  # 3 tasks: 15 points a round, 12 trials to choose by, and 3 of the guard
-    assert [tool.recipe_waves(recipe, 3, 45, world) for world in (1, 4, 16)] == [45, 2 * 4 + 3 + 3, 2 + 1 + 3]
+    assert [tool.recipe_waves(recipe, 3, 45, world) for world in (1, 4, 16)] == [45, 5 + 4 + 3 + 3, 2 + 1 + 1 + 3]

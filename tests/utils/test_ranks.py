@@ -147,6 +147,118 @@ def test_a_process_alone_shares_with_nobody() -> None:
         assert ranks.on_first(lambda: tensor) is tensor
 
 
+LEFT = """
+import time
+import torch
+from torch import distributed, nn
+from torch.distributed import all_reduce
+from metricopt_ext.errors import RankError
+from metricopt_ext.utils import ranks
+
+distributed.init_process_group("gloo")
+own, group = distributed.get_rank(), distributed.group.WORLD
+
+def ended(program):
+    began = time.monotonic()
+    try:
+        with ranks.joined():
+            program()
+        return "a result", time.monotonic() - began
+    except BaseException as error:
+        return f"{type(error).__name__} {error}", time.monotonic() - began
+
+def interrupted(error, rank):
+    def work(item):
+        if item >= 2 and own == rank:
+            raise error
+    def program():
+        with ranks.sharing():
+            list(ranks.each(work, range(4)))
+    return program
+
+def between(error, rank, ends=False):
+    def program():
+        with ranks.sharing():
+            list(ranks.each(lambda item: item, range(4)))
+            if own == rank:
+                raise error
+            ends or ranks.on_first(lambda: 3)
+    return program
+
+def before():
+    with ranks.sharing({"own": Unpackable() if own == 1 else 0}):
+        pass
+
+class Unpackable:
+    def __reduce__(self):
+        raise OSError("not to be sent")
+
+PROGRAMS = {
+    "KeyboardInterrupt": (interrupted(KeyboardInterrupt(), 1), 1),
+    "SystemExit": (interrupted(SystemExit(3), 0), 0),
+    "GeneratorExit": (interrupted(GeneratorExit(), 1), 1),
+    "KeyboardInterrupt ": (between(KeyboardInterrupt(), 0), 0),
+    "KeyError": (between(KeyError("own"), 1), 1),
+    "ValueError": (between(ValueError(), 0, ends=True), 0),
+    "TypeError": (before, 1),
+}
+for name, (program, rank) in PROGRAMS.items():
+    end, seconds = ended(program)
+    assert seconds < 60, (name, seconds)
+    if own == rank:
+        assert end.startswith(name), (name, end)
+    else:
+        assert end.startswith("RankError") and f"rank {rank}, by {name.strip()}" in end, (name, end)
+    with ranks.joined(), ranks.sharing():  # they can begin anew
+        assert list(ranks.each(lambda item: item + own, range(4))) == [0, 2, 2, 4]
+
+def swallowed(item):
+    try:
+        distributed.barrier()
+    except RuntimeError:
+        pass
+
+def on_rank_1(item):
+    if own == 1:
+        distributed.all_gather_object([None, None], item)
+
+wrapped = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(2))  # evaluates as it is, but sends its buffers first
+functional = __import__("torch.distributed._functional_collectives", fromlist=["all_reduce"])
+WAITS = {
+    "allreduce": lambda item: all_reduce(torch.ones(1)),
+    "barrier": swallowed,
+    "allgather": on_rank_1,
+    "broadcast": lambda item: distributed.broadcast(torch.ones(1), 0),
+    "recv": lambda item: distributed.recv(torch.ones(1), 1 - own),
+    "monitored_barrier": lambda item: distributed.monitored_barrier(),
+    "_broadcast_coalesced": lambda item: wrapped(torch.ones(3, 2)),
+    "_resolve_group": lambda item: functional.all_reduce(torch.ones(1), "sum", group),
+    "get": lambda item: distributed.distributed_c10d._get_default_store().get("what nobody sets"),
+}
+for name, work in WAITS.items():
+    def program():
+        with ranks.sharing():
+            list(ranks.each(work, range(2)))
+    end, seconds = ended(program)
+    assert seconds < 30 and end.startswith("RankError") and f"({name})" in end and "all the data" in end, (name, end)
+    distributed.barrier()
+total = torch.ones(1)
+all_reduce(total)  # elsewhere all is as it was
+assert total == 2
+distributed.destroy_process_group()
+print(f"rank {own} is done")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_ends_the_others(torchrun: Any) -> None:
+    """In the metric, between two exchanges and at the end; also where it goes on, and calls what waits for others."""
+    process = torchrun(LEFT, 2)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert sorted(re.findall(r"rank (\d) is done", output)) == ["0", "1"]
+
+
 WAITING = """
 import os, sys, time
 from pathlib import Path
