@@ -119,7 +119,19 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any) -> "MetricClassifier":
-        """Train the network on rows ``n x features`` with labels ``n``, then tune it; returns itself."""
+        """Train the network on rows ``n x features`` with labels ``n``, then tune it; returns itself.
+
+        After an error, or Ctrl-C, it is what it was: fitted as before, or not at all.
+        """
+        before = dict(vars(self))
+        try:
+            return self._fitted(X, y)
+        except BaseException:
+            vars(self).clear()
+            vars(self).update(before)
+            raise
+
+    def _fitted(self, X: Any, y: Any) -> "MetricClassifier":
         X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)

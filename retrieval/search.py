@@ -15,6 +15,7 @@ from metricopt_ext.retrieval.build import class_halves
 from metricopt_ext.retrieval.task import refuse_memory
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.words import counted
@@ -87,8 +88,13 @@ def search_with_trainer(
         test_collate_fn=test_collate_fn,
         seed=seed,
     )
-    run: SearchRun = optimize_metric(task, queries=queries, seed=seed, **options)
-    return run
+    models = KeptModules(*trainer.models.values())  # the loss and the metric are of all of them
+    try:
+        run: SearchRun = optimize_metric(task, queries=queries, seed=seed, **options)
+        return run
+    except BaseException:
+        models.put_back()
+        raise
 
 
 def trainer_task(

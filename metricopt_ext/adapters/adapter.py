@@ -28,6 +28,7 @@ from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 from metricopt_ext.utils.identity import fingerprint
+from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import brief, nearest, shortened
 
@@ -141,12 +142,14 @@ class Adapter:
     @contextmanager
     def using(self, phi: Tensor) -> Iterator[nn.Module]:
         """Make the model compute with ``phi``, ``d``, in place of the parameter; works inside ``torch.func.vmap``."""
-        context = self.context
-        before, context.override = context.override, phi
+        context, before = self.context, self.context.override
         try:
+            context.override = phi
             yield self.model
-        finally:
             context.override = before
+        except BaseException:  # also one that cuts the line before short
+            context.override = before
+            raise
 
     def modulations(self) -> list[tuple[nn.Module, Modulation]]:
         """Pairs of a modulated layer and its modulation."""
@@ -179,7 +182,12 @@ class Adapter:
             AdapterError: As from `check`; nothing is changed.
         """
         self.check(start)
-        self._put(start)
+        held = self.as_start()
+        try:
+            self._put(start)
+        except BaseException:
+            self._put(held)
+            raise
 
     @contextmanager
     def applied(self, start: Start) -> Iterator[nn.Module]:
@@ -189,11 +197,14 @@ class Adapter:
             AdapterError: As from `check`; nothing is changed.
         """
         held = self.as_start()
-        self.apply(start)
+        self.check(start)
         try:
+            self._put(start)
             yield self.model
-        finally:
             self._put(held)
+        except BaseException:  # also one that cuts the line before short
+            self._put(held)
+            raise
 
     def as_start(self) -> Start:
         """Return copies of what the model holds beyond its base; `apply` brings it back."""
@@ -275,8 +286,14 @@ class Adapter:
 
     def remove(self) -> nn.Module:
         """Detach, which restores the base bit for bit, what a start replaced included. Returns the model."""
-        self._put(Start(self.phi.detach()))
-        return self._detach()
+        held, before = self.as_start(), KeptModules(self.model)
+        try:
+            self._put(Start(self.phi.detach()))
+            return self._detach()
+        except BaseException:
+            before.put_back()
+            self._put(held)
+            raise
 
     def _detach(self) -> nn.Module:
         context = self.context
@@ -318,7 +335,7 @@ class Adapter:
         tensors = [
             t for module in self.model.modules() for t in (*module._parameters.values(), *module._buffers.values())
         ]
-        owners = Counter(map(id, tensors))
+        owners, before = Counter(map(id, tensors)), list[tuple[Tensor, Tensor]]()
         for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True):
             for key in modulation.merges_into:
                 tensor = layer._parameters.get(key, layer._buffers.get(key))
@@ -328,9 +345,18 @@ class Adapter:
                     raise AdapterError(
                         f"{name}.{key} is shared with another layer, which folding phi into it would change"
                     )
-        for layer, modulation in self.modulations():
-            modulation.merge_into(layer)
-        return self._detach()
+                before.append((tensor, tensor.detach().clone()))
+        modules = KeptModules(self.model)
+        try:
+            for layer, modulation in self.modulations():
+                modulation.merge_into(layer)
+            return self._detach()
+        except BaseException:
+            modules.put_back()
+            with torch.no_grad():
+                for tensor, content in before:
+                    tensor.copy_(content)
+            raise
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file that `load_adapter` puts into the base.
@@ -376,21 +402,30 @@ class Adapter:
             self.check(start)
         except AdapterError as error:
             raise AdapterError(f"{path}: {error}") from error
-        for name, value in own.items():
-            if name != "phi":
-                value.copy_(tensors[name])
+        held, matrices = self.as_start(), {name: value.clone() for name, value in own.items() if name != "phi"}
+        seed, generator = self.context.seed, self.context.generator
+        try:
+            self._take({name: tensors[name] for name in matrices}, start, described.seed, described.generator)
+            if described.base != fingerprint(self.base_state_dict()):
+                warnings.warn(
+                    f"{path} was saved for a model with other weights than {type(self.model).__name__} has: the metric"
+                    " that it reached there does not hold here. Load the weights that it was tuned on first",
+                    stacklevel=3,
+                )
+        except BaseException:
+            self._take(matrices, held, seed, generator)
+            raise
+
+    def _take(self, matrices: dict[str, Tensor], start: Start, seed: int, generator: str) -> None:
+        """Copy matrices, by their names in a file, and a start that was checked; ``seed`` is that of the matrices."""
+        for name, value in self._kept_tensors().items():
+            if name in matrices:
+                value.copy_(matrices[name])
         self._put(start)
         context = self.context
-        context.seed = described.seed  # the seed of the matrices just copied
-        context.generator = described.generator
-        context.signature[0] = context.seed
+        context.seed, context.generator = seed, generator
+        context.signature[0] = seed
         self._tag_phi()
-        if described.base != fingerprint(self.base_state_dict()):
-            warnings.warn(
-                f"{path} was saved for a model with other weights than {type(self.model).__name__} has: the metric that"
-                " it reached there does not hold here. Load the weights that it was tuned on first",
-                stacklevel=3,
-            )
 
     def _kept_tensors(self) -> dict[str, Tensor]:
         """Return phi and the matrices, by their names in a file."""

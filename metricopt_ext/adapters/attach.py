@@ -31,6 +31,8 @@ from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.files import check_tensors, content_of
+from metricopt_ext.utils.kept_modules import KeptModules
+from metricopt_ext.utils.modes import PINNED
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, nearest, shortened
 
@@ -194,19 +196,23 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
     kind, dim, seed, outputs = described.kind, described.matrix_dim, described.seed, described.outputs
     layers = described.layers if outputs is None else described.layers[:-1]
     _check_matrices(model, path, described, layers, saved.tensors)
-    with content_of(path, "adapter"):
-        if kind == "film":
-            adapter = attach_film(model, layers, dim=dim, seed=seed, outputs=outputs)
-        elif kind == "input_bias":
-            adapter = attach_input_bias(model, layers[0], dim=dim, seed=seed, outputs=outputs)
-        else:
-            adapter = attach_outputs(model, outputs)
+    _check_bare(model)
+    before = KeptModules(model)
     try:
+        with content_of(path, "adapter"):
+            if kind == "film":
+                adapter = attach_film(model, layers, dim=dim, seed=seed, outputs=outputs)
+            elif kind == "input_bias":
+                adapter = attach_input_bias(model, layers[0], dim=dim, seed=seed, outputs=outputs)
+            else:
+                adapter = attach_outputs(model, outputs)
         adapter.load_saved(path, saved)
+        return adapter
     except BaseException:
-        adapter.remove()
+        if hasattr(model, CONTEXT_NAME):
+            Adapter(model).remove()
+        before.put_back()
         raise
-    return adapter
 
 
 def _check_matrices(
@@ -251,15 +257,21 @@ def _attach(
         layers, children = [*layers, logits], [*children, OutputOffsets(context, channel_axis(logits))]
     context.guessed = guessed
     context.thawed = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    model.requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.grad = None  # the optimizer that trained the weights would step along what is left
-    context.pins = [pin for module in model.modules() if _mode_dependent(module) for pin in _pin_to_eval(module)]
-    for layer, child in zip(layers, children, strict=True):
-        child.handle = output_of(layer).register_forward_hook(child.hook)
-        layer.add_module(MODULATION_NAME, child)
-    model.add_module(CONTEXT_NAME, context.to(example.device))
-    return Adapter(model)
+    before = KeptModules(model)
+    try:
+        model.requires_grad_(False)
+        context.pins = [pin for module in model.modules() if _mode_dependent(module) for pin in _pin_to_eval(module)]
+        for layer, child in zip(layers, children, strict=True):
+            child.handle = output_of(layer).register_forward_hook(child.hook)
+            layer.add_module(MODULATION_NAME, child)
+        model.add_module(CONTEXT_NAME, context.to(example.device))
+        adapter = Adapter(model)
+        for parameter in model.parameters():
+            parameter.grad = None  # the optimizer that trained the weights would step along what is left
+        return adapter
+    except BaseException:
+        before.put_back()
+        raise
 
 
 def _check_bare(model: nn.Module) -> None:
@@ -365,12 +377,12 @@ def _pin_to_eval(module: nn.Module) -> list[Any]:
 
 
 def _enter_eval(module: Any, args: Any) -> None:
-    module._metricopt_mode = module.training
+    setattr(module, PINNED, module.training)
     module.training = False
 
 
 def _leave_eval(module: Any, args: Any, output: Any) -> None:
-    module.training = module.__dict__.pop("_metricopt_mode", module.training)
+    module.training = module.__dict__.pop(PINNED, module.training)
 
 
 def _matching(patterns: list[str], model: nn.Module, usable: dict[str, nn.Module]) -> list[str]:

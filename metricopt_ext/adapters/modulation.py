@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
 
 AdapterKind = Literal["film", "input_bias", "outputs"]
@@ -336,27 +337,30 @@ def is_affine(layer: nn.LayerNorm | nn.GroupNorm) -> bool:
     (weight, bias), outputs = affine(layer), []
     shape = (2, 3, len(weight)) if channel_axis(layer) == -1 else (2, len(weight), 1, 3)
     x = torch.arange(6.0 * len(weight)).sin().view(shape).to(weight)
-    handle = output_of(layer).register_forward_hook(lambda module, args, output: outputs.append(output.clone()))
+    before = KeptModules(layer)
     try:
+        handle = output_of(layer).register_forward_hook(lambda module, args, output: outputs.append(output.clone()))
         with evaluating(layer), torch.no_grad():
             for weights in ({}, {"weight": 2 * weight, "bias": 2 * bias + 1}):
                 torch.func.functional_call(layer, weights, (x,))
-    except Exception:  # of the subclass's own code
-        return False
-    finally:
         handle.remove()
+    except BaseException as error:
+        before.put_back()
+        if isinstance(error, Exception):  # of the subclass's own code
+            return False
+        raise
     rounding = 16 * torch.finfo(weight.dtype).eps
     return torch.allclose(outputs[1], 2 * outputs[0] + 1, rtol=rounding, atol=rounding)
 
 
+@torch.no_grad()
 def _takes_channels_first(layer: nn.LayerNorm) -> bool:
     """Whether a LayerNorm takes ``B x C x H x W``, as ConvNeXt's do, which has another name in each toolkit."""
     if type(layer).forward is nn.LayerNorm.forward:
         return False
     channels = layer.normalized_shape[0]
     try:
-        with torch.no_grad():
-            layer.forward(layer.weight.new_zeros(1, channels, 1, channels % 2 + 1))
+        layer.forward(layer.weight.new_zeros(1, channels, 1, channels % 2 + 1))
     except Exception:  # of the subclass's own code, as the last axis has another size than the weights
         return False
     return True

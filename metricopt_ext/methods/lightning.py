@@ -20,6 +20,7 @@ from metricopt_ext.methods.run_folder import RunFolder
 from metricopt_ext.tasks.batches import DatasetBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.kept_modules import KeptModules
 
 PLANNED = ("strategy", "starts", "guard_confidence", "seed")  # options that can be checked before training
 
@@ -120,7 +121,7 @@ class SearchPhi(L.Callback):
         self._batches(trainer)
 
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Attach the adapter and search.
+        """Attach the adapter and search; after an error the module is as it was.
 
         Raises:
             MetricError: The validation does not log ``monitor`` or one of the halves.
@@ -137,16 +138,22 @@ class SearchPhi(L.Callback):
             self._check_logged(scores)
             return scores[self.monitor], None if self.halves is None else [scores[half] for half in self.halves]
 
-        self.adapter = self.attach(module)
-        task = FinetuneTask(
-            self.adapter,
-            loss=_training_loss,
-            batches=lambda *place: move_data_to_device(drawn(*place), module.device),
-            metric=self._metric(validate),
-            population=1,  # a training step can be any code
-        )
-        self.run = optimize_metric(task, queries=self.queries, **self.options)
-        module.trainer = trainer
+        before = KeptModules(module)
+        try:
+            self.adapter = self.attach(module)
+            task = FinetuneTask(
+                self.adapter,
+                loss=_training_loss,
+                batches=lambda *place: move_data_to_device(drawn(*place), module.device),
+                metric=self._metric(validate),
+                population=1,  # a training step can be any code
+            )
+            self.run = optimize_metric(task, queries=self.queries, **self.options)
+            module.trainer = trainer
+        except BaseException:
+            before.put_back()  # without an adapter
+            module.trainer = trainer
+            raise
         if self.adapter.phi.any():
             _warn_of_older_weights(trainer)
 
@@ -214,11 +221,18 @@ def _quiet_trainer() -> L.Trainer:
 
 def _training_loss(module: Any, batch: Any) -> Tensor:
     """Return the loss of a training step, which logs nothing: no loop is there to take it."""
-    muted = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
-    vars(module).update(muted)
+    muted, before = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None), dict(vars(module))
+
+    def unmute() -> None:
+        for name in muted.keys() - before.keys():
+            vars(module).pop(name, None)
+        vars(module).update({name: before[name] for name in muted.keys() & before.keys()})
+
     try:
+        vars(module).update(muted)
         returned: Any = module.training_step(batch, 0)
-    finally:
-        for name in muted:
-            del vars(module)[name]
+        unmute()
+    except BaseException:
+        unmute()
+        raise
     return returned["loss"] if isinstance(returned, Mapping) else returned  # type: ignore[no-any-return]

@@ -35,6 +35,7 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import evaluations_where_used, split_half_correlation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_instance, check_integer
 from metricopt_ext.utils.identity import fingerprint_of_code
@@ -108,6 +109,7 @@ def optimize_metric(
 ) -> Result: ...
 
 
+@undone_if_cut_short
 def optimize_metric(
     task: FinetuneTask,
     *,
@@ -134,6 +136,8 @@ def optimize_metric(
 
     Processes that have joined (`ranks.joined`), under torchrun or in a process group of your own, each call this with
     the same arguments: they share the evaluations and rollouts, and all return what one would (docs/scale.md).
+
+    After an error, or Ctrl-C at any moment, the model has the phi, modes, hooks and weights that it had before.
 
     Args:
         task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end;
@@ -166,6 +170,7 @@ def optimize_metric(
         FileFormatError: ``output_dir`` holds another run, with other settings or model weights, it holds a run and
             ``resume`` is False, or another process writes to it.
         OSError: ``output_dir`` can't be written to, as where the disk is full; what was written before is in it.
+        RankError: The metric has another value on another rank, waits for the other ranks itself, or a rank has ended.
     """
     strategy = strategy or GuidedTrustRegion()
     size = check_plan(

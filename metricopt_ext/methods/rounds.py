@@ -14,6 +14,7 @@ from metricopt_ext.tasks.rollout import Policy, collect
 from metricopt_ext.tasks.split_half import evaluations_where_used, seen_on_half
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.progress import Watcher
@@ -25,6 +26,7 @@ from metricopt_ext.value.value_function import ValueFunction
 Collect = Callable[[int, Sequence[int], Fit | None], Sequence[Trajectory]]
 
 
+@undone_if_cut_short
 def meta_train(
     task: FinetuneTask,
     *,

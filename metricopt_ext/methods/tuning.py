@@ -13,6 +13,7 @@ from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.rollout import Policy, rollout
 from metricopt_ext.tasks.split_half import optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.value.adapted import AdaptedValueFunction
@@ -48,6 +49,7 @@ class Tuned:
         return min(self.evaluations, key=lambda name: self.evaluations[name].cost)
 
 
+@undone_if_cut_short
 def tune_start(
     task: FinetuneTask,
     fit: Fit,

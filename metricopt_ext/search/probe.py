@@ -9,6 +9,7 @@ from torch.nn.functional import normalize
 from torch.utils._pytree import tree_leaves
 
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.gp import Spectrum
 
@@ -105,11 +106,14 @@ def movement(still: list[Tensor], moved: list[Tensor]) -> float:
 def _outputs(task: FinetuneTask, phi: Tensor, batch: Any) -> list[Tensor]:
     """Return what the model puts out on a batch while the loss is computed, ``n x m`` tensors; if nothing, the loss."""
     found: list[Any] = []
-    with task.adapter.using(phi) as model:
-        handle = model.register_forward_hook(lambda module, args, output: found.append(output))
-        try:
+    before = KeptModules(task.adapter.model)
+    try:
+        with task.adapter.using(phi) as model:
+            handle = model.register_forward_hook(lambda module, args, output: found.append(output))
             loss = task.loss(model, batch)
-        finally:
-            handle.remove()
+        handle.remove()
+    except BaseException:
+        before.put_back()
+        raise
     leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return [leaf.double().flatten(1) if leaf.dim() > 1 else leaf.double().view(-1, 1) for leaf in leaves or [loss]]

@@ -1,7 +1,6 @@
 """Records trajectories of phi while another toolkit's trainer finetunes it."""
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from metricopt_ext.tasks.metric import Evaluation, Metric, stacked_halves
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.modes import kept_modes
 
 
 class Recording:
@@ -132,14 +131,20 @@ class Recording:
 
     def _evaluate(self, models: list[nn.Module], phi: Tensor) -> Evaluation:
         device = self.adapter.phi.device
-        before = self.adapter.phi.detach().clone()
-        with ExitStack() as undone:
-            undone.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-            for model in models:
-                undone.enter_context(evaluating(model))
-            self.adapter.set_phi(phi)
-            undone.callback(self.adapter.set_phi, before)
-            return self.metric.evaluate(self.adapter.model, "collect")
+        before, put_back_modes = self.adapter.phi.detach().clone(), kept_modes(*models)
+        try:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                for model in models:
+                    model.eval()
+                self.adapter.set_phi(phi)
+                evaluation = self.metric.evaluate(self.adapter.model, "collect")
+            self.adapter.set_phi(before)
+            put_back_modes()
+            return evaluation
+        except BaseException:  # also one that cuts the lines before short
+            self.adapter.set_phi(before)
+            put_back_modes()
+            raise
 
     def _store_if_finished(self) -> None:
         if self.trajectory is not None or len(self.losses) < self.steps:

@@ -20,6 +20,7 @@ from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.modes import kept_modes
 from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.weights import held_weights, put_back_different
 from metricopt_ext.utils.words import and_more, brief
@@ -276,12 +277,16 @@ class FinetuneTask:
 
         So a metric that exports the model, or reads its state dict, judges the right one.
         """
-        before = self.adapter.phi.detach().clone()
-        self.adapter.set_phi(phi)
+        before, put_back_modes = self.adapter.phi.detach().clone(), kept_modes(self.adapter.model)
         try:
-            return self.metric.judge(self.adapter.model)
-        finally:
+            self.adapter.set_phi(phi)
+            evaluation = self.metric.judge(self.adapter.model)
             self.adapter.set_phi(before)
+            return evaluation
+        except BaseException:  # also one that cuts the line before short
+            self.adapter.set_phi(before)
+            put_back_modes()
+            raise
 
     def costs_at(self, phi: Tensor, purpose: str, where: str = "") -> Tensor:
         """Evaluate the metric at ``n x d`` points and return the costs alone, ``n``, float64; see `evaluate_at`."""

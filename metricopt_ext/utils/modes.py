@@ -1,9 +1,12 @@
 """Modules in training or evaluation mode for a while, each restored afterwards."""
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+PINNED = "_metricopt_mode"  # the attribute for the mode of a module that evaluates whatever its mode is
 
 
 @contextmanager
@@ -16,10 +19,23 @@ def evaluating(model: nn.Module) -> Any:
 @contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Any:
     """Put every module of a model into training or evaluation mode, then restore the mode each was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(training)
+    put_back = kept_modes(model)
     try:
+        model.train(training)
         yield model
-    finally:
+        put_back()
+    except BaseException:  # also one that cuts the line before short
+        put_back()
+        raise
+
+
+def kept_modes(*models: nn.Module) -> Callable[[], None]:
+    """Return a function that puts every module of some models into the mode that it is in now."""
+    modes = [(module, vars(module).get(PINNED, module.training)) for model in models for module in model.modules()]
+
+    def put_back() -> None:
         for module, before in modes:
+            vars(module).pop(PINNED, None)  # of a call that was cut short
             module.training = before
+
+    return put_back
