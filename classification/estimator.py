@@ -127,8 +127,7 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         try:
             return self._fitted(X, y)
         except BaseException:
-            vars(self).clear()
-            vars(self).update(before)
+            self.__dict__ = before
             raise
 
     def _fitted(self, X: Any, y: Any) -> "MetricClassifier":

@@ -380,12 +380,17 @@ def _waiting_refused() -> Iterator[None]:
 
 def _what_waits() -> list[tuple[Any, str, Any]]:
     """Return the functions through which torch's collectives, sends and stores go: owner, name and function."""
-    group, store = distributed.ProcessGroup, distributed.Store
-    named = [(group, name) for name in vars(group) if name.lstrip("_").startswith(WAITING)]
-    named += [(store, "wait"), (store, "get"), (distributed, "_broadcast_coalesced")]  # the last of them by DDP
+    from torch.distributed.distributed_c10d import ProcessGroup, Store
+
+    named: list[tuple[Any, str]] = [
+        (ProcessGroup, name) for name in vars(ProcessGroup) if name.lstrip("_").startswith(WAITING)
+    ]
+    named += [(Store, "wait"), (Store, "get"), (distributed, "_broadcast_coalesced")]  # the last of them by DDP
     functional = sys.modules.get("torch.distributed._functional_collectives")
     named += [(functional, "_resolve_group"), (functional, "_resolve_group_name")]
-    return [(owner, name, vars(owner)[name]) for owner, name in named if owner and callable(vars(owner).get(name))]
+    return [
+        (owner, name, vars(owner)[name]) for owner, name in named if callable(getattr(owner, "__dict__", {}).get(name))
+    ]
 
 
 def _refusal(name: str) -> RankError:
