@@ -125,23 +125,6 @@ def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] = ()) -
     )
 
 
-def stratified_halves(y: Tensor, seed: int) -> tuple[Tensor, ...]:
-    """Divide examples at random into two halves with the same number of each class, give or take one.
-
-    Args:
-        y: Labels, ``n``.
-        seed: Seed of the division.
-
-    Returns:
-        The indices of each half, ascending; empty if a class has a single example, as one half would lack it.
-    """
-    order = torch.randperm(len(y), generator=generator(seed, "halves")).to(y.device)
-    order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
-    if len(y) == 0 or int(y.unique(return_counts=True)[1].min()) < 2:
-        return ()
-    return order[::2].sort().values, order[1::2].sort().values
-
-
 def stratified_parts(y: Tensor, size: int, seed: int) -> list[Tensor]:
     """Divide examples at random into parts with about the same share of each class.
 

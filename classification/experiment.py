@@ -20,7 +20,6 @@ from metricopt_ext.classification.build import (
     predict,
     predict_classes,
     scores_at,
-    stratified_halves,
     stratified_parts,
     train,
     try_metric,
@@ -39,6 +38,7 @@ from metricopt_ext.classification.offsets import (
     tune_threshold,
 )
 from metricopt_ext.classification.pictures import plot_examples
+from metricopt_ext.data.halves import stratified_halves
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.rare import Rare, rare_groups

@@ -81,24 +81,6 @@ def build_metric(config: MetricConfig, part: Split, halves: Sequence[Tensor] = (
     return Metric(function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
 
 
-def class_halves(y: Tensor, seed: int) -> tuple[Tensor, ...]:
-    """Divide examples at random by class: what differs between the halves differs on new classes too.
-
-    Args:
-        y: Labels, ``n``.
-        seed: Seed of the division.
-
-    Returns:
-        The indices of each half, ascending; empty if a half would have fewer than two classes of two examples.
-    """
-    classes, counts = y.cpu().unique(return_counts=True)
-    order = torch.randperm(len(classes), generator=generator(seed, "halves"))
-    halves = order[::2], order[1::2]
-    if min(int((counts[half] > 1).sum()) for half in halves) < 2:
-        return ()
-    return tuple(torch.isin(y, classes[half].to(y.device)).nonzero().flatten() for half in halves)
-
-
 def build_loss(config: LossConfig) -> Loss:
     """Return the surrogate loss that the settings name, as a function of model and batch.
 

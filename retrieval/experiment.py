@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from metricopt_ext.data.halves import class_halves
 from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
@@ -22,7 +23,6 @@ from metricopt_ext.retrieval.build import (
     build_loss,
     build_metric,
     class_batches,
-    class_halves,
     embed_with,
     embedder,
     load_splits,

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.data.halves import class_halves
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import SearchRun
-from metricopt_ext.retrieval.build import class_halves
 from metricopt_ext.retrieval.task import refuse_memory
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask

@@ -1,4 +1,4 @@
-"""Loaders of image sets for retrieval, parts that share no class, and halves by class."""
+"""Loaders of image sets for retrieval, and parts that share no class."""
 
 import io
 import zipfile
@@ -13,7 +13,6 @@ from PIL import Image
 from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import DataError
-from metricopt_ext.retrieval.build import class_halves
 from metricopt_ext.retrieval.data import (
     disjoint,
     hold_out_classes,
@@ -236,18 +235,7 @@ def test_digits() -> None:
     assert data.class_names == tuple("0123456789")
 
 
-# --- Halves, neighbours ----------------------------------------------------------------------------------------
-
-
-def test_halves_are_of_classes() -> None:
-    y = torch.arange(7).repeat_interleave(3)[torch.randperm(21, generator=torch.Generator().manual_seed(0))]
-    a, b = class_halves(y, seed=2)
-    assert sorted([*a.tolist(), *b.tolist()]) == list(range(21))
-    assert not {*y[a].tolist()} & {*y[b].tolist()}
-    assert {len(y[a].unique()), len(y[b].unique())} == {3, 4}
-    assert any(not torch.equal(class_halves(y, seed)[0], a) for seed in range(3, 6))
-    assert class_halves(torch.tensor([0, 0, 1, 1, 2, 2]), seed=0) == ()
-    assert class_halves(torch.tensor([0, 0, 1, 1, 2, 2, 3]), seed=0) == ()  # one half would have no two pairs
+# --- Neighbours ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("distance", ["l2", "ip"])

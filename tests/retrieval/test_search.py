@@ -18,9 +18,9 @@ from pytorch_metric_learning import losses, miners, samplers, testers, trainers
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 
 import metricopt_ext as mo
+from metricopt_ext.data.halves import class_halves
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError
 from metricopt_ext.retrieval.accuracy import RecallCalculator
-from metricopt_ext.retrieval.build import class_halves
 from metricopt_ext.retrieval.hooks import TrajectoryRecorder
 from metricopt_ext.retrieval.recall import recall_at_k
 from metricopt_ext.retrieval.search import TrainerBatches, search_with_trainer, trainer_task

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.data import training_state
+from metricopt_ext.data.halves import class_halves
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError, MetricError
 from metricopt_ext.evidence import method_config
@@ -27,7 +28,7 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
 from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
 from metricopt_ext.retrieval import build
-from metricopt_ext.retrieval.build import build_loss, build_metric, class_batches, class_halves, load_splits
+from metricopt_ext.retrieval.build import build_loss, build_metric, class_batches, load_splits
 from metricopt_ext.retrieval.config import LossConfig, MetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.losses import SmoothAPLoss
 from metricopt_ext.retrieval.models import Conv4, Embedder, build_model
