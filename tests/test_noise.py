@@ -85,6 +85,43 @@ def test_noise_changes_the_model_in_few_seeds(strategy: str, source: str) -> Non
     assert sum(changed(strategy, source, seed) for seed in range(SEEDS)) <= most
 
 
+def run_with(halves: Callable[[float], Any], strategy: str, kept_aside: bool = False, **options: Any) -> mo.Result:
+    """Run a strategy on noise that tells halves which can't be of two halves of data."""
+    (method, evaluations), rng = STRATEGIES[strategy], random.Random(0)
+
+    def value() -> Any:
+        drew = drawn(rng)
+        return drew, halves(drew)
+
+    queries = options.get("repeats", 1) * evaluations
+    more = {"kept_aside": task_of(lambda: drawn(rng)).metric} if kept_aside else {}
+    task = task_of(value, **options)
+    return mo.optimize_metric(task, queries=queries, strategy=method, watcher=Watcher(), **more)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_halves_that_are_none_are_said_and_refused_where_a_guard_is_required(strategy: str) -> None:
+    with pytest.warns(UserWarning, match="the metric's halves always move alike") as said:
+        result = run_with(lambda value: (value, value), strategy)
+    assert sum("the metric's halves " in str(each.message) for each in said) == 1
+    assert (result.guard, result.chance, result.needed) == ("none", None, None)
+    assert "unguarded" in str(result).splitlines()[0]
+    assert "correlate" not in str(result)
+    unguarded = pytest.raises(mo.errors.UnguardedError, match="metric 'noise' reports no halves that tell, so nobody")
+    with unguarded, pytest.warns(UserWarning, match="the metric's halves are constant, though its value is not"):
+        run_with(lambda value: (0.0, 1.0), strategy, require_guard=True)
+
+
+def test_where_halves_are_none_chance_is_taken_from_elsewhere() -> None:
+    with pytest.warns(UserWarning, match="the metric's halves"):
+        repeated = run_with(lambda value: (value, value), "CMA-ES", repeats=3, require_guard=True)
+    assert repeated.guard == "repeats"
+    with pytest.warns(UserWarning, match="the metric's halves"):
+        aside = run_with(lambda value: (value, value), "CMA-ES", kept_aside=True, require_guard=True)
+    assert aside.best != aside.before
+    assert aside.guard == "held-out"
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_number_is_unguarded_and_refused_where_a_guard_is_required(strategy: str) -> None:
     method, evaluations = STRATEGIES[strategy]

@@ -258,7 +258,7 @@ class Report:
         where = "" if seeds == 1 else f" in {seeds - left} of {seeds} seeds"
         beside = f" and left the model as it was in {left}" if left else ""
         guard = f"the guard accepted the change{where}{beside}" + (
-            "" if known else ", unguarded: the metric gives one number, so nobody can tell how much of it is chance"
+            "" if known else ", unguarded: nobody can tell how much of it is chance"
         )
         return f"{guard}; the gain on test, {self._gain_in_words('pretrained')}"
 

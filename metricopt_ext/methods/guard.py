@@ -1,10 +1,12 @@
 """The guard: keep a change only if its gain exceeds chance and the optimism of having chosen the best of many.
 
 How large chance is shows in three ways: two halves of the metric's data, repeats of an evaluation, or data held out
-from the search. Of a metric that is a plain number nothing is known, and every gain is believed.
+from the search. Of a metric that is a plain number nothing is known, and every gain is believed. Halves that can't be
+of two halves of data count for none (`fault_of_halves`).
 """
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.tasks.metric import Evaluation, noise_of, stacked_halves
-from metricopt_ext.tasks.split_half import chance_of_gain
+from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves
+from metricopt_ext.utils import ranks
 
 # What tells a gain from chance.
 Guard = Literal["halves", "repeats", "held-out", "none"]
@@ -30,9 +33,6 @@ EXPECTED = 0.5
 
 # The candidates that the end is compared with: the best of the visited points, this share of them and at least so many.
 SHARE, LEAST = 1 / 4, 8
-
-# Points from which on their costs tell how much of what sets them apart is chance; of fewer, all of it may be.
-TELLING = 3
 
 
 def deviates(confidence: float) -> float:
@@ -110,6 +110,7 @@ def decide(
         predicted: The gain of the search's end over another candidate as f sees it, by that one's name, in units of the
             cost; infinite if there is no f to ask. No f is asked about the other candidates.
     """
+    candidates, visited = _telling(candidates, visited)
     trained, *starts, end = candidates
     kept = trained
     for name in starts:
@@ -135,6 +136,7 @@ def decide_among(
         confidence: How sure to be that the end gains on the model as it was, at least 0.5 and below 1.
         overstated: By how much the gain of some ends is known to be overstated, by name; see `judge`.
     """
+    ends, visited = _telling(ends, visited)
     was, *others = ends
     chosen_from = [*visited, *(ends[name] for name in others)]
 
@@ -145,6 +147,23 @@ def decide_among(
     verdicts = {name: verdict_on(name) for name in others}
     best = max(others, key=lambda name: verdicts[name].gain - verdicts[name].optimism)
     return Decision(best if verdicts[best].accepted else was, verdicts[best])
+
+
+def _telling(
+    candidates: Mapping[str, Evaluation], visited: Sequence[Evaluation]
+) -> tuple[Mapping[str, Evaluation], Sequence[Evaluation]]:
+    """Return the evaluations without halves, and say so, if all of them together show that these are none."""
+    fault = fault_of_halves([*candidates.values(), *visited])
+    if not fault:
+        return candidates, visited
+    if ranks.rank() == 0:
+        warnings.warn(
+            f"the metric's halves {fault}, so they don't tell a gain from chance and are not used; let them be its"
+            " values on two random halves of its data",
+            stacklevel=4,
+        )
+    without = {name: each._replace(halves=None) for name, each in candidates.items()}
+    return without, [each._replace(halves=None) for each in visited]
 
 
 def judge(
@@ -235,8 +254,9 @@ def _by_halves(start: Evaluation, ranked: Sequence[Evaluation], gain: float) -> 
     there. So the other takes all points: the variance of a gain is assumed proportional to its size, as of a share of
     examples.
     """
+    ranked = [each for each in ranked if each.halves is not None]  # the metric may be undefined on a half of some
     halves = stacked_halves(ranked)
-    if start.halves is None or halves is None:
+    if start.halves is None or halves is None or not ranked:
         return None
     costs = torch.tensor([each.cost for each in ranked], dtype=torch.float64)
     deviation = max(chance_of_gain(start, halves[: _best(ranked)]), _chance_by_size(start, costs, halves, gain))

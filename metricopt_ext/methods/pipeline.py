@@ -165,8 +165,8 @@ def optimize_metric(
         BudgetError: ``queries`` is too small to plan with.
         MetricError: The metric failed; finished work is in ``output_dir``.
         WeightsError: The metric or the loss changed the model's parameters without a trace; they are put back.
-        UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance; no query
-            counts.
+        UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance. No query
+            counts, unless all of them were needed to see that its halves are none.
         FileFormatError: ``output_dir`` holds another run, with other settings or model weights, it holds a run and
             ``resume`` is False, or another process writes to it.
         OSError: ``output_dir`` can't be written to, as where the disk is full; what was written before is in it.

@@ -90,9 +90,9 @@ class Result:
         lines.append(f"queries: {total} ({spent}); {self.queries_per_start} for each further start")
         if self.guard == "none":
             lines.append(
-                "how much of a gain is chance, nobody can tell from one number; let the metric return (value, (half,"
-                " half)), its values on all of its data and on two random halves of them, or give it repeats if it is"
-                " noisy, or the run data that the search does not see"
+                "how much of a gain is chance, nobody can tell; let the metric return (value, (half, half)), its values"
+                " on all of its data and on two random halves of them, or give it repeats if it is noisy, or the run"
+                " data that the search does not see"
             )
         return lines
 
@@ -129,8 +129,13 @@ def outcome(
         candidates: Evaluations by name, of ``"start"`` and the others that the guard chose from.
         decision: What it kept.
         ends: End point phi, ``d``, of each candidate.
+
+    Raises:
+        UnguardedError: The metric requires a guard, but nothing told a gain from chance.
     """
     verdict = decision.verdict
+    if verdict.guard == "none" and metric.require_guard:
+        raise metric.unguarded("reports no halves that tell")
     return {
         "metric": metric.name,
         "before": metric.to_value(candidates["start"].cost),

@@ -19,7 +19,7 @@ from metricopt_ext.utils.identity import ROUNDING
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.time_limit import call_within
 from metricopt_ext.utils.weights import kept_weights
-from metricopt_ext.utils.words import and_more, counted
+from metricopt_ext.utils.words import and_more, brief, counted
 
 Item = TypeVar("Item")
 
@@ -152,7 +152,8 @@ class Metric(CostScale):
             is called in evaluation mode and without gradients, once per phi. It may return ``(value, (half, half))``
             instead, its value on all of its data and on two random halves of them: they show how much of a
             gain is due to chance (`split_half`). This is still one query, as it takes one pass over the data.
-            ``(value, None)`` is the value alone.
+            ``(value, None)`` is the value alone, as are ``(value, "why there are no halves")`` and a half that is
+            NaN, where the metric is not defined: a warning says so once.
         maximize: Whether higher is better.
         bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for a metric without known
             bounds: its cost is the value itself, negated if higher is better.
@@ -202,7 +203,7 @@ class Metric(CostScale):
         self.takes_model = _takes_model(function)
         self.failed = 0
         self._worst: Evaluation | None = None
-        self._reported = False
+        self._reported = self._halved = self._lacked = False
         self._compared = 0  # the session of `ranks` in which all were seen to find the same value
 
     @property
@@ -329,7 +330,8 @@ class Metric(CostScale):
         return f"{self.to_value(evaluation.cost):.6g}" + (f" (halves {', '.join(halves)})" if halves else "")
 
     def saw(self, evaluation: Evaluation) -> None:
-        """Note an evaluation, which may be the worst so far."""
+        """Note an evaluation, which may be the worst so far, and whether there are halves at all."""
+        self._halved = self._halved or evaluation.halves is not None
         if self._worst is None or evaluation.cost > self._worst.cost:
             self._worst = evaluation
 
@@ -362,7 +364,7 @@ class Metric(CostScale):
             UnguardedError: A guard is required, but the metric reports no halves and is not repeated.
         """
         if self.require_guard and self.repeats == 1 and returns_number(self.function):
-            raise self._unguarded()
+            raise self.unguarded()
         calls = [self._call(model) for _ in range(self.repeats)]
         if len(calls) == 1:
             return calls[0]
@@ -393,7 +395,8 @@ class Metric(CostScale):
             )
         try:
             value, halves = returned if isinstance(returned, tuple) else (returned, None)
-            value, halves = float(value), None if halves is None else [float(half) for half in halves]
+            value, why = float(value), halves if isinstance(halves, str) else ""
+            halves = None if halves is None or why else [float(half) for half in halves]
             if halves is not None and len(halves) != 2:
                 raise ValueError(f"{len(halves)} halves")
         except (TypeError, ValueError, RuntimeError) as error:
@@ -401,16 +404,36 @@ class Metric(CostScale):
                 f"metric {self.name!r} returned {returned!r}; it must be a number, or (number, (half, half))"
             ) from error
         cost = self.checked_cost(value)
-        if halves is None and self.require_guard and self.repeats == 1:
-            raise self._unguarded()
+        if halves is not None and any(math.isnan(half) for half in halves):
+            halves, why = None, "it is nan on a half of its data"
         if halves is None:
+            self._without_halves(why)
             return Evaluation(cost)
         first, second = (self.checked_cost(half, " on a half of its data") for half in halves)
         return Evaluation(cost, (first, second))
 
-    def _unguarded(self) -> UnguardedError:
+    def _without_halves(self, why: str) -> None:
+        """Refuse them where a guard is required, or say once why there are none, if a reason is given.
+
+        Where a few phi alone have none, the guard has the others'.
+        """
+        if self.require_guard and self.repeats == 1 and not self._halved:
+            raise self.unguarded(f"reports no halves, as {why}" if why else "returns one number")
+        if why and not self._lacked:
+            self._lacked = True
+            warnings.warn(
+                f"metric {self.name!r} reports no halves, as {why}; a gain can't be told from chance by them",
+                stacklevel=4,
+            )
+
+    def unguarded(self, what: str = "returns one number") -> UnguardedError:
+        """Return the error of a required guard without anything that tells chance.
+
+        Args:
+            what: What the metric does, in words.
+        """
         return UnguardedError(
-            f"metric {self.name!r} returns one number, so nobody could tell a gain from chance, but a guard is"
+            f"metric {self.name!r} {what}, so nobody could tell a gain from chance, but a guard is"
             " required; let it return (value, (half, half)), its values on all of its data and on two random halves of"
             " them, or give it repeats if it is noisy, or the run data that the search does not see"
         )
@@ -426,15 +449,21 @@ class Metric(CostScale):
             )
 
 
-def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Tensor]) -> Any:
+def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Tensor] | str) -> Any:
     """Return what a metric's function returns: its value and, if there are halves, its values on both.
 
     Args:
-        value_on: Returns the value on the examples at some indices, ``m``, or on all of them for None.
-        halves: Indices of two halves of the data, or nothing.
+        value_on: Returns the value on the examples at some indices, ``m``, or on all of them for None. Where it refuses
+            a half, as one on which the metric is not defined, there are none.
+        halves: Indices of two halves of the data, or why there are none, or nothing.
     """
     value = value_on(None)
-    return (value, tuple(value_on(half) for half in halves)) if halves else value
+    if isinstance(halves, str) or not halves:
+        return (value, halves) if halves else value
+    try:
+        return value, tuple(value_on(half) for half in halves)
+    except (ArithmeticError, MetricError, ValueError) as error:
+        return value, f"on a half of its data it raised {type(error).__name__}: {brief(error)}"
 
 
 def returns_number(function: Callable[..., Any]) -> bool:

@@ -13,8 +13,42 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.metric import Evaluation, stacked_halves
 from metricopt_ext.tasks.trajectory import Trajectory
+
+# Points from which on their costs tell how much of what sets them apart is chance; of fewer, all of it may be.
+TELLING = 3
+
+# What moves by less than this share of the value's spread does not move: single precision's resolution.
+RESOLUTION = 1e-7
+
+
+def fault_of_halves(evaluations: Sequence[Evaluation]) -> str:
+    """Say what shows that a metric's halves are not of two halves of its data; empty if nothing does.
+
+    Gains on two halves of a sample differ by chance, somewhere at least: examples differ. If at all points a half moves
+    just as the other or as the whole, no example tells them apart, and all would seem to be free of chance.
+
+    Args:
+        evaluations: Those of all points; points without halves don't count, and fewer than `TELLING` show nothing.
+    """
+    told = [each for each in evaluations if each.halves is not None]
+    halves, whole = stacked_halves(told), torch.tensor([each.cost for each in told], dtype=torch.float64)
+    if halves is None or len(told) < TELLING or whole.min() == whole.max():
+        return ""  # a metric that never varies has halves that don't, too
+    first, second = halves.T
+    if _still(first, whole) and _still(second, whole):
+        return "are constant, though its value is not"
+    if _still(first - second, whole):
+        return "always move alike"
+    if _still(first - whole, whole) or _still(second - whole, whole):
+        return "are not both of halves: one always moves as the value does"
+    return ""
+
+
+def _still(costs: Tensor, whole: Tensor) -> bool:
+    """Whether costs, ``n``, don't vary, measured by how others do."""
+    return float(costs.max() - costs.min()) <= RESOLUTION * float(whole.max() - whole.min())
 
 
 def split_half_correlation(trajectories: Sequence[Trajectory]) -> float:
@@ -23,18 +57,22 @@ def split_half_correlation(trajectories: Sequence[Trajectory]) -> float:
     Near 0 the metric says nothing about other data of its kind, and no method can help.
 
     Returns:
-        The correlation in [-1, 1]; NaN if the metric does not report halves or never varies.
+        The correlation in [-1, 1]; NaN if the metric does not report halves or never varies, or if they always
+            move alike.
     """
     starts = [t.halves[0] for t in trajectories if t.halves is not None and t.observed[0] == 0]
     return correlation_of_halves(torch.stack(starts) if starts else None)
 
 
 def correlation_of_halves(halves: Tensor | None) -> float:
-    """Return the Spearman correlation of costs on two halves, ``n x 2``; NaN for fewer than 3 or if constant."""
-    if halves is None or len(halves) < 3:
+    """Return the Spearman correlation of costs on two halves, ``n x 2``.
+
+    NaN for fewer than 3, if one never varies, or if they always move alike.
+    """
+    if halves is None or len(halves) < TELLING:
         return math.nan
     a, b = halves.T
-    if a.min() == a.max() or b.min() == b.max():
+    if a.min() == a.max() or b.min() == b.max() or _still(a - b, a):
         return math.nan
     from scipy.stats import spearmanr  # takes a second
 

@@ -1,6 +1,8 @@
 """The guard: its terms by hand, its threshold exactly, and how often it errs on noise alone."""
 
+import dataclasses
 import math
+import warnings
 from statistics import NormalDist
 from typing import Any
 
@@ -353,3 +355,48 @@ def test_a_gain_of_six_times_chance_is_accepted(n: int) -> None:
     """In 300 of 300."""
     assert share_accepted(n, 6.0, 0.84, 100) > 0.95
     assert share_accepted(n, 6.0, 0.95, 100) > 0.95
+
+
+# --- Halves that are none -----------------------------------------------------------------------------------------
+
+FAULTY: dict[str, Any] = {
+    "the value": lambda cost: (cost, cost),
+    "constant": lambda cost: (0.0, 1.0),
+    "apart by a constant": lambda cost: (cost - 0.1, cost + 0.1),
+}
+
+
+@pytest.mark.parametrize("halves", FAULTY.values(), ids=FAULTY)
+@pytest.mark.parametrize("noise", [None, 0.3])
+@pytest.mark.parametrize("among", [False, True])
+def test_halves_that_are_none_are_said_and_not_used(halves: Any, noise: float | None, among: bool) -> None:
+    costs = rand(24, seed=2).tolist()
+    visited = [Evaluation(cost, halves(cost), noise) for cost in costs]
+    candidates = {"start": visited[0], "search": min(visited, key=lambda each: each.cost)}
+    decision: Any = decide_among if among else decide
+    with pytest.warns(UserWarning, match="the metric's halves .*, so they don't tell a gain from chance") as said:
+        found = decision(candidates, visited)
+    assert len(said) == 1
+    without = [each._replace(halves=None) for each in visited]
+    plain = decision({name: each._replace(halves=None) for name, each in candidates.items()}, without)
+    assert found == plain
+    assert found.verdict.guard == ("none" if noise is None else "repeats")
+
+
+@pytest.mark.parametrize("among", [False, True])
+def test_a_value_whose_halves_once_agree_keeps_them(among: bool) -> None:
+    visited = evaluations(rand(24, 2, seed=2))
+    visited[3] = Evaluation(visited[3].cost, (visited[3].cost, visited[3].cost))
+    candidates = {"start": visited[3], "search": min(visited, key=lambda each: each.cost)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = (decide_among if among else decide)(candidates, visited)
+    assert found.verdict.guard == "halves"
+
+
+def test_points_whose_halves_are_undefined_leave_the_others_to_tell() -> None:
+    visited = evaluations(rand(24, 2, seed=2))
+    start, end = Evaluation(1.2, (1.0, 1.5)), visited[0]
+    expected = judge(start, end, visited)
+    found = judge(start, end, [*visited, Evaluation(-3.0)])
+    assert found == dataclasses.replace(expected, candidates=25)

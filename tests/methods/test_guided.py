@@ -113,7 +113,7 @@ def test_a_start_may_be_what_the_model_holds(quadratic: Callable[..., Any]) -> N
 
 
 def test_the_guard_refuses_an_end_and_a_start_alike(halved: Callable[..., Any], quadratic: Callable[..., Any]) -> None:
-    sure, unsure = halved(quadratic(), 1e-6), halved(quadratic(), 1e4)
+    sure, unsure = halved(quadratic(), 1e-4), halved(quadratic(), 1e4)
     kept, left = (guided(task, starts=starts_of(quadratic())) for task in (sure, unsure))
     assert (kept.chosen, left.chosen) == ("search", "start")
     assert kept.after == kept.best < left.after == left.before
@@ -232,7 +232,7 @@ def test_a_flat_metric_is_told(quadratic: Callable[..., Any], tmp_path: Path) ->
         f"the metric did not react at first, so phi was moved {result.widened:.0f} times as far",
         "the metric never varied, so there is no value function: modulate more layers, or train first",
     ]
-    assert "nobody can tell from one number" in result.lines()[2]
+    assert "nobody can tell; let the metric return" in result.lines()[2]
     assert not (tmp_path / "value_function.safetensors").exists()
 
 

@@ -71,7 +71,7 @@ def test_an_unguarded_run_says_so_first_and_what_would_guard_it(make: Any) -> No
     assert told[0] == plain[0].replace("; kept", ", unguarded; kept")
     (line,) = [line for line in told[1:] if line not in plain]
     assert [each for each in told[1:] if each != line] == plain[1:]
-    assert line.startswith("how much of a gain is chance, nobody can tell from one number; let the metric return")
+    assert line.startswith("how much of a gain is chance, nobody can tell; let the metric return")
     assert "(value, (half, half))" in line
     assert "unguarded" not in str(make(guard="repeats")) + str(make(guard="held-out"))
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from metricopt_ext.errors import BudgetError, MetricError, UnguardedError, WeightsError
-from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric, noise_of
+from metricopt_ext.errors import BudgetError, DataError, MetricError, UnguardedError, WeightsError
+from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric, noise_of, with_halves
 
 
 def constant(value: Any) -> Callable[[], Any]:
@@ -287,7 +287,8 @@ def test_halves_are_turned_into_costs_for_one_query(maximize: bool, cost: float,
         ((0.5, (0.5, 0.5), 1), "number, or .number, .half, half"),
         ((0.5, 0.5), "number, or .number, .half, half"),
         ((0.5, 0.4, 0.6), "number, or .number, .half, half"),
-        ((0.5, (0.5, math.nan)), "returned nan on a half of its data; it must be a finite number"),
+        ((0.5, (0.5, math.inf)), "returned inf on a half of its data; it must be a finite number"),
+        ((math.nan, (0.5, math.nan)), "returned nan; it must be a finite number"),
         ((0.5, (0.5, 1.5)), r"returned 1\.5 on a half of its data, outside its bounds"),
         ((), "number, or .number, .half, half"),
     ],
@@ -295,6 +296,62 @@ def test_halves_are_turned_into_costs_for_one_query(maximize: bool, cost: float,
 def test_wrong_halves_are_refused(answer: Any, message: str) -> None:
     with pytest.raises(MetricError, match=message):
         Metric(lambda model: answer, maximize=True).evaluate(nn.Identity(), "x")
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ((0.5, (0.5, math.nan)), "it is nan on a half of its data"),
+        ((0.5, (torch.tensor(math.nan), 0.5)), "it is nan on a half of its data"),
+        ((0.5, "class 3 has one example"), "class 3 has one example"),
+    ],
+)
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_a_metric_without_halves_says_once_why(answer: Any, why: str, repeats: int) -> None:
+    metric = Metric(lambda model: answer, maximize=True, name="auc", repeats=repeats)
+    with pytest.warns(UserWarning, match="auc") as said:
+        found = [metric.evaluate(nn.Identity(), "x") for _ in range(3)]
+    assert found == [Evaluation(0.5, None, None if repeats == 1 else 0.0)] * 3
+    (warning,) = said
+    assert str(warning.message) == f"metric 'auc' reports no halves, as {why}; a gain can't be told from chance by them"
+
+
+def test_a_required_guard_refuses_a_metric_that_is_undefined_on_its_halves_unless_it_is_so_at_few_points() -> None:
+    answers = iter([(0.5, (0.5, math.nan)), (0.5, (0.4, 0.6)), (0.5, (0.5, math.nan))])
+    metric = Metric(lambda: next(answers), maximize=True, name="auc", require_guard=True)
+    with pytest.raises(UnguardedError, match="'auc' reports no halves, as it is nan on a half of its data, so nobody"):
+        metric.evaluate(nn.Identity(), "x")
+    assert metric.ledger.spent == 0
+    assert metric.evaluate(nn.Identity(), "x").halves == (0.6, 0.4)
+    with pytest.warns(UserWarning, match="it is nan on a half of its data"):
+        assert metric.evaluate(nn.Identity(), "x") == Evaluation(0.5)
+
+
+@pytest.mark.parametrize("error", [ValueError("one  class"), DataError("one class"), MetricError("one class")])
+def test_what_is_refused_on_a_half_has_no_halves(error: Exception) -> None:
+    def value_on(rows: Tensor | None) -> float:
+        if rows is not None and 1 in rows:
+            raise error
+        return 0.25 if rows is None else 0.5
+
+    halves = [torch.tensor([0, 2]), torch.tensor([3])]
+    assert with_halves(value_on, halves) == (0.25, (0.5, 0.5))
+    why = f"on a half of its data it raised {type(error).__name__}: one class"
+    assert with_halves(value_on, [*halves[:1], torch.tensor([1])]) == (0.25, why)
+    assert with_halves(value_on, "there are no classes") == (0.25, "there are no classes")
+    assert with_halves(value_on, ()) == with_halves(value_on, "") == 0.25
+
+
+@pytest.mark.parametrize("error", [TimeoutError("too long"), OSError("no disk"), KeyError("x"), TypeError("y")])
+def test_what_has_nothing_to_do_with_halves_is_raised(error: Exception) -> None:
+    def value_on(rows: Tensor | None) -> float:
+        if rows is not None:
+            raise error
+        return 0.25
+
+    metric = Metric(lambda: with_halves(value_on, [torch.tensor([0])] * 2), maximize=True)
+    with pytest.raises(MetricError, match=f"raised {type(error).__name__}"):
+        metric.evaluate(nn.Identity(), "x")
 
 
 def in_training_mode(model: nn.Module) -> float:

@@ -1,6 +1,7 @@
 """Halves of a metric against metrics whose chance part is known."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from scipy.stats import spearmanr
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.split_half import (
     chance_of_gain,
+    correlation_of_halves,
     evaluations_where_used,
+    fault_of_halves,
     optimism_of_gain,
     seen_on_half,
     split_half_correlation,
@@ -52,6 +55,51 @@ def test_chance_does_not_count_what_both_halves_gain() -> None:
     elsewhere = torch.tensor([[0.1, 0.3], [0.2, 0.4]], dtype=torch.float64)
     assert chance_of_gain(Evaluation(0.6, (0.5, 0.7)), elsewhere) == pytest.approx(0, abs=1e-15)
     assert chance_of_gain(Evaluation(0.6, (0.6, 0.6)), elsewhere) == pytest.approx(0.1)
+
+
+def told(value: Any, first: Any, second: Any) -> list[Evaluation]:
+    shape = np.broadcast_shapes(*(np.shape(each) for each in (value, first, second)))
+    columns = (np.broadcast_to(each, shape).tolist() for each in (value, first, second))
+    return [Evaluation(cost, (a, b)) for cost, a, b in zip(*columns, strict=True)]
+
+
+DRAWN = np.random.default_rng(0).random((3, 24))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fault"),
+    [
+        (DRAWN[0], DRAWN[0], "always move alike"),
+        (DRAWN[0] + 1e-12 * DRAWN[1], DRAWN[0], "always move alike"),  # but for rounding
+        (DRAWN[1], DRAWN[1], "always move alike"),
+        (DRAWN[0] - 0.1, DRAWN[0] + 0.1, "always move alike"),
+        (0.0, 1.0, "are constant, though its value is not"),
+        (0.5, 0.5, "are constant, though its value is not"),
+        (DRAWN[0], DRAWN[1], "are not both of halves: one always moves as the value does"),
+        (0.3, DRAWN[0], "are not both of halves: one always moves as the value does"),
+        (DRAWN[1], DRAWN[2], ""),
+        (0.3, DRAWN[1], ""),  # a half that is easy
+        (DRAWN[0] + 1e-4 * DRAWN[1], DRAWN[0] - 1e-4 * DRAWN[1], ""),
+    ],
+)
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_halves_that_can_t_be_of_two_halves_of_data(first: Any, second: Any, fault: str, scale: float) -> None:
+    evaluations = told(scale * DRAWN[0], scale * np.asarray(first), scale * np.asarray(second))
+    assert fault_of_halves(evaluations) == fault
+    assert fault_of_halves([*evaluations, Evaluation(0.5)]) == fault  # points without halves don't count
+    assert fault_of_halves(evaluations[:2]) == ""
+    apart = Evaluation(0.5 * scale, (0.3 * scale, 0.75 * scale))  # a single point where they differ
+    assert fault_of_halves([*evaluations, apart]) == ""
+    if fault == "always move alike":
+        assert math.isnan(correlation_of_halves(torch.tensor([each.halves for each in evaluations])))
+
+
+@pytest.mark.parametrize("right", [20, 17])
+def test_a_metric_that_never_varies_and_few_examples_are_not_mistaken(right: int) -> None:
+    assert fault_of_halves(told(np.full(9, right / 20), right / 20, right / 20)) == ""
+    flipped = [(right, 0, 0), (right - 1, 1, 0), (right - 2, 1, 1), (right - 2, 2, 0)]  # examples wrong in each half
+    assert fault_of_halves([Evaluation(1 - n / 20, (a / 10, b / 10)) for n, a, b in flipped]) == ""
+    assert fault_of_halves([]) == fault_of_halves([Evaluation(0.1 * i) for i in range(5)]) == ""
 
 
 def test_chance_is_unknown_without_halves() -> None:
