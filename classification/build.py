@@ -98,14 +98,14 @@ def predict_classes(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
     return (logits > 0).long() if logits.dim() == 1 else logits.argmax(1)
 
 
-def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] = ()) -> Metric:
+def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] | str = ()) -> Metric:
     """Make the black box: a classifier's metric on one part of the data.
 
     Args:
         spec: The metric.
         part: Inputs and labels.
-        halves: Indices of two halves of them, for a metric that also reports its value on each; empty for one that
-            does not.
+        halves: Indices of two halves of them, for a metric that also reports its value on each, or why there are
+            none; empty for one that does not.
     """
 
     def function(model: nn.Module) -> Any:

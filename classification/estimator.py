@@ -1,5 +1,6 @@
 """A scikit-learn classifier for tables: a neural network, trained by its loss and then tuned for a scorer."""
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,14 +19,16 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.data.halves import Halves, stratified_halves
 from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.data.rare import rare_groups
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.tasks.batches import TensorBatches
-from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import seeded_streams
+from metricopt_ext.utils.words import brief
 
 CPU = torch.device("cpu")
 
@@ -61,7 +64,8 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """A network that is trained by cross-entropy and then tuned for a scorer, as a black box, by a guided search.
 
     A part of the training rows is held out for the scorer; the guard leaves the network as it was trained unless the
-    gain on them exceeds chance. Clones, pipelines, cross-validation and grid searches work as with any classifier.
+    gain on them exceeds chance. What chance is, halves of these rows tell if each class has two of them; else a warning
+    says so, and any gain is kept. Clones, pipelines, cross-validation and grid searches work as with any classifier.
 
     Args:
         scoring: What to tune: a scorer's name (``sklearn.metrics.get_scorer_names()``), or
@@ -88,6 +92,7 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             feature whose values float32 can't tell apart.
         AdapterError: From ``fit``, before training: there are ``queries``, but no hidden layer to modulate.
         BudgetError: From ``fit``, before training: ``queries`` are too few for a search.
+        MetricError: From ``fit``: the scorer fails on the rows held out for it, or is not defined on them.
 
     Example:
         >>> X, y = np.random.default_rng(0).normal(size=(90, 3)), np.arange(90) % 2
@@ -154,7 +159,8 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             if self.queries:
                 self._check_search(seed)
             self._train(x_train, y_train)
-        self.run_ = self._tuned(x_train, y_train, X[held_out], y[held_out], seed) if self.queries else None
+        halves = stratified_halves(torch.from_numpy(codes[held_out]), seed)
+        self.run_ = self._tuned(x_train, y_train, X[held_out], y[held_out], halves, seed) if self.queries else None
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray[Any, Any]:
@@ -200,22 +206,26 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _attached(self, seed: int) -> Adapter:
         return attach_film(self.model_, dim=self.dim, seed=seed, outputs=Outputs())
 
-    def _tuned(self, x: Tensor, y: Tensor, X_val: Any, y_val: Any, seed: int) -> Any:
+    def _tuned(self, x: Tensor, y: Tensor, X_val: Any, y_val: Any, halves: Halves, seed: int) -> Any:
         """Search phi for the scorer on the held-out rows and merge it; returns what the search did."""
-        scorer = check_scoring(self, self.scoring)
+        scorer, missing = check_scoring(self, self.scoring), np.setdiff1d(self.classes_, y_val)
 
-        def score() -> tuple[float, list[float]]:
-            value, *halves = (
-                scorer(self, X_val[part], y_val[part]) for part in (slice(None), slice(0, None, 2), slice(1, None, 2))
-            )
-            return value, halves
+        def value_on(half: Tensor | None) -> float:
+            rows = slice(None) if half is None else half.numpy()
+            value: float = scorer(self, X_val[rows], y_val[rows])
+            if half is None and len(missing) and math.isnan(value):
+                raise ValueError(
+                    f"it is nan on the {len(y_val)} rows that are held out for it, as none has a label of"
+                    f" {brief(missing.tolist())}; give more such rows, or raise validation_fraction"
+                )
+            return value
 
         adapter = self._attached(seed)
         task = FinetuneTask(
             adapter,
             loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
             batches=TensorBatches(x, y, self.batch_size),
-            metric=Metric(score, maximize=True, bounds=None, name=str(self.scoring)),
+            metric=Metric(lambda: with_halves(value_on, halves), maximize=True, bounds=None, name=str(self.scoring)),
         )
         run = optimize_metric(task, queries=self.queries, seed=seed, watcher=Watcher())
         adapter.merge()

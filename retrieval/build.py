@@ -55,14 +55,14 @@ def embed_with(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
         return embed(model, x).cpu()
 
 
-def build_metric(config: MetricConfig, part: Split, halves: Sequence[Tensor] = ()) -> Metric:
+def build_metric(config: MetricConfig, part: Split, halves: Sequence[Tensor] | str = ()) -> Metric:
     """Make the black box: the metric of a part's embeddings, by default mean Recall@k.
 
     Args:
         config: The settings.
         part: Images and labels.
-        halves: Indices of two halves of them, for a metric that also reports its value within each; empty for one
-            that does not.
+        halves: Indices of two halves of them, for a metric that also reports its value within each, or why there
+            are none; empty for one that does not.
 
     Raises:
         ConfigError: The metric's settings are impossible.

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.data.halves import class_halves
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.neighbours import (
     Array,
@@ -29,7 +30,7 @@ from metricopt_ext.retrieval.neighbours import (
     fingerprints,
     ranks_of_first,
 )
-from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.metric import Ledger, Metric, with_halves
 from metricopt_ext.utils.seeding import generator
 
 
@@ -199,6 +200,9 @@ def recall_metric(
 ) -> Metric:
     """Make a black-box metric of a model's mean Recall@k, in [0, 1], higher is better.
 
+    It tells its values on two halves of the queries, of other classes each, if there are enough (`class_halves`).
+    Without a gallery each half is searched in itself. They take half as long again, or as long again with a gallery.
+
     Args:
         batches: Pairs of inputs and labels, such as a DataLoader's. They are iterated at each metric query, so a
             generator won't work; with ``query_subset``, their order must stay the same.
@@ -208,7 +212,7 @@ def recall_metric(
             on the device of its parameters.
         distance: As in `recall_at_k`, which also describes ties and classes with a single member.
         query_subset: As in `recall_at_k`.
-        seed: As in `recall_at_k`.
+        seed: As in `recall_at_k`; of the halves, too.
         ledger: Counts the metric queries.
 
     Raises:
@@ -223,11 +227,16 @@ def recall_metric(
     ks = check_options(ks, distance, query_subset, seed)
     embed = embed or _call
 
-    def mean_recall(model: nn.Module) -> float:
-        queries = _embed_all(model, batches, embed)
+    def mean_recall(model: nn.Module) -> Any:
+        queries, labels = _embed_all(model, batches, embed)
         items = None if gallery is None else _embed_all(model, gallery, embed)
-        recall = recall_at_k(*queries, ks, gallery=items, distance=distance, query_subset=query_subset, seed=seed)
-        return recall.mean
+
+        def value_on(half: Tensor | None) -> float:
+            rows = slice(None) if half is None else half
+            options: dict[str, Any] = {"distance": distance, "query_subset": query_subset, "seed": seed}
+            return recall_at_k(queries[rows], labels[rows], ks, gallery=items, **options).mean
+
+        return with_halves(value_on, class_halves(labels, seed))
 
     name = ("mean " if len(ks) > 1 else "") + "Recall@" + ",".join(map(str, ks))
     return Metric(mean_recall, maximize=True, name=name, ledger=ledger)

@@ -113,7 +113,8 @@ def trainer_task(
 ) -> FinetuneTask:
     """Return the task that `search_with_trainer` searches on, for `optimize_metric` and `tune_start`.
 
-    Args and errors are those of `search_with_trainer`; the metric reports halves, of the classes, if there are enough.
+    Args and errors are those of `search_with_trainer`; the metric reports halves, of the classes, if there are enough
+    of them at each label level.
     """
     part = next((name for name, model in trainer.models.items() if model is adapter.model), None)
     if part is None:
@@ -166,7 +167,7 @@ def _verdict(tested: Any, split: str, metric: str, seed: int) -> Any:
         tested.do_knn_and_accuracies(accuracies, half, split, tested.reference_split_names[split])
         return accuracies[name]
 
-    return with_halves(value_on, class_halves(labels[:, levels[0]], seed))
+    return with_halves(value_on, class_halves(labels[:, list(levels)], seed))
 
 
 class TrainerLoss:

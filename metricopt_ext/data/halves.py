@@ -5,26 +5,37 @@ from torch import Tensor
 
 from metricopt_ext.utils.seeding import generator
 
+# The indices of each half, ascending; or why there are none, in words that follow "as".
+Halves = tuple[Tensor, Tensor] | str
 
-def class_halves(y: Tensor, seed: int) -> tuple[Tensor, ...]:
+
+def class_halves(y: Tensor, seed: int) -> Halves:
     """Divide examples at random by class: what differs between the halves differs on new classes too.
 
     Args:
-        y: Labels, ``n``.
+        y: Labels, ``n``; or ``n x l`` at several levels, of which the first divides. Classes that share a label at a
+            further level are dealt out to both halves.
         seed: Seed of the division.
 
     Returns:
-        The indices of each half, ascending; empty if a half would have fewer than two classes of two examples.
+        The halves; none if one would have fewer than two classes of two examples, at any level.
     """
-    classes, counts = y.cpu().unique(return_counts=True)
+    labels = (y if y.dim() > 1 else y[:, None]).cpu()
+    classes, of_class = labels[:, 0].unique(return_inverse=True)
     order = torch.randperm(len(classes), generator=generator(seed, "halves"))
-    halves = order[::2], order[1::2]
-    if min(int((counts[half] > 1).sum()) for half in halves) < 2:
-        return ()
-    return tuple(torch.isin(y, classes[half].to(y.device)).nonzero().flatten() for half in halves)
+    for level in range(1, labels.shape[1]):
+        above, of_above = labels[:, level].unique(return_inverse=True)
+        place = torch.randperm(len(above), generator=generator(seed, "halves", level))[of_above]
+        place = torch.zeros_like(order).scatter_reduce(0, of_class, place, "amin", include_self=False)
+        order = order[place[order].argsort(stable=True)]
+    first, second = (torch.isin(labels[:, 0], classes[half]).nonzero().flatten() for half in (order[::2], order[1::2]))
+    for level in labels.T:
+        if min(int((level[half].unique(return_counts=True)[1] > 1).sum()) for half in (first, second)) < 2:
+            return "one of two halves of its classes would have fewer than two classes with two examples"
+    return first.to(y.device), second.to(y.device)
 
 
-def stratified_halves(y: Tensor, seed: int) -> tuple[Tensor, ...]:
+def stratified_halves(y: Tensor, seed: int) -> Halves:
     """Divide examples at random into two halves with the same number of each class, give or take one.
 
     Args:
@@ -32,10 +43,15 @@ def stratified_halves(y: Tensor, seed: int) -> tuple[Tensor, ...]:
         seed: Seed of the division.
 
     Returns:
-        The indices of each half, ascending; empty if a class has a single example, as one half would lack it.
+        The halves; none if a class has a single example, as one half would lack it.
     """
+    if len(y) == 0:
+        return "there are no examples"
+    counts = y.unique(return_counts=True)[1]
+    if single := int((counts < 2).sum()):
+        return (
+            f"{single} of {len(counts)} classes {'has' if single == 1 else 'have'} a single example, and both need one"
+        )
     order = torch.randperm(len(y), generator=generator(seed, "halves")).to(y.device)
     order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
-    if len(y) == 0 or int(y.unique(return_counts=True)[1].min()) < 2:
-        return ()
     return order[::2].sort().values, order[1::2].sort().values

@@ -1,5 +1,6 @@
 """The classifier for tables under scikit-learn's own checks, and what it does with a scorer."""
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,13 @@ from sklearn.base import clone
 from sklearn.datasets import make_classification
 from sklearn.impute import SimpleImputer
 from sklearn.metrics import balanced_accuracy_score, get_scorer
-from sklearn.model_selection import GridSearchCV, cross_val_predict
+from sklearn.model_selection import GridSearchCV, cross_val_predict, train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from metricopt_ext.classification.estimator import MetricClassifier, Standardised
-from metricopt_ext.errors import AdapterError, BudgetError
+from metricopt_ext.errors import AdapterError, BudgetError, MetricError
 
 SMALL: dict[str, Any] = {"dim": 2, "hidden": (8,), "epochs": 30, "batch_size": 16, "lr": 0.02, "random_state": 0}
 
@@ -72,6 +73,58 @@ def test_what_is_kept_is_what_the_result_says(scoring: str) -> None:
     MetricClassifier(scorer, queries=12, **SMALL).fit(X, y)  # splits off the same rows
     assert asked[0] == pytest.approx(tuned.run_.before, abs=1e-6)
     assert asked[3] == pytest.approx(tuned.run_.after, abs=1e-6)
+
+
+@pytest.mark.parametrize(("positives", "guard"), [(4, "none"), (7, "halves")])  # of 500 rows: 1 and 2 held out
+@pytest.mark.parametrize("scoring", ["roc_auc", "average_precision", "f1"])
+def test_few_positives_are_in_both_halves_or_there_are_none(scoring: str, positives: int, guard: str) -> None:
+    X, _ = make_classification(500, 10, random_state=0)
+    y = np.repeat([1, 0], [positives, 500 - positives])
+    asked: list[Any] = []
+
+    def scorer(estimator: Any, X: Any, y: Any) -> float:
+        asked.append((len(y), int(y.sum())))
+        return float(get_scorer(scoring)(estimator, X, y))
+
+    classifier = MetricClassifier(scorer, queries=12, **{**SMALL, "epochs": 1})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        classifier.fit(X, y)
+    assert asked[:3] == ([(150, 2), (75, 1), (75, 1)] if guard == "halves" else [(150, 1)] * 3)
+    told = [str(each.message) for each in said if "reports no halves" in str(each.message)]
+    assert len(told) == (guard == "none")
+    assert all("as 1 of 2 classes has a single example, and both need one" in each for each in told)
+    assert classifier.run_.guard == guard
+
+
+def test_halves_hold_the_same_share_of_each_class() -> None:
+    X, y = table()
+    asked: list[Any] = []
+
+    def scorer(estimator: Any, X: Any, y: Any) -> float:
+        asked.append(np.unique(y, return_counts=True)[1])
+        return float(balanced_accuracy_score(y, estimator.predict(X)))
+
+    MetricClassifier(scorer, queries=12, **SMALL).fit(X, y)
+    whole, first, second = asked[:3]
+    assert (whole == first + second).all()
+    assert (abs(first - second) <= 1).all()
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.UndefinedMetricWarning")
+def test_a_scorer_that_needs_a_class_which_is_not_held_out_is_refused_with_its_name() -> None:
+    X, _ = make_classification(500, 10, random_state=0)
+    y = np.repeat(["rare", "usual"], [1, 499])
+    seeds = [seed for seed in range(4) if _rare_is_trained_on(y, seed)]
+    classifier = MetricClassifier("roc_auc", queries=12, **{**SMALL, "epochs": 1, "random_state": seeds[0]})
+    message = r"it is nan on the 150 rows that are held out for it, as none has a label of \['rare'\]; give more such"
+    with pytest.raises(MetricError, match=message):
+        classifier.fit(X, y)
+
+
+def _rare_is_trained_on(y: Any, seed: int) -> bool:
+    drawn = int(np.random.RandomState(seed).randint(2**31))
+    return "rare" in y[train_test_split(np.arange(len(y)), test_size=0.3, random_state=drawn)[0]]
 
 
 def test_the_same_seed_gives_the_same_classifier() -> None:

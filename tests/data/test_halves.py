@@ -1,5 +1,6 @@
 """Halves of a metric's data: with the same make-up, or of classes of their own."""
 
+import pytest
 import torch
 
 from metricopt_ext.data.halves import class_halves, stratified_halves
@@ -12,8 +13,45 @@ def test_halves_are_of_classes() -> None:
     assert not {*y[a].tolist()} & {*y[b].tolist()}
     assert {len(y[a].unique()), len(y[b].unique())} == {3, 4}
     assert any(not torch.equal(class_halves(y, seed)[0], a) for seed in range(3, 6))
-    assert class_halves(torch.tensor([0, 0, 1, 1, 2, 2]), seed=0) == ()
-    assert class_halves(torch.tensor([0, 0, 1, 1, 2, 2, 3]), seed=0) == ()  # one half would have no two pairs
+    few = "one of two halves of its classes would have fewer than two classes with two examples"
+    assert class_halves(torch.tensor([0, 0, 1, 1, 2, 2]), seed=0) == few
+    assert class_halves(torch.tensor([0, 0, 1, 1, 2, 2, 3]), seed=0) == few  # one half would have no two pairs
+    assert class_halves(torch.tensor([], dtype=torch.long), seed=0) == few
+    assert class_halves(torch.arange(40), seed=0) == few
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_halves_of_classes_have_two_at_each_level(seed: int) -> None:
+    y = torch.arange(240) % 4
+    labels = torch.stack([y, y // 2], 1)
+    halves = class_halves(labels, seed)
+    assert len(halves) == 2
+    for half in halves:
+        assert [len(labels[half, level].unique()) for level in (0, 1)] == [2, 2]
+    assert torch.equal(torch.cat(list(halves)).sort().values, torch.arange(240))
+    alone = class_halves(y, seed)
+    assert all(torch.equal(a, b) for a, b in zip(class_halves(y[:, None], seed), alone, strict=True))
+
+
+def test_halves_of_classes_at_many_levels() -> None:
+    """24 classes of 6 families of 2 orders, labelled in no order: both families and orders are divided evenly."""
+    rng = torch.Generator().manual_seed(0)
+    names = [torch.randperm(count, generator=rng) for count in (24, 6, 2)]
+    y = torch.arange(24).repeat_interleave(2)
+    labels = torch.stack([names[0][y], names[1][y // 4], names[2][y // 12]], 1)
+    found = [class_halves(labels, seed) for seed in range(4)]
+    for first, second in found:
+        for level in (1, 2):
+            assert torch.equal(labels[first, level].bincount(), labels[second, level].bincount())
+    assert not all(torch.equal(halves[0], found[0][0]) for halves in found)
+
+
+def test_levels_without_two_classes_for_each_half_have_no_halves() -> None:
+    y = torch.arange(24) % 4
+    few = class_halves(y[:3], seed=0)
+    assert isinstance(few, str)
+    for above in (torch.zeros(24, dtype=torch.long), y.clamp(max=1)):  # one class above, or one of a single class
+        assert class_halves(torch.stack([y, above], 1), seed=0) == few
 
 
 def test_halves_have_the_same_make_up() -> None:
@@ -23,4 +61,7 @@ def test_halves_have_the_same_make_up() -> None:
     for kind in range(3):
         assert abs(int((y[a] == kind).sum()) - int((y[b] == kind).sum())) <= 1
     assert not torch.equal(stratified_halves(y, seed=4)[0], a)
-    assert stratified_halves(torch.tensor([0, 0, 1]), seed=0) == ()
+    why = "a single example, and both need one"
+    assert stratified_halves(torch.tensor([0, 0, 1]), seed=0) == f"1 of 2 classes has {why}"
+    assert stratified_halves(torch.tensor([0, 0, 1, 5]), seed=0) == f"2 of 3 classes have {why}"
+    assert stratified_halves(y[:0], seed=0) == "there are no examples"

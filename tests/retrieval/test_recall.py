@@ -26,6 +26,7 @@ from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN, FaissKNN
 from pytorch_metric_learning.utils.logging_presets import HookContainer
 
+from metricopt_ext.data.halves import class_halves
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.retrieval import accuracy, neighbours, recall
 from metricopt_ext.retrieval.accuracy import RecallCalculator
@@ -469,6 +470,42 @@ def test_metric_is_the_mean_recall_of_the_model() -> None:
     assert ledger.spent == 2
     assert model.training
     assert recall_metric([], (5,)).name == "Recall@5"
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("subset", [None, 40])
+def test_the_metric_tells_halves_by_class(separate: bool, subset: int | None) -> None:
+    x, y = clusters(300)
+    model = Moved(x)
+    z = model.layer(torch.from_numpy(x)).detach()
+    labels = torch.from_numpy(y)
+    batches, gallery = in_batches(x[:200], y[:200]), in_batches(x[200:], y[200:])
+    metric = recall_metric(batches, (1, 3), gallery=gallery if separate else None, query_subset=subset, seed=5)
+    told = metric.evaluate(model, "test").halves
+    halves = class_halves(labels[:200], 5)
+    assert not isinstance(halves, str)
+    assert not set(y[halves[0]]) & set(y[halves[1]])
+    items = (z[200:], labels[200:]) if separate else None
+    options: dict[str, Any] = {"gallery": items, "query_subset": subset, "seed": 5}
+    assert told == tuple(1 - recall_at_k(z[half], labels[half], (1, 3), **options).mean for half in halves)
+    assert told is not None
+    assert told[0] != told[1]
+    backwards = recall_metric(list(reversed(batches)), (1, 3), gallery=gallery if separate else None, seed=5)
+    if subset is None:  # the division depends on the classes alone
+        assert backwards.evaluate(model, "test").halves == pytest.approx(told, abs=1e-12)
+
+
+def test_a_metric_of_few_classes_says_that_it_has_no_halves() -> None:
+    x, y = clusters(60)
+    metric = recall_metric(in_batches(x, y % 3), (1,))
+    why = "metric 'Recall@1' reports no halves, as one of two halves of its classes would have fewer than two classes"
+    with pytest.warns(UserWarning, match=why):
+        assert metric.evaluate(nn.Identity(), "test").halves is None
+    alone = np.arange(60) // 2  # a gallery with a match for the queries of a few classes alone
+    metric = recall_metric(in_batches(x, alone), (1,), gallery=in_batches(x[:6], alone[:6]))
+    with pytest.warns(UserWarning, match="as on a half of its data it raised DataError: none of the 30 queries"):
+        halves = [metric.evaluate(nn.Identity(), "test").halves for _ in range(2)]
+    assert halves == [None, None]
 
 
 def test_metric_with_gallery_subset_and_own_embedding() -> None:

@@ -280,6 +280,35 @@ def test_the_mean_over_label_levels() -> None:
     assert task.evaluate(task.origin(), "test").cost == pytest.approx(1 - sum(recalls) / 2, abs=1e-12)
 
 
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_halves_have_two_classes_at_each_label_level(seed: int) -> None:
+    trunk = make_trunk()
+    adapter = mo.attach_film(trunk, dim=D)
+    x, y = examples(7, 4.0)
+    y = y % 4
+    sets = {"val": [(each, torch.tensor([label, label // 2])) for each, label in zip(x, y.tolist(), strict=True)]}
+    tester = make_tester(label_hierarchy_level="all")
+    task = trainer_task(make_trainer(trunk), tester, adapter, sets, metric="recall_at_1", seed=seed)
+    embeddings, labels = make_embedder().eval()(trunk.eval()(x)).detach(), torch.stack([y, y // 2], 1)
+    halves = class_halves(labels, seed)
+    assert not isinstance(halves, str)
+    costs = [1 - np.mean([recall_at_k(embeddings[h], labels[h, i], (1,)).at[1] for i in (0, 1)]) for h in halves]
+    assert task.evaluate(task.origin(), "test").halves == pytest.approx(costs, abs=1e-12)
+
+
+@pytest.mark.parametrize("classes", [3, 4])
+def test_without_two_classes_at_each_level_there_are_no_halves(classes: int) -> None:
+    trunk = make_trunk()
+    adapter = mo.attach_film(trunk, dim=D)
+    x, y = examples(7, 4.0)
+    y = y % classes
+    sets = {"val": [(each, torch.tensor([i, min(i, 1)])) for each, i in zip(x, y.tolist(), strict=True)]}
+    tester = make_tester(label_hierarchy_level="all")
+    with pytest.warns(UserWarning, match="'val/recall_at_1' reports no halves, as one of two halves of its classes"):
+        run = search(make_trainer(trunk), tester, adapter, dataset_dict=sets, seed=1)
+    assert run.guard == "none"
+
+
 def test_a_start_with_other_statistics() -> None:
     """It is judged on a copy of the trunk, and its statistics come with it if it is kept."""
     trunk = make_trunk()

@@ -377,6 +377,21 @@ def test_rivals_that_move_the_logits(finished: Path) -> None:
             assert after >= before
 
 
+@pytest.mark.parametrize("name", ["auc", "aucpr", "f1"])
+def test_a_class_of_a_single_example_leaves_no_halves_and_is_said(name: str) -> None:
+    part = Split(torch.randn(12, 5), torch.tensor([0] * 11 + [1]))
+    metric = model_metric(METRICS[name], part, stratified_halves(part.y, seed=0))
+    with pytest.warns(UserWarning, match=f"metric '{name}' reports no halves, as 1 of 2 classes has a single example"):
+        told = metric.evaluate(nn.Linear(5, 2), "test")
+    assert told.halves is None
+    unlucky = (torch.arange(0, 12, 2), torch.arange(1, 12, 2))  # the first of which lacks class 1
+    if name == "f1":
+        assert model_metric(METRICS[name], part, unlucky).evaluate(nn.Linear(5, 2), "test").halves is not None
+        return
+    with pytest.warns(UserWarning, match=f"{name}' reports no halves, as on a half of its data it raised DataError"):
+        assert model_metric(METRICS[name], part, unlucky).evaluate(nn.Linear(5, 2), "test").halves is None
+
+
 def test_metrics_tell_their_values_on_halves() -> None:
     y = torch.tensor([0] * 7 + [1] * 4 + [2] * 2)[torch.randperm(13, generator=torch.Generator().manual_seed(0))]
     a, b = stratified_halves(y, seed=3)
