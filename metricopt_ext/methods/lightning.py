@@ -45,6 +45,9 @@ class SearchPhi(L.Callback):
             called before training too, for a check, and that adapter is removed.
         options: Further arguments of `optimize_metric`, e.g. ``seed`` and ``output_dir``.
 
+    Raises:
+        ValueError: ``halves`` name one value twice, or ``monitor`` itself.
+
     Attributes:
         adapter: The module's adapter, after fit.
         run: What the search did, after fit.
@@ -73,6 +76,10 @@ class SearchPhi(L.Callback):
         attach: Callable[[nn.Module], Adapter] = attach_film,
         **options: Any,
     ) -> None:
+        if halves is not None and len({monitor, *halves}) != len(halves) + 1:
+            raise ValueError(
+                f"halves are {halves} of {monitor!r}; give the names of its values on two halves of the data"
+            )
         self.monitor, self.halves, self.attach = monitor, halves, attach
         self.queries, self.maximize, self.bounds, self.options = queries, maximize, bounds, options
         inspect.signature(optimize_metric).bind(None, queries=queries, **options)

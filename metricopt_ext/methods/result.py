@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.methods.guard import Decision, Guard, Verdict
+from metricopt_ext.methods.guard import Decision, Guard, Verdict, check_guarded
 from metricopt_ext.methods.recipe import Setting
 from metricopt_ext.methods.siblings.algorithm_s1 import JointlyLearned
 from metricopt_ext.tasks.metric import Evaluation, Metric
@@ -134,8 +134,7 @@ def outcome(
         UnguardedError: The metric requires a guard, but nothing told a gain from chance.
     """
     verdict = decision.verdict
-    if verdict.guard == "none" and metric.require_guard:
-        raise metric.unguarded("reports no halves that tell")
+    check_guarded(metric, verdict)
     return {
         "metric": metric.name,
         "before": metric.to_value(candidates["start"].cost),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from metricopt_ext.methods.guard import CONFIDENCE, Verdict, decide_among
+from metricopt_ext.methods.guard import CONFIDENCE, Verdict, check_guarded, decide_among
 from metricopt_ext.methods.recipe import Recipe, Setting, checked_setting
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.metric import Evaluation
@@ -84,6 +84,7 @@ def tune_start(
     Raises:
         ValueFunctionError: f was fitted for another adapter.
         ValueError: ``setting``, ``index`` or ``seed`` is out of range.
+        UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance.
     """
     fit.f.check_fits(task.adapter.signature)
     recipe, watcher = recipe or Recipe(), watcher or Watcher()
@@ -133,6 +134,7 @@ def tune_start(
         visited += found.evaluations
     overstated = {name: led for name in ends if name not in WITHOUT_F}
     decision = decide_among(evaluations, visited, guard_confidence, overstated)
+    check_guarded(task.metric, decision.verdict)
     return Tuned(ends, evaluations, decision.kept, decision.verdict)
 
 

@@ -456,10 +456,16 @@ def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Ten
         value_on: Returns the value on the examples at some indices, ``m``, or on all of them for None. Where it refuses
             a half, as one on which the metric is not defined, there are none.
         halves: Indices of two halves of the data, or why there are none, or nothing.
+
+    Raises:
+        ValueError: The halves share examples.
     """
-    value = value_on(None)
     if isinstance(halves, str) or not halves:
+        value = value_on(None)
         return (value, halves) if halves else value
+    if shared := int(torch.isin(*halves).sum()):
+        raise ValueError(f"halves share {shared} of {len(halves[0])} examples; divide the data, each into one half")
+    value = value_on(None)
     try:
         return value, tuple(value_on(half) for half in halves)
     except (ArithmeticError, MetricError, ValueError) as error:

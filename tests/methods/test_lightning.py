@@ -207,3 +207,9 @@ def test_files_that_are_older_than_the_search_are_named(
 def test_it_needs_validation_data() -> None:
     with pytest.raises(DataError, match="no validation data"):
         trainer(callbacks=[search()]).fit(Module(), BATCHES)
+
+
+@pytest.mark.parametrize("halves", [("even", "even"), ("score", "odd"), ("score", "score")])
+def test_its_halves_are_two_other_values(halves: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"halves are \(.*\) of 'score'; give the names of its values on two halves"):
+        search(halves=halves)

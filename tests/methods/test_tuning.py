@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.errors import UnguardedError, ValueFunctionError
 from metricopt_ext.methods.guard import judge
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import meta_train
@@ -184,3 +184,17 @@ def test_finetuning_is_gradient_descent_on_fresh_batches_and_asks_nothing(quadra
     torch.testing.assert_close(finetune(task, LossStep(0.2), 5, seed=3), torch.stack(path))
     assert torch.equal(finetune(task, LossStep(0.2), 5, seed=3, start=path[2])[0], path[2])
     assert task.queries == 0
+
+
+def test_a_required_guard_refuses_halves_that_are_none(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    fit = learned(task)
+
+    def metric(model: Any) -> Any:
+        value = task.distance(model)
+        return value, (value, value)
+
+    strict = Metric(metric, maximize=False, bounds=None, name="distance", require_guard=True)
+    guarded = pytest.raises(UnguardedError, match="metric 'distance' reports no halves that tell, so nobody could tell")
+    with guarded, pytest.warns(UserWarning, match="the metric's halves always move alike"):
+        tune_start(replace(task, metric=strict), fit, recipe=RECIPE)

@@ -342,6 +342,15 @@ def test_what_is_refused_on_a_half_has_no_halves(error: Exception) -> None:
     assert with_halves(value_on, ()) == with_halves(value_on, "") == 0.25
 
 
+def test_halves_that_share_examples_are_refused() -> None:
+    halves = [torch.arange(6), torch.arange(4, 8)]
+    with pytest.raises(ValueError, match="halves share 2 of 6 examples; divide the data"):
+        with_halves(lambda rows: 0.5, halves)
+    metric = Metric(lambda: with_halves(lambda rows: 0.5, [torch.arange(8)] * 2), maximize=True, name="own")
+    with pytest.raises(MetricError, match="metric 'own' raised ValueError: halves share 8 of 8 examples"):
+        metric.evaluate(nn.Identity(), "x")
+
+
 @pytest.mark.parametrize("error", [TimeoutError("too long"), OSError("no disk"), KeyError("x"), TypeError("y")])
 def test_what_has_nothing_to_do_with_halves_is_raised(error: Exception) -> None:
     def value_on(rows: Tensor | None) -> float:
@@ -349,7 +358,7 @@ def test_what_has_nothing_to_do_with_halves_is_raised(error: Exception) -> None:
             raise error
         return 0.25
 
-    metric = Metric(lambda: with_halves(value_on, [torch.tensor([0])] * 2), maximize=True)
+    metric = Metric(lambda: with_halves(value_on, [torch.tensor([0]), torch.tensor([1])]), maximize=True)
     with pytest.raises(MetricError, match=f"raised {type(error).__name__}"):
         metric.evaluate(nn.Identity(), "x")
 
