@@ -421,8 +421,9 @@ class Metric(CostScale):
             raise self.unguarded(f"reports no halves, as {why}" if why else "returns one number")
         if why and not self._lacked:
             self._lacked = True
+            where = " at some phi" if self._halved else ""
             warnings.warn(
-                f"metric {self.name!r} reports no halves, as {why}; a gain can't be told from chance by them",
+                f"metric {self.name!r} reports no halves{where}, as {why}; a gain can't be told from chance by them",
                 stacklevel=4,
             )
 

@@ -323,7 +323,7 @@ def test_a_required_guard_refuses_a_metric_that_is_undefined_on_its_halves_unles
         metric.evaluate(nn.Identity(), "x")
     assert metric.ledger.spent == 0
     assert metric.evaluate(nn.Identity(), "x").halves == (0.6, 0.4)
-    with pytest.warns(UserWarning, match="it is nan on a half of its data"):
+    with pytest.warns(UserWarning, match="reports no halves at some phi, as it is nan on a half of its data"):
         assert metric.evaluate(nn.Identity(), "x") == Evaluation(0.5)
 
 
