@@ -153,7 +153,7 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         x_train, y_train = torch.from_numpy(X[train]), torch.from_numpy(codes[train])
         counts = np.bincount(codes[held_out], minlength=len(self.classes_)).tolist()
         if self.queries and (rare := rare_groups("class", dict(zip(map(str, self.classes_), counts, strict=True)))):
-            warnings.warn(str(rare), stacklevel=2)
+            warnings.warn(str(rare), stacklevel=3)
         with seeded_streams(seed, CPU):
             self.model_ = self._network(x_train)
             if self.queries:
