@@ -13,9 +13,9 @@ above 0.5. The best-scoring detection matched to a box is a hit, later ones are 
 count, nor are detections of them false.
 
 COCO: of the boxes not taken by a better-scoring detection, a detection takes the one with the largest IoU (the last if
-several are equal), which must be at least 0.5. In each image, the 100 best detections of each class count. A detection
-that only overlaps a crowd region, by half of its own area, is not counted, nor is one of negative area; difficult
-objects are treated like any others.
+several are equal), which must be at least 0.5. In each image, the 100 best detections of each class count
+(pycocotools' maxDets; `beyond_limit` counts the others). A detection that only overlaps a crowd region, by half of its
+own area, is not counted, nor is one of negative area; difficult objects are treated like any others.
 
 Detections of a class are sorted by score. Equal scores stay in the order of the images, then of the image's detections,
 as in pycocotools (where the images are in the order of their ids) and in VOC's evaluation with a stable sort. A class
@@ -30,8 +30,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from metricopt_ext.detection.records import Detections, DetectionSet
+from metricopt_ext.detection.records import Detections, DetectionSet, as_array
 from metricopt_ext.errors import DataError, MetricError
+from metricopt_ext.utils.words import counted
 
 Definition = Literal["voc_11_point", "voc", "coco"]
 DEFINITIONS: tuple[Definition, ...] = get_args(Definition)
@@ -39,7 +40,7 @@ DEFINITIONS: tuple[Definition, ...] = get_args(Definition)
 IOU = 0.5
 # The IoUs that each metric is the mean over, as pycocotools writes them.
 METRICS: dict[str, tuple[float, ...]] = {"AP50": (IOU,), "AP": tuple(np.linspace(0.5, 0.95, 10).tolist())}
-COCO_DETECTIONS = 100  # of one class in one image
+COCO_DETECTIONS = 100  # of one class in one image, by default
 # Written as in the reference code: other forms differ in the last bit, which matters at a recall of 0.3.
 RECALLS = {"voc_11_point": np.arange(0.0, 1.1, 0.1), "coco": np.linspace(0.0, 1.0, 101)}
 # VOC counts pixels from 1, both ends inside. The IoU is the same except for rounding.
@@ -109,14 +110,25 @@ class Matches:
 
 
 def average_precision(
-    detections: Sequence[Detections], truth: DetectionSet, definition: Definition, *, rounded: bool = False
+    detections: Sequence[Detections],
+    truth: DetectionSet,
+    definition: Definition,
+    *,
+    rounded: bool = False,
+    max_detections: int = COCO_DETECTIONS,
 ) -> AveragePrecision:
     """Return the AP50 of detections; see `match`."""
-    return match(detections, truth, definition, rounded=rounded).average_precision()
+    matches = match(detections, truth, definition, rounded=rounded, max_detections=max_detections)
+    return matches.average_precision()
 
 
 def match(
-    detections: Sequence[Detections], truth: DetectionSet, definition: Definition, *, rounded: bool = False
+    detections: Sequence[Detections],
+    truth: DetectionSet,
+    definition: Definition,
+    *,
+    rounded: bool = False,
+    max_detections: int = COCO_DETECTIONS,
 ) -> Matches:
     """Decide for each detection whether it hit an object.
 
@@ -126,14 +138,28 @@ def match(
         definition: See the module, at an IoU of 0.5.
         rounded: Round as Detectron2's VOC evaluation does, to match its value to the last bit if nothing else
             differs: scores to 3 decimals, boxes to 1, equal scores in the order that numpy's unstable sort gives.
+        max_detections: How many detections of a class in an image count by COCO's definition, at least 1.
 
     Raises:
         DataError: The numbers of detections and images differ, the definition is unknown, or it is COCO's with
             ``rounded``.
-        MetricError: A box or score is NaN or infinite, or a label is not one of the set's.
+        MetricError: A box is not given by four numbers, a box or score is NaN or infinite, or a label is not one of the
+            set's.
     """
-    (matches,) = _match_at((IOU,), detections, truth, definition, rounded=rounded)
+    (matches,) = _match_at((IOU,), detections, truth, definition, rounded=rounded, max_detections=max_detections)
     return matches
+
+
+def beyond_limit(detections: Sequence[Detections], max_detections: int = COCO_DETECTIONS) -> int:
+    """Return how many detections COCO's definition does not count, as others of their class in the image are better."""
+    counts = [torch.bincount(found.labels.flatten().long().cpu()) for found in detections if len(found)]
+    return sum(int((count - max_detections).clamp(min=0).sum()) for count in counts)
+
+
+def told_beyond_limit(cut: int, max_detections: int = COCO_DETECTIONS) -> str:
+    """Return in words how many detections are beyond the limit; empty if none are."""
+    said = f"COCO does not count {counted(cut, 'detection')} beyond the {max_detections} best of a class in an image"
+    return said if cut else ""
 
 
 def match_for(
@@ -159,6 +185,7 @@ def _match_at(
     definition: Definition,
     *,
     rounded: bool = False,
+    max_detections: int = COCO_DETECTIONS,
 ) -> list[Matches]:
     """As `match`, at each IoU."""
     if definition not in DEFINITIONS:
@@ -170,7 +197,7 @@ def _match_at(
     found = _Found.of(detections, len(truth.classes), definition, rounded)
     things = _Things.of(truth, definition)
     if definition == "coco":
-        found = found.take(_ranks(found.keys) < COCO_DETECTIONS)
+        found = found.take(_ranks(found.keys) < max_detections)
     pairs = _pairs(found, things, pixel=0.0 if definition == "coco" else 1.0)
     decide = _match_coco if definition == "coco" else _match_voc
     matches = []
@@ -247,6 +274,13 @@ class _Found:
 
     @staticmethod
     def of(detections: Sequence[Detections], classes: int, definition: Definition, rounded: bool) -> "_Found":
+        for image, found in enumerate(detections):
+            if len(found) and (found.boxes.shape != (len(found), 4) or found.labels.shape != (len(found),)):
+                raise MetricError(
+                    f"the detector gave boxes of shape {tuple(found.boxes.shape)} and labels of shape"
+                    f" {tuple(found.labels.shape)} for {len(found)} scores, first in image {image}; they must be n x 4"
+                    " (left, top, right, bottom) and n"
+                )
         images = np.repeat(np.arange(len(detections)), [len(found) for found in detections])
         labels = _joined([found.labels for found in detections]).astype(np.int64)
         scores = _joined([found.scores for found in detections])
@@ -300,7 +334,7 @@ class _Things:
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
-    return torch.cat([part.detach() for part in parts]).cpu().numpy() if parts else np.zeros(0)
+    return as_array(torch.cat(list(parts))) if parts else np.zeros(0)
 
 
 def _by_score(labels: Integers, scores: npt.NDArray[Any], *, stable: bool) -> Integers:

@@ -1,5 +1,6 @@
 """What a detector is judged by, as the black-box metric: AP50, AP, or a function of one's own."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ import torch
 from torch import nn
 
 from metricopt_ext.data.rare import Rare, rare_groups
-from metricopt_ext.detection.ap50 import Definition, match, match_for, mean_over_ious
-from metricopt_ext.detection.records import Detections, DetectionSet
+from metricopt_ext.detection.ap50 import Definition, beyond_limit, match, match_for, mean_over_ious, told_beyond_limit
+from metricopt_ext.detection.records import Detections, DetectionSet, as_array
 from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.metric import Metric, with_halves
@@ -53,6 +54,10 @@ class DetectionMetric(ABC):
             ConfigError: It fails; the message says why.
         """
 
+    def cut(self, found: Sequence[Detections]) -> str:
+        """Return in words which detections it does not count for their number; empty if there are none."""
+        return ""
+
 
 @dataclass(frozen=True)
 class MeanAveragePrecision(DetectionMetric):
@@ -70,6 +75,10 @@ class MeanAveragePrecision(DetectionMetric):
         """Return the average precision as a function of images; one of them must have an object that counts."""
         matches = match_for(self.name, found, truth, self.definition)
         return lambda images: mean_over_ious(matches, images)
+
+    def cut(self, found: Sequence[Detections]) -> str:
+        """Return in words how many detections are beyond COCO's limit; empty by another definition."""
+        return told_beyond_limit(beyond_limit(found)) if self.definition == "coco" else ""
 
     def with_objects(self, truth: DetectionSet) -> npt.NDArray[np.bool_]:
         """Return which images have an object that counts by the definition."""
@@ -163,13 +172,21 @@ def detector_metric(
         classes: Names of the classes.
         halves: Positions of two halves of the images, for a metric that also reports its value on each; empty for one
             that does not. They are not reported if one of them has no object that counts.
+
+    One warning says how many detections were not counted for their number, when it first happens.
     """
     truth = truth_of(examples, classes)
     has_object = metric.with_objects(truth)
     told = [torch.tensor(half) for half in halves] if all(has_object[list(half)].any() for half in halves) else []
 
+    cuts: list[str] = []
+
     def function(model: nn.Module) -> Any:
-        value_on = metric.judge(detect_all(toolkit, model, examples), truth)
+        found = detect_all(toolkit, model, examples)
+        value_on = metric.judge(found, truth)
+        if not cuts and (cut := metric.cut(found)):
+            cuts.append(cut)
+            warnings.warn(cut, stacklevel=1)
         return with_halves(lambda half: value_on(None if half is None else half.tolist()), told)
 
     return Metric(function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
@@ -190,4 +207,4 @@ def ap50_metric(
 
 def _arrays(record: Any, *fields: str) -> dict[str, Any]:
     """Copies, as a function may work in place."""
-    return {name: getattr(record, name).numpy(force=True).copy() for name in fields}
+    return {name: as_array(getattr(record, name)).copy() for name in fields}

@@ -8,8 +8,10 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -204,3 +206,8 @@ class Detections:
     def __len__(self) -> int:
         """Return the number of detections."""
         return len(self.scores)
+
+
+def as_array(tensor: Tensor) -> npt.NDArray[Any]:
+    """Return a tensor's content on the CPU; bfloat16, which NumPy does not have, as float32, exactly."""
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)

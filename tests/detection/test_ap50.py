@@ -14,7 +14,15 @@ from torch import Tensor
 
 pytest.importorskip("PIL")
 
-from metricopt_ext.detection.ap50 import DEFINITIONS, METRICS, average_precision, match, match_for, mean_over_ious
+from metricopt_ext.detection.ap50 import (
+    DEFINITIONS,
+    METRICS,
+    average_precision,
+    beyond_limit,
+    match,
+    match_for,
+    mean_over_ious,
+)
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import read_voc, write_voc
@@ -84,7 +92,7 @@ def random_set(
 
 
 def by_pycocotools(
-    found: Sequence[Detections], truth: DetectionSet, metric: str = "AP50"
+    found: Sequence[Detections], truth: DetectionSet, metric: str = "AP50", most: int = 100
 ) -> tuple[float, dict[str, float]]:
     coco_module = pytest.importorskip("pycocotools.coco")
     cocoeval = pytest.importorskip("pycocotools.cocoeval")
@@ -113,6 +121,7 @@ def by_pycocotools(
         }
         coco.createIndex()
         evaluation = cocoeval.COCOeval(coco, coco.loadRes(results), "bbox")
+        evaluation.params.maxDets = [1, 10, most]
         if metric == "AP50":
             evaluation.params.iouThrs = np.array([0.5])
         evaluation.evaluate()
@@ -405,3 +414,42 @@ def test_impossible_arguments_are_named() -> None:
         match(found, truth, "ap")
     with pytest.raises(DataError, match="only VOC's definitions can be rounded"):
         match(found, truth, "coco", rounded=True)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "labels"),
+    [
+        (torch.zeros(4, 5), torch.zeros(4)),  # rotated
+        (torch.zeros(2, 8), torch.zeros(4)),  # as many numbers as four boxes have
+        (torch.zeros(4, 4), torch.zeros(4, 1)),
+        (torch.zeros(3, 4), torch.zeros(4)),
+    ],
+)
+@pytest.mark.parametrize("definition", DEFINITIONS)
+def test_boxes_of_another_kind_are_refused(definition: Any, boxes: Tensor, labels: Tensor) -> None:
+    found, truth = random_set(1)
+    found[2] = Detections(boxes, torch.ones(4), labels.long())
+    with pytest.raises(MetricError, match=r"for 4 scores, first in image 2; they must be n x 4 \(left, top"):
+        match(found, truth, definition)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("definition", DEFINITIONS)
+def test_half_precision_is_judged_as_the_numbers_that_it_holds(definition: Any, dtype: torch.dtype) -> None:
+    found, truth = random_set(2)
+    half = [Detections(each.boxes.to(dtype), each.scores.to(dtype), each.labels) for each in found]
+    exact = [Detections(each.boxes.double(), each.scores.double(), each.labels) for each in half]
+    assert average_precision(half, truth, definition) == average_precision(exact, truth, definition)
+    mixed = [*half[:9], *found[9:]]
+    exact = [Detections(each.boxes.double(), each.scores.double(), each.labels) for each in mixed]
+    assert average_precision(mixed, truth, definition) == average_precision(exact, truth, definition)
+
+
+@pytest.mark.parametrize("most", [1, 3, 1000])
+def test_the_limit_of_detections_is_pycocotools_s(most: int) -> None:
+    found, truth = random_set(9, images=4, classes=3, per_image=60)
+    _, per_class = by_pycocotools(found, truth, most=most)
+    assert average_precision(found, truth, "coco", max_detections=most).per_class == pytest.approx(per_class, abs=1e-12)
+    counts = [int((each.labels == label).sum()) for each in found for label in range(3)]
+    assert beyond_limit(found, most) == sum(max(0, count - most) for count in counts)
+    assert beyond_limit([detections([], [], [])], most) == 0

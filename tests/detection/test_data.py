@@ -1,5 +1,6 @@
 """The parts of a detection run's data, and the black box that judges on them."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -247,3 +248,36 @@ def test_halves_without_an_object_are_not_reported() -> None:
     for halves, told in ((([0, 1], [2, 3]), False), (([0, 2], [1, 3]), True)):
         metric = detector_metric(own, Finding(), images, CLASSES, halves)
         assert (metric.evaluate(nn.Identity(), "test").halves is not None) == told
+
+
+def test_detections_beyond_coco_s_limit_are_counted_once() -> None:
+    class Crowding(Finding):
+        def detect(self, model: nn.Module, batch: Any) -> list[Detections]:
+            found = super().detect(model, batch)
+            return [Detections(*(torch.cat([each] * 60) for each in (f.boxes, f.scores, f.labels * 0))) for f in found]
+
+    images = examples(3)
+    metric = ap50_metric(Crowding(), images, CLASSES, "coco")
+    with pytest.warns(UserWarning, match=r"^COCO does not count 60 detections beyond the 100 best of a class"):
+        metric.evaluate(nn.Identity(), "test")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        metric.evaluate(nn.Identity(), "test")
+        ap50_metric(Crowding(), images, CLASSES, "voc").evaluate(nn.Identity(), "test")
+
+
+def test_a_function_of_one_s_own_is_given_bfloat16_as_float32() -> None:
+    class Half(Finding):
+        def detect(self, model: nn.Module, batch: Any) -> list[Detections]:
+            found = super().detect(model, batch)
+            return [Detections(each.boxes.bfloat16(), each.scores.bfloat16(), each.labels) for each in found]
+
+    def function(truth: Any, found: Any) -> float:
+        assert {each["scores"].dtype.name for each in found} == {"float32"}
+        return float(sum(each["scores"].sum() for each in found))
+
+    images = examples(3)
+    own = OwnDetectionMetric(function, "own", bounds=(0.0, 1e6))
+    metric = detector_metric(own, Half(), images, CLASSES)
+    expected = sum(float(each.scores.float().sum()) for each in Half().detect(nn.Identity(), images))
+    assert metric.to_value(metric.evaluate(nn.Identity(), "test").cost) == pytest.approx(expected, abs=1e-4)
