@@ -1,7 +1,9 @@
 """Annotated sets in Detectron2's catalog, and its sets as annotated sets."""
 
 import io
+import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +23,7 @@ from metricopt_ext.detection.scenes import write_scenes
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import brief
 
 ENTRY = re.compile(
     r"(?P<name>[^=]+)=(?P<folder>.+):(?P<split>[^:\[\]]+)(\[((?P<first>\d+)%)?:((?P<last>\d+)%)?\])?", re.ASCII
@@ -140,16 +143,18 @@ def as_truth(name: str, records: Sequence[dict[str, Any]]) -> DetectionSet:
     Detectron2's records of VOC's sets do not say which objects are difficult; VOC's files are read again for that.
 
     Raises:
-        DataError: The set is empty or names no classes, a record lacks what AP50 needs, or VOC's files can't be read.
+        DataError: The set is empty or names no classes, two records have one ``image_id``, a record lacks what AP50
+            needs, its box is of another kind or its class unknown, or VOC's files can't be read.
     """
     if not records:
         raise DataError(f"dataset {name!r} has no images")
     metadata, classes = MetadataCatalog.get(name), classes_of(name)
+    check_image_ids([record["image_id"] for record in records if "image_id" in record], f"dataset {name!r}")
     if _in_voc_s_files(name):
         images = {image.image_id: image for image in read_voc(metadata.dirname, metadata.split, classes=classes).images}
         return DetectionSet(classes, [images[str(record["image_id"])] for record in records])
     try:
-        return DetectionSet(classes, [_annotated(record) for record in records])
+        return DetectionSet(classes, [_annotated(record, len(classes), name) for record in records])
     except KeyError as error:
         raise DataError(f"a record of dataset {name!r} lacks {error}, which AP50 is computed from") from error
 
@@ -158,6 +163,20 @@ def _in_voc_s_files(name: str) -> bool:
     """Whether a set was entered by Detectron2's ``register_pascal_voc``."""
     metadata = MetadataCatalog.get(name)
     return bool(metadata.get("dirname") and metadata.get("split"))
+
+
+def check_image_ids(ids: Sequence[Any], where: str) -> None:
+    """Reject repeated ids of images, by which an evaluator tells apart what is found in them.
+
+    Raises:
+        DataError: An id is repeated.
+    """
+    double = [key for key, count in Counter(ids).items() if count > 1]
+    if double:
+        raise DataError(
+            f"{where} has {len(double)} image_id that occur twice, first {brief(double[0])}; AP50 needs a different"
+            " image_id for each image"
+        )
 
 
 def classes_of(name: str) -> tuple[str, ...]:
@@ -276,7 +295,7 @@ def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence
         if name in DatasetCatalog.list():
             continue
         data: DetectionSet
-        if split.endswith(".json"):
+        if split.lower().endswith(".json"):
             data = read_coco(folder / split, folder)
         else:
             data = read_voc(folder, split, classes=classes or None)
@@ -320,20 +339,39 @@ def _record(image: Annotated) -> dict[str, Any]:
     }
 
 
-def _annotated(record: dict[str, Any]) -> Annotated:
+def _annotated(record: dict[str, Any], classes: int, name: str) -> Annotated:
+    """A record as an annotated image; boxes are compared without its file and size, which may be missing."""
+    where = f"image {brief(record['image_id'])} of dataset {name!r}"
     annotations = record.get("annotations", [])
-    boxes = [BoxMode.convert(each["bbox"], each["bbox_mode"], BoxMode.XYXY_ABS) for each in annotations]
-    path, archive = record["file_name"], None
+    boxes = [_edges(each, where) for each in annotations]
+    for each in annotations:
+        if each["category_id"] not in range(classes):
+            raise DataError(
+                f"{where} has the category_id {brief(each['category_id'])}; with {classes} classes it must be in"
+                f" 0..{classes - 1}"
+            )
+    path, archive = str(record.get("file_name") or ""), None
     if path.startswith(ZipHandler.PREFIX):
         archive, _, path = path[len(ZipHandler.PREFIX) :].partition("!")
     return Annotated(
         image_id=record["image_id"],
         path=Path(path),
-        width=record["width"],
-        height=record["height"],
+        width=record.get("width") or 0,
+        height=record.get("height") or 0,
         boxes=torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
         labels=torch.tensor([each["category_id"] for each in annotations], dtype=torch.int64),
-        difficult=torch.tensor([each.get("difficult", False) for each in annotations], dtype=torch.bool),
-        crowd=torch.tensor([bool(each.get("iscrowd", 0)) for each in annotations], dtype=torch.bool),
+        difficult=torch.tensor([bool(each.get("difficult")) for each in annotations], dtype=torch.bool),
+        crowd=torch.tensor([bool(each.get("iscrowd")) for each in annotations], dtype=torch.bool),
         archive=None if archive is None else Path(archive),
     )
+
+
+def _edges(annotation: dict[str, Any], where: str) -> list[float]:
+    """The left, top, right and bottom edge of an annotated box, in pixels."""
+    box, mode = annotation["bbox"], annotation["bbox_mode"]
+    if mode not in (BoxMode.XYXY_ABS, BoxMode.XYWH_ABS):  # converting a rotated box would enlarge it
+        raise DataError(f"{where} has a box of mode {brief(mode)}; AP50 is of BoxMode.XYXY_ABS and XYWH_ABS")
+    edges = [float(edge) for edge in BoxMode.convert(list(box), BoxMode(mode), BoxMode.XYXY_ABS)]
+    if not all(map(math.isfinite, edges)):
+        raise DataError(f"{where} has the box {brief(list(box))}; it must be finite")
+    return edges

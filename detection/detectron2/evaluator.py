@@ -1,6 +1,7 @@
 """AP50 as an evaluator of Detectron2, and as the metric that phi is tuned for."""
 
 import math
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,7 +10,15 @@ from detectron2.evaluation import DatasetEvaluator, inference_on_dataset
 from detectron2.utils import comm
 from torch import nn
 
-from metricopt_ext.detection.ap50 import Definition, average_precision, match_for, mean_over_ious
+from metricopt_ext.detection.ap50 import (
+    Definition,
+    average_precision,
+    beyond_limit,
+    match_for,
+    mean_over_ious,
+    told_beyond_limit,
+)
+from metricopt_ext.detection.detectron2.datasets import check_image_ids
 from metricopt_ext.detection.detectron2.toolkit import detections_of
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.errors import MetricError
@@ -26,6 +35,9 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
         truth: The set that the model is evaluated on, e.g. from `datasets.registered_truth`.
         definition: ``"voc_11_point"``, ``"voc"`` or ``"coco"``; see `ap50.average_precision`.
         ap: Whether ``AP``, the mean over the IoUs 0.5, 0.55, ..., 0.95, is computed too.
+
+    Raises:
+        DataError: Two images have one id, so that what is found in them could not be told apart.
     """
 
     def __init__(self, truth: DetectionSet, definition: Definition = "voc", *, ap: bool = False) -> None:
@@ -33,6 +45,8 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
         self.definition = definition
         self.ap = ap
         self._found: dict[str | int, Detections] = {}
+        self._told = False
+        check_image_ids([image.image_id for image in truth.images], "the set")
 
     def reset(self) -> None:
         """Forget all detections."""
@@ -58,6 +72,10 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
             )
         detections = [found[image.image_id] for image in self.truth.images]
         result = average_precision(detections, self.truth, definition=self.definition)
+        cut = told_beyond_limit(beyond_limit(detections)) if self.definition == "coco" else ""
+        if cut and not self._told:
+            self._told = True
+            warnings.warn(cut, stacklevel=2)
         scores = {f"AP50-{name}": 100 * value for name, value in result.per_class.items()}
         if self.ap:
             scores["AP"] = 100 * mean_over_ious(match_for("AP", detections, self.truth, self.definition))

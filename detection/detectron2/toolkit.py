@@ -9,7 +9,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import transforms
 from detectron2.modeling import build_model
-from detectron2.structures import Boxes, Instances
+from detectron2.structures import Boxes, Instances, RotatedBoxes
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ from metricopt_ext.detection.detectron2.placements import film_layers
 from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.detection.records import Detections, inside
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.errors import ConfigError
+from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.utils.modes import evaluating, in_mode
 
 
@@ -148,6 +148,17 @@ class Detectron2Toolkit:
 
 
 def detections_of(instances: Instances) -> Detections:
-    """Return a model's output for one image as detections, on the CPU."""
+    """Return a model's output for one image as detections, on the CPU.
+
+    Raises:
+        MetricError: It has no boxes, or rotated ones.
+    """
     found = instances.to("cpu")
+    lacking = [name for name in ("pred_boxes", "scores", "pred_classes") if not found.has(name)]
+    if lacking:
+        raise MetricError(
+            f"the detector gave no {lacking[0]}, which AP50 of boxes needs, but {sorted(found.get_fields())}"
+        )
+    if isinstance(found.pred_boxes, RotatedBoxes):
+        raise MetricError("the detector gave RotatedBoxes; AP50 is of boxes along the axes, Detectron2's Boxes")
     return Detections(found.pred_boxes.tensor, found.scores, found.pred_classes)

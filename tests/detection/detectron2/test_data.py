@@ -18,7 +18,7 @@ pytest.importorskip("detectron2", reason="needs Detectron2, installed from sourc
 from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog, build_detection_test_loader
 from detectron2.data.datasets import register_pascal_voc
 from detectron2.evaluation import inference_on_dataset
-from detectron2.structures import Boxes, Instances
+from detectron2.structures import Boxes, BoxMode, Instances, RotatedBoxes
 
 from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.detectron2.datasets import (
@@ -150,7 +150,7 @@ def test_sets_must_fit_the_detector_and_each_other(tiny_config: Any, squares: Ca
     with pytest.raises(DataError, match="no dataset 'two'"):
         check_sets(cfg, ["one"], ["two"])
     classes = ["red", "green"]
-    for name, records in (("empty", list), ("sizeless", lambda: [{"image_id": 1, "file_name": "a.png"}])):
+    for name, records in (("empty", list), ("unnumbered", lambda: [{"file_name": "a.png"}])):
         DatasetCatalog.register(name, records)
         MetadataCatalog.get(name).set(thing_classes=classes)
     DatasetCatalog.register("nameless", lambda: records_of("one"))
@@ -159,8 +159,8 @@ def test_sets_must_fit_the_detector_and_each_other(tiny_config: Any, squares: Ca
         check_sets(cfg, ["one"], ["nameless"])
     with pytest.raises(DataError, match="dataset 'empty' has no images"):
         check_sets(cfg, ["one"], ["empty"])
-    with pytest.raises(DataError, match="a record of dataset 'sizeless' lacks 'width'"):
-        check_sets(cfg, ["one"], ["sizeless"])
+    with pytest.raises(DataError, match="a record of dataset 'unnumbered' lacks 'image_id'"):
+        check_sets(cfg, ["one"], ["unnumbered"])
     retina = tiny_config("fpn", "BN", "MODEL.META_ARCHITECTURE", "RetinaNet", "MODEL.RETINANET.NUM_CLASSES", 1)
     check_sets(retina, [], ["single"])
 
@@ -371,3 +371,94 @@ def test_a_set_is_loaded_once_for_all_images_drawn_from_it(squares: Callable[...
     loads.clear()
     assert len({record["image_id"] for record in records_of(drawn)}) == 5
     assert loads == ["squares"]
+
+
+def records(boxes: Any, **fields: Any) -> list[dict[str, Any]]:
+    """A record for each box, which is what Detectron2's data needs to be evaluated, and nothing more."""
+    things = [[{"bbox": box, "bbox_mode": BoxMode.XYXY_ABS, "category_id": 0, **fields}] for box in boxes]
+    return [{"image_id": place, "annotations": each} for place, each in enumerate(things)]
+
+
+def enter(name: str, given: list[dict[str, Any]]) -> None:
+    DatasetCatalog.register(name, lambda: given)
+    MetadataCatalog.get(name).set(thing_classes=["thing"])
+
+
+def put_out(boxes: Any, kind: type[Boxes] = Boxes, dtype: torch.dtype = torch.float32) -> dict[str, Instances]:
+    given = kind(torch.tensor(boxes))
+    given.tensor = given.tensor.to(dtype)
+    scores = torch.linspace(0.9, 0.8, len(boxes)).to(dtype)
+    return {
+        "instances": Instances((100, 100), pred_boxes=given, scores=scores, pred_classes=torch.zeros(len(boxes)).long())
+    }
+
+
+BOXES = ([0.0, 0.0, 50.0, 50.0], [50.0, 50.0, 99.0, 99.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("definition", ["voc", "voc_11_point", "coco"])
+def test_bare_records_and_half_precision_are_judged(definition: Any, dtype: torch.dtype) -> None:
+    given = records(BOXES, iscrowd=None, difficult=None)
+    enter("bare", given)
+    evaluator = AP50Evaluator(registered_truth("bare"), definition)
+    evaluator.reset()
+    evaluator.process(given, [put_out([box], dtype=dtype) for box in BOXES])
+    assert evaluator.evaluate()["bbox"]["AP50"] == pytest.approx(100)
+
+
+def test_two_records_of_one_image_id_are_refused(squares: Callable[..., DetectionSet]) -> None:
+    given = [{**record, "image_id": 1} for record in records(BOXES)]
+    enter("twice", given)
+    with pytest.raises(
+        DataError, match="dataset 'twice' has 1 image_id that occur twice, first 1; AP50 needs a different"
+    ):
+        registered_truth("twice")
+    data = squares(2)
+    with pytest.raises(DataError, match="the set has 1 image_id that occur twice, first '0-0'"):
+        AP50Evaluator(DetectionSet(data.classes, [*data.images, data.images[0]]))
+
+
+@pytest.mark.parametrize(
+    ("boxes", "fields", "message"),
+    [
+        (
+            [[50.0, 50, 20, 10, 30]],
+            {"bbox_mode": BoxMode.XYWHA_ABS},
+            r"image 0 of dataset 'odd' has a box of mode .*XYWHA",
+        ),
+        ([[0.1, 0.1, 0.2, 0.2]], {"bbox_mode": BoxMode.XYXY_REL}, "has a box of mode"),
+        ([[0.0, 0, float("nan"), 5]], {}, r"has the box \[0.0, 0, nan, 5\]; it must be finite"),
+        ([[0.0, 0, 5, 5]], {"category_id": 1}, r"has the category_id 1; with 1 classes it must be in 0\.\.0"),
+        ([[0.0, 0, 5, 5]], {"category_id": -1}, "has the category_id -1"),
+    ],
+)
+def test_records_of_another_kind_are_refused(boxes: Any, fields: dict[str, Any], message: str) -> None:
+    enter("odd", records(boxes, **fields))
+    with pytest.raises(DataError, match=message):
+        registered_truth("odd")
+
+
+def test_outputs_of_another_kind_are_refused() -> None:
+    given = records(BOXES[:1])
+    enter("known", given)
+    evaluator = AP50Evaluator(registered_truth("known"))
+    with pytest.raises(MetricError, match="the detector gave RotatedBoxes; AP50 is of boxes along the axes"):
+        evaluator.process(given, [put_out([[25.0, 25, 50, 50, 0]], RotatedBoxes)])
+    masks = {"instances": Instances((9, 9), scores=torch.ones(1), pred_masks=torch.ones(1, 9, 9))}
+    with pytest.raises(
+        MetricError, match=r"gave no pred_boxes, which AP50 of boxes needs, but \['pred_masks', 'scores'\]"
+    ):
+        evaluator.process(given, [masks])
+
+
+def test_detections_beyond_coco_s_limit_are_counted_once() -> None:
+    given = records(BOXES[:1])
+    enter("crowded", given)
+    evaluator = AP50Evaluator(registered_truth("crowded"), "coco")
+    evaluator.process(given, [put_out([BOXES[0]] * 120)])
+    with pytest.warns(UserWarning, match=r"^COCO does not count 20 detections beyond the 100 best"):
+        evaluator.evaluate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluator.evaluate()
