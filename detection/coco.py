@@ -3,20 +3,38 @@
 import json
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from metricopt_ext.detection.box_kinds import check_annotated, check_found, hits
+from metricopt_ext.detection.ids import (
+    Id,
+    checked_id,
+    choose,
+    class_ways,
+    counting,
+    distinct,
+    examples,
+    image_ways,
+    known_of,
+    number,
+    other_readings,
+    written_ways,
+)
 from metricopt_ext.detection.records import LONGEST_SIDE, Annotated, Detections, DetectionSet, warn_of_boxes_outside
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import JSON_BYTES, parse_json, read_bounded, write_atomically
-from metricopt_ext.utils.words import brief
+from metricopt_ext.utils.words import brief, counted
 
 NAMED = 5  # images listed in a warning
 
+FLAGS = {None: False, 0: False, 1: True, "": False, "0": False, "1": True}  # False and True are 0 and 1
 LARGEST = 1e30  # of a coordinate or score: sums of two are finite in float32
 
 
@@ -28,7 +46,7 @@ class CocoSet(DetectionSet):
         category_ids: The id of each class, ascending.
     """
 
-    category_ids: tuple[int, ...] = ()
+    category_ids: tuple[int | str, ...] = ()
 
     def subset(self, indices: Sequence[int]) -> "CocoSet":
         """Return the images at some positions."""
@@ -65,97 +83,147 @@ def read_coco(
         raise DataError(f"{annotations} has no list {wrong[0]!r}; COCO's format needs images, annotations, categories")
     if not content["images"]:
         raise DataError(f"{annotations} has an empty list 'images'; it should name an image")
-    images = _by_id(content["images"], ("file_name", "width", "height"), f"{annotations}: an image")
-    categories = _by_id(content["categories"], ("name",), f"{annotations}: a category")
-    double = [name for name, count in Counter(each["name"] for each in categories.values()).items() if count > 1]
+    shown = images_dir is not None
+    images = _by_id(content["images"], partial(_image, shown=shown), f"{annotations}: an image", _as_written)
+    categories = _by_id(content["categories"], _category, f"{annotations}: a category", _by_number)
+    double = [name for name, count in Counter(categories.values()).items() if count > 1]
     if double:
         raise DataError(f"{annotations} has several categories named {double[0]!r}")
-    labels = {key: label for label, key in enumerate(categories)}
+    folder = Path() if images_dir is None else Path(images_dir)
+    empty = torch.zeros(0, 4, dtype=dtype), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
+    bare = [
+        Annotated(key, folder / (name or ""), width, height, empty[0], empty[1], empty[2], empty[2])
+        for key, (name, width, height) in images.items()
+    ]
+    if shown:
+        missing = [name for name, _, _ in images.values() if not _is_file(folder / str(name))]
+        if missing:
+            raise DataError(f"{folder} lacks {len(missing)} of {len(images)} images, first {str(missing[0])[:200]}")
 
-    objects: dict[Any, list[tuple[list[float], int, bool]]] = {key: [] for key in images}
+    entries = [(each, f"{annotations}: annotation {i}") for i, each in enumerate(content["annotations"])]
+    places = choose(written_ways(tuple(images)), distinct(entries, "image_id"), "image_id", "")
+    ways = class_ways(tuple(categories), tuple(categories.values()))
+    labels = choose(ways, distinct(entries, "category_id"), "category_id", "")
+    objects: list[list[tuple[list[float], int, bool]]] = [[] for _ in images]
     flat = []
-    for i, each in enumerate(content["annotations"]):
-        where = f"{annotations}: annotation {i}"
-        image, category = _known(each, "image_id", images, where), _known(each, "category_id", labels, where)
-        x, y, width, height = _box(each, where)
+    for each, where in entries:
+        place = places[each["image_id"]]
+        x, y, width, height = box_of(each, where)
         if width <= 0 or height <= 0:
-            flat.append(str(images[image]["file_name"]))
+            flat.append(bare[place].path.name or str(bare[place].image_id))
         else:
-            crowd = bool(each.get("iscrowd", 0))
-            objects[image].append(([float(edge) for edge in (x, y, x + width, y + height)], labels[category], crowd))
+            objects[place].append(
+                ([x, y, x + width, y + height], labels[each["category_id"]], flag_of(each, "iscrowd", where))
+            )
     if flat:
         more = f" and {len(flat) - NAMED} more" if len(flat) > NAMED else ""
         warnings.warn(
             f"boxes in {annotations}: {len(flat)} without area left out ({', '.join(flat[:NAMED])}{more})", stacklevel=2
         )
-    folder = Path() if images_dir is None else Path(images_dir)
-    if images_dir is not None:
-        missing = [image["file_name"] for image in images.values() if not _is_file(folder / image["file_name"])]
-        if missing:
-            raise DataError(f"{folder} lacks {len(missing)} of {len(images)} images, first {missing[0][:200]}")
     annotated = [
-        Annotated(
-            image_id=key,
-            path=folder / image["file_name"],
-            width=image["width"],
-            height=image["height"],
-            boxes=torch.tensor([box for box, _, _ in objects[key]], dtype=dtype).reshape(-1, 4),
-            labels=torch.tensor([label for _, label, _ in objects[key]], dtype=torch.int64),
-            difficult=torch.zeros(len(objects[key]), dtype=torch.bool),
-            crowd=torch.tensor([crowd for _, _, crowd in objects[key]], dtype=torch.bool),
+        replace(
+            image,
+            boxes=torch.tensor([box for box, _, _ in own], dtype=dtype).reshape(-1, 4),
+            labels=torch.tensor([label for _, label, _ in own], dtype=torch.int64),
+            difficult=torch.zeros(len(own), dtype=torch.bool),
+            crowd=torch.tensor([crowd for _, _, crowd in own], dtype=torch.bool),
         )
-        for key, image in images.items()
+        for image, own in zip(bare, objects, strict=True)
     ]
+    check_annotated(annotated, str(annotations))
     warn_of_boxes_outside(annotations, annotated, [image.path.name or str(image.image_id) for image in annotated])
-    return CocoSet(tuple(each["name"] for each in categories.values()), annotated, tuple(categories))
+    return CocoSet(tuple(categories.values()), annotated, tuple(categories))
 
 
-def read_detections(results: str | Path, dataset: DetectionSet, *, max_bytes: int = JSON_BYTES) -> list[Detections]:
+def read_detections(
+    results: str | Path,
+    dataset: DetectionSet,
+    *,
+    ignore_unknown_classes: bool = False,
+    max_bytes: int = JSON_BYTES,
+) -> list[Detections]:
     """Read COCO's results format: a list of ``{image_id, category_id, bbox: [x, y, width, height], score}``.
 
     An image is identified by its ``image_id`` in the set: VOC's are strings, the file names without suffix. A class is
     identified by its ``category_id``, which counts the classes from 1 in sets not read from COCO's format, or by its
-    ``category_name``, if there is one.
+    ``category_name``, if there is one. Ids that are written otherwise are read as `ids` says. One warning says so where
+    classes are counted from 0, or where another reading of ids, as they are written, gives at least as many hits.
 
     Args:
         results: The JSON file.
         dataset: The images that the detections are of.
+        ignore_unknown_classes: Whether detections of classes that the set does not have are left out, with one warning
+            that counts them, rather than refused.
         max_bytes: Most bytes of the JSON file, which takes up to 25 times as much memory.
 
     Returns:
         The detections in each image of the set, in float64 and in the file's order.
 
     Raises:
-        DataError: The file is truncated, too large or not a list in this format, has an unknown image or category, or a
-            box or score that is not a finite number.
+        DataError: The file is truncated, too large or not a list in this format, has an unknown or ambiguous image or
+            category, a box or score that is not a finite number, or boxes of another kind (`box_kinds`).
     """
     content = _load(Path(results), max_bytes)
     if not isinstance(content, list):
         raise DataError(f"{results} holds a {type(content).__name__}; COCO's results are a list of detections")
-    places = {image.image_id: place for place, image in enumerate(dataset.images)}
-    labels = {key: label for label, key in enumerate(_category_ids(dataset))}
-    named = {name: label for label, name in enumerate(dataset.classes)}
-    found: list[list[tuple[list[float], float, int]]] = [[] for _ in dataset.images]
-    for i, each in enumerate(content):
-        where = f"{results}: detection {i}"
-        place = places[_known(each, "image_id", places, where)]
-        if "category_name" in each:
-            label = named[_known(each, "category_name", named, where)]
-        else:
-            label = labels[_known(each, "category_id", labels, where)]
-        x, y, width, height = _box(each, where)
-        score = each.get("score")
-        if not _is_finite(score):
-            raise DataError(f"{where} has the score {brief(score)}; it must be a finite number")
-        found[place].append(([float(edge) for edge in (x, y, x + width, y + height)], float(score), label))
-    return [
-        Detections(
-            torch.tensor([box for box, _, _ in each], dtype=torch.float64).reshape(-1, 4),
-            torch.tensor([score for _, score, _ in each], dtype=torch.float64),
-            torch.tensor([label for _, _, label in each], dtype=torch.int64),
-        )
-        for each in found
+    entries = [(each, f"{results}: detection {i}") for i, each in enumerate(content)]
+    image_ids, ways = distinct(entries, "image_id"), image_ways(dataset.images)
+    places = choose(ways, image_ids, "image_id", "; image_id is the image's id or the name of its file")
+    labels, other_labels = _labels(entries, dataset, str(results), ignore_unknown_classes)
+    read = _Results(
+        torch.tensor([box_of(each, where) for each, where in entries], dtype=torch.float64).reshape(-1, 4),
+        torch.tensor([_score(each, where) for each, where in entries], dtype=torch.float64),
+        _each(places, entries, "image_id"),
+        labels,
+        len(dataset),
+    )
+    found = read.found()
+    check_found(read.boxes, read.places, read.found, dataset, str(results))
+
+    others = [
+        (f"image_id is read as the id; read as {what}", replace(read, places=_each(other, entries, "image_id")))
+        for what, other in other_readings(ways, image_ids, places)
+    ] + [
+        (f"category_id is read as the annotations count; {what}", replace(read, labels=other))
+        for what, other in other_labels
     ]
+    before = hits(found, dataset) if others else 0
+    for said, other_read in others:
+        after = hits(other_read.found(), dataset)
+        if after >= before:
+            warnings.warn(
+                f"{results}: {said}, {after} detections would hit an object; as read, {before} do", stacklevel=2
+            )
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Results:
+    """What a file of results says, by one reading of its ids.
+
+    Attributes:
+        boxes: ``n x 4``, as in the file.
+        scores: ``n``.
+        places: The image of each, ``n``.
+        labels: The class of each, ``n``; -1 for those to leave out.
+        images: Number of images.
+    """
+
+    boxes: Tensor
+    scores: Tensor
+    places: Tensor
+    labels: Tensor
+    images: int
+
+    def found(self, edges: Tensor | None = None) -> list[Detections]:
+        """Return the detections in each image, in the file's order; from other edges than the file's if given."""
+        if edges is None:
+            edges = torch.cat([self.boxes[:, :2], self.boxes[:, :2] + self.boxes[:, 2:]], dim=1)
+        rows = torch.argsort(self.places, stable=True)
+        rows = rows[self.labels[rows] >= 0]
+        counts = torch.bincount(self.places[rows], minlength=self.images).tolist()
+        parts = (each[rows].split(counts) for each in (edges, self.scores, self.labels))
+        return [Detections(*each) for each in zip(*parts, strict=True)]
 
 
 def write_coco(path: str | Path, dataset: DetectionSet) -> Path:
@@ -209,7 +277,7 @@ def write_detections(path: str | Path, detections: Sequence[Detections], dataset
     )
 
 
-def _category_ids(dataset: DetectionSet) -> tuple[int, ...]:
+def _category_ids(dataset: DetectionSet) -> tuple[int | str, ...]:
     return dataset.category_ids if isinstance(dataset, CocoSet) else tuple(range(1, len(dataset.classes) + 1))
 
 
@@ -235,46 +303,178 @@ def _get(entry: Any, key: str) -> Any:
     return entry.get(key) if isinstance(entry, dict) else None
 
 
-def _by_id(entries: list[Any], keys: Sequence[str], what: str) -> dict[Any, dict[str, Any]]:
-    """The entries ordered by id."""
+def _by_id(
+    entries: list[Any], read: Callable[[Any, str], Any], what: str, order: Callable[[Id], Any]
+) -> dict[Any, Any]:
+    """What entries say, ordered by their ids; an entry may be repeated, if it says the same."""
+    found: dict[Any, Any] = {}
     for entry in entries:
-        for key in ("id", *keys):
-            if _get(entry, key) is None:
-                raise DataError(f"{what} has no {key!r}: {brief(entry)}")
-        for key in sorted({"id", "width", "height"} & {"id", *keys}):
-            if type(entry[key]) is not int:
-                raise DataError(f"{what} has the {key} {brief(entry[key])}; it must be an integer")
-        for key in sorted({"width", "height"} & {*keys}):
-            if not 1 <= entry[key] <= LONGEST_SIDE:
-                raise DataError(f"{what} has the {key} {brief(entry[key])}; it must be from 1 to {LONGEST_SIDE}")
-        for key in sorted({"name", "file_name"} & {*keys}):
-            if not isinstance(entry[key], str):
-                raise DataError(f"{what} has the {key} {brief(entry[key])}; it must be text")
-    ids = Counter(entry["id"] for entry in entries)
-    double = [key for key, count in ids.items() if count > 1]
-    if double:
-        raise DataError(f"{what}'s id occurs twice: {double[0]}")
-    return {entry["id"]: entry for entry in sorted(entries, key=lambda entry: entry["id"])}
+        key = checked_id(entry, "id", what)
+        key = number(key) if isinstance(key, float) else key
+        if isinstance(key, float):
+            raise DataError(f"{what} has the id {key}; it must be an integer or text")
+        said = read(entry, what)
+        if found.setdefault(key, said) != said:
+            raise DataError(f"{what}'s id occurs twice: {brief(key)}, of {brief(found[key])} and {brief(said)}")
+    return dict(sorted(found.items(), key=lambda item: order(item[0])))
 
 
-def _known(entry: Any, key: str, known: dict[Any, Any], where: str) -> Any:
-    """The entry's id under this key, which must be a known one."""
-    value = _get(entry, key)
+def _as_written(key: Id) -> Any:
+    return isinstance(key, str), key
+
+
+def _by_number(key: Id) -> Any:
+    return _as_written(number(key))
+
+
+def _image(entry: Any, what: str, *, shown: bool) -> tuple[str | None, int, int]:
+    """The file's name, and the width and height, 0 for what is not said; all may be wrong if it is not shown."""
+    name = entry.get("file_name")
+    if shown and name is None:
+        raise DataError(f"{what} has no 'file_name': {brief(entry)}")
+    if shown and not isinstance(name, str):
+        raise DataError(f"{what} has the file_name {brief(name)}; it must be text")
+    width, height = (side_of(entry, key, what, shown) for key in ("width", "height"))
+    return str(name) if isinstance(name, str | int) else None, width, height
+
+
+def side_of(entry: Any, key: str, what: str, shown: bool) -> int:
+    """Return an image's width or height in pixels, 0 if it is not said, or wrong where the image is not shown.
+
+    Raises:
+        DataError: It is wrong, and the image is shown.
+    """
+    value = entry.get(key)
     if value is None:
-        raise DataError(f"{where} has no {key!r}")
-    if isinstance(value, list | dict) or value not in known:
-        examples = ", ".join(repr(each) for each in list(known)[:NAMED])
-        raise DataError(
-            f"{where} has the unknown {key} {brief(value)}; known: {examples}{', ...' * (len(known) > NAMED)}"
+        return 0
+    side = number(value) if type(value) in (int, float, str) else value
+    if type(side) is int and 1 <= side <= LONGEST_SIDE:
+        return side
+    if shown:
+        raise DataError(f"{what} has the {key} {brief(value)}; it must be an integer from 1 to {LONGEST_SIDE}")
+    return 0
+
+
+def _category(entry: Any, what: str) -> str:
+    """The name; a category without one is called by its id."""
+    name = entry.get("name")
+    name = entry["id"] if name is None else name
+    if type(name) not in (int, float, str):
+        raise DataError(f"{what} has the name {brief(name)}; it must be text")
+    return str(number(name) if isinstance(name, float) else name)
+
+
+def _each(places: Mapping[Id, int], entries: Sequence[tuple[Any, str]], key: str) -> Tensor:
+    """What each entry's id stands for, ``n``; -1 for an unknown one."""
+    return torch.tensor([places.get(entry[key], -1) for entry, _ in entries], dtype=torch.int64)
+
+
+def _labels(
+    entries: Sequence[tuple[Any, str]], dataset: DetectionSet, results: str, ignore: bool
+) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+    """The class of each detection, ``n``, -1 for those to leave out; and other readings, each with what it reads."""
+    category_ids = _category_ids(dataset)
+    named = torch.tensor([_get(entry, "category_name") is not None for entry, _ in entries], dtype=torch.bool)
+    by_id, by_name = ([entries[i] for i in rows.nonzero().flatten().tolist()] for rows in (~named, named))
+    ids, names = distinct(by_id, "category_id"), distinct(by_name, "category_name")
+    more = "; --ignore-unknown-classes (ignore_unknown_classes=True) leaves out detections of other classes"
+    count = (
+        f"; category_id counts the classes as the annotations do, from {brief(category_ids[0])}" if category_ids else ""
+    )
+
+    ways = class_ways(category_ids, dataset.classes)
+    known = known_of(ways[-1], names)
+    from_0 = counting(category_ids, 0)
+    if any(number(value) == 0 for value in ids) and any(len(known_of(way, ids)) == len(ids) for way in from_0):
+        ways = [*ways, *from_0]
+    if ignore:
+        best = max(ways, key=lambda way: len(known_of(way, ids)))
+        places = known_of(best, ids)
+        if entries and not (places or known):
+            raise DataError(f"{results} has no detection of a known class; known: {examples(category_ids)}{count}")
+    else:
+        places = choose(ways, ids, "category_id", f"{count}, or category_name names one{more}")
+        if unknown := [name for name in names if name not in known]:
+            raise DataError(
+                f"{names[unknown[0]]} has the unknown category_name {brief(unknown[0])};"
+                f" known: {examples(dataset.classes)}{more}"
+            )
+
+    def with_names(places: Mapping[Id, int]) -> Tensor:
+        labels = torch.full((len(entries),), -1)
+        labels[~named], labels[named] = _each(places, by_id, "category_id"), _each(known, by_name, "category_name")
+        return labels
+
+    labels = with_names(places)
+    if from_0 and places and places == known_of(from_0[0], ids) != known_of(ways[0], ids):
+        first = examples(f"{place} is {name}" for place, name in enumerate(dataset.classes))
+        warnings.warn(f"{results}: category_id is read as counted from 0, as 0 occurs: {first}", stacklevel=3)
+        return labels, []
+    _tell_of_unknown(entries, labels, results)
+    others = [*ways, *from_0, *counting(category_ids, 1)]
+    return labels, [(what, with_names(other)) for what, other in other_readings(others, ids, places)]
+
+
+def _tell_of_unknown(entries: Sequence[tuple[Any, str]], labels: Tensor, results: str) -> None:
+    left = [entries[i][0] for i in (labels < 0).nonzero().flatten().tolist()]
+    if left:
+        classes = Counter(str(each.get("category_name") or each.get("category_id")) for each in left)
+        shown = ", ".join(f"{brief(name)}: {count}" for name, count in classes.most_common(NAMED))
+        warnings.warn(
+            f"{results}: left out {counted(len(left), 'detection')} of {counted(len(classes), 'class')} that the"
+            f" annotations don't have ({shown}{', ...' * (len(classes) > NAMED)})",
+            stacklevel=4,
         )
-    return value
 
 
-def _box(entry: Any, where: str) -> list[float]:
-    box = _get(entry, "bbox")
+def box_of(entry: Any, where: str) -> list[float]:
+    """Return the numbers of a box; of an object with polygons alone, those of the box around them.
+
+    Raises:
+        DataError: They are not four finite numbers, or those of another kind of box.
+    """
+    box, mode, shape = (_get(entry, key) for key in ("bbox", "bbox_mode", "segmentation"))
+    if mode not in (None, 1, "XYWH_ABS", "BoxMode.XYWH_ABS"):
+        raise DataError(f"{where} has the bbox_mode {brief(mode)}; bbox must be [left, top, width, height] in pixels")
+    if box in (None, []) and shape:
+        return _around(shape, where)
     if not isinstance(box, list) or len(box) != 4 or not all(map(_is_finite, box)):
-        raise DataError(f"{where} has the bbox {brief(box)}; it must be 4 finite numbers, each at most {LARGEST:.0e}")
-    return box
+        rotated = "; rotated boxes are of another kind" if isinstance(box, list) and len(box) == 5 else ""
+        raise DataError(
+            f"{where} has the bbox {brief(box)}; it must be 4 finite numbers, each at most {LARGEST:.0e}{rotated}"
+        )
+    return [float(each) for each in box]
+
+
+def _around(polygons: Any, where: str) -> list[float]:
+    """The box of polygons, each ``[x, y, x, y, ...]``."""
+    whole = [each for each in polygons if isinstance(each, list)] if isinstance(polygons, list) else []
+    numbers = [coordinate for each in whole for coordinate in each]
+    if len(whole) != len(polygons) or any(len(each) % 2 for each in whole) or not all(map(_is_finite, numbers)):
+        raise DataError(f"{where} has no bbox, and its segmentation is no list of polygons; AP50 is of boxes")
+    x, y = ([coordinate for each in whole for coordinate in each[axis::2]] for axis in (0, 1))
+    if not x:
+        raise DataError(f"{where} has no bbox, and no polygon in its segmentation; AP50 is of boxes")
+    return [float(min(x)), float(min(y)), float(max(x) - min(x)), float(max(y) - min(y))]
+
+
+def _score(entry: Any, where: str) -> float:
+    score = _get(entry, "score")
+    if not _is_finite(score):
+        raise DataError(f"{where} has the score {brief(score)}; it must be a finite number")
+    return float(score)
+
+
+def flag_of(entry: Any, key: str, where: str) -> bool:
+    """Return an annotation's flag, False if it is not said.
+
+    Raises:
+        DataError: It is neither 0 nor 1.
+    """
+    value = _get(entry, key)
+    if isinstance(value, list | dict) or value not in FLAGS:
+        raise DataError(f"{where} has {brief(value)} as {key}; it must be 0 or 1")
+    return FLAGS[value]
 
 
 def _is_finite(value: Any) -> bool:

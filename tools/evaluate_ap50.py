@@ -8,14 +8,17 @@ r"""Compute the AP50 of detections: the average precision if a hit needs an inte
 
 Detections are in COCO's results format: a list of {"image_id", "category_id", "bbox": [x, y, width, height], "score"}.
 Annotations are COCO's JSON, or a folder or zip file in Pascal VOC's format: image_id is then the image's file name
-without suffix, and category_id counts the classes from 1 (or category_name names one). The module
-metricopt_ext.detection.ap50 explains how the definitions differ. Instead of a file, detections can come from a detector
-that the config file of tools/finetune_detector.py describes, with its weights, and with a finetuned adapter if one is
-given. Prints a table and writes report.json.
+without suffix, and category_id counts the classes from 1 (or category_name names one). Ids that are written otherwise
+are read where one reading fits them all (metricopt_ext.detection.ids), and notes below the table say what did not
+count. The module metricopt_ext.detection.ap50 explains how the definitions differ. Instead of a file, detections can
+come from a detector that the config file of tools/finetune_detector.py describes, with its weights, and with a
+finetuned adapter if one is given. Prints a table and writes report.json.
 """
 
 import argparse
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from metricopt_ext.evidence.cli import add_show_config, errors_in_one_line, show
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.evidence.style import print_table
 from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.words import counted, shortened
 
 
 def main() -> None:
@@ -49,6 +53,16 @@ def main() -> None:
     parser.add_argument(
         "--rounded", action="store_true", help="for VOC's definitions: round as Detectron2's VOC evaluation does"
     )
+    parser.add_argument(
+        "--max-dets",
+        type=int,
+        help="for COCO's definition: most detections of a class in an image that count; default 100",
+    )
+    parser.add_argument(
+        "--ignore-unknown-classes",
+        action="store_true",
+        help="leave out detections of classes that the annotations don't have",
+    )
     parser.add_argument("--output-dir", required=not shows_config(), type=Path, help="folder for report.json")
     add_show_config(parser)
     arguments = parser.parse_args()
@@ -63,13 +77,19 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the detections and write the report; returns it."""
+    from metricopt_ext.detection.ap50 import COCO_DETECTIONS
+
     check_options(arguments)
-    found, truth = read_found(arguments) if arguments.config_file is None else detect(arguments)
+    most = COCO_DETECTIONS if arguments.max_dets is None else arguments.max_dets
+    with said_by_readers() as notes:
+        found, truth = read_found(arguments) if arguments.config_file is None else detect(arguments)
+    evaluation = evaluate(found, truth, arguments.definition, arguments.rounded, most)
     report = {
         "task": "detection/ap50",
         "metric": {"name": "ap50", "maximize": True},
         "images": len(truth),
-        **evaluate(found, truth, arguments.definition, arguments.rounded),
+        **evaluation,
+        "notes": [*notes, *not_counted(found, evaluation, most)],
         "versions": versions(),
         "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
     }
@@ -86,15 +106,22 @@ def check_options(arguments: argparse.Namespace) -> None:
     Raises:
         DataError: Options clash, or one is missing.
     """
+    if arguments.max_dets is not None:
+        if arguments.definition not in ("coco", "all"):
+            raise DataError(f"--max-dets is for COCO's definition; --definition {arguments.definition} counts all")
+        if arguments.max_dets < 1:
+            raise DataError(f"--max-dets {arguments.max_dets} must be at least 1")
     if arguments.config_file is None:
         of_model = ("weights", "adapter", "images_dir")
         given = [f"--{name.replace('_', '-')}" for name in of_model if getattr(arguments, name)]
         if given:
             raise DataError(f"{' and '.join(given)} can't be used with --detections")
         return
+    if arguments.ignore_unknown_classes:
+        raise DataError("--ignore-unknown-classes is for --detections; a detector is built for the set's own classes")
     if not arguments.weights:
         raise DataError("--config-file needs --weights, the state dict of the detector that it describes")
-    if (arguments.annotations.suffix == ".json") != (arguments.images_dir is not None):
+    if is_coco(arguments.annotations) != (arguments.images_dir is not None):
         raise DataError("--images-dir is for a JSON file in COCO's format; VOC's format has its own images")
 
 
@@ -103,7 +130,27 @@ def read_found(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
     from metricopt_ext.detection.coco import read_detections
 
     truth = read_annotations(arguments.annotations, arguments.split, arguments.classes)
-    return read_detections(arguments.detections, truth), truth
+    ignore = arguments.ignore_unknown_classes
+    return read_detections(arguments.detections, truth, ignore_unknown_classes=ignore), truth
+
+
+@contextmanager
+def said_by_readers() -> Iterator[list[str]]:
+    """Collect what readers warn of, each once, for the report."""
+    notes: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield notes
+    for each in caught:
+        if each.category is UserWarning and str(each.message) not in notes:
+            notes.append(str(each.message))
+        elif each.category is not UserWarning:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
+def is_coco(path: Path) -> bool:
+    """Tell whether annotations are in COCO's format, by the file's suffix."""
+    return path.suffix.lower() == ".json"
 
 
 def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
@@ -162,14 +209,14 @@ def read_annotations(
     from metricopt_ext.detection.coco import read_coco
     from metricopt_ext.detection.voc import read_voc
 
-    if path.suffix != ".json":
+    if not is_coco(path):
         return read_voc(path, split, classes=classes, images=images)
     if split is not None or classes is not None:
         raise DataError(f"--split and --classes are for VOC's format; {path} is in COCO's, which has its own")
     return read_coco(path, images_dir, dtype=float64)
 
 
-def evaluate(found: Sequence[Any], truth: Any, definition: str, rounded: bool) -> dict[str, Any]:
+def evaluate(found: Sequence[Any], truth: Any, definition: str, rounded: bool, most: int) -> dict[str, Any]:
     """Return the numbers of objects and detections of each class, and the AP50 by each requested definition."""
     from metricopt_ext.detection.ap50 import DEFINITIONS, average_precision
 
@@ -178,9 +225,27 @@ def evaluate(found: Sequence[Any], truth: Any, definition: str, rounded: bool) -
         "objects": count(truth.images, truth.classes),
         "detections": count(found, truth.classes),
         "ap50": {
-            each: asdict(average_precision(found, truth, each, rounded=rounded and each != "coco")) for each in wanted
+            each: asdict(average_precision(found, truth, each, rounded=rounded and each != "coco", max_detections=most))
+            for each in wanted
         },
     }
+
+
+def not_counted(found: Sequence[Any], evaluation: dict[str, Any], most: int) -> list[str]:
+    """Return in words which detections did not count."""
+    from metricopt_ext.detection.ap50 import beyond_limit, told_beyond_limit
+
+    notes = []
+    if "coco" in evaluation["ap50"] and (cut := told_beyond_limit(beyond_limit(found, most), most)):
+        notes.append(f"{cut}; --max-dets counts more")
+    judged = {name for result in evaluation["ap50"].values() for name in result["per_class"]}
+    left = {name: count for name, count in evaluation["detections"].items() if count and name not in judged}
+    if left:
+        notes.append(
+            f"{counted(sum(left.values()), 'detection')} of {counted(len(left), 'class')} without an object that counts"
+            f" are in no mean: {shortened(list(left))}"
+        )
+    return notes
 
 
 def count(images: Sequence[Any], classes: Sequence[str]) -> dict[str, int]:
@@ -203,6 +268,8 @@ def print_report(report: dict[str, Any]) -> None:
     rows.append(["mean", *totals, *(f"{result['mean']:.4f}" for result in results.values())])
     header = ["AP50", "objects", "detections", *results]
     print_table(header, rows, bold=[len(rows) - 1])
+    for note in report["notes"]:
+        print(f"note: {note}")
 
 
 if __name__ == "__main__":

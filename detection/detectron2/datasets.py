@@ -247,12 +247,12 @@ def _tell_of_boxes(name: str, records: Sequence[dict[str, Any]]) -> None:
         return
     metadata.set(boxes_told=True)
     known = [(record, each) for record in records for each in record.get("annotations", []) if "bbox" in each]
-    boxes = [BoxMode.convert(list(each["bbox"]), each["bbox_mode"], BoxMode.XYXY_ABS) for _, each in known]
+    boxes = [_edges(each, f"dataset {name!r}") for _, each in known]
     warn_of_boxes(
         f"dataset {name}",
         torch.tensor(boxes, dtype=torch.float64).reshape(-1, 4),
         torch.tensor([(record.get("width", 0), record.get("height", 0)) for record, _ in known]).reshape(-1, 2),
-        [Path(record["file_name"]).name for record, _ in known],
+        [Path(record.get("file_name") or str(record.get("image_id"))).name for record, _ in known],
     )
 
 

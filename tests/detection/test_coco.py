@@ -1,7 +1,11 @@
 """COCO's formats: what is read is what was written, pycocotools agrees, and what is wrong is named."""
 
+import contextlib
+import io
 import json
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
+from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import CocoSet, read_coco, read_detections, write_coco, write_detections
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.errors import DataError
@@ -139,8 +144,8 @@ def test_voc_images_are_known_by_their_names_and_classes_by_number_or_name(tmp_p
     ]
     found = read_detections(written(tmp_path / "results.json", results), voc_set())
     assert [each.labels.tolist() for each in found] == [[0], [1]]
-    results[0]["image_id"] = 3  # numbers are no names
-    with pytest.raises(DataError, match="detection 0 has the unknown image_id 3; known: '000007', '000003'"):
+    results[0]["image_id"] = 4
+    with pytest.raises(DataError, match="detection 0 has the unknown image_id 4; known: '000007', '000003'"):
         read_detections(written(tmp_path / "results.json", results), voc_set())
 
 
@@ -173,9 +178,17 @@ def changed(key: str, place: int, **fields: Any) -> Any:
         ({**CONTENT, "categories": None}, "has no list 'categories'"),
         ({**CONTENT, "images": [], "annotations": []}, "annotations.json has an empty list 'images'"),
         (changed("images", 0, id=7), "an image's id occurs twice: 7"),
-        (changed("images", 0, id="x"), "an image has the id 'x'; it must be an integer"),
-        (changed("images", 0, width=None), "an image has no 'width'"),
-        (changed("images", 0, width=1.5), "an image has the width 1.5"),
+        (changed("images", 0, id=1.5), "an image has the id 1.5; it must be an integer or text"),
+        (changed("images", 0, id=True), "unknown id True; it must be a number or text"),
+        (changed("images", 0, id=None), "an image has no 'id'"),
+        (changed("categories", 0, id=13), "a category's id occurs twice: 13, of 'toothbrush' and 'stop sign'"),
+        (changed("categories", 0, name=[1]), r"a category has the name \[1\]; it must be text"),
+        (changed("annotations", 1, category_id="x"), "annotation 1 has the unknown category_id 'x'"),
+        (changed("annotations", 1, iscrowd="no"), "annotation 1 has 'no' as iscrowd; it must be 0 or 1"),
+        (changed("annotations", 1, bbox_mode=0), "annotation 1 has the bbox_mode 0; bbox must be"),
+        (changed("annotations", 1, bbox=[1, 2, 3, 4, 5]), "rotated boxes are of another kind"),
+        (changed("annotations", 1, bbox=None, segmentation={"counts": "x"}), "its segmentation is no list of polygons"),
+        (changed("annotations", 1, bbox=None, segmentation=[[1, 2, 3]]), "its segmentation is no list of polygons"),
         (changed("categories", 0, name="stop sign"), "several categories named 'stop sign'"),
         (changed("annotations", 1, image_id=8), "annotation 1 has the unknown image_id 8; known: 7, 70, 71"),
         (changed("annotations", 1, category_id=1), "annotation 1 has the unknown category_id 1; known: 13, 90"),
@@ -213,3 +226,249 @@ def test_what_is_no_json_or_missing_is_named(tmp_path: Path, read: Callable[[Pat
         read(tmp_path / "torn.json")
     with pytest.raises(DataError, match=r"missing.json does not exist"):
         read(tmp_path / "missing.json")
+
+
+# --- The same in other words: each way of writing gives the value of pycocotools ----------------------------------
+
+OBJECTS = ((1, 1, [10, 10, 40, 40]), (1, 2, [100, 10, 50, 50]), (2, 1, [20, 20, 30, 30]), (3, 2, [5, 5, 60, 60]))
+FOUND = (
+    (1, 1, [11, 11, 40, 40], 0.9),
+    (1, 2, [102, 12, 50, 50], 0.8),
+    (2, 1, [60, 60, 20, 20], 0.85),
+    (2, 1, [21, 21, 30, 30], 0.5),
+    (3, 2, [6, 6, 60, 60], 0.7),
+    (3, 2, [100, 60, 20, 20], 0.75),
+)
+
+
+def truth() -> dict[str, Any]:
+    return {
+        "images": [{"id": i, "file_name": f"part/{i:06}.jpg", "width": 200, "height": 100} for i in (1, 2, 3)],
+        "categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}],
+        "annotations": [
+            {"id": i, "image_id": image, "category_id": label, "bbox": box, "area": box[2] * box[3], "iscrowd": 0}
+            for i, (image, label, box) in enumerate(OBJECTS, 1)
+        ],
+    }
+
+
+def results() -> list[dict[str, Any]]:
+    return [{"image_id": image, "category_id": label, "bbox": box, "score": s} for image, label, box, s in FOUND]
+
+
+def value(folder: Path, gt: Any, dt: Any, **settings: Any) -> float:
+    data = read_coco(written(folder / "gt.json", gt), dtype=torch.float64)
+    return average_precision(read_detections(written(folder / "dt.json", dt), data, **settings), data, "coco").mean
+
+
+@pytest.fixture(scope="module")
+def expected() -> float:
+    """What pycocotools says, of ids that are integers from 1."""
+    coco_module, cocoeval = pytest.importorskip("pycocotools.coco"), pytest.importorskip("pycocotools.cocoeval")
+    with contextlib.redirect_stdout(io.StringIO()):
+        theirs = coco_module.COCO()
+        theirs.dataset = truth()
+        theirs.createIndex()
+        evaluation = cocoeval.COCOeval(theirs, theirs.loadRes(results()), "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return float(evaluation.stats[1])
+
+
+def each(entries: Any, **changes: Callable[[Any], Any]) -> None:
+    """Change fields of all entries; None takes a field away."""
+    for entry in entries:
+        for key, change in changes.items():
+            entry[key] = change(entry.get(key))
+
+
+def without(entries: Any, *keys: str) -> None:
+    for entry in entries:
+        for key in keys:
+            entry.pop(key, None)
+
+
+def ids_of(**changes: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
+    """Change ids in the annotations: of images or categories, and where they are named."""
+
+    def change(gt: Any, dt: Any) -> None:
+        for key, entries in (("image_id", gt["images"]), ("category_id", gt["categories"])):
+            if key in changes:
+                each(entries, id=changes[key])
+                each(gt["annotations"], **{key: changes[key]})
+
+    return change
+
+
+def polygons(gt: Any, dt: Any) -> None:
+    for entry in gt["annotations"]:
+        x, y, w, h = entry.pop("bbox")
+        entry["segmentation"] = [[x, y, x + w, y, x, y + h], [x + w, y + h, x, y, x + w / 2, y + h / 2]]
+
+
+WRITTEN = {
+    "annotation ids from 0": lambda gt, dt: each(gt["annotations"], id=lambda i: i - 1),
+    "annotation ids repeated": lambda gt, dt: each(gt["annotations"], id=lambda _: 7),
+    "annotation ids null": lambda gt, dt: each(gt["annotations"], id=lambda _: None),
+    "bare annotations": lambda gt, dt: without(gt["annotations"], "id", "area", "iscrowd"),
+    "iscrowd null": lambda gt, dt: each(gt["annotations"], iscrowd=lambda _: None, area=lambda _: None),
+    "iscrowd text": lambda gt, dt: each(gt["annotations"], iscrowd=lambda _: "0", area=lambda _: 0),
+    "iscrowd false": lambda gt, dt: each(gt["annotations"], iscrowd=lambda _: False),
+    "only ids": lambda gt, dt: without(gt["images"], "file_name", "width", "height"),
+    "names null": lambda gt, dt: each(gt["images"], file_name=lambda _: None),
+    "float sizes": lambda gt, dt: each(gt["images"], width=float, height=float),
+    "text sizes": lambda gt, dt: each(gt["images"], width=str, height=str),
+    "sizes null": lambda gt, dt: each(gt["images"], width=lambda _: None, height=lambda _: None),
+    "sizes of 0": lambda gt, dt: each(gt["images"], width=lambda _: 0, height=lambda _: -1.5),
+    "an image twice": lambda gt, dt: gt["images"].append(dict(gt["images"][0])),
+    "a category twice": lambda gt, dt: gt["categories"].append(dict(gt["categories"][0])),
+    "names as numbers": lambda gt, dt: each(gt["categories"], name=lambda name: len(name + name[:1] * (name == "dog"))),
+    "no names": lambda gt, dt: without(gt["categories"], "name"),
+    "polygons": polygons,
+    "images by text in the annotations": ids_of(image_id=str),
+    "images by zeros in the annotations": ids_of(image_id=lambda i: f"{i:04}"),
+    "categories by text in the annotations": ids_of(category_id=str),
+    "annotations by text": lambda gt, dt: each(gt["annotations"], image_id=str, category_id=float),
+    "annotations by name": lambda gt, dt: each(gt["annotations"], category_id=lambda i: ("cat", "dog")[i - 1]),
+    "results by text": lambda gt, dt: each(dt, image_id=str, category_id=str),
+    "results by float": lambda gt, dt: each(dt, image_id=float, category_id=float),
+    "results by float as text": lambda gt, dt: each(dt, image_id=lambda i: f"{i}.0"),
+    "results by zeros": lambda gt, dt: each(dt, image_id=lambda i: f"{i:06}"),
+    "results by file": lambda gt, dt: each(dt, image_id=lambda i: f"{i:06}.jpg"),
+    "results by another suffix": lambda gt, dt: each(dt, image_id=lambda i: f"{i:06}.PNG"),
+    "results by path": lambda gt, dt: each(dt, image_id=lambda i: f"part/{i:06}.jpg"),
+    "results by another path": lambda gt, dt: each(dt, image_id=lambda i: f"C:\\data\\{i:06}.jpg"),
+    "results by class name": lambda gt, dt: each(dt, category_id=lambda i: ("cat", "dog")[i - 1]),
+}
+
+
+@pytest.mark.parametrize("change", WRITTEN.values(), ids=WRITTEN)
+def test_what_is_written_otherwise_has_the_value_of_pycocotools(
+    tmp_path: Path, expected: float, change: Callable[[Any, Any], None]
+) -> None:
+    gt, dt = truth(), results()
+    change(gt, dt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert value(tmp_path, gt, dt) == pytest.approx(expected, abs=1e-12)
+
+
+def test_class_ids_from_0_are_read_and_said(tmp_path: Path, expected: float) -> None:
+    dt = results()
+    each(dt, category_id=lambda i: i - 1)
+    with pytest.warns(UserWarning, match=r"category_id is read as counted from 0, as 0 occurs: '0 is cat', '1 is dog'"):
+        assert value(tmp_path, truth(), dt) == pytest.approx(expected, abs=1e-12)
+    gt = truth()
+    ids_of(category_id=lambda i: (13, 90)[i - 1])(gt, dt)  # as COCO's own, with gaps
+    with pytest.warns(UserWarning, match="counted from 0"):
+        assert value(tmp_path, gt, dt) == pytest.approx(expected, abs=1e-12)
+
+
+def test_class_ids_that_fit_both_ways_are_warned_of_only_where_from_0_is_as_good(tmp_path: Path) -> None:
+    gt = truth()
+    ids_of(category_id=lambda i: i + 1)(gt, None)  # birds, which have no object, are 1
+    gt["categories"].append({"id": 1, "name": "bird"})
+    dt = [{**entry, "category_id": 1} for entry in results() if entry["category_id"] == 1]
+    with pytest.warns(UserWarning, match="counted from 0, 2 detections would hit an object; as read, 0 do"):
+        assert value(tmp_path, gt, dt) == 0
+    each(dt, category_id=lambda i: 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # cats, of which both are found, and no dogs
+        assert value(tmp_path, gt, dt) == pytest.approx((51 + 50 * 2 / 3) / 101 / 2)
+
+
+def test_class_ids_from_1_in_a_set_from_0_are_warned_of(tmp_path: Path) -> None:
+    gt, dt = truth(), [entry for entry in results() if entry["category_id"] == 1]
+    ids_of(category_id=lambda i: i - 1)(gt, dt)  # dogs are 1 now, and cats are what the detections mean
+    with pytest.warns(UserWarning, match="counted from 1, 2 detections would hit an object; as read, 0 do"):
+        assert value(tmp_path, gt, dt) == 0
+
+
+def test_image_ids_that_are_also_names_of_other_files_are_warned_of(tmp_path: Path) -> None:
+    gt = truth()
+    each(gt["images"], file_name=lambda name: f"{int(name[5:11]) % 3 + 1}.jpg")  # image 1 is 2.jpg
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        right = value(tmp_path, gt, results())
+    dt = results()
+    each(dt, image_id=lambda i: i % 3 + 1)
+    with pytest.warns(
+        UserWarning, match="read as the name of the file, 4 detections would hit an object; as read, 1 do"
+    ):
+        assert value(tmp_path, gt, dt) < right
+    each(dt, image_id=str)  # as text they are neither one nor the other
+    with pytest.raises(
+        DataError, match="image_id '2', which is the number of 2 and the name of the file of 1; write it"
+    ):
+        value(tmp_path, gt, dt)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda gt, dt: gt["images"].append({"id": 4, "file_name": "other/000001.jpg"}) or each(
+            dt, image_id=lambda i: f"{i:06}.jpg"), r"image_id '000001.jpg', which may be 1 or 4; write it as"),
+        (lambda gt, dt: gt["images"].append({**gt["images"][0], "height": 9}), r"an image's id occurs twice: 1, of"),
+        (lambda gt, dt: each(dt, image_id=lambda i: True), "unknown image_id True; it must be a number or text"),
+        (lambda gt, dt: each(dt, image_id=lambda i: i + 0.5), r"unknown image_id 1.5; known: 1, 2, 3"),
+        (lambda gt, dt: each(dt, category_id=lambda i: i + 1), "unknown category_id 3; known: 1, 2; category_id"),
+        (lambda gt, dt: each(dt, category_id=lambda i: 2 * i - 2) or dt.append({**dt[0], "category_id": 1}),
+         "unknown category_id 0; known: 1, 2; category_id counts the classes as the annotations do, from 1"),
+        (lambda gt, dt: each(dt, bbox=lambda b: [*b, 30]), "rotated boxes are of another kind"),
+        (lambda gt, dt: each(dt, bbox_mode=lambda _: 0), "bbox_mode 0; bbox must be"),
+        (lambda gt, dt: each(dt, bbox=lambda b: [b[0], b[1], b[0] + b[2], b[1] + b[3]]),
+         r"2 detections hit an object, and 4 would if bbox were \[left, top, right, bottom\]"),
+        (lambda gt, dt: each(dt, bbox=lambda b: [b[0] + b[2] / 2, b[1] + b[3] / 2, b[2], b[3]]),
+         r"0 detections hit an object, and 4 would if bbox were \[centre x, centre y"),
+        (lambda gt, dt: each(dt, bbox=lambda b: [b[0] / 200, b[1] / 100, b[2] / 200, b[3] / 100]),
+         "every bbox lies within"),
+        (lambda gt, dt: each(gt["annotations"], bbox=lambda b: [b[0] / 200, b[1] / 100, b[2] / 200, b[3] / 100]),
+         "every bbox lies within"),
+        (lambda gt, dt: each(gt["annotations"], bbox=lambda b: [b[0] + 90, b[1] + 30, b[0] + 100, b[1] + 80]),
+         r"boxes reach beyond their images, and none would as \[left, top"),
+    ],
+)  # fmt: skip
+def test_what_could_mean_two_things_is_refused(
+    tmp_path: Path, change: Callable[[Any, Any], None], message: str
+) -> None:
+    gt, dt = truth(), results()
+    change(gt, dt)
+    with pytest.raises(DataError, match=message):
+        value(tmp_path, gt, dt)
+
+
+def test_a_voc_name_that_two_numbers_could_mean_is_refused(tmp_path: Path) -> None:
+    data = voc_set()
+    data = DetectionSet(data.classes, [replace(data.images[0], image_id=name, path=Path()) for name in ("1", "0001")])
+    box = {"bbox": [1, 2, 3, 4], "score": 0.5, "category_name": "bird"}
+    with pytest.raises(DataError, match="image_id 1, which may be '1' or '0001'; write it as the annotations do"):
+        read_detections(written(tmp_path / "results.json", [{"image_id": 1, **box}]), data)
+    found = read_detections(written(tmp_path / "results.json", [{"image_id": "0001", **box}]), data)
+    assert [len(each) for each in found] == [0, 1]
+
+
+def test_detections_of_unknown_classes_are_refused_or_left_out_and_counted(tmp_path: Path, expected: float) -> None:
+    dt = [*results(), {**results()[0], "category_id": 3}, {**results()[0], "category_id": 80, "category_name": "bus"}]
+    with pytest.raises(DataError, match=r"detection 6 has the unknown category_id 3.*--ignore-unknown-classes"):
+        value(tmp_path, truth(), dt)
+    with pytest.raises(DataError, match=r"detection 6 has the unknown category_name 'bus'.*--ignore-unknown-classes"):
+        value(tmp_path, truth(), [*dt[:6], dt[7]])
+    with pytest.warns(UserWarning, match=r"left out 2 detections of 2 classes .*don't have \('3': 1, 'bus': 1\)"):
+        assert value(tmp_path, truth(), dt, ignore_unknown_classes=True) == pytest.approx(expected, abs=1e-12)
+    with pytest.raises(DataError, match="no detection of a known class"):
+        value(tmp_path, truth(), [dt[6]], ignore_unknown_classes=True)
+
+
+def test_sizes_and_names_are_needed_where_images_are(annotations: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (20, 10)).save(tmp_path / "a.png")
+    for change, message in (
+        ({"width": 1.5}, "an image has the width 1.5; it must be an integer from 1"),
+        ({"height": 0}, "an image has the height 0"),
+        ({"file_name": None}, "an image has no 'file_name'"),
+        ({"file_name": 5}, "an image has the file_name 5; it must be text"),
+    ):
+        path = written(tmp_path / "changed.json", changed("images", 1, **change))
+        with pytest.raises(DataError, match=message):
+            read_coco(path, tmp_path)
+        assert len(read_coco(path)) == 3

@@ -150,6 +150,12 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
         ((*VOC[:4], "--split", "train"), "there is no split 'train' in .*; it has test, val"),
         (("--detections", "coco_results.json", *VOC[2:]), "detection 0 has the unknown image_id 1; known: 's1_0'"),
         (("--detections", "missing.json", *VOC[2:]), "missing.json does not exist"),
+        ((*COCO, "--definition", "voc", "--max-dets", "5"), "--max-dets is for COCO's definition; --definition voc"),
+        ((*COCO, "--max-dets", "0"), "--max-dets 0 must be at least 1"),
+        (
+            ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--ignore-unknown-classes"),
+            "--ignore-unknown-classes is for --detections",
+        ),
         (("--detections", "voc_results.json", "--annotations", "voc_results.json"), "has no list 'images'"),
     ],
 )
@@ -166,3 +172,59 @@ def test_a_set_without_images_ends_in_one_line(folder: Path) -> None:
     (folder / "none.json").write_text("[]")
     with pytest.raises(SystemExit, match=r"^error: empty.json has an empty list 'images'"):
         evaluate(folder, "--detections", "none.json", "--annotations", "empty.json")
+
+
+def crowded(folder: Path, objects: int = 150) -> tuple[str, ...]:
+    """Write an image with this many objects of one class, all of them found, and a second class found once."""
+    boxes = [[20 * (i % 30), 20 * (i // 30), 15, 15] for i in range(objects)]
+    annotations = {
+        "images": [{"id": 1}],
+        "categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}],
+        "annotations": [{"image_id": 1, "category_id": 1, "bbox": box} for box in boxes],
+    }
+    found = [{"image_id": 1, "category_id": 1, "bbox": box, "score": 1 - 0.001 * i} for i, box in enumerate(boxes)] + [
+        {"image_id": 1, "category_id": 2, "bbox": [0, 0, 9, 9], "score": 0.5}
+    ]
+    (folder / "CROWDED.JSON").write_text(json.dumps(annotations))
+    (folder / "crowded_results.json").write_text(json.dumps(found))
+    return ("--detections", "crowded_results.json", "--annotations", "CROWDED.JSON")
+
+
+def test_detections_beyond_coco_s_limit_are_counted_and_the_limit_can_be_raised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = crowded(tmp_path)
+    report = evaluate(tmp_path, *arguments)
+    assert report["ap50"]["coco"]["mean"] == pytest.approx(67 / 101)  # the recalls up to 100 of 150
+    assert report["ap50"]["voc"]["mean"] == pytest.approx(1)
+    cut = "COCO does not count 50 detections beyond the 100 best of a class in an image; --max-dets counts more"
+    assert report["notes"] == [cut, "1 detection of 1 class without an object that counts are in no mean: ['dog']"]
+    assert f"note: {cut}\n" in capsys.readouterr().out
+    raised = evaluate(tmp_path, *arguments, "--max-dets", "150")
+    assert raised["ap50"]["coco"]["mean"] == pytest.approx(1)
+    assert len(raised["notes"]) == 1
+    assert len(evaluate(tmp_path, *arguments, "--definition", "voc")["notes"]) == 1
+
+
+def test_detections_of_unknown_classes_are_left_out_on_demand(folder: Path) -> None:
+    before = evaluate(folder, *COCO)
+    results = json.loads((folder / "coco_results.json").read_text())
+    (folder / "coco_results.json").write_text(json.dumps([*results, {**results[0], "category_id": 44}]))
+    with pytest.raises(SystemExit, match=r"unknown category_id 44.*--ignore-unknown-classes"):
+        evaluate(folder, *COCO)
+    after = evaluate(folder, *COCO, "--ignore-unknown-classes")
+    assert after["ap50"] == before["ap50"]
+    assert [note for note in after["notes"] if note not in before["notes"]] == [
+        "coco_results.json: left out 1 detection of 1 class that the annotations don't have ('44': 1)"
+    ]
+
+
+def test_classes_counted_from_0_are_noted_beside_the_value(folder: Path) -> None:
+    before = evaluate(folder, *VOC)
+    results = json.loads((folder / "voc_results.json").read_text())
+    for each in results:
+        each["category_id"] -= 1
+    (folder / "voc_results.json").write_text(json.dumps(results))
+    after = evaluate(folder, *VOC)
+    assert after["ap50"] == before["ap50"]
+    assert "voc_results.json: category_id is read as counted from 0, as 0 occurs: '0 is bird'" in after["notes"][0]

@@ -1,0 +1,101 @@
+"""Which four numbers a box is written by: boxes of another kind than the expected are refused, where it shows."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.detection.ap50 import match
+from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.errors import DataError
+
+SLACK = 1.0  # pixels that a box may reach beyond its image by rounding
+EXPECTED = "a bbox must be [left, top, width, height] in pixels"
+
+
+def hits(found: Sequence[Detections], truth: DetectionSet) -> int:
+    """Return how many detections hit an object by COCO's definition at an IoU of 0.5."""
+    return int(match(found, truth, "coco").hits.sum())
+
+
+def check_annotated(images: Sequence[Annotated], where: str) -> None:
+    """Reject annotated boxes that are normalised, or read from the corners of boxes as if from their sides.
+
+    The latter shows where each box could have been written by its corners, and half of them reach beyond their images.
+
+    Args:
+        images: The images with their boxes.
+        where: The file, for the message.
+
+    Raises:
+        DataError: Boxes are of another kind.
+    """
+    edges, sizes = _all([image.boxes for image in images]), _sizes(images)
+    sizes = sizes.repeat_interleave(torch.tensor([len(image.boxes) for image in images]), dim=0)
+    corners = torch.cat([edges[:, :2], edges[:, 2:] - edges[:, :2]], dim=1)  # the numbers in the file
+    refuse_normalised(corners, where)
+    if len(corners) and bool((sizes > 0).all()) and bool(_within(corners, sizes).all()):
+        beyond = (edges[:, 2:] > sizes + SLACK).any(1)
+        if 2 * int(beyond.sum()) >= len(edges):
+            raise DataError(
+                f"{where}: {int(beyond.sum())} of {len(edges)} boxes reach beyond their images, and none would as"
+                f" [left, top, right, bottom]; {EXPECTED}"
+            )
+
+
+def check_found(
+    numbers: Tensor, places: Tensor, found_in: Callable[[Tensor], list[Detections]], truth: DetectionSet, where: str
+) -> None:
+    """Reject detected boxes that are normalised, or hit more objects if read as of another kind.
+
+    Args:
+        numbers: Those of each box, ``n x 4``, as in the file.
+        places: The image of each, ``n``.
+        found_in: Returns the detections from the edges of their boxes, ``n x 4``.
+        truth: The images with their objects.
+        where: The file, for the message.
+
+    Raises:
+        DataError: Boxes are of another kind.
+    """
+    refuse_normalised(numbers, where)
+    sizes = _sizes(truth.images)[places]
+    objects = sum(len(image.labels) for image in truth.images)
+    corner, side = numbers[:, :2], numbers[:, 2:]
+    kinds = {
+        "[left, top, right, bottom]": (numbers, 1),
+        "[centre x, centre y, width, height]": (torch.cat([corner - side / 2, corner + side / 2], dim=1), 2),
+    }
+    for kind, (edges, margin) in kinds.items():
+        if len(edges) and bool(_within(edges, sizes).all()):
+            fewer, more = (hits(found_in(each), truth) for each in (torch.cat([corner, corner + side], dim=1), edges))
+            if more > margin * fewer and 2 * more >= objects:
+                raise DataError(
+                    f"{where}: {fewer} detections hit an object, and {more} would if bbox were {kind}; {EXPECTED}"
+                )
+
+
+def refuse_normalised(numbers: Tensor, where: str) -> None:
+    """Reject boxes, ``n x 4`` as in a file, if all their numbers lie within [0, 1].
+
+    Raises:
+        DataError: They do.
+    """
+    if len(numbers) and bool(((numbers >= 0) & (numbers <= 1)).all()):
+        raise DataError(f"{where}: every bbox lies within [0, 1], as if divided by the image's size; {EXPECTED}")
+
+
+def _within(edges: Tensor, sizes: Tensor) -> Tensor:
+    """Which boxes have area and lie within images, of any size where it is 0."""
+    ends = sizes.masked_fill(sizes <= 0, torch.inf) + SLACK
+    inside = (edges[:, :2] >= -SLACK).all(1) & (edges[:, 2:] <= ends).all(1)
+    return inside & (edges[:, 2:] > edges[:, :2]).all(1)
+
+
+def _sizes(images: Sequence[Annotated]) -> Tensor:
+    """Widths and heights, ``n x 2``."""
+    return torch.tensor([(image.width, image.height) for image in images], dtype=torch.float64).reshape(-1, 2)
+
+
+def _all(boxes: Sequence[Tensor]) -> Tensor:
+    return torch.cat([each.double() for each in boxes] or [torch.zeros(0, 4, dtype=torch.float64)])
