@@ -1,8 +1,9 @@
 """COCO's AP or AP50 of boxes, masks or keypoints as the black-box metric, by pycocotools."""
 
 import contextlib
-import copy
 import io
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -10,8 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.errors import DataError
+from metricopt_ext.detection.ap50 import COCO_DETECTIONS, told_beyond_limit
+from metricopt_ext.detection.box_kinds import refuse_normalised
+from metricopt_ext.detection.coco import box_of, flag_of, side_of
+from metricopt_ext.detection.ids import Id, checked_id, choose, distinct, examples, known_of, number, written_ways
+from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.utils.words import brief, counted
 
 try:
     from pycocotools import mask as rle
@@ -49,30 +55,34 @@ def coco_metric(
             ``n``, ``labels``, ``n``, which are the categories' ids, and ``boxes``, ``n x 4``, ``masks``,
             ``n x 1 x h x w`` in [0, 1], or ``keypoints``, ``n x 17 x 3``. By default ``model([image])[0]``.
 
+    The ids of annotations are not used, and ``area`` for keypoints alone; ``iscrowd`` may be missing. One warning each
+    counts annotations of other images, detections of other categories, and those beyond the 100 best of a category in
+    an image, none of which count.
+
     Raises:
-        DataError: The kind or name is unknown, images and annotations don't fit together, or no object counts.
+        DataError: The kind or name is unknown, images and annotations don't fit together, an image is repeated, what is
+            compared is missing or of another kind, or no object counts.
     """
     if kind not in get_args(Kind) or name not in get_args(Name):
         raise DataError(
             f"kind={kind!r} must be one of {', '.join(get_args(Kind))}, and name={name!r} one of"
             f" {', '.join(get_args(Name))}"
         )
-    ids = [entry["id"] for entry in annotations["images"]]
-    if len(ids) != len(images):
-        raise DataError(f"there are {len(images)} images, but annotations of {len(ids)}")
-    lacking = [entry["id"] for entry in annotations["annotations"] if TRUTH[kind] not in entry]
-    if lacking:
-        raise DataError(f"annotation {lacking[0]} has no {TRUTH[kind]!r}, which kind={kind!r} needs")
-    counted = [entry for entry in annotations["annotations"] if not entry.get("iscrowd")]
+    if len(annotations["images"]) != len(images):
+        raise DataError(f"there are {len(images)} images, but annotations of {len(annotations['images'])}")
+    content = _as_read(annotations, kind)
+    ids = [entry["id"] for entry in content["images"]]
+    judged = [entry for entry in content["annotations"] if not entry["iscrowd"]]
     if kind == "keypoints":
-        counted = [entry for entry in counted if entry.get("num_keypoints")]
-    objects = {entry["image_id"] for entry in counted}
+        judged = [entry for entry in judged if entry["num_keypoints"]]
+    objects = {entry["image_id"] for entry in judged}
     if not objects.intersection(ids):
         raise DataError(f"none of {len(ids)} images has an object that counts; {name} needs one")
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO()
-        truth.dataset = copy.deepcopy(dict(annotations))  # pycocotools writes into it
+        truth.dataset = content
         truth.createIndex()
+    told: set[str] = set()
     each_has_one = all(objects.intersection(ids[i] for i in half.tolist()) for half in halves)
 
     def function(model: nn.Module) -> Any:
@@ -80,6 +90,7 @@ def coco_metric(
         for image_id, image in zip(ids, images, strict=True):
             found = model([image])[0] if detect is None else detect(model, image)
             results += _results(image_id, found, kind)
+        _tell_of(results, sorted(truth.cats), kind, told)
 
         def value_on(half: Tensor | None) -> float:
             return _value(truth, results, ids if half is None else [ids[i] for i in half.tolist()], kind, name)
@@ -90,11 +101,123 @@ def coco_metric(
     return Metric(function, maximize=True, name=labels[kind])
 
 
-def _results(image_id: int, found: Mapping[str, Tensor], kind: Kind) -> list[dict[str, Any]]:
+def _as_read(annotations: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    """The content of a COCO file with what pycocotools goes by, which takes ids at their word and writes into it."""
+    wrong = [key for key in ("images", "annotations", "categories") if not isinstance(annotations.get(key), Sequence)]
+    if wrong:
+        raise DataError(f"annotations have no list {wrong[0]!r}; COCO's format needs images, annotations, categories")
+    lacking = [(place, each) for place, each in enumerate(annotations["annotations"]) if not _has_shape(each, kind)]
+    if lacking:
+        place, entry = lacking[0]
+        raise DataError(f"annotation {entry.get('id', place)} has no {TRUTH[kind]!r}, which kind={kind!r} needs")
+    places = [(each, f"image {place}") for place, each in enumerate(annotations["images"])]
+    images = [checked_id(each, "id", where) for each, where in places]
+    double = [key for key, count in Counter(images).items() if count > 1]
+    if double:
+        raise DataError(f"the image id {brief(double[0])} occurs twice; give each image and its entry once")
+    categories = [number(checked_id(each, "id", "a category")) for each in annotations["categories"]]
+    if not all(isinstance(key, int) for key in categories):
+        raise DataError(f"categories have the ids {brief(categories)}; they must be integers, as labels are")
+
+    entries = [(each, f"annotation {place}") for place, each in enumerate(annotations["annotations"])]
+    image_ids = distinct(entries, "image_id")
+    at = max((known_of(way, image_ids) for way in written_ways(images)), key=len)
+    labels = choose(written_ways(categories), distinct(entries, "category_id"), "category_id", "")
+    if left := sum(each["image_id"] not in at for each, _ in entries):
+        warnings.warn(f"{left} annotations are of images that are not given; they don't count", stacklevel=3)
+    read = [
+        _annotation(each, kind, where)
+        | {"image_id": images[at[each["image_id"]]], "category_id": categories[labels[each["category_id"]]]}
+        for each, where in entries
+        if each["image_id"] in at
+    ]
+    if kind == "bbox":
+        refuse_normalised(torch.tensor([each["bbox"] for each in read], dtype=torch.float64), "annotations")
+    if kind == "segm":
+        entered = {each["id"]: _with_sides(each, where) for each, where in places}
+        unsized = [
+            each for each in read if "counts" not in each["segmentation"] and not entered[each["image_id"]]["width"]
+        ]
+        if unsized:
+            raise DataError(
+                f"image {brief(unsized[0]['image_id'])} has no width and height, which polygons are drawn in"
+            )
+    else:
+        entered = {each["id"]: dict(each) for each, _ in places}
+    return {
+        "images": list(entered.values()),
+        "annotations": [each | {"id": place} for place, each in enumerate(read, 1)],
+        "categories": [{**each, "id": key} for each, key in zip(annotations["categories"], categories, strict=True)],
+    }
+
+
+def _has_shape(entry: Mapping[str, Any], kind: Kind) -> bool:
+    return entry.get(TRUTH[kind]) is not None or (kind == "bbox" and bool(entry.get("segmentation")))
+
+
+def _with_sides(image: Mapping[str, Any], where: str) -> dict[str, Any]:
+    width, height = (side_of(image, key, where, shown=True) for key in ("width", "height"))
+    return {**image, "width": height and width, "height": width and height}
+
+
+def _annotation(entry: Mapping[str, Any], kind: Kind, where: str) -> dict[str, Any]:
+    """An annotation with all that pycocotools reads, which takes no area for one of any size."""
+    read = {**entry, "iscrowd": int(flag_of(entry, "iscrowd", where)), "area": 0.0}
+    if kind == "bbox":
+        return read | {"bbox": box_of(entry, where)}
+    if kind == "keypoints":
+        area, visible = entry.get("area"), sum(flag > 0 for flag in entry["keypoints"][2::3])
+        if type(area) not in (int, float):
+            raise DataError(f"{where} has the area {brief(area)}, which the similarity of keypoints is relative to")
+        known = entry.get("num_keypoints")
+        read |= {"area": area, "bbox": box_of(entry, where), "num_keypoints": visible if known is None else known}
+    return read
+
+
+def _tell_of(results: list[dict[str, Any]], categories: list[int], kind: Kind, told: set[str]) -> None:
+    """Refuse boxes and labels of another kind at the first evaluation, and warn once of what does not count."""
+    labels = Counter(each["category_id"] for each in results)
+    unknown = {label: count for label, count in labels.items() if label not in categories}
+    if 0 in unknown and max(labels) < len(categories):
+        raise MetricError(
+            f"the detector's labels are {examples(sorted(labels))}, as if counted from 0; they must be the ids of"
+            f" categories, {examples(categories)}, so let detect=... translate them"
+        )
+    if kind == "bbox" and "kind" not in told:
+        told.add("kind")
+        try:
+            refuse_normalised(torch.tensor([each["bbox"] for each in results]).reshape(-1, 4), "the detector")
+        except DataError as error:
+            raise MetricError(str(error)) from error
+    counts = Counter((each["image_id"], each["category_id"]) for each in results)
+    cut = sum(max(0, count - COCO_DETECTIONS) for (_, label), count in counts.items() if label not in unknown)
+    said = {
+        "classes": (
+            f"{counted(sum(unknown.values()), 'detection')} of {counted(len(unknown), 'class')} that the annotations"
+            f" don't have don't count: {examples(sorted(unknown))}"
+        ),
+        "limit": told_beyond_limit(cut),
+    }
+    for key, count in (("classes", len(unknown)), ("limit", cut)):
+        if count and key not in told:
+            told.add(key)
+            warnings.warn(said[key], stacklevel=3)
+
+
+def _results(image_id: Id, found: Mapping[str, Tensor], kind: Kind) -> list[dict[str, Any]]:
     """What is found in an image, as entries of COCO's file of results."""
     shapes: list[Any]
+    given, inner = {"bbox": ("boxes", (4,)), "segm": ("masks", ()), "keypoints": ("keypoints", ())}[kind]
+    if len(found["labels"]) != len(found["scores"]) or len(found[given]) != len(found["scores"]):
+        sizes = ", ".join(f"{len(found[key])} {key}" for key in (given, "scores", "labels"))
+        raise MetricError(f"the detector gave {sizes} in image {brief(image_id)}; their numbers must be equal")
+    if inner and found[given].ndim == 2 and found[given].shape[1:] != inner:
+        raise MetricError(
+            f"the detector gave boxes of shape {tuple(found[given].shape)} in image {brief(image_id)}; they must be"
+            " n x 4 (left, top, right, bottom)"
+        )
     if kind == "bbox":
-        corners = found["boxes"].double()
+        corners = found["boxes"].double().reshape(-1, 4)
         shapes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], dim=1).tolist()
     elif kind == "segm":
         masks = (found["masks"][:, 0] >= 0.5).to(torch.uint8).numpy(force=True)
@@ -108,7 +231,7 @@ def _results(image_id: int, found: Mapping[str, Tensor], kind: Kind) -> list[dic
     ]
 
 
-def _value(truth: COCO, results: list[dict[str, Any]], ids: list[int], kind: Kind, name: Name) -> float:
+def _value(truth: COCO, results: list[dict[str, Any]], ids: list[Id], kind: Kind, name: Name) -> float:
     """The value on some images: the mean precision over IoUs, recalls and classes with an object."""
     chosen = set(ids)
     within = [dict(each) for each in results if each["image_id"] in chosen]

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -271,3 +272,144 @@ def test_phi_of_a_mask_rcnn_is_searched_for_the_ap50_of_its_masks(mask_rcnn: Any
             values.append(mask_ap50(model))
     assert values == pytest.approx([1 - cost for cost in run.costs[:5]], abs=1e-12)
     assert len(set(values)) == 5
+
+
+# --- What annotations and detectors say in other words -----------------------------------------------------------
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    """The annotations with fields of each replaced, or left out where the value is ``...``."""
+    content = truth()
+    for place, entry in enumerate(content["annotations"]):
+        for key, field in fields.items():
+            if field is ...:
+                del entry[key]
+            else:
+                entry[key] = field(place) if callable(field) else field
+    return content
+
+
+@pytest.mark.parametrize("kind", ["bbox", "segm", "keypoints"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"id": lambda place: place},
+        {"id": 7},
+        {"id": None},
+        {"id": ...},
+        {"iscrowd": ...},
+        {"iscrowd": None},
+        {"iscrowd": False},
+        {"image_id": lambda place: str(10 + place), "category_id": lambda place: float(7 + 2 * (place % 2))},
+        {"num_keypoints": ...},
+    ],
+    ids=str,
+)
+def test_annotations_in_other_words_have_the_same_value(kind: Kind, fields: dict[str, Any]) -> None:
+    halves = [torch.tensor([0, 1]), torch.tensor([2, 3])]
+    images = pictures(0, 1, -1, 3)
+    expected = value(coco_metric(images, truth(), kind=kind, halves=halves), Finder())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        given = changed(**fields)
+        assert value(coco_metric(images, given, kind=kind, halves=halves), Finder()) == expected
+    assert given == changed(**fields)
+
+
+@pytest.mark.parametrize("kind", ["bbox", "segm"])
+@pytest.mark.parametrize("area", [..., None, 0, "400", 1e12])
+def test_the_area_of_an_object_does_not_matter_for_objects_of_any_area(kind: Kind, area: Any) -> None:
+    images, model = pictures(0, 1, 2, 3), Finder(columns=15.2)
+    assert value(coco_metric(images, changed(area=area), kind=kind), model)[0] == pytest.approx(0.6)
+
+
+def test_boxes_need_no_sizes_and_names_and_are_those_of_polygons() -> None:
+    content = changed(bbox=...)
+    content["images"] = [{"id": entry["id"]} for entry in content["images"]]
+    content["categories"] = [{"id": "7"}, {"id": "9"}]
+    assert value(coco_metric(pictures(0, 1, 2, 3), content), Finder(columns=15.2))[0] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "message"),
+    [
+        (changed(area=...), "keypoints", "annotation 0 has the area None, which the similarity of keypoints"),
+        (changed(iscrowd="yes"), "bbox", "annotation 0 has 'yes' as iscrowd; it must be 0 or 1"),
+        (changed(bbox=[1, 2, 3, 4, 5]), "bbox", "annotation 0 has the bbox .*rotated boxes are of another kind"),
+        (changed(bbox_mode=0), "bbox", "annotation 0 has the bbox_mode 0"),
+        (changed(bbox=[0, 0, 0.5, 0.5]), "bbox", "annotations: every bbox lies within"),
+        (changed(category_id=8), "bbox", "annotation 0 has the unknown category_id 8; known: 7, 9"),
+        (truth() | {"categories": [{"id": "a"}]}, "bbox", r"categories have the ids \['a'\]; they must be integers"),
+        (truth() | {"categories": None}, "bbox", "annotations have no list 'categories'"),
+        (truth() | {"images": [{"id": i // 2} for i in range(4)]}, "bbox", "the image id 0 occurs twice; give each"),
+        (truth() | {"images": [{"id": 10 + i} for i in range(4)]}, "segm", "image 10 has no width and height, which"),
+    ],
+)
+def test_annotations_that_can_not_be_read_are_refused(content: dict[str, Any], kind: Kind, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        coco_metric(pictures(0, 1, 2, 3), content, kind=kind)
+
+
+def test_annotations_of_other_images_are_counted() -> None:
+    content = truth()
+    content["images"] = content["images"][:2]
+    with pytest.warns(UserWarning, match="2 annotations are of images that are not given; they don't count"):
+        metric = coco_metric(pictures(0, 1), content)
+    assert value(metric, Finder())[0] == pytest.approx(1)
+
+
+def found(boxes: Any, labels: Any, scores: Any = None) -> Any:
+    boxes, labels = torch.as_tensor(boxes), torch.as_tensor(labels)
+    return lambda *_: {
+        "boxes": boxes,
+        "labels": labels,
+        "scores": torch.linspace(1, 0.5, len(labels)) if scores is None else scores,
+    }
+
+
+def test_detections_that_do_not_count_are_counted_once() -> None:
+    boxes = [[0.0, 0.0, 20.0, 20.0]] * 103
+    metric = coco_metric(pictures(0), truth(1), detect=found(boxes, [7] * 102 + [8]))
+    with pytest.warns(UserWarning, match="don't count|does not count") as caught:
+        assert value(metric, nn.Identity())[0] == pytest.approx(1)
+    assert [str(each.message) for each in caught] == [
+        "1 detection of 1 class that the annotations don't have don't count: 8",
+        "COCO does not count 2 detections beyond the 100 best of a class in an image",
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        value(metric, nn.Identity())
+
+
+@pytest.mark.parametrize(
+    ("boxes", "labels", "message"),
+    [
+        ([[0.0, 0, 20, 20]], [0], "labels are 0, as if counted from 0; they must be the ids of categories, 7, 9"),
+        ([[0.0, 0, 0.4, 0.4]], [7], "the detector: every bbox lies within"),
+        ([[10.0, 10, 20, 20, 0]], [7], r"boxes of shape \(1, 5\) in image 10; they must be n x 4 \(left, top"),
+        ([[10.0, 10, 20, 20]], [7, 7], "1 boxes, 2 scores, 2 labels in image 10; their numbers must be equal"),
+    ],
+)
+def test_detections_of_another_kind_are_refused(boxes: Any, labels: Any, message: str) -> None:
+    metric = coco_metric(pictures(0), truth(1), detect=found(boxes, labels))
+    with pytest.raises(MetricError, match=message):
+        metric.judge(nn.Identity())
+
+
+def test_a_box_may_shrink_to_a_pixel_in_a_later_query() -> None:
+    boxes = torch.tensor([[0.0, 0.0, 20.0, 20.0]])
+    metric = coco_metric(pictures(0), truth(1), detect=found(boxes, [7]))
+    assert value(metric, nn.Identity())[0] == pytest.approx(1)
+    boxes[:, 2:] = 1
+    assert value(metric, nn.Identity())[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["bbox", "segm", "keypoints"])
+def test_outputs_in_bfloat16_are_judged(kind: Kind) -> None:
+    class Half(Finder):
+        def find(self, index: int) -> dict[str, Tensor]:
+            return {
+                key: each.bfloat16() if each.is_floating_point() else each for key, each in super().find(index).items()
+            }
+
+    assert value(coco_metric(pictures(0, 1, -1, 3), truth(), kind=kind), Half())[0] == pytest.approx((51 / 101 + 1) / 2)
