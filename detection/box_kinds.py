@@ -76,12 +76,12 @@ def check_found(
 
 
 def refuse_normalised(numbers: Tensor, where: str) -> None:
-    """Reject boxes, ``n x 4`` as in a file, if all their numbers lie within [0, 1].
+    """Reject boxes, ``n x 4`` as in a file, if all their numbers lie within [0, 1], and not only at its ends.
 
     Raises:
         DataError: They do.
     """
-    if len(numbers) and bool(((numbers >= 0) & (numbers <= 1)).all()):
+    if bool(((numbers >= 0) & (numbers <= 1)).all()) and bool(((numbers > 0) & (numbers < 1)).any()):
         raise DataError(f"{where}: every bbox lies within [0, 1], as if divided by the image's size; {EXPECTED}")
 
 

@@ -139,7 +139,8 @@ def checked_id(entry: Any, key: str, where: str) -> Id:
         raise DataError(f"{where} has no {key!r}")
     if type(value) not in (int, float, str):
         raise DataError(f"{where} has the unknown {key} {brief(value)}; it must be a number or text")
-    return value
+    found: Id = value
+    return found
 
 
 def distinct(entries: Iterable[tuple[Any, str]], key: str) -> dict[Id, str]:
