@@ -55,7 +55,8 @@ class Vectors:
 
     def __init__(self, given: Array, unit: bool = False) -> None:
         self.given, self.unit = given, unit
-        self.size, self.dimension = given.shape
+        self.size: int = given.shape[0]
+        self.dimension: int = given.shape[1]
 
     def rows(self, which: Any) -> Doubles:
         """Return rows, ``b x d``, for a slice or an array of their numbers."""
@@ -89,6 +90,8 @@ class Frame:
 
     def __init__(self, vectors: Vectors, shifted: bool = True, like: "Frame | None" = None) -> None:
         self.vectors = vectors
+        self.centre: Doubles
+        self.scale: float
         self.centre, self.scale = (like.centre, like.scale) if like else self._fitted(shifted)
         self.single = self._single()
 
@@ -123,11 +126,13 @@ class Frame:
 
     def double(self, which: Any) -> Doubles:
         """Return rows, ``b x d``, in these coordinates."""
-        return (self.vectors.rows(which) - self.centre) * self.scale
+        double: Doubles = (self.vectors.rows(which) - self.centre) * self.scale
+        return double
 
     def exact(self, which: Any) -> Doubles:
         """Return rows, ``b x d``, not shifted: only their scale differs from what was given."""
-        return self.vectors.rows(which) * self.scale
+        exact: Doubles = self.vectors.rows(which) * self.scale
+        return exact
 
     def whole(self) -> bool:
         """Whether all coordinates are whole numbers."""
@@ -320,7 +325,8 @@ def _whole(numbers: Doubles) -> bool:
 def _lengths(rows: Singles) -> Doubles:
     """Lengths, ``b``, rounded up."""
     with np.errstate(over="ignore"):
-        return np.sqrt(np.einsum("ij,ij->i", rows, rows).astype(np.float64)) * 1.001
+        lengths: Doubles = np.sqrt(np.einsum("ij,ij->i", rows, rows).astype(np.float64)) * 1.001
+    return lengths
 
 
 def fingerprints(vectors: Vectors, precision: torch.dtype | None = None) -> npt.NDArray[np.uint64]:
@@ -389,12 +395,12 @@ def _searcher(items: Singles, k: int, euclidean: bool) -> Callable[[Singles], tu
             faiss.StandardGpuResources(), items.shape[1]
         )
         index.add(items)
-        search = index.search
+        search: Callable[[Singles, int], Any] = index.search
     else:
         metric = faiss.METRIC_L2 if euclidean else faiss.METRIC_INNER_PRODUCT
 
         # IndexFlat's search without the index, which would hold a copy of all items.
-        def search(queries: Singles, k: int) -> Any:
+        def search(queries: Singles, k: int) -> Any:  # type: ignore[no-redef]
             return faiss.knn(queries, items, k, metric)
 
     def keyed(queries: Singles) -> tuple[Singles, Integers]:

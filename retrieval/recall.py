@@ -414,7 +414,7 @@ def _check_gallery(
         got = f"{len(gallery)} of them" if isinstance(gallery, tuple | list) else type(gallery).__name__
         raise DataError(f"gallery must be a pair, embeddings and their labels, got {got}; search galleries one by one")
     _check_device(embeddings, gallery[0])
-    items, item_labels = _check(*gallery, "gallery ", "cosine" if queries.unit else "l2")
+    items, item_labels = _check(gallery[0], gallery[1], "gallery ", "cosine" if queries.unit else "l2")
     n, dimension, other = queries.size, queries.dimension, items.dimension
     if dimension != other:
         raise DataError(f"queries and gallery must have embeddings of one dimension, got {dimension} and {other}")

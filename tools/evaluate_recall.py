@@ -310,7 +310,8 @@ def check_galleries(embeddings: list[Path], labels: list[Path], queries: Items) 
         raise DataError(
             f"each --gallery-embeddings needs its --gallery-labels, got {len(embeddings)} and {len(labels)} of them"
         )
-    for path, names in zip(embeddings, labels or [None] * len(embeddings), strict=True):
+    for i, path in enumerate(embeddings):
+        names = labels[i] if labels else None
         check_labels(path, names, "--gallery-labels")
         shape, size = read_shape(path, "embeddings"), read_shape(names or path, "labels")[:1]
         if shape[1:] != tuple(queries[0].shape)[1:]:
@@ -337,12 +338,10 @@ def galleries(embeddings: list[Path], labels: list[Path], file: Path, queries: I
     if not embeddings:
         yield "the queries", None
     for i, path in enumerate(embeddings):
-        items = read_items(path, labels[i] if labels else None, "--gallery-labels")
-        if path.samefile(file):
-            if not equal_items(queries, items):
-                raise DataError(f"{path} is the queries' own file, but its labels are not those of --labels")
-            items = None
-        yield str(path), items
+        items, own = read_items(path, labels[i] if labels else None, "--gallery-labels"), path.samefile(file)
+        if own and not equal_items(queries, items):
+            raise DataError(f"{path} is the queries' own file, but its labels are not those of --labels")
+        yield str(path), None if own else items
 
 
 def equal_items(queries: Items, items: Items) -> bool:

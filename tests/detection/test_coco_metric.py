@@ -303,7 +303,6 @@ def changed(**fields: Any) -> dict[str, Any]:
         {"image_id": lambda place: str(10 + place), "category_id": lambda place: float(7 + 2 * (place % 2))},
         {"num_keypoints": ...},
     ],
-    ids=str,
 )
 def test_annotations_in_other_words_have_the_same_value(kind: Kind, fields: dict[str, Any]) -> None:
     halves = [torch.tensor([0, 1]), torch.tensor([2, 3])]
