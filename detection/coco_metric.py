@@ -15,6 +15,7 @@ from metricopt_ext.detection.ap50 import COCO_DETECTIONS, told_beyond_limit
 from metricopt_ext.detection.box_kinds import refuse_normalised
 from metricopt_ext.detection.coco import box_of, flag_of, side_of
 from metricopt_ext.detection.ids import Id, checked_id, choose, distinct, examples, known_of, number, written_ways
+from metricopt_ext.detection.metric import halves_of_images
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.utils.words import brief, counted
@@ -38,7 +39,7 @@ def coco_metric(
     *,
     kind: Kind = "bbox",
     name: Name = "AP",
-    halves: Sequence[Tensor] = (),
+    halves: Sequence[Tensor] | str | None = None,
     detect: Callable[[nn.Module, Tensor], Mapping[str, Tensor]] | None = None,
 ) -> Metric:
     """Return the black box: COCO's AP, or AP50, of what a detector finds in images.
@@ -49,8 +50,8 @@ def coco_metric(
         kind: What is compared: boxes (``"bbox"``) or masks (``"segm"``) by their IoU, or ``"keypoints"`` by their
             object keypoint similarity, with the deviations of COCO's 17.
         name: ``"AP"``, the mean over the IoUs 0.5, 0.55, ..., 0.95, or ``"AP50"``.
-        halves: Positions of two halves of the images, for a metric that also reports its value on each; empty for one
-            that does not. They are not reported if one of them has no object that counts.
+        halves: Positions of two halves of the images, on each of which the metric also reports its value, or why there
+            are none; by default random ones, if each has an object that counts. Empty for a metric without.
         detect: ``detect(model, image)`` returns what is found in an image as torchvision's detectors do: ``scores``,
             ``n``, ``labels``, ``n``, which are the categories' ids, and ``boxes``, ``n x 4``, ``masks``,
             ``n x 1 x h x w`` in [0, 1], or ``keypoints``, ``n x 17 x 3``. By default ``model([image])[0]``.
@@ -83,7 +84,7 @@ def coco_metric(
         truth.dataset = content
         truth.createIndex()
     told: set[str] = set()
-    each_has_one = all(objects.intersection(ids[i] for i in half.tolist()) for half in halves)
+    of_images = halves_of_images(halves, np.array([image_id in objects for image_id in ids]))
 
     def function(model: nn.Module) -> Any:
         results = []
@@ -95,7 +96,7 @@ def coco_metric(
         def value_on(half: Tensor | None) -> float:
             return _value(truth, results, ids if half is None else [ids[i] for i in half.tolist()], kind, name)
 
-        return with_halves(value_on, halves if each_has_one else ())
+        return with_halves(value_on, of_images)
 
     labels = {"bbox": name, "segm": f"mask {name}", "keypoints": f"keypoint {name}"}
     return Metric(function, maximize=True, name=labels[kind])

@@ -129,9 +129,3 @@ def _drawn(part: DetectionSet, limit: int, seed: int, name: str) -> DetectionSet
         return part
     order = torch.randperm(len(part), generator=generator(seed, "images", PARTS.index(name)))
     return part.subset(sorted(order[:limit].tolist()))
-
-
-def image_halves(count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Divide images at random into two halves; returns their positions, ascending."""
-    order = torch.randperm(count, generator=generator(seed, "halves")).tolist()
-    return sorted(order[::2]), sorted(order[1::2])

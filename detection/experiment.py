@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metricopt_ext.data.halves import random_halves
 from metricopt_ext.data.rare import Rare
 from metricopt_ext.detection.build import attach, build_metric, build_toolkit, detector, remembering
 from metricopt_ext.detection.config import DetectionConfig
-from metricopt_ext.detection.data import DetectionSplits, image_halves, load_splits
+from metricopt_ext.detection.data import DetectionSplits, load_splits
 from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric, in_batches, rare_images, truth_of
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import proposal_recall
@@ -59,7 +60,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         model = detector(config, self.toolkit, splits, seed, folder, self.watcher)
         adapter = attach(self.toolkit, model, config.adapter, seed)
         self.used, classes = remembering(self.toolkit, adapter, config.adapter), splits.classes
-        halves = image_halves(len(splits.validation), seed)
+        halves = random_halves(len(splits.validation), seed)
         task = FinetuneTask(
             adapter,
             loss=detection_loss(self.used),
@@ -67,7 +68,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
             metric=detector_metric(metric, self.used, splits.validation, classes, halves),
             population=1,
         )
-        return task, detector_metric(metric, self.used, splits.test, classes)
+        return task, detector_metric(metric, self.used, splits.test, classes, ())
 
     def rare(self) -> Rare | None:
         """Return the types of images, by what is in them, of which validation has few."""

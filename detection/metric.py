@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from metricopt_ext.data.halves import random_halves
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.detection.ap50 import Definition, beyond_limit, match, match_for, mean_over_ious, told_beyond_limit
 from metricopt_ext.detection.records import Detections, DetectionSet, as_array
@@ -161,7 +162,7 @@ def detector_metric(
     toolkit: Toolkit,
     examples: Sequence[Example],
     classes: Sequence[str],
-    halves: Sequence[Sequence[int]] = (),
+    halves: Sequence[Tensor] | str | None = None,
 ) -> Metric:
     """Return the black box: a metric of what a detector finds in images.
 
@@ -170,15 +171,13 @@ def detector_metric(
         toolkit: The toolkit of the detectors to evaluate.
         examples: The images.
         classes: Names of the classes.
-        halves: Positions of two halves of the images, for a metric that also reports its value on each; empty for one
-            that does not. They are not reported if one of them has no object that counts.
+        halves: Positions of two halves of the images, on each of which the metric also reports its value, or why there
+            are none; by default random ones, if each has an object that counts. Empty for a metric without.
 
     One warning says how many detections were not counted for their number, when it first happens.
     """
     truth = truth_of(examples, classes)
-    has_object = metric.with_objects(truth)
-    told = [torch.tensor(half) for half in halves] if all(has_object[list(half)].any() for half in halves) else []
-
+    told = halves_of_images(halves, metric.with_objects(truth))
     cuts: list[str] = []
 
     def function(model: nn.Module) -> Any:
@@ -192,12 +191,27 @@ def detector_metric(
     return Metric(function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
 
 
+def halves_of_images(
+    halves: Sequence[Tensor] | str | None, has_object: npt.NDArray[np.bool_]
+) -> Sequence[Tensor] | str:
+    """Return halves of images, or that there are none, as one of them has no object that counts.
+
+    Args:
+        halves: Positions of the images of each, or why there are none; None for random ones.
+        has_object: Which images have an object that counts, ``n``.
+    """
+    halves = random_halves(len(has_object), 0) if halves is None else halves
+    if isinstance(halves, str) or all(has_object[half.numpy()].any() for half in halves):
+        return halves
+    return "one of two halves of its images has no object that counts"
+
+
 def ap50_metric(
     toolkit: Toolkit,
     examples: Sequence[Example],
     classes: Sequence[str],
     definition: Definition,
-    halves: Sequence[Sequence[int]] = (),
+    halves: Sequence[Tensor] | str | None = None,
     *,
     name: str = "AP50",
 ) -> Metric:

@@ -1,15 +1,20 @@
 """AP50 as an evaluator of Detectron2, and as the metric that phi is tuned for."""
 
+import inspect
+import io
+import logging
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
-from detectron2.evaluation import DatasetEvaluator, inference_on_dataset
+from detectron2.evaluation import COCOEvaluator, DatasetEvaluator, inference_on_dataset
 from detectron2.utils import comm
-from torch import nn
+from torch import Tensor, nn
 
+from metricopt_ext.data.halves import random_halves
 from metricopt_ext.detection.ap50 import (
     Definition,
     average_precision,
@@ -20,6 +25,7 @@ from metricopt_ext.detection.ap50 import (
 )
 from metricopt_ext.detection.detectron2.datasets import check_image_ids
 from metricopt_ext.detection.detectron2.toolkit import detections_of
+from metricopt_ext.detection.metric import MeanAveragePrecision, halves_of_images
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.metric import Metric
@@ -45,6 +51,7 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
         self.definition = definition
         self.ap = ap
         self._found: dict[str | int, Detections] = {}
+        self._detections: list[Detections] = []
         self._told = False
         check_image_ids([image.image_id for image in truth.images], "the set")
 
@@ -70,15 +77,30 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
                 f"{len(missing)} of {len(self.truth)} images were not given to the model, e.g. {missing[0]!r}; evaluate"
                 " on the set that the evaluator was made for"
             )
-        detections = [found[image.image_id] for image in self.truth.images]
-        result = average_precision(detections, self.truth, definition=self.definition)
+        self._detections = detections = [found[image.image_id] for image in self.truth.images]
         cut = told_beyond_limit(beyond_limit(detections)) if self.definition == "coco" else ""
         if cut and not self._told:
             self._told = True
             warnings.warn(cut, stacklevel=2)
+        return self._scores(detections, self.truth)
+
+    def evaluate_part(self, images: Sequence[int]) -> dict[str, dict[str, float]]:
+        """Return what `evaluate` would of some images of the set alone, after it.
+
+        Args:
+            images: Their positions in the set.
+
+        Raises:
+            MetricError: None of them has an object that counts.
+        """
+        part = DetectionSet(self.truth.classes, [self.truth.images[i] for i in images])
+        return self._scores([self._detections[i] for i in images], part)
+
+    def _scores(self, detections: Sequence[Detections], truth: DetectionSet) -> dict[str, dict[str, float]]:
+        result = average_precision(detections, truth, definition=self.definition)
         scores = {f"AP50-{name}": 100 * value for name, value in result.per_class.items()}
         if self.ap:
-            scores["AP"] = 100 * mean_over_ious(match_for("AP", detections, self.truth, self.definition))
+            scores["AP"] = 100 * mean_over_ious(match_for("AP", detections, truth, self.definition))
         return OrderedDict(bbox={"AP50": 100 * result.mean, **scores})
 
 
@@ -86,6 +108,9 @@ def ap50_metric(
     loader: Iterable[Any], evaluator: DatasetEvaluator, name: str = "AP50", *, result: str = "bbox/AP50"
 ) -> Metric:
     """Return AP50, or another of an evaluator's results, as a metric in percent, from 0 to 100, as Detectron2 has it.
+
+    With `AP50Evaluator` and Detectron2's ``COCOEvaluator`` it also tells its values on two random halves of the images;
+    of another evaluator it says that there are none.
 
     It is 0 where a detector finds nothing in any image, of which Detectron2's ``COCOEvaluator`` says NaN, or no more
     than of boxes.
@@ -99,17 +124,20 @@ def ap50_metric(
             Detectron2's ``COCOEvaluator``.
     """
     kind, _, measure = result.partition("/")
+    halves, judged = _on_halves(evaluator)
 
-    def ap50(model: nn.Module) -> float:
+    def ap50(model: nn.Module) -> Any:
         count = _Count()
-        gathered = comm.all_gather((inference_on_dataset(model, loader, [evaluator, count]), count.found))
-        found = gathered[0][0]  # others may know nothing
+        whole = inference_on_dataset(model, loader, [evaluator, count])
+        on_halves = [] if isinstance(halves, str) else [judged(half) for half in halves]
+        gathered = comm.all_gather((whole, on_halves, count.found))
+        found, on_halves, _ = gathered[0]  # others may know nothing
         given = [f"{each}/{key}" for each, values in found.items() for key in values]
         value: float = found.get(kind, {}).get(measure, math.nan)
         if math.isnan(value) and any(measure in values for values in found.values()):
-            counts = [each for _, each in gathered if each is not None]
+            counts = [each for _, _, each in gathered if each is not None]
             if counts and not sum(counts):
-                return 0.0
+                return (0.0, halves) if isinstance(halves, str) else (0.0, (0.0, 0.0))
         if result not in given:
             raise MetricError(f"{type(evaluator).__name__} gave no {result}, but {given}")
         if math.isnan(value):
@@ -117,9 +145,33 @@ def ap50_metric(
                 f"{type(evaluator).__name__} gave nan as {result}: no object of the set counts for it; evaluate on a"
                 f" set that has some, or name another of {given}"
             )
-        return value
+        if isinstance(halves, str):
+            return value, halves
+        return value, tuple(each.get(kind, {}).get(measure, math.nan) for each in on_halves)
 
     return Metric(ap50, maximize=True, bounds=(0.0, 100.0), name=name)
+
+
+def _on_halves(evaluator: DatasetEvaluator) -> tuple[Sequence[Tensor] | str, Callable[[Tensor], dict[str, Any]]]:
+    """Halves of an evaluator's images, or why there are none, and its results on the images at some positions."""
+    if isinstance(evaluator, AP50Evaluator):
+        with_objects = MeanAveragePrecision("AP50", evaluator.definition).with_objects(evaluator.truth)
+        return halves_of_images(None, with_objects), lambda half: evaluator.evaluate_part(half.tolist())
+    if not (isinstance(evaluator, COCOEvaluator) and "img_ids" in inspect.signature(evaluator.evaluate).parameters):
+        return f"{type(evaluator).__name__} judges all images together", lambda half: {}
+    ids = sorted(evaluator._coco_api.getImgIds())
+
+    def judged(half: Tensor) -> dict[str, Any]:
+        logger = evaluator._logger
+        level = logger.level
+        logger.setLevel(logging.WARNING)  # one table of results for each query
+        try:
+            with redirect_stdout(io.StringIO()):
+                return evaluator.evaluate(img_ids=[ids[i] for i in half.tolist()]) or {}
+        finally:
+            logger.setLevel(level)
+
+    return random_halves(len(ids), 0), judged
 
 
 class _Count(DatasetEvaluator):  # type: ignore[misc]

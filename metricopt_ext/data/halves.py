@@ -9,6 +9,22 @@ from metricopt_ext.utils.seeding import generator
 Halves = tuple[Tensor, Tensor] | str
 
 
+def random_halves(count: int, seed: int) -> Halves:
+    """Divide some examples at random into two halves.
+
+    Args:
+        count: How many there are.
+        seed: Seed of the division.
+
+    Returns:
+        The halves; none of a single example.
+    """
+    if count < 2:
+        return "there are fewer than two examples"
+    order = torch.randperm(count, generator=generator(seed, "halves"))
+    return order[::2].sort().values, order[1::2].sort().values
+
+
 def class_halves(y: Tensor, seed: int) -> Halves:
     """Divide examples at random by class: what differs between the halves differs on new classes too.
 

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from metricopt_ext.data.halves import class_halves, stratified_halves
+from metricopt_ext.data.halves import class_halves, random_halves, stratified_halves
+
+
+def test_random_halves_divide_all() -> None:
+    first, second = (half.tolist() for half in random_halves(9, seed=3))
+    assert sorted(first + second) == list(range(9))
+    assert (len(first), len(second)) == (5, 4)
+    assert random_halves(9, seed=3)[0].tolist() == first != random_halves(9, seed=4)[0].tolist()
+    assert random_halves(1, seed=0) == "there are fewer than two examples"
 
 
 def test_halves_are_of_classes() -> None:

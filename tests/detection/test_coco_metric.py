@@ -23,6 +23,7 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.ops import MultiScaleRoIAlign
 
 import metricopt_ext as mo
+from metricopt_ext.data.halves import random_halves
 from metricopt_ext.detection.coco_metric import Kind, coco_metric
 from metricopt_ext.errors import DataError, MetricError
 
@@ -128,7 +129,16 @@ def test_halves_without_an_object_are_not_reported() -> None:
     annotations = truth()
     annotations["annotations"] = annotations["annotations"][:2]
     halves = [torch.tensor([0, 1]), torch.tensor([2, 3])]
-    assert value(coco_metric(pictures(0, 1, -1, -1), annotations, halves=halves), Finder()) == (pytest.approx(1), None)
+    with pytest.warns(UserWarning, match="one of two halves of its images has no object that counts"):
+        found = value(coco_metric(pictures(0, 1, -1, -1), annotations, halves=halves), Finder())
+    assert found == (pytest.approx(1), None)
+
+
+def test_halves_are_random_ones_by_default() -> None:
+    images = pictures(0, 1, 2, 3)
+    by_default, none = (value(coco_metric(images, truth(), **given), Finder(off=1)) for given in ({}, {"halves": ()}))
+    assert by_default == value(coco_metric(images, truth(), halves=random_halves(4, 0)), Finder(off=1))
+    assert none == (by_default[0], None)
 
 
 def test_another_detector_s_output_is_translated() -> None:
@@ -368,7 +378,7 @@ def found(boxes: Any, labels: Any, scores: Any = None) -> Any:
 
 def test_detections_that_do_not_count_are_counted_once() -> None:
     boxes = [[0.0, 0.0, 20.0, 20.0]] * 103
-    metric = coco_metric(pictures(0), truth(1), detect=found(boxes, [7] * 102 + [8]))
+    metric = coco_metric(pictures(0), truth(1), detect=found(boxes, [7] * 102 + [8]), halves=())
     with pytest.warns(UserWarning, match="don't count|does not count") as caught:
         assert value(metric, nn.Identity())[0] == pytest.approx(1)
     assert [str(each.message) for each in caught] == [
@@ -397,7 +407,7 @@ def test_detections_of_another_kind_are_refused(boxes: Any, labels: Any, message
 
 def test_a_box_may_shrink_to_a_pixel_in_a_later_query() -> None:
     boxes = torch.tensor([[0.0, 0.0, 20.0, 20.0]])
-    metric = coco_metric(pictures(0), truth(1), detect=found(boxes, [7]))
+    metric = coco_metric(pictures(0), truth(1), detect=found(boxes, [7]), halves=())
     assert value(metric, nn.Identity())[0] == pytest.approx(1)
     boxes[:, 2:] = 1
     assert value(metric, nn.Identity())[0] == 0

@@ -11,10 +11,11 @@ from torch import nn
 
 pytest.importorskip("torchvision")
 
+from metricopt_ext.data.halves import random_halves
 from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import write_coco
 from metricopt_ext.detection.config import DataConfig, DetectionConfig
-from metricopt_ext.detection.data import image_halves, load_splits
+from metricopt_ext.detection.data import load_splits
 from metricopt_ext.detection.metric import OwnDetectionMetric, ap50_metric, detector_metric, truth_of
 from metricopt_ext.detection.records import Annotated, Detections
 from metricopt_ext.detection.toolkit import Example
@@ -128,13 +129,6 @@ def test_boxes_outside_their_images_are_counted_once_and_a_train_set_needs_other
     assert average_precision(found, truth_of(judged, CLASSES), "voc").per_class == {"cat": 0.0, "dog": 1.0}
 
 
-def test_halves_divide_the_images() -> None:
-    first, second = image_halves(9, seed=3)
-    assert sorted(first + second) == list(range(9))
-    assert (len(first), len(second)) == (5, 4)
-    assert image_halves(9, seed=3) == (first, second) != image_halves(9, seed=4)
-
-
 class Finding:
     """A toolkit whose detector finds every object, some with an error too large, at random scores."""
 
@@ -151,8 +145,8 @@ class Finding:
 @pytest.mark.parametrize("definition", [*VOC, "coco"])
 def test_the_metric_is_ap50_of_all_images_and_of_each_half(definition: Any) -> None:
     images, toolkit, model = examples(19), Finding(), nn.Identity()
-    halves = image_halves(19, seed=0)
-    answer = ap50_metric(toolkit, images, CLASSES, definition, halves).evaluate(model, "test")
+    halves = [half.tolist() for half in random_halves(19, 0)]
+    answer = ap50_metric(toolkit, images, CLASSES, definition).evaluate(model, "test")
 
     def cost(places: Sequence[int]) -> float:
         chosen = [images[i] for i in places]
@@ -161,7 +155,7 @@ def test_the_metric_is_ap50_of_all_images_and_of_each_half(definition: Any) -> N
     assert 0.05 < answer.cost < 0.95
     assert answer.cost == pytest.approx(cost(range(19)))
     assert answer.halves == (pytest.approx(cost(halves[0])), pytest.approx(cost(halves[1])))
-    assert ap50_metric(toolkit, images, CLASSES, definition).evaluate(model, "test") == Evaluation(answer.cost)
+    assert ap50_metric(toolkit, images, CLASSES, definition, ()).evaluate(model, "test") == Evaluation(answer.cost)
 
 
 @pytest.mark.parametrize(("definition", "told"), [("voc", False), ("coco", True)])
@@ -169,8 +163,12 @@ def test_a_half_whose_objects_are_all_difficult_is_told_only_where_they_count(de
     images = examples(4)
     for example in images[2:]:
         example.truth.difficult[:] = True
-    metric = ap50_metric(Finding(), images, CLASSES, definition, ([0, 1], [2, 3]))
-    assert (metric.evaluate(nn.Identity(), "test").halves is not None) == told
+    metric = ap50_metric(Finding(), images, CLASSES, definition, list(torch.arange(4).view(2, 2)))
+    if told:
+        assert metric.evaluate(nn.Identity(), "test").halves is not None
+    else:
+        with pytest.warns(UserWarning, match="one of two halves of its images has no object that counts"):
+            assert metric.evaluate(nn.Identity(), "test").halves is None
 
 
 def counted(truth: list[dict[str, Any]], found: list[dict[str, Any]]) -> float:
@@ -180,7 +178,7 @@ def counted(truth: list[dict[str, Any]], found: list[dict[str, Any]]) -> float:
 
 
 def test_a_function_of_one_s_own_judges_all_images_and_each_half() -> None:
-    images, toolkit, halves = examples(19), Finding(), image_halves(19, seed=0)
+    images, toolkit, halves = examples(19), Finding(), [half.tolist() for half in random_halves(19, 0)]
     given: list[tuple[Any, Any]] = []
 
     def function(truth: list[dict[str, Any]], found: list[dict[str, Any]]) -> float:
@@ -188,7 +186,7 @@ def test_a_function_of_one_s_own_judges_all_images_and_each_half() -> None:
         return counted(truth, found)
 
     own = OwnDetectionMetric(function, "counted", bounds=(0.0, 2.0))
-    metric = detector_metric(own, toolkit, images, CLASSES, halves)
+    metric = detector_metric(own, toolkit, images, CLASSES)
     answer = metric.evaluate(nn.Identity(), "test")
     detections = toolkit.detect(nn.Identity(), images)
     right = [int((each.scores > 0.5).sum()) == 2 for each in detections]
@@ -217,7 +215,7 @@ def test_a_function_of_one_s_own_may_work_in_place() -> None:
     images = examples(6)
     own = OwnDetectionMetric(function, "own", bounds=(0.0, 1e6))
     own.try_on(truth_of(images, CLASSES))
-    metric = detector_metric(own, Finding(), images, CLASSES, ([0, 1, 2], [3, 4, 5]))
+    metric = detector_metric(own, Finding(), images, CLASSES, list(torch.arange(6).view(2, 3)))
     first, second = (metric.evaluate(nn.Identity(), "test") for _ in range(2))
     assert first == second
     whole, *halves = (metric.to_value(cost) for cost in (first.cost, *first.halves))
@@ -245,9 +243,11 @@ def test_halves_without_an_object_are_not_reported() -> None:
     for example in images[2:]:
         object.__setattr__(example.truth, "labels", example.truth.labels[:0])
     own = OwnDetectionMetric(lambda *given: 0.5, "own")
-    for halves, told in ((([0, 1], [2, 3]), False), (([0, 2], [1, 3]), True)):
-        metric = detector_metric(own, Finding(), images, CLASSES, halves)
-        assert (metric.evaluate(nn.Identity(), "test").halves is not None) == told
+    apart = detector_metric(own, Finding(), images, CLASSES, list(torch.tensor([[0, 2], [1, 3]])))
+    assert apart.evaluate(nn.Identity(), "test").halves is not None
+    bare = detector_metric(own, Finding(), images, CLASSES, list(torch.tensor([[0, 1], [2, 3]])))
+    with pytest.warns(UserWarning, match="one of two halves of its images has no object that counts"):
+        assert bare.evaluate(nn.Identity(), "test").halves is None
 
 
 def test_detections_beyond_coco_s_limit_are_counted_once() -> None:

@@ -12,15 +12,16 @@ pytest.importorskip("detectron2", reason="needs Detectron2, installed from sourc
 pytest.importorskip("pycocotools")
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.evaluation import COCOEvaluator, inference_on_dataset
+from detectron2.evaluation import COCOEvaluator, DatasetEvaluator, inference_on_dataset
 from detectron2.modeling import build_model
 from detectron2.structures import BoxMode
 from pycocotools import mask as rle
 
 import metricopt_ext as mo
+from metricopt_ext.data.halves import random_halves
 from metricopt_ext.detection.detectron2.build import with_film
-from metricopt_ext.detection.detectron2.datasets import as_records
-from metricopt_ext.detection.detectron2.evaluator import ap50_metric
+from metricopt_ext.detection.detectron2.datasets import as_records, registered_truth
+from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, ap50_metric
 from metricopt_ext.detection.detectron2.search import search
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 from metricopt_ext.detection.detectron2.weights import load_weights
@@ -56,6 +57,13 @@ class Masks(MetricOptTrainer):
     @classmethod
     def build_evaluator(cls, cfg: Any, dataset_name: str) -> COCOEvaluator:
         return COCOEvaluator(dataset_name, output_dir=cfg.OUTPUT_DIR)
+
+    @classmethod
+    def build_metric(cls, cfg: Any) -> mo.Metric:
+        """The value alone: of a few images, the guard takes all that two halves gain for chance."""
+        metric = super().build_metric(cfg)
+        assert metric is not None
+        return mo.Metric(lambda model: metric.function(model)[0], **metric.settings)
 
 
 @pytest.fixture
@@ -115,7 +123,6 @@ def by_detectron2(model: Any, cfg: Any) -> float:
 def test_masks_are_judged_and_searched_for_as_by_detectron2(masks: Any) -> None:
     model = trained(masks)
     metric = Masks.build_metric(masks)
-    assert metric is not None
     before = by_detectron2(model, masks)
     assert 0 < before < 100
     assert metric.to_value(metric.judge(model).cost) == pytest.approx(before)
@@ -123,7 +130,7 @@ def test_masks_are_judged_and_searched_for_as_by_detectron2(masks: Any) -> None:
     run = search(masks, trainer_class=Masks)
     assert run.metric == "masks/segm/AP50"
     assert run.before == pytest.approx(before)
-    assert run.after > run.before  # phi = 0 is no optimum, and the evaluator tells no halves
+    assert run.after > run.before  # phi = 0 is no optimum, and the metric tells no halves
     load_weights(model, str(Path(masks.OUTPUT_DIR) / "model_merged.pth"))
     assert by_detectron2(model, masks) == pytest.approx(run.after, abs=2)  # merged, of single precision
 
@@ -149,3 +156,45 @@ def test_a_set_of_crowds_alone_is_refused(masks: Any) -> None:
     metric = ap50_metric(MetricOptTrainer.build_test_loader(masks, "crowds"), evaluator, result="segm/AP50")
     with pytest.raises(MetricError, match="COCOEvaluator gave nan as segm/AP50: no object of the set counts for it"):
         metric.judge(trained(masks))
+
+
+def test_halves_are_what_detectron2_says_of_their_images(masks: Any) -> None:
+    model = trained(masks)
+    loader = MetricOptTrainer.build_test_loader(masks, "masks")
+    evaluator = COCOEvaluator("masks", output_dir=masks.OUTPUT_DIR)
+    metric = ap50_metric(loader, evaluator, result="segm/AP50")
+    evaluation = metric.judge(model)
+    ids = sorted(record["image_id"] for record in DatasetCatalog.get("masks"))
+    expected = []
+    for half in random_halves(len(ids), 0):
+        records = [record for record in DatasetCatalog.get("masks") if record["image_id"] in {ids[i] for i in half}]
+        register(f"half-{len(expected)}", records)
+        alone = COCOEvaluator(f"half-{len(expected)}", output_dir=masks.OUTPUT_DIR)
+        inference_on_dataset(model, MetricOptTrainer.build_test_loader(masks, f"half-{len(expected)}"), alone)
+        expected.append(alone.evaluate()["segm"]["AP50"])
+    assert [metric.to_value(cost) for cost in evaluation.halves or ()] == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("definition", ["voc", "coco"])
+def test_halves_of_our_evaluator_are_those_of_their_images(masks: Any, definition: Any) -> None:
+    model, truth = trained(masks), registered_truth("masks")
+    metric = ap50_metric(
+        MetricOptTrainer.build_test_loader(masks, "masks"), AP50Evaluator(truth, definition, ap=True), result="bbox/AP"
+    )
+    evaluation, expected = metric.judge(model), []
+    for half in random_halves(len(truth), 0):
+        part = DetectionSet(truth.classes, [truth.images[i] for i in half])
+        loader = MetricOptTrainer.build_test_loader(masks, "masks")
+        own = [[each] for (each,) in loader if each["image_id"] in {image.image_id for image in part.images}]
+        expected.append(inference_on_dataset(model, own, AP50Evaluator(part, definition, ap=True))["bbox"]["AP"])
+    assert [metric.to_value(cost) for cost in evaluation.halves or ()] == pytest.approx(expected)
+
+
+def test_an_evaluator_without_parts_says_so(masks: Any) -> None:
+    class Constant(DatasetEvaluator):
+        def evaluate(self) -> Any:
+            return {"bbox": {"AP50": 40.0}}
+
+    metric = ap50_metric(MetricOptTrainer.build_test_loader(masks, "masks"), Constant())
+    with pytest.warns(UserWarning, match="Constant judges all images together"):
+        assert metric.judge(trained(masks)).halves is None
