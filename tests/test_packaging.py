@@ -85,6 +85,27 @@ def test_the_least_python_is_the_one_that_all_tests_run_on() -> None:
     assert re.findall(r"3\.\d+", (ROOT / ".ci" / "run").read_text()) == named
 
 
+def test_the_least_versions_are_those_that_the_tests_of_files_run_on() -> None:
+    """The first releases without a known hole in what SECURITY.md promises, from the advisories."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = {*project["dependencies"], *(line for lines in extras.values() for line in lines)}
+    for task in (*TASKS, "retrieval-gpu"):
+        assert "pillow>=10.3,<14" in extras[task]
+    least = {"filelock": "3.20.1", "pillow": "10.3", "torch": "2.6", "torchvision": "0.21"}  # 0.21 is for torch 2.6
+    for name, version in least.items():
+        assert [line for line in lines if re.match(rf"{name}\b[^-]", line)] == [
+            line for line in lines if line.startswith(f"{name}>={version},<")
+        ]
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    commands = subprocess.run(
+        ["make", "-n", "-B", "test-lowest"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    (installs,) = [line for line in commands.splitlines() if " pip install " in line]
+    assert f" {' '.join(f'{name}=={version}' for name, version in least.items())} -e " in installs
+
+
 def test_checkout_links_folders() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("an sdist has no symlinks")

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 # The modules that each extra brings. One of several extras is named by the task that is in use.
 EXTRAS = {
-    "classification": ("jinja2", "matplotlib", "omegaconf", "sklearn", "tensorboard", "torchvision", "yaml"),
+    "classification": ("PIL", "jinja2", "matplotlib", "omegaconf", "sklearn", "tensorboard", "torchvision", "yaml"),
     "retrieval": (
-        *("faiss", "jinja2", "matplotlib", "omegaconf"),
+        *("PIL", "faiss", "jinja2", "matplotlib", "omegaconf"),
         *("pytorch_metric_learning", "sklearn", "tensorboard", "torchvision", "yaml"),
     ),
     "detection": (
