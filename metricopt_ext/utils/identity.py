@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import CodeType
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.utils.files import read_json, to_json, walked, write_json
+from metricopt_ext.utils.words import brief
 
 LOCK = ".lock"
 ROUNDING = 1e-4  # far above what processors differ by in float32, far below what a change of settings does
@@ -125,7 +126,8 @@ def sole_writer(folder: str | Path) -> Iterator[None]:
     """Keep other processes from writing to a folder meanwhile; the lock ends with the process, however that ends.
 
     Raises:
-        FileFormatError: Another process writes to it.
+        FileFormatError: Another process writes to it, or its file system has no locks.
+        OSError: The folder, or the lock's file in it, can't be made.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     lock = FileLock(Path(folder) / LOCK, timeout=0)
@@ -135,7 +137,15 @@ def sole_writer(folder: str | Path) -> Iterator[None]:
         raise FileFormatError(
             f"{folder} is being written by another process; wait until it has ended, or use another output folder"
         ) from error
+    except (OSError, NotImplementedError) as error:
+        if getattr(error, "filename", None) is not None:  # what can't be made has a name, what can't be locked has none
+            raise
+        raise FileFormatError(
+            f"{folder} can't be kept from other processes: its file system has no working locks ({brief(error)}), as some"
+            " that are mounted over a network; use another output folder, on a local disk"
+        ) from error
     try:
         yield
     finally:
-        lock.release()
+        with suppress(OSError):  # an error here would hide how the run ended; the lock ends with the process
+            lock.release()

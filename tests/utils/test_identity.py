@@ -1,6 +1,8 @@
 """Whose a folder is: fingerprints of weights, code and files, and one writer at a time."""
 
+import errno
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -130,3 +132,36 @@ with sole_writer(sys.argv[1]):
         process.kill()
     with sole_writer(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO, errno.EINVAL])
+def test_a_file_system_without_locks_is_named(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    said = rf"^{re.escape(str(tmp_path / 'run'))} can't be kept .* \(.*{os.strerror(code)}\).*; use another output folder"
+    with pytest.raises(FileFormatError, match=said), sole_writer(tmp_path / "run"):
+        pytest.fail("nothing keeps others out")
+
+
+def test_a_lock_that_cannot_be_given_back_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(ZeroDivisionError), sole_writer(tmp_path):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        _ = 1 / 0
+
+
+def test_a_lock_that_is_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("content")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=r"\.lock"), sole_writer(tmp_path / "run"):
+        pytest.fail("the lock is elsewhere")
+    assert (tmp_path / "precious").read_text() == "content"
