@@ -141,8 +141,8 @@ def sole_writer(folder: str | Path) -> Iterator[None]:
         if getattr(error, "filename", None) is not None:  # what can't be made has a name, what can't be locked has none
             raise
         raise FileFormatError(
-            f"{folder} can't be kept from other processes: its file system has no working locks ({brief(error)}), as some"
-            " that are mounted over a network; use another output folder, on a local disk"
+            f"{folder} can't be kept from other processes: its file system has no working locks ({brief(error)}), as"
+            " some that are mounted over a network; use another output folder, on a local disk"
         ) from error
     try:
         yield

@@ -142,7 +142,8 @@ def test_a_file_system_without_locks_is_named(code: int, tmp_path: Path, monkeyp
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    said = rf"^{re.escape(str(tmp_path / 'run'))} can't be kept .* \(.*{os.strerror(code)}\).*; use another output folder"
+    folder, why = re.escape(str(tmp_path / "run")), os.strerror(code)
+    said = rf"^{folder} can't be kept .* \(.*{why}\).*; use another output folder"
     with pytest.raises(FileFormatError, match=said), sole_writer(tmp_path / "run"):
         pytest.fail("nothing keeps others out")
 
@@ -153,9 +154,13 @@ def test_a_lock_that_cannot_be_given_back_hides_nothing(tmp_path: Path, monkeypa
     def flock(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with pytest.raises(ZeroDivisionError), sole_writer(tmp_path):
-        monkeypatch.setattr(fcntl, "flock", flock)
-        _ = 1 / 0
+    def fail() -> None:
+        with sole_writer(tmp_path):
+            monkeypatch.setattr(fcntl, "flock", flock)
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail()
 
 
 def test_a_lock_that_is_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
