@@ -148,16 +148,13 @@ def load_with_origins(
 
 
 def _content(file: str | Path | dict[str, Any] | None) -> Any:
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
 
     if isinstance(file, dict) or file is None:
         return OmegaConf.create(file or {})
     file = existing_config(file)
     check_yaml(file)
-    content = OmegaConf.load(file)
-    if not isinstance(content, DictConfig):
-        raise ConfigError(f"{file} holds a list; it must hold keys with values")
-    return content
+    return OmegaConf.load(file)
 
 
 def _defaults(schema: Any, content: Any, overrides: Sequence[str]) -> Any:
@@ -243,17 +240,18 @@ def nearest(key: str, known: Iterable[str]) -> str:
 
 
 def check_yaml(file: str | Path) -> None:
-    """Reject a YAML file that would grow when it is read: by aliases, by interpolations or by deep nesting.
+    """Reject a YAML file without keys, or that would grow when it is read: by aliases, interpolations or deep nesting.
 
     Args:
         file: The file, which exists.
 
     Raises:
         ConfigError: It has more than `YAML_BYTES` bytes, `YAML_INTERPOLATIONS` interpolations, `YAML_LEVELS` levels, or
-            `YAML_NODES` nodes once its aliases are replaced by what they stand for; or it is no YAML.
+            `YAML_NODES` nodes once its aliases are replaced by what they stand for; it holds a single value, a list,
+            several documents or nothing; or it is no YAML.
     """
     from yaml import SafeLoader, YAMLError, parse
-    from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, NodeEvent
+    from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, MappingStartEvent, NodeEvent
 
     def reject(what: str, most: int) -> NoReturn:
         raise ConfigError(f"{file} has more than {most} {what}, too many for a config file")
@@ -264,7 +262,10 @@ def check_yaml(file: str | Path) -> None:
             reject("interpolations, ${...}", YAML_INTERPOLATIONS)
         sizes: dict[str, int] = {}  # nodes below each anchor
         stack: list[tuple[str | None, int]] = [(None, 0)]  # of each collection that is open, its anchor and its nodes
+        roots: list[NodeEvent] = []
         for event in parse(text, SafeLoader):
+            if len(stack) == 1 and isinstance(event, NodeEvent):
+                roots.append(event)
             if isinstance(event, CollectionStartEvent):
                 stack.append((event.anchor, 1))
             elif isinstance(event, NodeEvent | CollectionEndEvent):
@@ -282,10 +283,20 @@ def check_yaml(file: str | Path) -> None:
                 reject("levels", YAML_LEVELS)
             if stack[-1][1] > YAML_NODES:
                 reject("nodes", YAML_NODES)
+        if len(roots) != 1 or not isinstance(roots[0], MappingStartEvent):
+            raise ConfigError(f"{file} holds {_instead_of_keys(roots)}; it must hold keys with values")
     except (YAMLError, *MISFITS) as error:
         if isinstance(error, MetricOptError):
             raise
         raise ConfigError(f"{file}: {brief(error)}") from error
+
+
+def _instead_of_keys(roots: Sequence[Any]) -> str:
+    """Say what a YAML file holds whose documents begin with these events."""
+    if len(roots) != 1:
+        return f"{len(roots)} documents" if roots else "nothing"
+    value = getattr(roots[0], "value", None)
+    return "a list" if value is None else f"the single value {brief(value)}"
 
 
 @contextmanager

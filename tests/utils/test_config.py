@@ -58,7 +58,7 @@ def test_values_arrive_typed(tmp_path: Path) -> None:
 
 def test_defaults_come_last(tmp_path: Path) -> None:
     assert load_config(Schema, None) == Schema()
-    assert load_config(Schema, written(tmp_path, "")) == Schema()
+    assert load_config(Schema, written(tmp_path, "{}")) == Schema()
     file = written(tmp_path, "count: 4\ninner: {rate: 0.1}\n")
     assert load_config(Schema, file, ["count=5", "count=6"]) == Schema(Inner(0.1), 6)
 
@@ -160,6 +160,49 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        ("'True'\n", "the single value 'True'"),
+        ("1.5\n", "the single value '1.5'"),
+        ("null\n", "the single value 'null'"),
+        ("- count\n", "a list"),
+        ("", "nothing"),
+        ("# count: 3\n", "nothing"),
+        ("count: 1\n---\ncount: 2\n", "2 documents"),
+        ("!!python/object:os.system x", "the single value 'x'"),
+    ],
+)
+def test_a_file_without_keys_is_refused(text: str, held: str, tmp_path: Path) -> None:
+    file = written(tmp_path, text)
+    assert error_of(file) == f"{file} holds {held}; it must hold keys with values"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("count: 3\ncount: 4\n", "duplicate key count"),
+        (b"count: \xff\n", "invalid start byte"),
+        (b"count: \x00\n", "special characters are not allowed"),
+        ("count:\t3\n", "cannot start any token"),
+        ("null: 3\n", "Incompatible key type 'NoneType'"),
+        ("[a, b]: 3\n", "unhashable key"),
+        ("2020-01-01: 3\n", "unknown key '2020-01-01'"),
+        ("count: !!python/object/apply:os.system [x]\n", "could not determine a constructor"),
+        ("count: 1e999\n", "count: Value 'inf'"),
+        ("count: " + "9" * 5000, "Exceeds the limit"),
+        ('"\\e]0;owned\\a": 3\n', r"unknown key '\x1b]0;owned\x07'"),
+    ],
+)
+def test_what_is_no_configuration_is_refused_on_one_line(text: str | bytes, said: str, tmp_path: Path) -> None:
+    file = written(tmp_path, text)
+    error = error_of(file)
+    assert error.startswith(f"{file}: ")
+    assert said in error
+    assert error.isprintable()
+    assert len(error) < 500
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a: " + "[" * 30, "x.yaml has more than 20 levels, too many for a config file"),
@@ -235,17 +278,17 @@ def test_what_is_chosen_brings_its_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        ("", ["own.steps=1"], r"^unknown key 'own\.steps'; did you mean "),
+        ("{}", ["own.steps=1"], r"^unknown key 'own\.steps'; did you mean "),
         ("own: {steps: 1}", [], r"config\.yaml: unknown key 'own\.steps'"),
         ("steps: {steps: 1}", [], r"config\.yaml: steps\.steps is of more=\[steps\]"),
-        ("", ["steps.steps=1"], r"^steps\.steps is of more=\[steps\]"),
-        ("", ["steps={steps: 1}"], r"^steps is of more=\[steps\]"),
+        ("{}", ["steps.steps=1"], r"^steps\.steps is of more=\[steps\]"),
+        ("{}", ["steps={steps: 1}"], r"^steps is of more=\[steps\]"),
         ("more: [steps]\nsteps: null", [], r"config\.yaml: steps is None; it is a section, whose keys have values"),
         ("more: [steps]\nsteps: 3", [], r"config\.yaml: steps is 3; it is a section"),
         ("more: 5", [], r"config\.yaml: more: "),
         ("kind: {a: 1}", [], r"kind=\{'a': 1\}: rate or steps"),
         ("kind: ${nowhere}", [], r"config\.yaml: .*nowhere"),
-        ("", ["kind=best"], "kind=best: rate or steps"),
+        ("{}", ["kind=best"], "kind=best: rate or steps"),
     ],
 )
 def test_what_is_not_chosen_has_no_keys(text: str, overrides: list[str], message: str, tmp_path: Path) -> None:
