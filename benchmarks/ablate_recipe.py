@@ -38,6 +38,7 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import finetune, metric_policy
+from metricopt_ext.plain import in_markdown
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.rollout import Policy
@@ -397,7 +398,7 @@ def markdown(content: dict[str, Any]) -> str:
         default = of_task["variants"][DEFAULT]
         lines += [
             "",
-            f"## {task}",
+            f"## {in_markdown(task)}",
             "",
             f"Default: held-out Spearman {spread([row['spearman'] for row in default])}{simplest(default)}, test"
             f" {spread([row['test'] for row in default])}, {default[0]['queries']} queries.",

@@ -38,6 +38,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import MetricOptResult
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import FRESH, tune_start
+from metricopt_ext.plain import in_markdown
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_at_least
@@ -221,7 +222,8 @@ def markdown(content: dict[str, Any]) -> str:
         for point in points
     ]
     lines = [
-        f"# What a new start costs: {content['task']}, {metric['name']} ({direction(metric['maximize'])})",
+        f"# What a new start costs: {in_markdown(content['task'])}, {in_markdown(metric['name'])}"
+        f" ({direction(metric['maximize'])})",
         "",
         f"{counted(len(seeds), 'seed')} from {seeds[0]} on, {counted(content['starts'], 'new start')} each: random phi"
         f" on the same model, fresh batches. MetricOpt spent {content['queries_once']} queries once, to learn its value"

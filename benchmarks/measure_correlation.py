@@ -46,6 +46,7 @@ from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.siblings.ranked_batches import true_class_log_probability
 from metricopt_ext.methods.siblings.relational_loss import RelationalLoss
 from metricopt_ext.methods.siblings.training import TrainingTask
+from metricopt_ext.plain import in_markdown, plain
 from metricopt_ext.tasks.batches import BlockBatches
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
@@ -115,11 +116,12 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
         f" included; judged on {rows[0]['outputs']} batches of test data a seed. Computed on {machine}.",
     ]
     title = f"Losses against {spec.name} ({direction(spec.maximize)}): {config.model.name} on {config.data.name}"
-    lines = [f"# {title}", "", *markdown_table(HEADER, table), "", *(f"- {note}" for note in notes), ""]
+    lines = [f"# {in_markdown(title)}", "", *markdown_table(HEADER, table), ""]
+    lines += [*(f"- {in_markdown(note)}" for note in notes), ""]
     write_json(folder / "correlation.json", content)
     write_atomically(folder / "correlation.md", "\n".join(lines).encode())
     print_table(HEADER, table, title=title)
-    print(*notes, sep="\n")
+    print(*map(plain, notes), sep="\n")
     return content
 
 

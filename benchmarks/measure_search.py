@@ -36,6 +36,7 @@ from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.methods.tuning import finetune, metric_policy
+from metricopt_ext.plain import in_markdown
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
@@ -133,7 +134,8 @@ def measure_search(
         )
     write_json(folder / "search.json", content)
     write_atomically(
-        folder / "search.md", "\n".join([f"# {title}", "", *markdown_table(header, table), "", note, ""]).encode()
+        folder / "search.md",
+        "\n".join([f"# {in_markdown(title)}", "", *markdown_table(header, table), "", note, ""]).encode(),
     )
     print_table(header, table, title=title)
     print(note)

@@ -18,6 +18,7 @@ from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.contest_report import heading, load, means_in_markdown
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.style import markdown_table
+from metricopt_ext.plain import in_markdown
 from metricopt_ext.utils.files import content_of, write_atomically
 from metricopt_ext.utils.words import counted
 
@@ -104,7 +105,7 @@ def _equal_queries(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
         worse = [each for each in clear if each.interval.mean < 0]
         rows.append([task, str(len(own)), str(len(clear) - len(worse)), str(len(worse))])
         below += [
-            f"- {task}, {each.budget} queries: {shown(each.interval)} below {entry_of(each.rival).title}"
+            in_markdown(f"- {task}, {each.budget} queries: {shown(each.interval)} below {entry_of(each.rival).title}")
             for each in worse
         ]
     table = markdown_table(["task", "comparisons", "above", "below"], rows)
@@ -130,7 +131,8 @@ def _above_all_but_searches(contents: Mapping[str, Mapping[str, Any]]) -> list[s
 
 def section(name: str, content: dict[str, Any]) -> str:
     """Return a comparison's table in Markdown under a heading, for a page of several."""
-    return "\n".join([f"## {name}", "", f"{heading(content)}.", "", *means_in_markdown(content), ""])
+    lines = [f"## {in_markdown(name)}", "", f"{in_markdown(heading(content))}.", ""]
+    return "\n".join([*lines, *means_in_markdown(content), ""])
 
 
 if __name__ == "__main__":

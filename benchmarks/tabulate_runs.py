@@ -20,6 +20,7 @@ from metricopt_ext.evidence.cli import errors_in_one_line
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.report import paired_interval, spread
 from metricopt_ext.evidence.style import direction, markdown_table
+from metricopt_ext.plain import in_markdown
 from metricopt_ext.utils.files import content_of, holds, read_json, write_atomically
 from metricopt_ext.utils.words import counted
 
@@ -105,7 +106,9 @@ def section(run: str, content: dict[str, Any], methods: Sequence[str] | None = N
             ]
         )
     title = f"## {run}: {content['task']}, {metric['name']} ({direction(metric['maximize'])})"
-    return "\n".join([title, "", f"{counted(len(content['seeds']), 'seed')}.", "", *markdown_table(HEADER, rows), ""])
+    return "\n".join(
+        [in_markdown(title), "", f"{counted(len(content['seeds']), 'seed')}.", "", *markdown_table(HEADER, rows), ""]
+    )
 
 
 def present(values: Sequence[float | None]) -> list[float]:

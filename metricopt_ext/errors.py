@@ -1,5 +1,7 @@
 """The errors a user can meet. Each names the offending value and what would be right."""
 
+from metricopt_ext.plain import MESSAGE, plain
+
 __all__ = [
     "AdapterError",
     "BudgetError",
@@ -16,7 +18,14 @@ __all__ = [
 
 
 class MetricOptError(Exception):
-    """Base of every error that metricopt-ext raises on purpose."""
+    """Base of every error that metricopt-ext raises on purpose.
+
+    Whatever a message quotes, it is safe to show and has at most `plain.MESSAGE` characters.
+    """
+
+    def __str__(self) -> str:
+        """Return the message."""
+        return plain(super().__str__(), MESSAGE, lines=True)
 
 
 class AdapterError(MetricOptError, ValueError):

@@ -32,7 +32,9 @@ from metricopt_ext.evidence.contest_report import gather, load, paired, print_re
 from metricopt_ext.evidence.joined import joined
 from metricopt_ext.evidence.report_page import FILE as PAGE
 from metricopt_ext.evidence.run_config import check_at_least
+from metricopt_ext.evidence.style import print_written
 from metricopt_ext.methods.run_folder import open_run
+from metricopt_ext.plain import plain
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.config import COMMAND_LINE, load_with_origins
 from metricopt_ext.utils.extras import require
@@ -204,7 +206,8 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
         ranks.only_first(partial(held.enter_context, sole_writer(folder)))
         ranks.only_first(lambda: open_run(folder, settings, resume=True, files=subject.data_files()))
         if ranks.rank() == 0:
-            print(f"{about.title}: {about.metric}, {counted(len(plan.methods), 'method')} from seed {config.seed} on")
+            methods = counted(len(plan.methods), "method")
+            print(plain(f"{about.title}: {about.metric}, {methods} from seed {config.seed} on"))
         largest = max(plan.budgets)
         total = sum(largest if contenders[name].anytime else sum(plan.budgets) for name in plan.methods)
         run_seeds(
@@ -231,7 +234,7 @@ def report(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     paths = write(content, folder)
     paths.append(contest_page(content, folder).write(folder / PAGE))
     print_report(content)
-    print("wrote", *paths, sep="\n  ")
+    print_written(*paths)
     return content
 
 

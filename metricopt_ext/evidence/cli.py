@@ -17,8 +17,9 @@ from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_sea
 from metricopt_ext.evidence.report import Report
 from metricopt_ext.evidence.report_page import FILE, report_page
 from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.evidence.style import direction
+from metricopt_ext.evidence.style import direction, print_written
 from metricopt_ext.methods.run_folder import open_run
+from metricopt_ext.plain import MESSAGE, plain
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.config import COMMAND_LINE, load_config, load_with_origins
 from metricopt_ext.utils.extras import naming_extras, require
@@ -63,7 +64,7 @@ def errors_in_one_line(*more: type[Exception], keeps: Path | None = None, resume
         except mendable as error:
             if ranks.is_of_another(error):
                 sys.exit(1)
-            sys.exit(f"error: {' '.join(str(error).split())}")
+            sys.exit(f"error: {plain(' '.join(str(error).split()), MESSAGE)}")
 
 
 def shows_config() -> bool:
@@ -157,9 +158,9 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
         )
         if log is not None:
             log(f"{title}{', resumed' if resume else ''}")
-            print(title)
+            print(plain(title))
             if subject.explained:
-                print(f"{subject.metric}: {subject.explained}")
+                print(plain(f"{subject.metric}: {subject.explained}"))
         seeds = range(config.seed, config.seed + config.seeds)
         run = partial(run_seed, experiment, config, folder, resume)
         records = run_seeds(
@@ -184,4 +185,4 @@ def _show(experiment: type[Experiment[Any]], report: Report, folder: Path, seeds
     page = report_page(report, folder, pictures, experiment.own_files[0]).write(folder / FILE)
     write_events(report, folder / "events")
     report.print()
-    print("wrote", *files, page, *pictures, f"and {folder}/seed-*/", sep="\n  ")
+    print_written(*files, page, *pictures, f"and {folder}/seed-*/")

@@ -18,6 +18,7 @@ from metricopt_ext.evidence.method import METHODS, End, Reached, now
 from metricopt_ext.evidence.passes import CountedTask, Passes, counting, noticing, passes_of
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.starts import best_start, with_start
+from metricopt_ext.plain import MESSAGE, plain
 from metricopt_ext.search.trust_region import SearchEnd
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -228,7 +229,7 @@ class _Row:
                     cells[str(left[0])] = self.cell(reached, left[0])
                     left.pop(0)
             except Exception as error:
-                message = " ".join(f"{type(error).__name__}: {error}".split())
+                message = plain(" ".join(f"{type(error).__name__}: {error}".split()), MESSAGE)
                 errors |= {str(budget): message for budget in left}
         machine = str(Machine.current(self.start.device))
         return {"seed": seed, "least": least, "cells": cells, "errors": errors, "machine": machine}

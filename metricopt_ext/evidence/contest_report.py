@@ -22,6 +22,7 @@ from metricopt_ext.evidence.style import (
     print_table,
     save_figure,
 )
+from metricopt_ext.plain import in_markdown
 from metricopt_ext.utils.files import content_of, holds, read_json, write_atomically, write_json
 from metricopt_ext.utils.words import counted
 
@@ -128,13 +129,13 @@ def write(content: dict[str, Any], folder: Path) -> list[Path]:
 def markdown(content: dict[str, Any]) -> str:
     """Return the content of comparison.md."""
     lines = [
-        f"# {heading(content)}",
+        f"# {in_markdown(heading(content))}",
         "",
-        verdict(content),
+        in_markdown(verdict(content)),
         "",
         *means_in_markdown(content),
         "",
-        *(f"- {line}" for line in notes(content)),
+        *(f"- {in_markdown(line)}" for line in notes(content)),
         "",
     ]
     if content["pairs"]:
@@ -150,7 +151,7 @@ def markdown(content: dict[str, Any]) -> str:
         lines += ["## The guard", ""]
         for title, points in guard_blocks(content["guards"]):
             lines += [f"{title}:", "", *(f"- {point}" for point in points), ""]
-    return "\n".join([*lines, computed_on(content), ""])
+    return "\n".join([*lines, in_markdown(computed_on(content)), ""])
 
 
 def computed_on(content: dict[str, Any]) -> str:

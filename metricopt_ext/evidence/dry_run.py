@@ -17,6 +17,7 @@ from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction, print_points, print_table
 from metricopt_ext.methods.paper import END_QUERIES, Algorithm1
 from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.plain import plain
 from metricopt_ext.search.probe import GRADIENTS
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.task import FinetuneTask
@@ -125,7 +126,7 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         ("a seed takes about", duration(seconds)),
         ("the run takes about", duration(math.ceil(config.seeds / at_once) * seconds)),
     ]
-    print(f"{subject.title}: {subject.metric} ({direction(subject.maximize)})")
+    print(plain(f"{subject.title}: {subject.metric} ({direction(subject.maximize)})"))
     if made.reading is not None:
         print_points(made.reading.lines())
     if made.reading is not None and made.reading.columns:

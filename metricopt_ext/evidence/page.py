@@ -5,8 +5,9 @@ import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from metricopt_ext.plain import plain
 from metricopt_ext.utils.files import write_atomically
 
 TEMPLATE = "page.html"
@@ -128,9 +129,13 @@ class Page:
     def html(self) -> str:
         """Return the whole file: no script, and nothing that is loaded from elsewhere."""
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from markupsafe import Markup
+
+        def shown(value: Any) -> Any:
+            return plain(value, lines=True) if isinstance(value, str) and not isinstance(value, Markup) else value
 
         templates = Environment(
-            loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+            loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, finalize=shown
         )
         return templates.get_template(TEMPLATE).render(page=self) + "\n"
 

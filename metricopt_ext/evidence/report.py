@@ -18,6 +18,7 @@ from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.style import direction, markdown_table, print_points, print_table
 from metricopt_ext.methods.guard import Guard, deviates
 from metricopt_ext.methods.result import kept
+from metricopt_ext.plain import in_markdown
 from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.value_function import Quality
@@ -200,27 +201,27 @@ class Report:
     def markdown(self) -> str:
         """Return the content of report.md."""
         lines = [
-            f"# {self.heading}",
+            f"# {in_markdown(self.heading)}",
             "",
-            self.verdict(),
+            in_markdown(self.verdict()),
             "",
             *markdown_table(*self.table()),
             "",
-            *(f"- {line}" for line in (*self.notes(), *MORE_NOTES)),
+            *(f"- {in_markdown(line)}" for line in (*self.notes(), *MORE_NOTES)),
             "",
             f"{GAINS}:",
             "",
-            *(f"- {line}" for line in self.on_gains()),
+            *(f"- {in_markdown(line)}" for line in self.on_gains()),
             "",
             f"{GUARD_AND_F}:",
             "",
-            *(f"- {line}" for line in (*self.on_guard(), *self.on_f())),
+            *(f"- {in_markdown(line)}" for line in (*self.on_guard(), *self.on_f())),
             "",
             f"{SPENT}:",
             "",
             *markdown_table(*self.spent()),
             "",
-            self.computed_on(),
+            in_markdown(self.computed_on()),
             "",
         ]
         said, columns = self.read()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from metricopt_ext.plain import MESSAGE, in_markdown, plain
 from metricopt_ext.utils.files import write_atomically
 
 
@@ -27,6 +28,7 @@ def save_figure(figure: Any, path: str | Path) -> Path:
     for text in figure.findobj(Text):
         if text.get_text():  # all but the numbers at ticks, which are written later and may be powers of ten
             text.set_parse_math(False)  # a name may contain dollar signs
+            text.set_text(plain(text.get_text(), lines=True))
     image = io.BytesIO()
     figure.savefig(image, dpi=150, format="png")
     write_atomically(path, image.getvalue())
@@ -44,8 +46,13 @@ def over_seeds(count: int) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown."""
-    return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+    """Return the lines of a table in Markdown, whatever its cells hold (see `in_markdown`)."""
+    return ["| " + " | ".join(map(in_markdown, cells)) + " |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def print_written(*files: str | Path) -> None:
+    """Print which files were written."""
+    print("wrote", *(plain(str(file)) for file in files), sep="\n  ")
 
 
 def print_points(lines: Sequence[str]) -> None:
@@ -54,7 +61,11 @@ def print_points(lines: Sequence[str]) -> None:
 
     width = Console().width
     for line in lines:
-        print(textwrap.fill(line, width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False))
+        print(
+            textwrap.fill(
+                plain(line, MESSAGE), width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False
+            )
+        )
 
 
 def print_table(
@@ -79,6 +90,7 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
+    header, *rows = ([plain(cell) for cell in row] for row in (header, *rows))
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     for i, column in enumerate(header):
         words = i < left  # which are folded where there is no room for them; numbers are never
@@ -89,5 +101,5 @@ def print_table(
     numbers = sum(max(len(row[i]) for row in (header, *rows)) + 1 for i in range(left, len(header)))
     console.width = max(console.width, numbers + 12 * left)  # better lines that wrap than numbers cut off
     if title:
-        console.print(Text(title, "italic"))  # text, as brackets in a string would be read as markup
+        console.print(Text(plain(title), "italic"))  # text, as brackets in a string would be read as markup
     console.print(table)

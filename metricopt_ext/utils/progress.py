@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from metricopt_ext.plain import MESSAGE, plain
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.pace import Pace, seconds_left
 from metricopt_ext.utils.words import duration
@@ -263,7 +264,7 @@ def watched(watcher: Watcher | None, name: str, total: int) -> Iterator[Watcher]
 
 
 def _print_on(console: Any, line: str) -> None:
-    console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    console.print(plain(line, MESSAGE), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class _Timed(Watcher):
@@ -307,21 +308,21 @@ class _Bar(_Shown):
     def __init__(self, progress: Any, name: str, total: int, clock: Callable[[], float]) -> None:
         super().__init__(lambda line: _print_on(progress.console, line), name, total, clock)
         self._progress = progress
-        self._task = progress.add_task("waiting", total=total, name=name, seen="", start=False)
+        self._task = progress.add_task("waiting", total=total, name=plain(name), seen="", start=False)
 
     def stage(self, description: str) -> None:
         super().stage(description)
         self._progress.start_task(self._task)
         self._progress.tasks[self._task].stop_time = None  # rivals or new starts may follow a run that is done
-        self._progress.update(self._task, description=description)
+        self._progress.update(self._task, description=plain(description))
 
     def query(self, spent: int, seen: str) -> None:
         super().query(spent, seen)
-        self._progress.update(self._task, completed=spent, seen=self._with_time(seen))
+        self._progress.update(self._task, completed=spent, seen=plain(self._with_time(seen)))
 
     def outcome(self, seen: str) -> None:
         super().outcome(seen)
-        self._progress.update(self._task, seen=seen)
+        self._progress.update(self._task, seen=plain(seen))
 
     def done(self) -> None:
         super().done()

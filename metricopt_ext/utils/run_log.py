@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from metricopt_ext.plain import MESSAGE, plain
+
 
 @contextmanager
 def run_log(path: str | Path) -> Iterator[Callable[[str], None]]:
@@ -27,7 +29,7 @@ def run_log(path: str | Path) -> Iterator[Callable[[str], None]]:
     logger.addHandler(handler)
 
     def write(line: str) -> None:
-        logger.info(" ".join(line.splitlines()))
+        logger.info(plain(" ".join(line.splitlines()), MESSAGE))
 
     try:
         yield write
@@ -51,8 +53,9 @@ def telling_warnings(tell: Callable[[str], None]) -> Iterator[None]:
     before = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        tell(f"{category.__name__}: {message}")
-        before(message, category, *where, **more)
+        text = plain(str(message), MESSAGE, lines=True)
+        tell(f"{category.__name__}: {text}")
+        before(message if text == str(message) else text, category, *where, **more)
 
     warnings.showwarning = show
     try:

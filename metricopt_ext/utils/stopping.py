@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from metricopt_ext.plain import plain
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.packaged import PROGRAM
 
@@ -38,7 +39,7 @@ def ending_when_stopped(keeps: Path | None = None, resume: str = "") -> Iterator
             if keeps is not None:
                 again = _command([resume] if resume and resume not in sys.argv[1:] else [])
                 lines = [f"stopped; what is finished is kept in {keeps}. To go on:", f"  {again}"]
-            print(*lines, sep="\n", file=sys.stderr)
+            print(*map(plain, lines), sep="\n", file=sys.stderr)
             sys.exit(status)
 
 

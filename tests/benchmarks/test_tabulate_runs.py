@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.files import read_json, write_json
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tabulate_runs.py"
 
@@ -69,6 +69,16 @@ def test_lower_can_be_better_and_runs_follow_each_other(
     assert page in capsys.readouterr().out
     assert page.count("| MetricOpt | **0.5000 ±0.0000** | +0.2000 [") == 2
     assert page.index("## a: ") < page.index("## b: ")
+
+
+def test_what_a_report_says_is_text(tmp_path: Path) -> None:
+    hostile = "<script>alert(1)</script>|\x1b]0;owned\x07"
+    run = put(tmp_path / "run", metricopt=[0.5, 0.5, 0.5], sl_r=[0.4, None, 0.4])
+    content = read_json(run / "report.json")
+    content["task"] = content["metric"]["name"] = hostile
+    write_json(run / "report.json", content)
+    shown = r"&lt;script>alert(1)&lt;/script>\|\x1b]0;owned\x07"
+    assert tool.tabulate([run]).startswith(f"## run: {shown}, {shown} (higher is better)\n")
 
 
 def test_a_folder_without_a_report_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from metricopt_ext.evidence.experiment import Experiment, Subject
 from metricopt_ext.evidence.method_config import FinetuneConfig, RecipeConfig, SearchConfig
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig
 from metricopt_ext.evidence.style import new_figure, save_figure
+from metricopt_ext.plain import MESSAGE, in_markdown, plain
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.config import leaf_keys
 
@@ -132,6 +133,7 @@ def test_settings_that_are_wrong_end_in_one_line(called: Any, arguments: tuple[s
         MetricError("the metric is down"),
         FloatingPointError("the gradient is not finite"),
         FileNotFoundError(2, "No such file or directory", "data.csv"),
+        FileNotFoundError(2, "No such file or directory", "\x1b[31m"),
     ],
 )
 def test_what_a_user_can_mend_ends_in_one_line(called: Any, error: Exception) -> None:
@@ -141,6 +143,18 @@ def test_what_a_user_can_mend_ends_in_one_line(called: Any, error: Exception) ->
     with pytest.raises(SystemExit) as caught:
         called("--output-dir", "out", run=fail)
     assert caught.value.code == "error: " + " ".join(str(error).split())
+
+
+def test_the_one_line_is_plain_and_cut(called: Any) -> None:
+    def fail(*given: Any) -> None:
+        raise OSError("a\x1b]0;owned\x07\u202e\n" + "b" * 10_000 + " use another")
+
+    with pytest.raises(SystemExit) as caught:
+        called("--output-dir", "out", run=fail)
+    line = str(caught.value.code)
+    assert line.startswith(r"error: a\x1b]0;owned\x07\u202e bbb")
+    assert line.endswith("b use another")
+    assert len(line) == len("error: ") + MESSAGE
 
 
 def test_what_a_user_cannot_mend_keeps_its_traceback(called: Any) -> None:
@@ -309,11 +323,16 @@ def test_a_metric_may_have_any_name(
     html: Callable[[str], Any],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     seeds: int,
     strategy: str,
     pictures: set[str],
 ) -> None:
-    name = "<script>[/red]f[1] :key: $\\frac$ {0} %s"  # markup, an emoji, a wrong formula, placeholders
+    monkeypatch.setenv("COLUMNS", "200")
+    # Markup, an emoji, a wrong formula, placeholders; what a terminal obeys, and columns, code and links of Markdown.
+    name = "<script>[/red]f[1] :key: $\\frac$ {0} %s\x1b]0;owned\x07\u202e|`a` [b](c)\n# d"
+    seen, in_page = plain(name), in_markdown(name)
+    assert seen.endswith(r"\x1b]0;owned\x07\u202e|`a` [b](c)\n# d")
 
     class Hostile(toy):  # type: ignore[misc]
         @classmethod
@@ -329,18 +348,23 @@ def test_a_metric_may_have_any_name(
     report = go(folder, Hostile, config)
     shown = capsys.readouterr().out
     noun = "seed" if seeds == 1 else "seeds"
-    assert f"[/b]squares: {name} (lower is better), {seeds} {noun} of 40 queries\n" in shown
-    assert f"toy/[/b]: {name} (lower is better), {seeds} {noun}\n" in shown
+    assert f"[/b]squares: {seen} (lower is better), {seeds} {noun} of 40 queries\n" in shown
+    assert f"toy/[/b]: {seen} (lower is better), {seeds} {noun}\n" in shown
     assert f"\n  {folder}/report.md\n" in shown
-    assert (folder / "report.md").read_text().startswith(f"# toy/[/b]: {name} (lower is better)\n")
-    assert html((folder / "report.html").read_text()).texts("h1") == [f"toy/[/b]: {name} (lower is better)"]
+    assert (folder / "report.md").read_text().startswith(f"# toy/[/b]: {in_page} (lower is better)\n")
+    assert html((folder / "report.html").read_text()).texts("h1") == [
+        f"toy/[/b]: {plain(name, lines=True)} (lower is better)"
+    ]
     assert {path.name for path in (folder / "seed-3").glob("*.png")} == pictures
     before, after = (report.records[0].outcomes[method][-1] for method in ("pretrained", "metricopt"))
     last = f"{after.queries_total} of 40 queries spent, {40 - after.queries_total} left;"
-    outcome = f"{last} {name} {before.validation:.4f} -> {after.validation:.4f}\n"
+    outcome = f"{last} {seen} {before.validation:.4f} -> {after.validation:.4f}\n"
     assert f"seed 3  done; {outcome}" in shown
     go(folder, Hostile, config, resume=True)
-    assert f"seed 3  on file; {outcome}" in capsys.readouterr().out
+    assert f"seed 3  on file; {outcome}" in (again := capsys.readouterr().out)
+    files = [shown, again, *((folder / file).read_text() for file in ("log.txt", "report.md", "report.html"))]
+    for text in files:
+        assert text.replace("\n", "").replace("─", "").isprintable()
 
 
 @pytest.fixture

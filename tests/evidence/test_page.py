@@ -72,6 +72,14 @@ def test_what_is_given_is_shown_and_not_run(html: Callable, picture: Path) -> No
     assert {attributes["alt"] for name, attributes in seen.elements if name == "img"} == {HOSTILE}
 
 
+def test_what_no_page_should_hold_is_written_out(html: Callable) -> None:
+    text = "a\x1b]0;owned\x07\u202e\ud800"
+    seen = html(page(Text(text), Code(text, f"{text}\n\tb"), title=text).html())
+    shown = r"a\x1b]0;owned\x07\u202e\ud800"
+    assert seen.texts("h1") == seen.texts("p")[1:] == [shown]
+    assert seen.texts("code") == [f"{shown}\n\tb"]
+
+
 def test_nothing_is_loaded_and_nothing_runs(html: Callable, picture: Path) -> None:
     seen = html(page(Figure(picture, "a", "b")).html())
     seen.check()

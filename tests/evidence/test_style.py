@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from metricopt_ext.evidence.style import new_figure, print_points, save_figure
+from metricopt_ext.evidence.style import (
+    markdown_table,
+    new_figure,
+    print_points,
+    print_table,
+    print_written,
+    save_figure,
+)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 3), (2, 1), (2, 3)])
@@ -76,6 +83,40 @@ def test_a_list_is_folded_between_words(
     assert first == "- one [/red]"
     assert all(len(line) <= int(columns) for line in lines)
     assert " ".join(lines).split() == ["-", *(30 * ["word+0.1234"])]
+
+
+HOSTILE = "a\x1b]0;owned\x07|<b>`c`\u202e\nd\ud800"
+SHOWN = r"a\x1b]0;owned\x07|<b>`c`\u202e\nd\ud800"
+
+
+def test_tables_and_lists_show_text_as_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    print_points([HOSTILE])
+    print_table(["name", HOSTILE], [[HOSTILE, "1"]], title=HOSTILE)
+    print_written(HOSTILE, Path(HOSTILE))
+    shown = capsys.readouterr().out
+    assert shown.count(SHOWN) == 6
+    assert {each for each in shown if not each.isprintable()} == {"\n"}
+
+
+def test_a_table_in_markdown_has_its_columns_whatever_they_hold() -> None:
+    cell = r"a\x1b]0;owned\x07\|&lt;b>\`c\`\u202e\nd\ud800"
+    assert markdown_table([HOSTILE, "b"], [["**1**", HOSTILE]]) == [
+        f"| {cell} | b |",
+        "| --- | --- |",
+        f"| **1** | {cell} |",
+    ]
+
+
+def test_a_figure_takes_any_name(tmp_path: Path) -> None:
+    figure, ((axes,),) = new_figure(4.0, 2.0)
+    axes.set_title(HOSTILE)
+    axes.set_ylabel("two\nlines")
+    save_figure(figure, tmp_path / "figure.png")
+    assert axes.get_title() == SHOWN.replace(r"\nd", "\nd")
+    assert axes.get_ylabel() == "two\nlines"
 
 
 def test_no_window_system_is_asked_for(tmp_path: Path) -> None:

@@ -184,6 +184,24 @@ def test_brackets_and_colons_of_names_are_shown_as_they_are(console: Any) -> Non
     assert "[/red]f[1] :key: 0.50 -> 0.60" in shown
 
 
+@pytest.mark.parametrize("console", [terminal(200), Console(file=io.StringIO(), width=200)], ids=["bars", "lines"])
+def test_what_a_terminal_would_obey_is_written_out(console: Any) -> None:
+    hostile, written_out = "\x1b]0;owned\r\x07\u202e.", r"\x1b]0;owned\r\x07\u202e."
+    with Bars(console) as bars:
+        watcher = bars.watch(f"run {hostile}", total=9)
+        watcher.stage(f"stage {hostile}")
+        watcher.query(7, f"recall {hostile} 0.50")
+        watcher.say(f"value function of {hostile}")
+        watcher.outcome(f"f1 {hostile} 0.50 -> 0.60")
+        watcher.stage(f"guard {hostile}")
+    shown = console.file.getvalue()
+    assert "\x1b]0;" not in shown
+    assert "\u202e" not in shown
+    assert f"run {written_out}  value function of {written_out}\n" in shown
+    assert f"guard {written_out}" in shown
+    assert f"f1 {written_out} 0.50 -> 0.60" in shown
+
+
 # --- Without a terminal ------------------------------------------------------------------------------------------
 
 

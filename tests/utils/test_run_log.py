@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from metricopt_ext.errors import MetricError
+from metricopt_ext.plain import MESSAGE
 from metricopt_ext.utils.run_log import run_log, telling_warnings
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4}  "
@@ -25,6 +26,15 @@ def test_lines_are_added_at_the_end(tmp_path: Path) -> None:
             log(said)
             assert lines(tmp_path / "log.txt")[-1] == " ".join(said.splitlines())  # while the run goes on
     assert lines(tmp_path / "log.txt") == ["seed 0  train %s {0}", "a metric of two lines: µ"]
+
+
+def test_a_line_is_plain_and_cut(tmp_path: Path) -> None:
+    with run_log(tmp_path / "log.txt") as log:
+        log("a\x1b[31m\u202e\ud800\nb")
+        log("c" * 3000)
+    first, second = lines(tmp_path / "log.txt")
+    assert first == r"a\x1b[31m\u202e\ud800 b"
+    assert len(second) == MESSAGE
 
 
 @pytest.mark.parametrize(
@@ -52,4 +62,6 @@ def test_warnings_are_told_and_shown() -> None:
         warnings.warn("odd", stacklevel=1)
     with pytest.warns(UserWarning, match="later"):
         warnings.warn("later", stacklevel=1)
-    assert told == ["UserWarning: odd"]
+    with pytest.warns(UserWarning, match=r"^name \\x1b\[31m$"), telling_warnings(told.append):
+        warnings.warn("name \x1b[31m", stacklevel=1)
+    assert told == ["UserWarning: odd", r"UserWarning: name \x1b[31m"]
