@@ -19,8 +19,9 @@ from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.report import paired_interval
 from metricopt_ext.evidence.style import print_table
+from metricopt_ext.methods.siblings.kept import read_numbers
 from metricopt_ext.methods.siblings.registry import SIBLINGS
-from metricopt_ext.utils.files import content_of, read_json
+from metricopt_ext.utils.files import content_of
 
 HEADER = ["", "first", "last", "later half", "seeds"]
 
@@ -58,7 +59,7 @@ def methods_of(run: Path) -> list[str]:
 
 def rows_of(run: Path, method: str) -> list[list[str]]:
     """Return a line for each quantity of a method's history, then the test metric and what was spent."""
-    kept = [read_json(folder / f"{method}.json") for folder in seed_folders(run)]
+    kept = [read_numbers(folder / f"{method}.json") for folder in seed_folders(run)]
     with content_of(run, f"{method}.json of the same kind for each seed"):
         return _rows(run, method, kept)
 

@@ -10,7 +10,7 @@ is better; queries of the metric, evaluations of it on batches, and seconds. Wri
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -21,8 +21,35 @@ from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.report import paired_interval, spread
 from metricopt_ext.evidence.style import direction, markdown_table
 from metricopt_ext.plain import in_markdown
-from metricopt_ext.utils.files import content_of, holds, read_json, write_atomically
-from metricopt_ext.utils.words import counted
+from metricopt_ext.utils.described import Finite, read_shaped
+from metricopt_ext.utils.files import content_of, write_atomically
+from metricopt_ext.utils.words import brief, counted
+
+
+class MetricName(TypedDict):
+    """A metric, and whether higher is better."""
+
+    name: str
+    maximize: bool
+
+
+class MethodNumbers(TypedDict):
+    """What report.json has of a method: its test metric by seed, None where a seed lacks it, and what it cost."""
+
+    test: list[Finite | None]
+    queries_total: int
+    batch_queries: NotRequired[int | None]
+    seconds: Finite | None
+
+
+class ReportFile(TypedDict):
+    """What is read of report.json."""
+
+    task: str
+    metric: MetricName
+    seeds: list[int]
+    methods: dict[str, MethodNumbers]
+
 
 HEADER = ["method", "test", "against the best other", "queries", "batch queries", "seconds"]
 
@@ -68,10 +95,7 @@ def load(run: Path) -> dict[str, Any]:
     file = run / "report.json"
     if not file.exists():
         raise FileFormatError(f"{file} does not exist; run a finetune tool into {run} first")
-    content: dict[str, Any] = read_json(file)
-    if not holds(content, {"task": str, "metric": dict, "seeds": list, "methods": dict}):
-        raise FileFormatError(f"{file} is not a report of a finetune tool")
-    return content
+    return read_shaped(file, ReportFile, "a report of a finetune tool")
 
 
 def section(run: str, content: dict[str, Any], methods: Sequence[str] | None = None) -> str:
@@ -82,6 +106,9 @@ def section(run: str, content: dict[str, Any], methods: Sequence[str] | None = N
         content: What its report.json holds.
         methods: The methods to show; all if None.
     """
+    for name, own in content["methods"].items():
+        if name not in METHODS or len(own["test"]) != len(content["seeds"]) or not present(own["test"]):
+            raise ValueError(f"{brief(name)} is no method, or has other than a value for each seed")
     metric, sign = content["metric"], 1 if content["metric"]["maximize"] else -1
     known = {name: own for name, own in content["methods"].items() if methods is None or name in methods}
     means = {name: sign * float(np.mean(present(own["test"]))) for name, own in known.items()}

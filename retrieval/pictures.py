@@ -13,7 +13,8 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.style import new_figure, over_seeds, save_figure
 from metricopt_ext.retrieval.recall import nearest, recall_at_k
-from metricopt_ext.utils.files import holds, read_json, write_json
+from metricopt_ext.utils.described import Finite, read_shaped
+from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 
@@ -83,10 +84,11 @@ def plot_recalls(files: Sequence[Path], path: Path) -> Path:
         files: What `save_recalls` wrote, one file for each seed; the k that all files have are drawn.
         path: The PNG file.
     """
-    seeds = [read_json(file) for file in files]
+    seeds = [read_shaped(file, dict[str, list[Finite]], "the recalls of a seed") for file in files]
     for file, seed in zip(files, seeds, strict=True):
-        if not holds(seed, dict.fromkeys(seeds[0].keys() | {"ks"}, list)):
-            raise FileFormatError(f"{file} holds no recalls of a seed; delete it to regenerate it")
+        known = {"ks", *(name for name in seed if name in METHODS)}
+        if not known == seed.keys() >= seeds[0].keys() or len({len(values) for values in seed.values()}) != 1:
+            raise FileFormatError(f"{file} holds no recalls of a seed by k; delete it to regenerate it")
     ks = min((seed["ks"] for seed in seeds), key=len)
     figure, ((axes,),) = new_figure(5.4, 4.0)
     for name in (name for name in seeds[0] if name != "ks"):

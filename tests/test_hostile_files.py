@@ -40,6 +40,7 @@ from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.evidence import contest, contest_report
+from metricopt_ext.evidence.joined import joined
 from metricopt_ext.evidence.record import Outcome, SeedRecord
 from metricopt_ext.methods.siblings.kept import NUMBERS, load_kept
 from metricopt_ext.methods.siblings.loss_policy import LossPolicy, load_loss_policy
@@ -64,6 +65,7 @@ from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction
 
 ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = int(os.environ.get("METRICOPT_EXAMPLES", 40))  # mutations of each kind of file
 ALLOWED = 400  # MiB that a loader may take for the small files of these tests; the attacks below took up to 15 GB
 
 
@@ -226,12 +228,14 @@ def checkpoint(suffix: str) -> Callable[[Path], Path]:
 
 def write_kept(folder: Path) -> Path:
     save_checkpoint(folder / "x_model.safetensors", nn.Linear(2, 2).state_dict())
-    return parsed("x.json", {**dict.fromkeys(NUMBERS, 1), "history": {"a": [[0, 0.5]]}})(folder)
+    numbers = {"trained": "phi", "queries": {"a": 1}, "batch_queries": {}, "seconds": 1.0, "history": {"a": [[0, 0.5]]}}
+    assert sorted(numbers) == sorted(NUMBERS)
+    return parsed("x.json", numbers)(folder)
 
 
 def seed_record() -> SeedRecord:
     quality = Quality(0.5, 0.1, 0.2, 10, 5)
-    outcomes = {"metricopt": [Outcome(0.5, 0.5, 20, 1, 1.0)]}
+    outcomes = {name: [Outcome(0.5, 0.5, 20, 1, 1.0)] for name in ("pretrained", "metricopt")}
     machine = Machine("a", "b", 1, "cpu")
     return SeedRecord(
         seed=0, outcomes=outcomes, quality=quality, candidates={"gp": quality}, kept="start", setting=None,
@@ -350,7 +354,38 @@ def evaluations(path: Path) -> CachedMetric:
     return CachedMetric(Metric(lambda net: 0.5, maximize=True, bounds=(0, 1), name="m"), path)
 
 
-KINDS = {"metric": {}, "budgets": [], "starts": {}, "best_start": {}, "methods": {}, "guards": []}
+COLUMN = {"validation": [0.5], "test": [0.5]}
+CELL = {**COLUMN, "queries": [5], "seconds": [0.5], "passes": [None]}
+COMPARISON = {
+    "task": "classification/toy",
+    "title": "net on toy",
+    "metric": {"name": "accuracy", "maximize": True},
+    "budgets": [5],
+    "seeds": [700],
+    "starts": {"pretrained": COLUMN},
+    "best_start": {**CELL, "queries": 2, "chosen": ["pretrained"]},
+    "methods": {"ours": {"least": 3, "cells": {"5": CELL}, "errors": {}}},
+    "guards": [{"seed": 700, "method": "ours", "budget": 5, "accepted": True, "change": 0.1, "error": None}],
+    "machines": ["A processor"],
+    "versions": {"torch": "2.6"},
+    "config": {"task": "classification", "config": "a.yaml", "overrides": []},
+}
+REPORT = {
+    "task": "a",
+    "metric": {"name": "m", "maximize": True},
+    "seeds": [0],
+    "methods": {"metricopt": {"test": [0.5], "queries_total": 5, "batch_queries": 0, "seconds": 1.0}},
+}
+
+
+def read_comparison(path: Path) -> None:
+    """Read a comparison, and make of it what tools make."""
+    content = contest_report.load(path)
+    with files.content_of(path, "comparison"):
+        whole = contest_report.paired(joined([content], ["a"]))
+        contest_report.markdown(whole)
+
+
 CONFIG = (
     "seed: 3\ndata: &d {name: digits}\nmodel: {name: tabular_mlp}\nmetric: {name: scorer:f1, kwargs: {a: [1, 2]}}\n"
 )
@@ -378,11 +413,12 @@ LOADERS: dict[str, Loader] = {
     "record": Loader(write_record, SeedRecord.load),
     "sibling": Loader(write_kept, lambda path: load_kept(nn.Linear(2, 2), path.parent, "x")),
     "row": Loader(
-        parsed("r.json", {"seed": 0, "method": "a", "cells": {}, "errors": {}, "least": 1}), contest.finished
+        parsed("r.json", {"seed": 0, "method": "a", "cells": {}, "errors": {}, "least": 1, "machine": "m"}),
+        contest.finished,
     ),
-    "comparison": Loader(parsed("comparison.json", KINDS), contest_report.load),
+    "comparison": Loader(parsed("comparison.json", COMPARISON), read_comparison),
     "report": Loader(
-        parsed("report.json", {"task": "a", "metric": {"name": "m", "maximize": True}, "seeds": [0], "methods": {}}),
+        parsed("report.json", REPORT),
         lambda path: tabulate_runs.tabulate([path.parent]),
     ),
     "coco": Loader(write_coco, lambda path: read_coco(path, path.parent)),
@@ -469,7 +505,9 @@ def test_mutated_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
     path = loader.write(tmp_path)
     content = path.read_bytes()
 
-    @settings(derandomize=True, database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+    @settings(
+        derandomize=True, database=None, deadline=None, max_examples=EXAMPLES, suppress_health_check=list(HealthCheck)
+    )
     @given(st.data())
     def check(data: st.DataObject) -> None:
         path.write_bytes(content)

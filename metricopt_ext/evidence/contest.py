@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import BudgetError, ConfigError, FileFormatError
+from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.evidence.compare import judge
 from metricopt_ext.evidence.contenders import Contender, Spent, Telling
+from metricopt_ext.evidence.contest_file import STARTS, read_row
 from metricopt_ext.evidence.experiment import Experiment, State
 from metricopt_ext.evidence.guarded import TRAINED, Candidate, Change, guarded
 from metricopt_ext.evidence.method import METHODS, End, Reached, now
@@ -22,11 +23,9 @@ from metricopt_ext.plain import MESSAGE, plain
 from metricopt_ext.search.trust_region import SearchEnd
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.files import holds, read_json, write_json
+from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.progress import Watcher
-
-STARTS = "starts.json"
 
 
 @dataclass(frozen=True)
@@ -156,18 +155,6 @@ def run_seed(
 def finished(file: Path) -> bool:
     """Tell whether a method's row is on file and has no errors."""
     return file.exists() and not read_row(file)["errors"]
-
-
-def read_row(file: Path) -> dict[str, Any]:
-    """Read a method's row.
-
-    Raises:
-        FileFormatError: The file holds something else.
-    """
-    row: dict[str, Any] = read_json(file)
-    if not holds(row, {"seed": int, "method": str, "cells": dict, "errors": dict, "least": int}):
-        raise FileFormatError(f"{file} is not a row of a comparison; delete it to regenerate it")
-    return row
 
 
 def chosen_starts(found: dict[str, Start], wanted: Sequence[str]) -> dict[str, Start]:

@@ -1,6 +1,7 @@
 """A comparison's report: the test metric by method and budget, our method against each other, and curves."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -9,7 +10,8 @@ import numpy as np
 
 from metricopt_ext.errors import DataError, FileFormatError
 from metricopt_ext.evidence.claims import OURS, all_pairs, entry_of, guard_blocks, holm, pair, rivals_of, shown, tests
-from metricopt_ext.evidence.contest import STARTS, Plan, read_row
+from metricopt_ext.evidence.contest import Plan
+from metricopt_ext.evidence.contest_file import STARTS, read_comparison, read_row, read_starts
 from metricopt_ext.evidence.experiment import Subject
 from metricopt_ext.evidence.guarded import TRAINED
 from metricopt_ext.evidence.method import METHODS, Needs
@@ -23,7 +25,7 @@ from metricopt_ext.evidence.style import (
     save_figure,
 )
 from metricopt_ext.plain import in_markdown
-from metricopt_ext.utils.files import content_of, holds, read_json, write_atomically, write_json
+from metricopt_ext.utils.files import content_of, write_atomically, write_json
 from metricopt_ext.utils.words import counted
 
 FILE = "comparison.json"
@@ -48,10 +50,11 @@ def gather(folder: Path, plan: Plan, subject: Subject, config: dict[str, Any]) -
     Raises:
         DataError: There is no finished seed.
     """
-    seeds = sorted(int(path.parent.name.removeprefix("seed-")) for path in folder.glob(f"seed-*/{STARTS}"))
+    names = [path.parent.name for path in folder.glob(f"seed-*/{STARTS}")]
+    seeds = sorted(int(name.removeprefix("seed-")) for name in names if re.fullmatch("seed-(0|[1-9][0-9]{0,17})", name))
     if not seeds:
         raise DataError(f"{folder} holds no seed of a comparison")
-    begun = [read_json(folder / f"seed-{seed}" / STARTS) for seed in seeds]
+    begun = [read_starts(folder / f"seed-{seed}" / STARTS) for seed in seeds]
     with content_of(folder, "comparison"):
         return _gathered(folder, plan, subject, config, seeds, begun)
 
@@ -110,11 +113,7 @@ def load(path: Path) -> dict[str, Any]:
     file = path if path.is_file() else path / FILE
     if not file.exists():
         raise FileFormatError(f"{file} does not exist; run the comparison into {path} first")
-    content: dict[str, Any] = read_json(file)
-    kinds = {"metric": dict, "budgets": list, "starts": dict, "best_start": dict, "methods": dict, "guards": list}
-    if not holds(content, kinds):
-        raise FileFormatError(f"{file} is not a comparison's")
-    return content
+    return read_comparison(file)
 
 
 def write(content: dict[str, Any], folder: Path) -> list[Path]:

@@ -6,13 +6,17 @@ from pathlib import Path
 from metricopt_ext.data.rare import Rare
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import FileFormatError
+from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.methods.guard import Guard
 from metricopt_ext.methods.recipe import Setting
+from metricopt_ext.utils.checks import check_at_least, check_finite, check_integer
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import read_json, write_json
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.words import brief
 from metricopt_ext.value.value_function import Quality
+
+SEED = "seed-"  # before a seed's number, in the name of its folder
 
 
 @dataclass(frozen=True)
@@ -86,16 +90,41 @@ class SeedRecord:
         """Write the record as JSON."""
         write_json(path, asdict(self))
 
+    def _check(self, folder: str) -> None:
+        """Reject what a report can't be made of.
+
+        Raises:
+            ValueError: A method of every report is missing, one is unknown or ended nowhere, or a number is impossible.
+        """
+        if self.seed < 0 or (folder.startswith(SEED) and folder != f"{SEED}{self.seed}"):
+            raise ValueError(f"it is of seed {self.seed}, but stands in {folder}")
+        for name in ("pretrained", "metricopt", *self.outcomes):
+            if name not in METHODS:
+                raise ValueError(f"it has the method {brief(name)}, which does not exist")
+            if not self.outcomes.get(name):
+                raise ValueError(f"it has no outcome of {name}")
+            for each in self.outcomes[name]:
+                check_finite(validation=each.validation, test=each.test)
+                check_at_least(0, seconds=each.seconds)
+                for key in ("queries_total", "queries_per_start", "batch_queries"):
+                    check_integer(0, **{key: getattr(each, key)})
+        check_integer(0, **self.queries)
+        for name, values in {**self.curves, "true": self.true, "searched": self.searched}.items():
+            for value in values:
+                check_finite(**{name: value})
+
     @classmethod
     def load(cls, path: Path) -> "SeedRecord":
         """Read a record.
 
         Raises:
-            FileFormatError: The file holds something else.
+            FileFormatError: The file holds something else, or stands in the folder of another seed.
         """
         content = read_json(path)
         try:
-            return from_json(cls, content)
+            record = from_json(cls, content)
+            record._check(path.parent.name)
+            return record
         except ValueError as error:
             raise FileFormatError(
                 f"{path} is not the record of a seed: {brief(error)}; delete it to regenerate it"

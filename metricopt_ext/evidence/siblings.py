@@ -15,7 +15,7 @@ from metricopt_ext.evidence.method_config import brought_by
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
 from metricopt_ext.methods.siblings.checkpoints import Checkpoints
-from metricopt_ext.methods.siblings.kept import keep, load_kept
+from metricopt_ext.methods.siblings.kept import Measured, keep, load_kept
 from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
 from metricopt_ext.methods.siblings.ranked_batches import BatchSource, RandomOutputs
 from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS, SIBLINGS
@@ -28,8 +28,8 @@ from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.config import config_section
+from metricopt_ext.utils.described import read_shaped
 from metricopt_ext.utils.extras import require
-from metricopt_ext.utils.files import content_of, read_json
 from metricopt_ext.utils.progress import Watcher
 
 TRAINS = ("phi", "model", "scratch")
@@ -328,9 +328,8 @@ def plot_histories(folder: Path, seeds: Sequence[int]) -> list[Path]:
     histories = []
     for name, file in files:
         if file.exists():
-            with content_of(file, "history of a sibling method"):
-                history = read_json(file)["history"]
-                histories.append((name, {each: np.array(history[each]).reshape(-1, 2) for each in history}))
+            history = read_shaped(file, Measured, "what a sibling method left")["history"]
+            histories.append((name, {each: np.array(history[each], float).reshape(-1, 2) for each in history}))
     quantities = list(dict.fromkeys(quantity for _, history in histories for quantity in history))
     if not quantities:
         return []

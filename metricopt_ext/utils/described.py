@@ -1,22 +1,29 @@
 """Dataclasses from parsed JSON, whose values must be of the types that the fields declare."""
 
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.utils.files import read_json
 from metricopt_ext.utils.words import brief
 
 T = TypeVar("T")
+
+Finite = NewType("Finite", float)  # a field's type: neither NaN nor infinite, which JSON as Python reads it may hold
 
 
 def from_json(kind: type[T], content: Any) -> T:
     """Make a dataclass, or a NamedTuple, of what JSON holds of one.
 
-    A whole number may stand for a float. A NamedTuple is a list, which may leave out defaults; a tuple is one, too.
+    A whole number may stand for a float, which is finite if its field is `Finite`. A NamedTuple is a list, which may
+    leave out defaults; a tuple is one, too. Of a TypedDict other keys are left as they are.
 
     Args:
-        kind: The class; its fields may be of bool, int, float, str, None, lists, tuples, dicts by str,
+        kind: The class; its fields may be of bool, int, float, str, None, lists, tuples, dicts by str, TypedDicts,
             and such classes.
         content: What was parsed.
 
@@ -27,10 +34,34 @@ def from_json(kind: type[T], content: Any) -> T:
     return value
 
 
+def read_shaped(path: str | Path, shape: Any, what: str) -> dict[str, Any]:
+    """Read a JSON file whose values are of the types of a TypedDict, or of another shape.
+
+    Args:
+        path: The file.
+        shape: The TypedDict, or a type as a field may have.
+        what: What the file should be, for messages, e.g. ``"a row of a comparison"``.
+
+    Returns:
+        What was parsed, as it is.
+
+    Raises:
+        FileFormatError: The file is not JSON, or holds something else.
+    """
+    content: dict[str, Any] = read_json(path)
+    try:
+        _typed(shape, content, Path(path).stem)
+    except ValueError as error:
+        raise FileFormatError(f"{path} is not {what}: {brief(error)}; delete it to regenerate it") from error
+    return content
+
+
 def _typed(hint: Any, value: Any, name: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
+    if hint is Finite:
+        return value if math.isfinite(_scalar(float, value, name)) else _reject(name, value, "a finite number")
     if origin in (Union, types.UnionType):
         if value is None and types.NoneType in arguments:
             return None
@@ -49,6 +80,8 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
         return origin(_typed(arguments[0], each, f"{name}[{i}]") for i, each in enumerate(_list(value, name)))
     if origin is dict:
         return {key: _typed(arguments[1], each, f"{name}.{key}") for key, each in _dict(value, name).items()}
+    if is_typeddict(hint):
+        return _of_keys(hint, _dict(value, name), name)
     if is_dataclass(hint):
         return _of_fields(hint, _dict(value, name), name)
     if issubclass(hint, tuple):  # a NamedTuple
@@ -74,17 +107,18 @@ def _of_fields(kind: Any, content: Mapping[str, Any], name: str) -> Any:
     return kind(**values)
 
 
+def _of_keys(kind: Any, content: dict[str, Any], name: str) -> Any:
+    for key in sorted(kind.__required_keys__ - content.keys()):
+        raise ValueError(f"{name} has no {key!r}")
+    hints = get_type_hints(kind)
+    return {key: _typed(hints[key], each, f"{name}.{key}") if key in hints else each for key, each in content.items()}
+
+
 def _scalar(hint: type, value: Any, name: str) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is float and number:
-        try:
-            float(value)
-        except OverflowError:
-            _reject(name, value, "a number below 1.8e308")
-        return value
-    if type(value) is not hint:
+    if type(value) is not hint and not (hint is float and number):
         _reject(name, value, f"of type {hint.__name__}")
-    if hint is int and not -(2**63) <= value < 2**63:
+    if type(value) is int and not -(2**63) <= value < 2**63:
         _reject(name, value, "an integer of 64 bits")
     return value
 

@@ -32,7 +32,7 @@ def write_run(folder: Path, finals: list[float], rewards: list[list[float]]) -> 
         outcome = Outcome(0.5, final, 7, 7, 1.0)
         SeedRecord(
             seed=seed,
-            outcomes={"ala": [Outcome(0.1, 0.2, 0, 0, 0.0), outcome]},
+            outcomes={"pretrained": [outcome], "metricopt": [outcome], "ala": [Outcome(0.1, 0.2, 0, 0, 0.0), outcome]},
             quality=None,
             candidates={},
             kept="",
@@ -46,6 +46,7 @@ def write_run(folder: Path, finals: list[float], rewards: list[list[float]]) -> 
             machine=Machine.current(torch.device("cpu")),
         ).save(folder / f"seed-{seed}" / "record.json")
         kept = {"history": {"reward": list(enumerate(reward))}, "queries": {"reward": 7}, "batch_queries": {}}
+        kept["trained"] = "phi"
         write_json(folder / f"seed-{seed}" / "ala.json", {**kept, "seconds": 3.0})
     return folder
 

@@ -361,7 +361,8 @@ def test_a_metric_may_have_any_name(
     outcome = f"{last} {seen} {before.validation:.4f} -> {after.validation:.4f}\n"
     assert f"seed 3  done; {outcome}" in shown
     go(folder, Hostile, config, resume=True)
-    assert f"seed 3  on file; {outcome}" in (again := capsys.readouterr().out)
+    again = capsys.readouterr().out
+    assert f"seed 3  on file; {outcome}" in again
     files = [shown, again, *((folder / file).read_text() for file in ("log.txt", "report.md", "report.html"))]
     for text in files:
         assert text.replace("\n", "").replace("─", "").isprintable()

@@ -1,7 +1,9 @@
 """Records of seeds on disk."""
 
 import json
+import math
 import re
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,11 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
     quality = Quality(0.5, 0.1, 0.2, 9, 3, 0.1, 0.2)
     record = SeedRecord(
         seed=3,
-        outcomes={"cma_es": [Outcome(0.5, 0.4, 10, 10, 0.1), Outcome(0.6, 0.5, 20, 20, 0.2)]},
+        outcomes={
+            "pretrained": [Outcome(0.1, 0.2, 0, 0, 0.0)],
+            "metricopt": [Outcome(0.3, 0.2, 9, 9, 1.0)],
+            "cma_es": [Outcome(0.5, 0.4, 10, 10, 0.1), Outcome(0.6, 0.5, 20, 20, 0.2)],
+        },
         quality=quality,
         candidates={"ridge": quality},
         kept="metricopt",
@@ -36,6 +42,17 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
     assert SeedRecord.load(tmp_path / "record.json") == record
 
 
+OUTCOME = asdict(Outcome(0.5, 0.5, 1, 1, 0.1))
+
+
+def without(name: str, whole: dict[str, Any]) -> str:
+    return json.dumps({**whole, "outcomes": {key: each for key, each in whole["outcomes"].items() if key != name}})
+
+
+def having(whole: dict[str, Any], **outcomes: Any) -> str:
+    return json.dumps({**whole, "outcomes": {**whole["outcomes"], **outcomes}})
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -50,6 +67,25 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
         lambda whole: json.dumps({**whole, "setting": 0.3}),
         lambda whole: json.dumps({**whole, "guard": "thirds"}),
         lambda whole: json.dumps({**whole, "machine": {"processor": "A processor"}}),
+        lambda whole: without("metricopt", whole),
+        lambda whole: without("pretrained", whole),
+        lambda whole: having(whole, metricopt=[]),
+        lambda whole: having(whole, refined=[]),
+        lambda whole: having(whole, **{"../../owned": [OUTCOME]}),
+        lambda whole: having(whole, metricopt=[OUTCOME | {"test": math.nan}]),
+        lambda whole: having(whole, metricopt=[OUTCOME | {"validation": math.inf}]),
+        lambda whole: having(whole, metricopt=[OUTCOME | {"validation": 10**400}]),
+        lambda whole: having(whole, metricopt=[OUTCOME | {"test": None}]),
+        lambda whole: having(whole, metricopt=[OUTCOME | {"queries_total": -1}]),
+        lambda whole: having(whole, metricopt=[OUTCOME | {"seconds": -1.0}]),
+        lambda whole: having(whole, metricopt=OUTCOME),
+        lambda whole: json.dumps({**whole, "seed": -1}),
+        lambda whole: json.dumps({**whole, "seed": "../0"}),
+        lambda whole: json.dumps({**whole, "seed": 10**30}),
+        lambda whole: json.dumps({**whole, "curves": {"metricopt": [math.nan]}}),
+        lambda whole: json.dumps({**whole, "searched": [math.inf]}),
+        lambda whole: json.dumps({**whole, "queries": {"search": -3}}),
+        lambda whole: json.dumps({**whole, "queries": {"search": 3.5}}),
     ],
 )
 def test_a_damaged_record_is_refused(tmp_path: Path, damage: Any) -> None:
@@ -65,7 +101,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path, damage: Any) -> None:
     }
     whole = {
         "seed": 0,
-        "outcomes": {"metricopt": [asdict(outcome)]},
+        "outcomes": {"pretrained": [asdict(outcome)], "metricopt": [asdict(outcome)]},
         "quality": quality,
         "candidates": {"ridge": quality},
         "kept": "start",
@@ -80,7 +116,16 @@ def test_a_damaged_record_is_refused(tmp_path: Path, damage: Any) -> None:
     }
     path = tmp_path / "record.json"
     path.write_text(json.dumps(whole))
-    assert SeedRecord.load(path).outcomes == {"metricopt": [outcome]}
+    assert SeedRecord.load(path).outcomes == {"pretrained": [outcome], "metricopt": [outcome]}
     path.write_text(damage(whole))
     with pytest.raises(FileFormatError, match=rf"{re.escape(str(path))} .*delete it to regenerate it"):
         SeedRecord.load(path)
+
+
+def test_a_record_of_another_seed_is_refused(tmp_path: Path, report: Any) -> None:
+    record = report().records[0]
+    record.save(tmp_path / "seed-4" / "record.json")
+    assert SeedRecord.load(tmp_path / "seed-4" / "record.json") == record
+    shutil.copytree(tmp_path / "seed-4", tmp_path / "seed-5")
+    with pytest.raises(FileFormatError, match=r"seed-5/record\.json is not .*it is of seed 4, but stands in seed-5"):
+        SeedRecord.load(tmp_path / "seed-5" / "record.json")

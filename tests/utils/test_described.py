@@ -1,12 +1,17 @@
 """Dataclasses from JSON: values of the declared types come through, all others are named."""
 
 import json
+import math
+import re
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import pytest
 
-from metricopt_ext.utils.described import from_json
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.utils.described import Finite, from_json, read_shaped
+from metricopt_ext.utils.files import write_json
 
 
 class Pair(NamedTuple):
@@ -64,7 +69,7 @@ def test_what_has_a_default_may_be_missing_and_a_whole_number_may_be_a_float() -
         ({"inner": {"name": None}}, "Outer.inner.name is None; it must be of type str"),
         ({"many": {"k": [{"name": "j", "more": 1}]}}, r"Outer.many.k\[0\] is 'more'; it must be no key but name, flag"),
         ({"pair": [1]}, r"Outer.pair is \[1\]; it must be a list of 2 values"),
-        ({"pair": [10**400, 1]}, r"Outer.pair\[0\] is 1000.*; it must be a number below 1.8e308"),
+        ({"pair": [10**400, 1]}, r"Outer.pair\[0\] is 1000.*; it must be an integer of 64 bits"),
         ({"pair": ["1", 1]}, r"Outer.pair\[0\] is '1'; it must be of type float"),
         ({"halves": [1, 2, 3]}, r"Outer.halves is \[1, 2, 3\]; it must be a list of 2 values"),
         ({"tuples": "ab"}, "Outer.tuples is 'ab'; it must be a list"),
@@ -73,3 +78,39 @@ def test_what_has_a_default_may_be_missing_and_a_whole_number_may_be_a_float() -
 def test_what_has_another_type_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_json(Outer, {**CONTENT, **change})
+
+
+class Keys(TypedDict):
+    size: int
+    values: dict[str, list[Finite | None]]
+    note: NotRequired[str]
+
+
+def test_a_file_is_read_as_it_is_if_it_has_the_shape(tmp_path: Path) -> None:
+    content = {"size": 3, "values": {"a": [1, 0.5, None]}, "more": [{}]}
+    write_json(tmp_path / "keys.json", content)
+    assert read_shaped(tmp_path / "keys.json", Keys, "keys") == content
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": "../3"}, r"keys.size is '\.\./3'; it must be of type int"),
+        ({"size": 3.0}, "keys.size is 3.0; it must be of type int"),
+        ({"values": [1]}, r"keys.values is \[1\]; it must be a JSON object"),
+        ({"values": {"a": {}}}, r"keys.values.a is {}; it must be a list"),
+        ({"values": {"a": [math.nan]}}, r"keys.values.a\[0\] is nan; it must be a finite number"),
+        ({"values": {"a": [-math.inf]}}, r"keys.values.a\[0\] is -inf; it must be a finite number"),
+        ({"values": {"a": [10**30]}}, r"keys.values.a\[0\] is 10*; it must be an integer of 64 bits"),
+        ({"values": {"a": ["1"]}}, r"keys.values.a\[0\] is '1'; it must be of type float"),
+        ({"note": None}, "keys.note is None; it must be of type str"),
+    ],
+)
+def test_a_file_of_another_shape_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    write_json(file, {"size": 3, "values": {}} | change)
+    with pytest.raises(FileFormatError, match=rf"^{re.escape(str(file))} is not what it is: {message}; delete it to"):
+        read_shaped(file, Keys, "what it is")
+    write_json(file, {"values": {}})
+    with pytest.raises(FileFormatError, match=r"keys\.json is not what it is: keys has no 'size'; delete"):
+        read_shaped(file, Keys, "what it is")

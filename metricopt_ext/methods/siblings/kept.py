@@ -2,14 +2,32 @@
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, TypedDict
 
 from torch import nn
 
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.siblings.sibling import Trained
-from metricopt_ext.utils.files import content_of, load_checkpoint, read_json, save_checkpoint, write_json
+from metricopt_ext.methods.siblings.training import Trains
+from metricopt_ext.utils.described import read_shaped
+from metricopt_ext.utils.files import load_checkpoint, save_checkpoint, write_json
 
 NUMBERS = [field.name for field in fields(Trained) if field.name not in ("model", "product")]
+
+
+class Measured(TypedDict):
+    """What was measured on the way: by name, iterations with values."""
+
+    history: dict[str, list[tuple[float, float]]]
+
+
+class Numbers(Measured):
+    """What ``<name>.json`` holds; see `Trained`."""
+
+    trained: Trains
+    queries: dict[str, int]
+    batch_queries: dict[str, int]
+    seconds: float
 
 
 def keep(trained: Trained, folder: Path, name: str) -> None:
@@ -19,6 +37,18 @@ def keep(trained: Trained, folder: Path, name: str) -> None:
         trained.product.save(folder / f"{name}.safetensors")
     # Written last: it says that all is there.
     write_json(folder / f"{name}.json", {key: getattr(trained, key) for key in NUMBERS})
+
+
+def read_numbers(file: Path) -> dict[str, Any]:
+    """Read ``<name>.json`` of what `keep` wrote.
+
+    Raises:
+        FileFormatError: The file holds something else.
+    """
+    content = read_shaped(file, Numbers, "what a sibling method left")
+    if sorted(content) != sorted(NUMBERS):
+        raise FileFormatError(f"{file} is not what a sibling method left; delete it to run the method again")
+    return content
 
 
 def load_kept(model: nn.Module, folder: Path, name: str) -> Trained | None:
@@ -36,12 +66,7 @@ def load_kept(model: nn.Module, folder: Path, name: str) -> Trained | None:
     file = folder / f"{name}.json"
     if not file.exists():
         return None
-    content = read_json(file)
-    if sorted(content) != sorted(NUMBERS):
-        raise FileFormatError(f"{file} is not what a sibling method left; delete it to run the method again")
-    with content_of(file, "history of a sibling method"):
-        history = {
-            key: [(int(step), float(value)) for step, value in points] for key, points in content["history"].items()
-        }
+    content = read_numbers(file)
+    history = {key: [(int(step), float(value)) for step, value in points] for key, points in content["history"].items()}
     load_checkpoint(model, folder / f"{name}_model.safetensors")
     return Trained(model.eval(), product=None, **{**content, "history": history})
