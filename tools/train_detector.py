@@ -33,6 +33,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.plain import MESSAGE, plain
 from metricopt_ext.utils.extras import naming_extras
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.machine import restart_deterministically
@@ -176,7 +177,7 @@ def main() -> None:
             said = in_one_line(str(error))
             if said is None:
                 raise
-            sys.exit(f"error: {said}")
+            sys.exit(f"error: {plain(said, MESSAGE)}")
 
 
 def in_one_line(message: str) -> str | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
+from metricopt_ext.utils.files import open_regular
+
 # What meta-training sets for each of its runs, whose trajectories belong together all the same.
 OF_ONE_RUN = {
     "METRICOPT.ENABLED",
@@ -68,4 +70,5 @@ def _described(name: str) -> str:
 
 @lru_cache
 def _fingerprint(file: Path, changed: int) -> str:
-    return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    with open_regular(file) as opened:
+        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=8)).hexdigest()

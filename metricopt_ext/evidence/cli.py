@@ -26,7 +26,7 @@ from metricopt_ext.utils.extras import naming_extras, require
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.machine import deterministic
 from metricopt_ext.utils.parallel import run_seeds
-from metricopt_ext.utils.run_log import run_log
+from metricopt_ext.utils.run_log import run_log, telling_warnings
 from metricopt_ext.utils.shown_config import shown_config
 from metricopt_ext.utils.stopping import ending_when_stopped
 from metricopt_ext.utils.words import counted
@@ -50,7 +50,7 @@ def experiment_of(task: str) -> type[Experiment[Any]]:
 def errors_in_one_line(*more: type[Exception], keeps: Path | None = None, resume: str = "") -> Iterator[None]:
     """End the process with one line for an error that a user can fix, and in a few when it is stopped.
 
-    An error that several ranks share is told by the one that met it.
+    An error that several ranks share is told by the one that met it. Warnings are shown as plain text.
 
     Args:
         *more: Types of further errors that a user can fix.
@@ -58,7 +58,7 @@ def errors_in_one_line(*more: type[Exception], keeps: Path | None = None, resume
         resume: As in `ending_when_stopped`.
     """
     mendable: tuple[type[Exception], ...] = (MetricOptError, FloatingPointError, OSError, *more)
-    with ending_when_stopped(keeps, resume), naming_extras():
+    with ending_when_stopped(keeps, resume), naming_extras(), telling_warnings(lambda line: None):
         try:
             yield
         except mendable as error:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from metricopt_ext.plain import plain
-from metricopt_ext.utils.files import write_atomically
+from metricopt_ext.utils.files import content_of, read_bounded, write_atomically
 
 TEMPLATE = "page.html"
+PICTURE_BYTES = 1 << 26  # of a figure; ours have less than one hundredth
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,20 @@ class Figure:
     @property
     def source(self) -> str:
         """The file's content as a data URI."""
-        return f"data:image/png;base64,{base64.b64encode(self.path.read_bytes()).decode()}"
+        return f"data:image/png;base64,{base64.b64encode(self._content()).decode()}"
 
     @property
     def size(self) -> tuple[int, int]:
         """Width and height as shown, in pixels; figures are written with 3 for every 2, for sharper screens."""
-        width, height = struct.unpack(">II", self.path.read_bytes()[16:24])
+        width, height = struct.unpack(">II", self._content()[16:24])
         return round(width / 1.5), round(height / 1.5)
+
+    def _content(self) -> bytes:
+        with content_of(self.path, "picture"):
+            content = read_bounded(self.path, PICTURE_BYTES)
+            if not content.startswith(b"\x89PNG\r\n\x1a\n") or len(content) < 24:
+                raise ValueError("it is no PNG")
+        return content
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def check_integer(least: int, **values: Any) -> None:
     """
     for name, value in values.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}; it must be an integer")
+            raise ValueError(f"{name} is {brief(value)}; it must be an integer")
     check_at_least(least, **values)
 
 
@@ -76,4 +76,4 @@ def check_instance(example: str, **values: Any) -> None:
         if isinstance(value, type):
             raise ValueError(f"{name} is the class {value.__name__}; it must be an instance, {value.__name__}(...)")
         if value is not None and not callable(value):
-            raise ValueError(f"{name} is {value!r}; it must be an instance, e.g. {example}")
+            raise ValueError(f"{name} is {brief(value)}; it must be an instance, e.g. {example}")

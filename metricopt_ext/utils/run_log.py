@@ -1,5 +1,6 @@
 """A run's log: a file that receives a line with a time stamp for all that the progress shows, and how the run ended."""
 
+import errno
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ def run_log(path: str | Path) -> Iterator[Callable[[str], None]]:
     Raises:
         OSError: The file can't be written.
     """
+    if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
+        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, not a regular file", str(path))
     handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%S%z"))
     logger = logging.Logger("run")  # no child of the root logger, which belongs to the program
@@ -45,7 +48,7 @@ def run_log(path: str | Path) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def telling_warnings(tell: Callable[[str], None]) -> Iterator[None]:
-    """Tell of Python's warnings too, besides showing them as usual.
+    """Tell of Python's warnings too, besides showing them as usual, but as plain text.
 
     Args:
         tell: Is given each warning that is shown, in a line.

@@ -1,12 +1,14 @@
 """A page is one file: it loads nothing, runs nothing, says what it is given, and is sound HTML."""
 
 import base64
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.page import Code, Figure, Folded, Page, Part, Points, Section, Table, Text
 from metricopt_ext.evidence.style import new_figure, save_figure
 
@@ -103,6 +105,18 @@ def test_contrast_is_that_of_wcag(html: Callable) -> None:
         for front, back in (("--text", "--back"), ("--text", "--panel"), ("--text", "--best"), ("--quiet", "--back")):
             dark, light = sorted(luminance(colours[name]) for name in (front, back))
             assert (light + 0.05) / (dark + 0.05) >= 4.5, (front, back)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_picture_that_is_none_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(OSError, match=r"not a regular file.*pipe\.png"):
+        page(Figure(tmp_path / "pipe.png", "a", "b")).html()
+    (tmp_path / "text.png").write_text("no picture of any kind")
+    with pytest.raises(
+        FileFormatError, match=r"text\.png is corrupt: it holds no picture \(ValueError: it is no PNG\)"
+    ):
+        page(Figure(tmp_path / "text.png", "a", "b")).html()
 
 
 def test_a_page_is_written_whole(tmp_path: Path) -> None:

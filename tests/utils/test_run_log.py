@@ -1,5 +1,6 @@
 """A run's log."""
 
+import os
 import re
 import warnings
 from pathlib import Path
@@ -54,6 +55,13 @@ def test_the_error_with_which_a_run_ends_is_noted(error: BaseException, line: st
 def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="none"), run_log(tmp_path / "none" / "log.txt"):
         pytest.fail("was opened")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_pipe_is_no_log(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.txt")
+    with pytest.raises(OSError, match=r"not a regular file.*log\.txt"), run_log(tmp_path / "log.txt"):
+        pytest.fail("nobody reads it")
 
 
 def test_warnings_are_told_and_shown() -> None:

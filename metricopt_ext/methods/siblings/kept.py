@@ -9,7 +9,7 @@ from torch import nn
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.siblings.sibling import Trained
 from metricopt_ext.methods.siblings.training import Trains
-from metricopt_ext.utils.described import read_shaped
+from metricopt_ext.utils.described import Finite, read_shaped
 from metricopt_ext.utils.files import load_checkpoint, save_checkpoint, write_json
 
 NUMBERS = [field.name for field in fields(Trained) if field.name not in ("model", "product")]
@@ -18,7 +18,7 @@ NUMBERS = [field.name for field in fields(Trained) if field.name not in ("model"
 class Measured(TypedDict):
     """What was measured on the way: by name, iterations with values."""
 
-    history: dict[str, list[tuple[float, float]]]
+    history: dict[str, list[tuple[Finite, float]]]
 
 
 class Numbers(Measured):
