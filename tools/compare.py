@@ -147,7 +147,7 @@ def show(file: Path, overrides: Sequence[str] = ()) -> None:
     for name in OF_THE_COMPARISON:
         setattr(subject, name, getattr(config, name))
     theirs |= dict.fromkeys(OF_THE_COMPARISON, "the comparison's")
-    print(f"{shown_config(config, own)}---  # {config.config}\n{shown_config(subject, theirs)}", end="")
+    print(f"{shown_config(config, own)}---  # {plain(config.config)}\n{shown_config(subject, theirs)}", end="")
 
 
 def _read(file: Path, overrides: Sequence[str]) -> tuple[tuple[CompareConfig, dict[str, str]], tuple[Any, Any]]:

@@ -26,7 +26,8 @@ from typing import Any
 from metricopt_ext.errors import DataError
 from metricopt_ext.evidence.cli import add_show_config, errors_in_one_line, show_config, shows_config
 from metricopt_ext.evidence.report import versions
-from metricopt_ext.evidence.style import print_table
+from metricopt_ext.evidence.style import print_table, print_written
+from metricopt_ext.plain import plain
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.words import counted, shortened
 
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     path = arguments.output_dir / "report.json"
     write_json(path, report)
     print_report(report)
-    print("wrote", path, sep="\n  ")
+    print_written(path)
     return report
 
 
@@ -269,7 +270,7 @@ def print_report(report: dict[str, Any]) -> None:
     header = ["AP50", "objects", "detections", *results]
     print_table(header, rows, bold=[len(rows) - 1])
     for note in report["notes"]:
-        print(f"note: {note}")
+        print(plain(f"note: {note}"))
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ class Report:
         ]
         said, columns = self.read()
         if said:
-            lines += [f"{said}.", "", *([*markdown_table(COLUMNS, columns), ""] if columns else [])]
+            lines += [f"{in_markdown(said)}.", "", *([*markdown_table(COLUMNS, columns), ""] if columns else [])]
         if predictors := [(f"**{name}**" if name == IN_USE else name, *row) for name, *row in self.predictors()]:
             lines += [f"{PREDICTED}:", "", *markdown_table(PREDICTORS, predictors), ""]
         if losses := self.losses():
