@@ -7,7 +7,7 @@ in Markdown by `in_markdown`; HTML is escaped by its template.
 import re
 import unicodedata
 
-MESSAGE = 2000  # the most characters of a message: it must be read, and what it quotes has no bound
+MESSAGE = 1500  # the most characters of a message: it must be read, and what it quotes has no bound
 
 # In Markdown: a backslash that makes a sign plain, a column's end, code, and what makes a link of brackets before it.
 ACTIVE = r"\\(?=[!-/:-@\[-`{-~])|[|`]|(?<=\])\("

@@ -14,6 +14,7 @@ from metricopt_ext.evidence.dry_run import dry_run
 from metricopt_ext.evidence.events import write_events
 from metricopt_ext.evidence.experiment import Experiment, run_seed
 from metricopt_ext.evidence.plots import plot_finetuning, plot_methods, plot_search, plot_value_function
+from metricopt_ext.evidence.record import check_alike
 from metricopt_ext.evidence.report import Report
 from metricopt_ext.evidence.report_page import FILE, report_page
 from metricopt_ext.evidence.run_config import RunConfig
@@ -166,6 +167,7 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
         records = run_seeds(
             run, seeds, queries=config.queries, workers=config.workers, threads=config.threads, shared=True, log=log
         )
+        check_alike(records)
         report = Report(subject.task, subject.metric, subject.maximize, records, config.as_dict())
         ranks.only_first(lambda: _show(experiment, report, folder, seeds))
         if log is not None:

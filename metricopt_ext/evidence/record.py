@@ -1,5 +1,6 @@
 """The record of one seed: each method's outcome and how good the value function was."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -109,6 +110,8 @@ class SeedRecord:
                 for key in ("queries_total", "queries_per_start", "batch_queries"):
                     check_integer(0, **{key: getattr(each, key)})
         check_integer(0, **self.queries)
+        if len(self.true) != len(self.predicted):
+            raise ValueError(f"it has {len(self.true)} true values and {len(self.predicted)} predicted ones")
         for name, values in {**self.curves, "true": self.true, "searched": self.searched}.items():
             for value in values:
                 check_finite(**{name: value})
@@ -129,3 +132,20 @@ class SeedRecord:
             raise FileFormatError(
                 f"{path} is not the record of a seed: {brief(error)}; delete it to regenerate it"
             ) from error
+
+
+def check_alike(records: Sequence[SeedRecord]) -> None:
+    """Reject records that were not made with the same settings, as their curves have other lengths.
+
+    Raises:
+        FileFormatError: Two of them differ.
+    """
+    first: dict[str, SeedRecord] = {}
+    for record in records:
+        for name, curve in record.curves.items():
+            other = first.setdefault(name, record)
+            if len(curve) != len(other.curves[name]):
+                raise FileFormatError(
+                    f"the records of seeds {other.seed} and {record.seed} have {len(other.curves[name])} and"
+                    f" {len(curve)} points of the curve {brief(name)}; delete the record.json of the wrong one"
+                )

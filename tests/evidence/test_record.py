@@ -4,14 +4,14 @@ import json
 import math
 import re
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.evidence.record import Outcome, SeedRecord
+from metricopt_ext.evidence.record import Outcome, SeedRecord, check_alike
 from metricopt_ext.methods.recipe import Setting
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality
@@ -84,6 +84,7 @@ def having(whole: dict[str, Any], **outcomes: Any) -> str:
         lambda whole: json.dumps({**whole, "seed": 10**30}),
         lambda whole: json.dumps({**whole, "curves": {"metricopt": [math.nan]}}),
         lambda whole: json.dumps({**whole, "searched": [math.inf]}),
+        lambda whole: json.dumps({**whole, "predicted": [0.5, 0.5]}),
         lambda whole: json.dumps({**whole, "queries": {"search": -3}}),
         lambda whole: json.dumps({**whole, "queries": {"search": 3.5}}),
     ],
@@ -129,3 +130,11 @@ def test_a_record_of_another_seed_is_refused(tmp_path: Path, report: Any) -> Non
     shutil.copytree(tmp_path / "seed-4", tmp_path / "seed-5")
     with pytest.raises(FileFormatError, match=r"seed-5/record\.json is not .*it is of seed 4, but stands in seed-5"):
         SeedRecord.load(tmp_path / "seed-5" / "record.json")
+
+
+def test_records_of_other_lengths_are_not_put_together(report: Any) -> None:
+    first, second, third = report().records
+    check_alike([first, second, third])
+    longer = replace(second, curves={"metricopt": [*second.curves["metricopt"], 0.5]})
+    with pytest.raises(FileFormatError, match="of seeds 4 and 5 have 3 and 4 points of the curve 'metricopt'; delete"):
+        check_alike([first, longer, third])
