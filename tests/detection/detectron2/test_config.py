@@ -113,6 +113,10 @@ def test_unknown_keys_are_refused(tmp_path: Path) -> None:
         (tmp_path / "wrong.yaml").write_text(content)
         with pytest.raises(ConfigError, match=r"wrong\.yaml: "):
             read_config(tmp_path / "wrong.yaml")
+    for content in ("'True'\n", "1.5\n", "- VERSION\n", ""):
+        (tmp_path / "wrong.yaml").write_text(content)
+        with pytest.raises(ConfigError, match=r"wrong\.yaml holds .*; it must hold keys with values"):
+            read_config(tmp_path / "wrong.yaml")
 
 
 def test_all_keys_are_shown_with_their_origins(tmp_path: Path) -> None:
