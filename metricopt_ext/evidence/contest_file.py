@@ -191,7 +191,7 @@ def _check(content: dict[str, Any]) -> None:
         if name not in METHODS:
             raise ValueError(f"it has the method {brief(name)}, which does not exist")
     best = {key: value for key, value in content["best_start"].items() if key != "queries"}
-    cells = {name: cell for name, each in content["methods"].items() for cell in each["cells"].values()}
+    cells = {f"{name}, {q}": cell for name, each in content["methods"].items() for q, cell in each["cells"].items()}
     for name, columns in {**content["starts"], "best_start": best, **cells}.items():
         for key, column in columns.items():
             if isinstance(column, list) and len(column) != len(seeds):

@@ -10,8 +10,8 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.methods.guard import Guard
 from metricopt_ext.methods.recipe import Setting
-from metricopt_ext.utils.checks import check_at_least, check_finite, check_integer
-from metricopt_ext.utils.described import from_json
+from metricopt_ext.utils.checks import check_at_least, check_integer
+from metricopt_ext.utils.described import LARGEST, from_json
 from metricopt_ext.utils.files import read_json, write_json
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.words import brief
@@ -105,7 +105,7 @@ class SeedRecord:
             if not self.outcomes.get(name):
                 raise ValueError(f"it has no outcome of {name}")
             for each in self.outcomes[name]:
-                check_finite(validation=each.validation, test=each.test)
+                _check_values("validation and test", [each.validation, each.test])
                 check_at_least(0, seconds=each.seconds)
                 for key in ("queries_total", "queries_per_start", "batch_queries"):
                     check_integer(0, **{key: getattr(each, key)})
@@ -113,8 +113,7 @@ class SeedRecord:
         if len(self.true) != len(self.predicted):
             raise ValueError(f"it has {len(self.true)} true values and {len(self.predicted)} predicted ones")
         for name, values in {**self.curves, "true": self.true, "searched": self.searched}.items():
-            for value in values:
-                check_finite(**{name: value})
+            _check_values(name, values)
 
     @classmethod
     def load(cls, path: Path) -> "SeedRecord":
@@ -132,6 +131,12 @@ class SeedRecord:
             raise FileFormatError(
                 f"{path} is not the record of a seed: {brief(error)}; delete it to regenerate it"
             ) from error
+
+
+def _check_values(name: str, values: Sequence[float]) -> None:
+    for value in values:
+        if not abs(value) <= LARGEST:  # NaN is not
+            raise ValueError(f"{brief(name)} has the value {value}; it must be finite, and at most {LARGEST:.0e}")
 
 
 def check_alike(records: Sequence[SeedRecord]) -> None:

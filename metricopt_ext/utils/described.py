@@ -1,6 +1,5 @@
 """Dataclasses from parsed JSON, whose values must be of the types that the fields declare."""
 
-import math
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -13,7 +12,9 @@ from metricopt_ext.utils.words import brief
 
 T = TypeVar("T")
 
-Finite = NewType("Finite", float)  # a field's type: neither NaN nor infinite, which JSON as Python reads it may hold
+# A field's type: neither NaN nor infinite, which JSON as Python reads it may hold, nor so large that a square would be.
+Finite = NewType("Finite", float)
+LARGEST = 1e100
 
 
 def from_json(kind: type[T], content: Any) -> T:
@@ -61,7 +62,8 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     if hint is Any:
         return value
     if hint is Finite:
-        return value if math.isfinite(_scalar(float, value, name)) else _reject(name, value, "a finite number")
+        fits = abs(_scalar(float, value, name)) <= LARGEST  # NaN is not
+        return value if fits else _reject(name, value, f"a finite number of at most {LARGEST:.0e}")
     if origin in (Union, types.UnionType):
         if value is None and types.NoneType in arguments:
             return None

@@ -75,6 +75,7 @@ def having(whole: dict[str, Any], **outcomes: Any) -> str:
         lambda whole: having(whole, metricopt=[OUTCOME | {"test": math.nan}]),
         lambda whole: having(whole, metricopt=[OUTCOME | {"validation": math.inf}]),
         lambda whole: having(whole, metricopt=[OUTCOME | {"validation": 10**400}]),
+        lambda whole: having(whole, metricopt=[OUTCOME | {"validation": -1e300}]),
         lambda whole: having(whole, metricopt=[OUTCOME | {"test": None}]),
         lambda whole: having(whole, metricopt=[OUTCOME | {"queries_total": -1}]),
         lambda whole: having(whole, metricopt=[OUTCOME | {"seconds": -1.0}]),
