@@ -691,7 +691,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], str]] = 
     "a program": (  # PIL would run Ghostscript
         text("a/0.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"),
         lambda p: load_image_folder(p.parents[1]),
-        "cannot identify image file",
+        "it is none of BMP",
     ),
     "a LIBSVM index": (
         text("x.txt", "1 2000000000:1\n-1 1:1\n"),

@@ -157,7 +157,7 @@ def open_regular(path: str | Path) -> IO[bytes]:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
+    return open(path, "rb", opener=lambda *_: descriptor)  # unlike os.fdopen, it keeps the name, which messages have
 
 
 def read_bounded(path: str | Path, most: int) -> bytes:

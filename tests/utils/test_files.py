@@ -223,3 +223,9 @@ def test_many_links_to_many_links_take_no_time(tmp_path: Path) -> None:
     names, again = walked(tmp_path / "0")
     assert len(names) == 30
     assert len(again) == 30
+
+
+def test_an_open_file_has_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"content")
+    with open_regular(tmp_path / "a") as file:
+        assert (str(file.name), file.read()) == (str(tmp_path / "a"), b"content")
