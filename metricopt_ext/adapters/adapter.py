@@ -324,12 +324,10 @@ class Adapter:
             for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True)
             for key in modulation.merges_into
         }
-        moved = bool(self.phi.any())
-        self._merge()
-        if moved:
-            for message in left_out(self.model, merged):
+        if bool(self.phi.any()):
+            for message in left_out(self.model, merged):  # before the merge, after which nothing can be undone
                 warnings.warn(message, stacklevel=2)
-        return self.model
+        return self._merge()
 
     def _merge(self) -> nn.Module:
         tensors = [

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.calls import Calls, projected, recorded, shape_of, tensors_in
 from metricopt_ext.errors import AdapterError
+from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.seeding import seeded_streams
 from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import shortened
@@ -24,7 +25,8 @@ def check_effect(adapter: Adapter, loss: Callable[[nn.Module, Any], Tensor], dra
 
     It costs a forward and a backward pass, and one more of each unless the logits are returned as their layer gives
     them; coordinates without a gradient cost further forward passes. A loss that fails, or that doesn't call the model,
-    tells nothing: its user finds out. Layers that are not called beside others that are get a UserWarning.
+    tells nothing: its user finds out. Whatever it raises, the model is left as it was. Layers that are not called
+    beside others that are get a UserWarning.
 
     Args:
         adapter: The model's adapter; the check is made at phi = 0.
@@ -35,6 +37,17 @@ def check_effect(adapter: Adapter, loss: Callable[[nn.Module, Any], Tensor], dra
         AdapterError: A coordinate moves no output; or the layer of the offsets was taken by definition, and its output
             is not what the model returns. The message names both layers.
     """
+    before = KeptModules(adapter.model)
+    try:
+        _check(adapter, loss, draw, before)
+    except BaseException:
+        before.put_back()
+        raise
+
+
+def _check(
+    adapter: Adapter, loss: Callable[[nn.Module, Any], Tensor], draw: Callable[[], Any], before: KeptModules
+) -> None:
     model, layers = adapter.model, adapter.layers
     phi = torch.zeros_like(adapter.phi.detach()).requires_grad_(True)
 
@@ -54,6 +67,7 @@ def check_effect(adapter: Adapter, loss: Callable[[nn.Module, Any], Tensor], dra
             try:
                 return calls, run(phi)
             except Exception:
+                before.put_back()
                 return None
 
     plain = watched(probing=False)
@@ -70,7 +84,7 @@ def check_effect(adapter: Adapter, loss: Callable[[nn.Module, Any], Tensor], dra
         warnings.warn(
             f"layers {shortened(idle)} were not called on the first batch, so phi does nothing there: name other"
             " layers, or attach with example=inputs, which leaves them out",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -89,7 +103,7 @@ def _check_layer(layer: str, calls: Calls, guessed: bool) -> None:
         gives = f"whose output is {calls.shape(layer)}" if called else "which was not called on the first batch"
         raise AdapterError(_wrong_layer(f"layer {layer!r}, the last linear layer by definition, {gives}", calls))
     if called and giving is not None:
-        warnings.warn(_wrong_layer(f"layer {layer!r}, whose output is {calls.shape(layer)}", calls), stacklevel=5)
+        warnings.warn(_wrong_layer(f"layer {layer!r}, whose output is {calls.shape(layer)}", calls), stacklevel=6)
 
 
 def _wrong_layer(what: str, calls: Calls) -> str:
@@ -112,7 +126,12 @@ def _still(phi: Tensor, outputs: list[Tensor], run: Callable[[Tensor], Tensor], 
     """Return coordinates that move no output: all, or the first that was found; None if all move one."""
     floats = [each for each in outputs if isinstance(each, Tensor) and each.is_floating_point()]
     moving = [each for each in floats if each.requires_grad]
-    (gradient,) = torch.autograd.grad(projected(moving), phi, allow_unused=True) if moving else (None,)
+    try:
+        (gradient,) = torch.autograd.grad(projected(moving), phi, allow_unused=True) if moving else (None,)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # an operation without a backward pass
+        gradient = None
     idle = torch.arange(len(phi)) if gradient is None else (gradient == 0).nonzero().flatten().cpu()
     if not len(idle):
         return None
