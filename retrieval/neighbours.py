@@ -400,7 +400,7 @@ def _searcher(items: Singles, k: int, euclidean: bool) -> Callable[[Singles], tu
         metric = faiss.METRIC_L2 if euclidean else faiss.METRIC_INNER_PRODUCT
 
         # IndexFlat's search without the index, which would hold a copy of all items.
-        def search(queries: Singles, k: int) -> Any:  # type: ignore[no-redef]
+        def search(queries: Singles, k: int) -> Any:
             return faiss.knn(queries, items, k, metric)
 
     def keyed(queries: Singles) -> tuple[Singles, Integers]:

@@ -28,7 +28,7 @@ from metricopt_ext.detection.detectron2.toolkit import detections_of
 from metricopt_ext.detection.metric import MeanAveragePrecision, halves_of_images
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.errors import MetricError
-from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.metric import Halved, Metric
 
 
 class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
@@ -126,7 +126,7 @@ def ap50_metric(
     kind, _, measure = result.partition("/")
     halves, judged = _on_halves(evaluator)
 
-    def ap50(model: nn.Module) -> Any:
+    def ap50(model: nn.Module) -> Halved:
         count = _Count()
         whole = inference_on_dataset(model, loader, [evaluator, count])
         on_halves = [] if isinstance(halves, str) else [judged(half) for half in halves]
@@ -137,7 +137,7 @@ def ap50_metric(
         if math.isnan(value) and any(measure in values for values in found.values()):
             counts = [each for _, _, each in gathered if each is not None]
             if counts and not sum(counts):
-                return (0.0, halves) if isinstance(halves, str) else (0.0, (0.0, 0.0))
+                return Halved(0.0, halves if isinstance(halves, str) else (0.0, 0.0))
         if result not in given:
             raise MetricError(f"{type(evaluator).__name__} gave no {result}, but {given}")
         if math.isnan(value):
@@ -146,8 +146,9 @@ def ap50_metric(
                 f" set that has some, or name another of {given}"
             )
         if isinstance(halves, str):
-            return value, halves
-        return value, tuple(each.get(kind, {}).get(measure, math.nan) for each in on_halves)
+            return Halved(value, halves)
+        first, second = (each.get(kind, {}).get(measure, math.nan) for each in on_halves)
+        return Halved(value, (first, second))
 
     return Metric(ap50, maximize=True, bounds=(0.0, 100.0), name=name)
 

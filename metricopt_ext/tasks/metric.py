@@ -394,7 +394,8 @@ class Metric(CostScale):
                 " NumPy; all was put back, but earlier values may be of another model. Evaluate a copy of the model"
             )
         try:
-            value, halves = returned if isinstance(returned, tuple) else (returned, None)
+            given = (returned, returned.halves) if isinstance(returned, Halved) else returned
+            value, halves = given if isinstance(given, tuple) else (given, None)
             value, why = float(value), halves if isinstance(halves, str) else ""
             halves = None if halves is None or why else [float(half) for half in halves]
             if halves is not None and len(halves) != 2:
@@ -450,8 +451,25 @@ class Metric(CostScale):
             )
 
 
-def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Tensor] | str) -> Any:
-    """Return what a metric's function returns: its value and, if there are halves, its values on both.
+class Halved(float):
+    """A metric's value that knows what it is on two halves of the data: a number for whoever calls the function.
+
+    Args:
+        value: The value on all of the data.
+        halves: The values on both halves, or why there are none; None where nothing is to be said of them.
+    """
+
+    halves: tuple[float, float] | str | None
+
+    def __new__(cls, value: float, halves: tuple[float, float] | str | None) -> "Halved":
+        """Make the number."""
+        made = super().__new__(cls, value)
+        made.halves = halves
+        return made
+
+
+def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Tensor] | str) -> Halved:
+    """Return a metric's value with its values on two halves of the data, if there are halves.
 
     Args:
         value_on: Returns the value on the examples at some indices, ``m``, or on all of them for None. Where it refuses
@@ -462,15 +480,14 @@ def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Ten
         ValueError: The halves share examples.
     """
     if isinstance(halves, str) or not halves:
-        value = value_on(None)
-        return (value, halves) if halves else value
+        return Halved(value_on(None), (halves or None) if isinstance(halves, str) else None)
     if shared := int(torch.isin(*halves).sum()):
         raise ValueError(f"halves share {shared} of {len(halves[0])} examples; divide the data, each into one half")
     value = value_on(None)
     try:
-        return value, tuple(value_on(half) for half in halves)
+        return Halved(value, (value_on(halves[0]), value_on(halves[1])))
     except (ArithmeticError, MetricError, ValueError) as error:
-        return value, f"on a half of its data it raised {type(error).__name__}: {brief(error)}"
+        return Halved(value, f"on a half of its data it raised {type(error).__name__}: {brief(error)}")
 
 
 def returns_number(function: Callable[..., Any]) -> bool:

@@ -13,6 +13,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -147,7 +148,7 @@ def walked(folder: Path) -> tuple[list[str], list[str]]:
     return sorted(names[1:]), sorted(again)
 
 
-def open_regular(path: str | Path) -> IO[bytes]:
+def open_regular(path: str | Path) -> BufferedReader:
     """Open a file to read it, which must be a regular one: a pipe or a device could be waited for without end.
 
     Raises:

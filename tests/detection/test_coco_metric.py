@@ -139,6 +139,7 @@ def test_halves_are_random_ones_by_default() -> None:
     by_default, none = (value(coco_metric(images, truth(), **given), Finder(off=1)) for given in ({}, {"halves": ()}))
     assert by_default == value(coco_metric(images, truth(), halves=random_halves(4, 0)), Finder(off=1))
     assert none == (by_default[0], None)
+    assert coco_metric(images, truth()).function(Finder()) == pytest.approx(1)  # a number, for whoever calls it
 
 
 def test_another_detector_s_output_is_translated() -> None:

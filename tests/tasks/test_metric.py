@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import BudgetError, DataError, MetricError, UnguardedError, WeightsError
-from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric, noise_of, with_halves
+from metricopt_ext.tasks.metric import Evaluation, Halved, Ledger, Metric, noise_of, with_halves
 
 
 def constant(value: Any) -> Callable[[], Any]:
@@ -327,6 +327,10 @@ def test_a_required_guard_refuses_a_metric_that_is_undefined_on_its_halves_unles
         assert metric.evaluate(nn.Identity(), "x") == Evaluation(0.5)
 
 
+def told(value: Halved) -> tuple[float, Any]:
+    return float(value), value.halves
+
+
 @pytest.mark.parametrize("error", [ValueError("one  class"), DataError("one class"), MetricError("one class")])
 def test_what_is_refused_on_a_half_has_no_halves(error: Exception) -> None:
     def value_on(rows: Tensor | None) -> float:
@@ -335,11 +339,12 @@ def test_what_is_refused_on_a_half_has_no_halves(error: Exception) -> None:
         return 0.25 if rows is None else 0.5
 
     halves = [torch.tensor([0, 2]), torch.tensor([3])]
-    assert with_halves(value_on, halves) == (0.25, (0.5, 0.5))
+    assert told(with_halves(value_on, halves)) == (0.25, (0.5, 0.5))
     why = f"on a half of its data it raised {type(error).__name__}: one class"
-    assert with_halves(value_on, [*halves[:1], torch.tensor([1])]) == (0.25, why)
-    assert with_halves(value_on, "there are no classes") == (0.25, "there are no classes")
-    assert with_halves(value_on, ()) == with_halves(value_on, "") == 0.25
+    assert told(with_halves(value_on, [*halves[:1], torch.tensor([1])])) == (0.25, why)
+    assert told(with_halves(value_on, "there are no classes")) == (0.25, "there are no classes")
+    assert told(with_halves(value_on, ())) == (0.25, None)
+    assert told(with_halves(value_on, "")) == (0.25, None)
 
 
 def test_halves_that_share_examples_are_refused() -> None:

@@ -63,7 +63,7 @@ class Masks(MetricOptTrainer):
         """The value alone: of a few images, the guard takes all that two halves gain for chance."""
         metric = super().build_metric(cfg)
         assert metric is not None
-        return mo.Metric(lambda model: metric.function(model)[0], **metric.settings)
+        return mo.Metric(lambda model: float(metric.function(model)), **metric.settings)
 
 
 @pytest.fixture
