@@ -10,8 +10,10 @@ import os
 import re
 import reprlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +41,8 @@ _BLANK = {"", "?"}  # how tables mark a missing value
 # and a missing number, in lower case
 _MISSING = {*_BLANK, "-", "--", ".", "#n/a", "#na", "<na>", "n.a.", "n/a", "na", "nan", "none", "null"}
 _SHOWN = 3  # bad cells of a column that are named
+_TELLING = 10  # rows from which on values of their own are worth a look
+_CLASSES = 100  # of numbers that are not whole so many may be classes
 _SINGLE = "set data.standardise=true, or leave it out (data.drop=[{}])"
 
 
@@ -57,7 +61,8 @@ def load_libsvm(
 
     Raises:
         DataError: For a file that is missing or malformed, or has more than d features, or more bytes than allowed; for
-            numbers that float32 can't tell apart, or labels that float64 can't.
+            numbers that float32 can't tell apart, or labels that float64 can't, or that are no classes
+            but a quantity.
     """
     return _labelled(read_libsvm(paths, num_features, max_bytes=max_bytes))
 
@@ -113,6 +118,11 @@ def read_libsvm(
             f" {wrong[0]:.17g}"
         )
     labels, y = np.unique(numbers, return_inverse=True)
+    if len(labels) > _CLASSES and (parted := labels[labels % 1 != 0]).size:
+        raise DataError(
+            f"{named}: labels must be classes, but seem to be a quantity: {len(labels)} different ones, such as"
+            f" {parted[0]:g}; number the classes by whole numbers"
+        )
     said = f"LIBSVM data, {counted(rows, 'example')} of {counted(features, 'feature')}, indices from {first}"
     if queries:
         said += "; query ids (qid) are left out"
@@ -167,7 +177,8 @@ def read_csv(
     """Read a table with a header row; numeric columns are kept, each other column becomes one 0/1 column per value.
 
     A column is numeric if at least 90% of its cells, but for those that mark a missing one (empty, ``?``, ``-``,
-    ``NA``, ...), are numbers: plain ones, or all with the same sign of a percentage or a currency.
+    ``NA``, ...), are numbers: plain ones, or all with the same sign of a percentage or a currency. A number in
+    parentheses is negative, as in accounts.
 
     Args:
         path: The file.
@@ -303,6 +314,10 @@ def _decoded(path: StrPath, content: bytes, encoding: str) -> tuple[str, str]:
             f"{path}: row {_row_of(text[: text.index(chr(0))])} has a NUL character, as has UTF-16 without its mark;"
             " save it as UTF-8, or set data.encoding, such as utf-16-le"
         )
+    if content.startswith(codecs.BOM_UTF8) and not codecs.lookup(found).name.startswith("utf-8"):
+        raise DataError(
+            f"{path} begins with the mark of UTF-8, so data.encoding={encoding!r} would misread it; leave the key out"
+        )
     if text.startswith("\ufeff"):
         text, found = text[1:], f"{found} with its mark"
     return text, found
@@ -315,18 +330,23 @@ def _row_of(before: str) -> int:
 
 def _rows(path: StrPath, text: str, delimiter: str, target: str) -> tuple[list[tuple[int, list[str]]], str]:
     """The rows that are not blank, header first, each with its number and its cells stripped; and the delimiter."""
+    delimiter = "\t" if delimiter == r"\t" else delimiter  # as it is typed in a shell
     if len(delimiter) > 1 or delimiter in ('"', "\r", "\n"):
-        raise DataError(f"data.delimiter={delimiter!r} must be one character")
+        raise DataError(f"data.delimiter={delimiter!r} must be one character, or \\t for a tab")
     found = [delimiter] if delimiter else [each for each in DELIMITERS if _divides(text, each, target)]
     if len(found) > 1:
         raise DataError(
             f"{path}: its cells may be parted by {' or '.join(map(repr, found))}; say which by data.delimiter"
         )
     delimiter = found[0] if found else ","
+    read: list[list[str]] = []
     try:
-        read = list(_reader(text, delimiter))
+        read.extend(_reader(text, delimiter))
     except csv.Error as error:
-        raise DataError(f"cannot read {path} as CSV: {brief(error)}; its cells were parted at {delimiter!r}") from error
+        raise DataError(
+            f"cannot read row {len(read) + 1} of {path} as CSV: {brief(error)}; its cells were parted at {delimiter!r}."
+            " Quotes around a cell must enclose all of it, and those inside must be doubled"
+        ) from error
     stripped = ((number, [cell.strip() for cell in row]) for number, row in enumerate(read, start=1))
     rows = [(number, row) for number, row in stripped if row not in ([], [""])]
     if len(rows) < 2:
@@ -361,7 +381,9 @@ def _check_header(path: StrPath, header: list[str], target: str, named: Sequence
             map(brief, difflib.get_close_matches(name, [cell[:100] for cell in header[:1000]], cutoff=0.0))
         )
         why = f"{path} must have one column {name!r}, got {header.count(name)}; nearest among {len(header)}: {near}"
-        if len(header) == 1:
+        if header[0].startswith("sep="):
+            why += "; take away its first row, which is for Excel"
+        elif len(header) == 1:
             why += "; is data.delimiter the character between its cells?"
         elif sum(_plain(cell) is not None for cell in header) > len(header) / 2:
             why += "; its first row must name the columns"
@@ -404,9 +426,9 @@ def _labels(
                 " leave out the row"
                 + ("" if label in _BLANK else f" (data.categories=[{target}] if it is the name of a class)")
             )
-    alike: dict[float, str] = {}
-    for label, value in numbers.items() if not as_they_are else ():
-        if (other := alike.setdefault(value, label)) != label:
+    alike: dict[Decimal, str] = {}
+    for label in numbers if not as_they_are else ():
+        if (other := alike.setdefault(Decimal(label), label)) != label:
             raise DataError(
                 f"{path}: {target!r} must have one way to write a label, got {other!r} in row {rows[other]} and"
                 f" {label!r} in row {rows[label]}"
@@ -414,8 +436,18 @@ def _labels(
     _check_names(path, header, target, classes)
     if len(numbers) + len(words) == len(classes) and numbers:
         classes.sort(key=lambda label: numbers.get(label, np.inf))  # stable: words stay in order
-    note = f"one is {words[0]!r}, as in row {rows[words[0]]}, like a missing one" if words else ""
-    return Column(target, "class", values=len(classes), note=note), classes
+    notes = [f"one is {words[0]!r}, as in row {rows[words[0]]}, like a missing one"] if words else []
+    return Column(target, "class", values=len(classes), note="; ".join([*notes, *_near(classes)])), classes
+
+
+def _near(values: Iterable[str]) -> list[str]:
+    """Say which values differ in nothing but case or spaces; nothing if none do."""
+    seen: dict[str, str] = {}
+    for value in values:
+        other = seen.setdefault(" ".join(value.casefold().split()), value)
+        if other != value:
+            return [f"{brief(other)} and {brief(value)} are two of them, write them alike if they are one"]
+    return []
 
 
 class _Cell(NamedTuple):
@@ -473,6 +505,9 @@ def _cell(text: str, decimal: str) -> _Cell | None:
     text = text.replace("\u2212", "-")  # the minus of typesetting
     if _INFINITE.fullmatch(text):
         return _Cell(float(text))
+    if text[:1] == "(" and text[-1:] == ")" and text[1:2] not in ("(", "-", "+"):
+        inner = _cell(text[1:-1].strip(), decimal)
+        return None if inner is None else inner._replace(value=0 - inner.value)
     signed = _SIGNED.fullmatch(text)
     if signed is None or (signed["before"] and signed["after"]):
         return None
@@ -534,6 +569,8 @@ class _Columns:
         different = len(np.unique(values[~np.isnan(values)]))
         self._check_digits(name, column, values)
         notes = [f"all with {sign!r}"] if sign else []
+        if any(cell.startswith("(") and value < 0 for cell, value in zip(column, values, strict=True)):
+            notes.append("those in parentheses are negative")
         zero = next((i for i, cell in enumerate(column) if re.fullmatch(r"[+-]?0[0-9]+", cell)), None)
         if zero is not None:
             notes.append(
@@ -554,6 +591,11 @@ class _Columns:
             )
         self._widen(len(values))
         empty = [i for i, cell in enumerate(column) if cell.lower() in _MISSING]
+        notes = [note] if note else []
+        single = sum(count == 1 for count in Counter(column).values())
+        if single > len(column) / 2 and len(column) >= _TELLING:
+            notes.append(f"{single} of {len(column)} rows have a value that no other row has, which teaches nothing")
+        notes += _near(values)
         how = Column(
             name,
             "category",
@@ -561,7 +603,7 @@ class _Columns:
             len(values),
             len(empty),
             [self._at(column, i) for i in empty[:_SHOWN]],
-            "; ".join([*([note] if note else []), *(["these are categories too"] if empty else [])]),
+            "; ".join([*(["these are categories too"] if empty else []), *notes]),
         )
         return codes[:, None] == np.arange(len(values)), how
 
@@ -595,12 +637,12 @@ class _Columns:
             )
 
     def _check_digits(self, name: str, column: Sequence[str], values: Array) -> None:
-        """Reject whole numbers, such as ids, that float64 does not tell apart."""
-        if not bool((np.abs(values) >= 2.0**53).any()):
-            return
-        long = {cell for cell in column if re.fullmatch("[+-]?[0-9]{16,}", cell)}
-        if len(set(map(float, long))) < NUMERIC * len(set(map(int, long))):
-            at = next(i for i, cell in enumerate(column) if cell in long)
+        """Reject numbers, such as ids, that float64 does not tell apart."""
+        point = self._decimal or "."
+        long = [i for i, cell in enumerate(column) if len(cell) > 15 and not np.isnan(values[i])]
+        exact = {Decimal(re.sub(rf"[^0-9eE+\-{point}]", "", column[i]).replace(point, ".")) for i in long}
+        if len(set(map(float, exact))) < NUMERIC * len(exact):
+            at = long[0]
             raise DataError(
                 f"{self._path}: column {name!r} has numbers of more digits than float64 tells apart, got"
                 f" {self._at(column, at)}; leave it out (data.drop=[{name}]) or shorten them"

@@ -31,8 +31,8 @@ class Archive:
         self._left = max_bytes
 
     def names(self) -> list[str]:
-        """Return the names of its files and folders."""
-        return self.file.namelist()
+        """Return the names of its files and folders; of several of one name the last is read, as by unzip."""
+        return list(dict.fromkeys(self.file.namelist()))
 
     def read(self, name: str) -> bytes:
         """Return the content of a file.

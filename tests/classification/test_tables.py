@@ -223,7 +223,9 @@ def test_a_column_is_numeric_from_nine_tenths_on(tmp_path: Path, text: int, kind
     table = reads(tmp_path, rows_of("a,y", [*range(18), *"xyz"[:text], *([""] if text == 2 else [])]), missing=True)
     column = table.reading.columns[0]
     assert column.kind == kind
-    assert column.note == ("" if kind == "number" else "18 of 21 cells are numbers, others not ('x' in row 20)")
+    numbers = "18 of 21 cells are numbers, others not ('x' in row 20)"
+    own = "21 of 21 rows have a value that no other row has, which teaches nothing"
+    assert column.note == ("" if kind == "number" else f"{numbers}; {own}")
 
 
 @pytest.mark.parametrize(
@@ -246,6 +248,9 @@ def test_a_column_is_numeric_from_nine_tenths_on(tmp_path: Path, text: int, kind
         (["1e30", "1e200"], {}, [1e30, 1e200], ""),
         (["1700000064", "1700000065"], {}, [1700000064, 1700000065], ""),
         (["0.1", "16777217"], {}, [0.1, 16777217], ""),
+        (["(3)", "4.5", "( 0.5 )"], {}, [-3, 4.5, -0.5], "those in parentheses are negative"),
+        (["($1,234.5)", "$6"], {"decimal": "."}, [-1234.5, 6], "all with '$'; those in parentheses are negative"),
+        (["0.10000000000000000555", "0.30000000000000004"], {}, [0.1, 0.30000000000000004], ""),
     ],
 )
 def test_numbers_as_tables_write_them(
@@ -279,6 +284,10 @@ def test_numbers_as_tables_write_them(
             {},
             "more digits than float64 tells apart, got '1000000000000000000' in row 2",
         ),
+        ([f"{2**53 + i}.0" for i in range(9)], {}, "more digits than float64 tells apart, got '9007199254740992.0'"),
+        ([f"{2**53 + i:,}" for i in range(9)], {"decimal": "."}, "more digits than float64 tells apart"),
+        ([f"1700000000.{i:09d}" for i in range(9)], {}, "more digits than float64 tells apart"),
+        (["1", "(-2)", "((3))", *range(40)], {}, r"must be a finite number in each row, got '\(-2\)' in row 3"),
     ],
 )
 def test_numbers_that_could_mean_another(
@@ -365,10 +374,37 @@ def test_quoted_cells_may_have_the_delimiter_and_line_ends(tmp_path: Path) -> No
         ("a,y\n1,0\n2,nan\n", r"'y' must be given in each row, but is 'nan' in row 3; .* \(data\.categories=\[y\] if"),
         ("a,y\n1,1\n2,0\n3,1.0\n", "one way to write a label, got '1' in row 2 and '1.0' in row 4"),
         ("a,y\n1,no\n,\n", "'y' must be given in each row, but is '' in row 3"),
+        ('a,y\n1,no\n"2" ,yes\n', "cannot read row 3 of .* parted at ','. Quotes around a cell must enclose all of it"),
+        ('a,y\n1,no\n"2,yes\n3,no\n', "cannot read row 3 of .* those inside must be doubled"),
+        ("sep=;\na;y\n1;no\n2;yes\n", "take away its first row, which is for Excel"),
     ],
 )
 def test_layouts_that_are_not_guessed(tmp_path: Path, content: str, message: str) -> None:
     assert re.search(message, refused(tmp_path, content))
+
+
+def test_a_tab_may_be_written_as_in_a_shell(tmp_path: Path) -> None:
+    assert reads(tmp_path, "a|b\ty\n1\tno\n2\tyes\n", delimiter=r"\t").x.tolist() == [[1], [2]]
+
+
+def test_values_that_may_be_one_are_named(tmp_path: Path) -> None:
+    spelt = ["Red", "red", "blue"]
+    table = reads(tmp_path, "a,y\n" + "".join(f"{spelt[i % 3]},{('x  y', 'x y')[i % 2]}\n" for i in range(12)))
+    notes = [column.note for column in table.reading.columns]
+    said = "are two of them, write them alike if they are one"
+    assert notes == [f"'Red' and 'red' {said}", f"'x  y' and 'x y' {said}"]
+    assert table.x.shape == (12, 3)
+
+
+def test_long_labels_are_told_apart(tmp_path: Path) -> None:
+    assert reads(tmp_path, f"a,y\n1,{2**53}\n2,{2**53 + 1}\n").class_names == (str(2**53), str(2**53 + 1))
+
+
+def test_a_mark_of_utf8_goes_with_no_other_encoding(tmp_path: Path) -> None:
+    content = "\ufeffä,y\n1,no\n2,yes\n".encode()
+    assert "begins with the mark of UTF-8, so data.encoding='latin-1'" in refused(tmp_path, content, encoding="latin-1")
+    for encoding in ("", "utf-8", "utf-8-sig"):
+        assert reads(tmp_path, content, encoding=encoding).reading.columns[0].name == "ä"
 
 
 def test_headers_may_be_numbers_in_order_or_repeat(tmp_path: Path) -> None:
@@ -422,6 +458,10 @@ def test_libsvm_as_it_was_found(tmp_path: Path, content: str, x: list[list[float
         ("1 1:1\n1,2 1:1\n", r"\(row 2 of "),
         ("nan 1:1\n2 1:1\n", "labels must be numbers below 2.53, .* got nan"),
         ("9007199254740993 1:1\n2 1:1\n", "labels must be numbers below 2.53, .* got 9007199254740992"),
+        (
+            "".join(f"{i / 7} 1:1\n" for i in range(200)),
+            "must be classes, but seem to be a quantity: 200 different ones",
+        ),
         ("1 1:1e39\n2 1:1\n", r"feature values must be finite and below 3\.4e38, got 1e\+39"),
     ],
 )

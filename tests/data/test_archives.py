@@ -64,3 +64,13 @@ def test_what_is_no_zip_file_is_named(content: bytes, tmp_path: Path) -> None:
 def test_errors_of_the_caller_pass(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="mine"), open_zip(zipped(tmp_path / "x.zip", {"a": b""})):
         raise KeyError("mine")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_file_that_is_there_twice_is_read_once(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("a/b", b"1")
+        archive.writestr("a/b", b"2")
+    with open_zip(tmp_path / "x.zip") as opened:
+        assert opened.names() == ["a/b"]
+        assert opened.read("a/b") == b"2"
