@@ -16,6 +16,7 @@ from metricopt_ext.errors import BudgetError, MetricError, RankError, UnguardedE
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.identity import ROUNDING
+from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.time_limit import call_within
 from metricopt_ext.utils.weights import kept_weights
@@ -353,9 +354,9 @@ class Metric(CostScale):
         """Evaluate the metric on the model as it is, without booking the queries.
 
         A function that changes the model's weights or buffers, as a forward pass in training mode does, has them put
-        back, and a warning names them; a copy of them is kept for that. Changes that leave no trace, as through
-        ``.data``, are an error: they are looked for in up to 4,096 entries of each parameter, in all at a run's
-        end (`FinetuneTask.keeping_weights`).
+        back, and a warning names them; a copy of them is kept for that. So are its layers and their hooks, and what is
+        trained. Changes that leave no trace, as through ``.data``, are an error: they are looked for in up to 4,096
+        entries of each parameter, in all at a run's end (`FinetuneTask.keeping_weights`).
 
         Raises:
             MetricError: The metric raised, took longer than its timeout, did not return a finite number, or left its
@@ -377,6 +378,7 @@ class Metric(CostScale):
 
     def _call(self, model: nn.Module) -> Evaluation:
         weights, unnoticed, arguments = kept_weights(model), list[str](), [model] if self.takes_model else []
+        modules = KeptModules(model)
         with evaluating(model), torch.no_grad():
             began = time.perf_counter()
             try:
@@ -385,7 +387,7 @@ class Metric(CostScale):
                 raise MetricError(f"metric {self.name!r} raised {type(error).__name__}: {error}") from error
             finally:
                 took = time.perf_counter() - began
-                self._report(weights.restore(model))
+                self._report(modules.put_back_changed() + weights.restore(model))
                 unnoticed += weights.unnoticed(model, took)
         if unnoticed:
             who = f"metric {self.name!r} or the loss" if weights.held else f"metric {self.name!r}"
@@ -446,7 +448,7 @@ class Metric(CostScale):
             self._reported = True
             warnings.warn(
                 f"metric {self.name!r} changed the model's {and_more(changed)}; all was put back. Leave the model in"
-                " evaluation mode, or evaluate a copy of it",
+                " evaluation mode and its hooks as they are, or evaluate a copy of it",
                 stacklevel=3,
             )
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 from metricopt_ext.errors import BudgetError, DataError, MetricError, UnguardedError, WeightsError
 from metricopt_ext.tasks.metric import Evaluation, Halved, Ledger, Metric, noise_of, with_halves
@@ -415,6 +416,59 @@ def test_a_model_that_the_metric_changed_is_put_back(function: Any) -> None:
     with suppress(MetricError):
         metric.evaluate(model, "test")
     assert torch.equal(model[0].weight, torch.ones(2, 3))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hooks of 0": lambda model: model[0].register_forward_hook(lambda layer, args, output: 2 * output),
+    "hooks of 1": lambda model: model[1].register_forward_pre_hook(lambda layer, args: (2 * args[0],)),
+    "0.bias": lambda model: setattr(model[0], "bias", None),
+    "1.running_mean": lambda model: model[1]._buffers.pop("running_mean"),
+    "0.weight": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(2, 3))),
+    "1": lambda model: model.__setitem__(1, nn.Linear(2, 5)),
+    "2": lambda model: model.append(nn.Softmax(1)),
+    "0.more": lambda model: model[0].register_buffer("more", torch.ones(2)),
+    "requires_grad of 0.weight": lambda model: model.requires_grad_(True),
+    "0.weight and 2 more": lambda model: parametrizations.weight_norm(model[0]),
+    "0.weight and 3 more": lambda model: prune.l1_unstructured(model[0], "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("what", list(CHANGES))
+def test_layers_and_hooks_that_the_metric_changed_are_put_back(what: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).eval().requires_grad_(False)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    weights, state, expected = list(model.parameters()), set(model.state_dict()), model(x)
+
+    def function(model: nn.Module) -> float:
+        value = float(model(x).square().mean())
+        CHANGES[what](model)
+        return value
+
+    metric = Metric(function, maximize=True, bounds=None)
+    with pytest.warns(UserWarning, match=f"changed the model's {what}(;| and)"):
+        first = metric.evaluate(model, "test")
+    assert metric.evaluate(model, "test") == first
+    assert torch.equal(model(x), expected)
+    assert all(own is one for own, one in zip(model.parameters(), weights, strict=True))
+    assert set(model.state_dict()) == state
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_cache_that_a_forward_pass_makes_stays() -> None:
+    class Caching(nn.Module):
+        made = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.made:
+                self.made += 1
+                self.register_buffer("cache", torch.ones(1), persistent=False)
+            return x + self.get_buffer("cache")
+
+    model = Caching()
+    metric = Metric(lambda model: float(model(torch.zeros(1))), maximize=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [metric.cost(model, "test") for _ in range(2)] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("answer", [0.5, math.nan])
