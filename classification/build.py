@@ -403,7 +403,7 @@ def _read_csv(data: DataConfig, limits: Limits) -> Table:
         data.target,
         drop=data.drop,
         categories=data.categories,
-        delimiter=data.delimiter.replace(r"\t", "\t"),
+        delimiter=data.delimiter,
         decimal=data.decimal,
         encoding=data.encoding,
         missing=bool(data.missing),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.metrics import check_scoring
 from sklearn.model_selection import train_test_split
-from sklearn.utils import check_random_state
+from sklearn.utils import _safe_indexing, check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import seeded_streams
 from metricopt_ext.utils.words import brief
@@ -136,9 +137,20 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise
 
     def _fitted(self, X: Any, y: Any) -> "MetricClassifier":
+        rows = X  # as they came: a scorer may need the columns' names
         X, y = validate_data(self, X, y, dtype=np.float64)
+        try:
+            self.classes_, codes = np.unique(y, return_inverse=True)
+        except TypeError as error:  # they can't be sorted
+            kinds = sorted({type(label).__name__ for label in y.tolist()})
+            raise ValueError(f"y has labels of the types {', '.join(kinds)}; make them all of one") from error
         check_classification_targets(y)
-        self.classes_, codes = np.unique(y, return_inverse=True)
+        check_integer(0, epochs=self.epochs)
+        check_integer(1, batch_size=self.batch_size)
+        if not isinstance(self.hidden, Sequence | np.ndarray):
+            raise ValueError(f"hidden is {self.hidden!r}; it must be a sequence of widths, such as (64, 32)")
+        for width in self.hidden:
+            check_integer(1, hidden=width)
         if len(self.classes_) < 2:
             raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs at least two")
         stream = check_random_state(self.random_state)
@@ -154,19 +166,26 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         counts = np.bincount(codes[held_out], minlength=len(self.classes_)).tolist()
         if self.queries and (rare := rare_groups("class", dict(zip(map(str, self.classes_), counts, strict=True)))):
             warnings.warn(str(rare), stacklevel=3)
+        if len(unseen := np.setdiff1d(self.classes_, y[train])):
+            warnings.warn(
+                f"the network can't learn {brief(unseen.tolist())}: the single row of such a label is held out for the"
+                " scorer; give more such rows, or another random_state",
+                stacklevel=3,
+            )
         with seeded_streams(seed, CPU):
             self.model_ = self._network(x_train)
             if self.queries:
                 self._check_search(seed)
             self._train(x_train, y_train)
         halves = stratified_halves(torch.from_numpy(codes[held_out]), seed)
-        self.run_ = self._tuned(x_train, y_train, X[held_out], y[held_out], halves, seed) if self.queries else None
+        X_val = _safe_indexing(rows, held_out) if hasattr(rows, "columns") else X[held_out]
+        self.run_ = self._tuned(x_train, y_train, X_val, y[held_out], halves, seed) if self.queries else None
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray[Any, Any]:
         """Return the probability of each class, ``n x c``, for rows ``n x features``."""
         check_is_fitted(self, "model_")
-        x = torch.from_numpy(validate_data(self, X, dtype=np.float64, reset=False))
+        x = torch.tensor(validate_data(self, X, dtype=np.float64, reset=False))  # a copy: a frame's may be read-only
         with torch.no_grad():
             probabilities: np.ndarray[Any, Any] = self.model_(x).double().softmax(1).numpy()
         bad = np.flatnonzero(~np.isfinite(probabilities).all(1))
@@ -195,6 +214,8 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 optimizer.zero_grad()
                 F.cross_entropy(self.model_(x[rows]), y[rows]).backward()
                 optimizer.step()
+        if not all(bool(parameter.isfinite().all()) for parameter in self.model_.parameters()):
+            raise ValueError(f"training with lr={self.lr!r} ended in weights that are not finite; lower it")
 
     def _check_search(self, seed: int) -> None:
         """Refuse before training what the search would refuse after it."""
@@ -206,18 +227,30 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _attached(self, seed: int) -> Adapter:
         return attach_film(self.model_, dim=self.dim, seed=seed, outputs=Outputs())
 
+    def _name(self) -> str:
+        """The scorer's name, without the address that a function's text has."""
+        return str(getattr(self.scoring, "__name__", self.scoring))
+
     def _tuned(self, x: Tensor, y: Tensor, X_val: Any, y_val: Any, halves: Halves, seed: int) -> Any:
         """Search phi for the scorer on the held-out rows and merge it; returns what the search did."""
         scorer, missing = check_scoring(self, self.scoring), np.setdiff1d(self.classes_, y_val)
 
         def value_on(half: Tensor | None) -> float:
-            rows = slice(None) if half is None else half.numpy()
-            value: float = scorer(self, X_val[rows], y_val[rows])
-            if half is None and len(missing) and math.isnan(value):
-                raise ValueError(
-                    f"it is nan on the {len(y_val)} rows that are held out for it, as none has a label of"
-                    f" {brief(missing.tolist())}; give more such rows, or raise validation_fraction"
-                )
+            lacking = (
+                f"on the {len(y_val)} rows that are held out for it, as none has a label of"
+                f" {brief(missing.tolist())}; give more such rows, or raise validation_fraction"
+            )
+            try:
+                if half is None:
+                    value: float = scorer(self, X_val, y_val)
+                else:
+                    value = scorer(self, _safe_indexing(X_val, half.numpy()), y_val[half.numpy()])
+            except ValueError as error:
+                if half is None and len(missing):
+                    raise ValueError(f"{brief(error)}; it is not defined {lacking}") from error
+                raise
+            if half is None and len(missing) and isinstance(value, float) and math.isnan(value):
+                raise ValueError(f"it is nan {lacking}")
             return value
 
         adapter = self._attached(seed)
@@ -225,7 +258,7 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             adapter,
             loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
             batches=TensorBatches(x, y, self.batch_size),
-            metric=Metric(lambda: with_halves(value_on, halves), maximize=True, bounds=None, name=str(self.scoring)),
+            metric=Metric(lambda: with_halves(value_on, halves), maximize=True, bounds=None, name=self._name()),
         )
         run = optimize_metric(task, queries=self.queries, seed=seed, watcher=Watcher())
         adapter.merge()

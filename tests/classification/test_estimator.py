@@ -127,6 +127,49 @@ def _rare_is_trained_on(y: Any, seed: int) -> bool:
     return "rare" in y[train_test_split(np.arange(len(y)), test_size=0.3, random_state=drawn)[0]]
 
 
+@pytest.mark.parametrize("scoring", ["neg_log_loss", "roc_auc_ovr"])
+def test_a_scorer_that_fails_for_want_of_a_class_is_told_what_to_do(scoring: str) -> None:
+    X, y = table()
+    y = np.where(np.arange(len(y)) == 0, "rare", np.where(y == "c", "b", y))
+    seeds = [seed for seed in range(9) if _rare_is_trained_on(y, seed)]
+    with pytest.raises(MetricError, match=r"as none has a label of \['rare'\]; give more such rows, or raise"):
+        MetricClassifier(scoring, queries=12, **{**SMALL, "epochs": 1, "random_state": seeds[0]}).fit(X, y)
+
+
+def test_a_label_that_is_held_out_alone_is_named() -> None:
+    X, _ = make_classification(60, 4, random_state=0)
+    y = np.repeat(["rare", "usual"], [1, 59])
+    seed = next(seed for seed in range(20) if not _rare_is_trained_on(y, seed))
+    with pytest.warns(UserWarning, match=r"can't learn \['rare'\]: the single row of such a label is held out"):
+        MetricClassifier(queries=0, **{**SMALL, "epochs": 1, "random_state": seed}).fit(X, y)
+
+
+def test_a_frame_reaches_the_scorer_with_its_names() -> None:
+    pandas = pytest.importorskip("pandas")
+    X, y = table()
+    frame, asked = pandas.DataFrame(X, columns=list("uvwxyz")), list[Any]()
+
+    def scorer(estimator: Any, X: Any, y: Any) -> float:
+        asked.append((list(X.columns), len(X)))
+        return float(balanced_accuracy_score(y, estimator.predict(X)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="1 of 3 classes has fewer than 10 examples")
+        framed = MetricClassifier(scorer, queries=12, **SMALL).fit(frame, y)
+    assert asked[:3] == [(list("uvwxyz"), rows) for rows in (90, 45, 45)]
+    plain = MetricClassifier(lambda e, X, y: balanced_accuracy_score(y, e.predict(X)), queries=12, **SMALL).fit(X, y)
+    np.testing.assert_allclose(framed.predict_proba(frame), plain.predict_proba(X), atol=1e-5)  # frames are by column
+
+
+def test_labels_of_two_types_and_a_training_that_diverges_are_refused() -> None:
+    X, y = table()
+    with pytest.raises(ValueError, match=r"y has labels of the types int, str_?; make them all of one"):
+        MetricClassifier(queries=0, **SMALL).fit(X, np.array([1 if each == "a" else each for each in y], dtype=object))
+    with pytest.raises(ValueError, match=r"training with lr=1e\+30 ended in weights that are not finite; lower it"):
+        MetricClassifier(queries=0, **{**SMALL, "lr": 1e30}).fit(X, y)
+
+
 def test_the_same_seed_gives_the_same_classifier() -> None:
     X, y = table()
     one, other = (MetricClassifier(queries=12, **SMALL).fit(X, y).predict_proba(X) for _ in range(2))
@@ -143,6 +186,10 @@ def test_the_same_seed_gives_the_same_classifier() -> None:
         ({"scoring": "f2"}, 300, ValueError, "f2"),
         ({"validation_fraction": 1.5}, 300, ValueError, "1.5"),
         ({}, 1, ValueError, "one class|n_samples"),
+        ({"epochs": -1}, 300, ValueError, "epochs is -1; it must be at least 0"),
+        ({"batch_size": 0}, 300, ValueError, "batch_size is 0; it must be at least 1"),
+        ({"hidden": 8}, 300, ValueError, "hidden is 8; it must be a sequence of widths"),
+        ({"hidden": (8, 0)}, 300, ValueError, "hidden is 0; it must be at least 1"),
     ],
 )
 def test_bad_settings_are_refused_before_training(
