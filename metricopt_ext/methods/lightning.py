@@ -1,6 +1,7 @@
 """A search in one line of a script under PyTorch Lightning: a callback at the end of fit."""
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,6 +22,9 @@ from metricopt_ext.tasks.batches import DatasetBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
+
+# Names of what is usually better if lower.
+LOWER = re.compile(r"loss|err|mae|mse|nll|perplexity|(?<![a-z])(wer|cer|eer|fid|ece)(?![a-z])", re.IGNORECASE)
 
 PLANNED = ("strategy", "starts", "guard_confidence", "seed")  # options that can be checked before training
 
@@ -82,6 +86,8 @@ class SearchPhi(L.Callback):
             )
         self.monitor, self.halves, self.attach = monitor, halves, attach
         self.queries, self.maximize, self.bounds, self.options = queries, maximize, bounds, options
+        if maximize and LOWER.search(monitor):
+            warnings.warn(f"{monitor!r} will be maximised; set maximize=False if lower is better", stacklevel=2)
         inspect.signature(optimize_metric).bind(None, queries=queries, **options)
         self._metric(lambda model: None)
 
@@ -194,7 +200,13 @@ class SearchPhi(L.Callback):
             raise DataError(
                 f"there is no validation data, on which to ask for {self.monitor!r}; give fit a loader of it"
             )
-        return DatasetBatches(dataset, loader.batch_size or 1, collate=loader.collate_fn)
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        if size is None:
+            raise DataError(
+                "the training data's DataLoader has no batch_size, nor its batch_sampler; SearchPhi draws batches of"
+                " single examples, so give one of them a batch_size"
+            )
+        return DatasetBatches(dataset, size, collate=loader.collate_fn)
 
 
 def _warn_of_older_weights(trainer: L.Trainer) -> None:

@@ -4,7 +4,7 @@ import inspect
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from statistics import mean, stdev
 from typing import Any, NamedTuple, TypeVar
@@ -101,15 +101,23 @@ class CostScale:
         ledger: Counts the queries; give several black boxes one ledger to share a budget.
 
     Raises:
-        ValueError: The bounds are not in order, or not finite.
+        ValueError: The bounds are not two finite numbers in order, or ``maximize`` is something else than a bool.
     """
 
     def __init__(
         self, *, maximize: bool, bounds: tuple[float, float] | None, name: str, ledger: Ledger | None = None
     ) -> None:
-        if bounds is not None and not bounds[0] < bounds[1]:
+        if maximize not in (True, False):
+            raise ValueError(f"maximize is {maximize!r}; it must be True if higher is better, else False")
+        try:
+            ordered, finite = (True, True) if bounds is None else _in_order(*bounds)
+        except TypeError as error:
+            raise ValueError(
+                f"bounds are {bounds!r}; they must be two numbers, or None for a metric without any"
+            ) from error
+        if not ordered:
             raise ValueError(f"bounds are {bounds}; the lower must be below the upper")
-        if bounds is not None and not math.isfinite(bounds[1] - bounds[0]):
+        if not finite:
             raise ValueError(f"bounds are {bounds}; both must be finite, or give bounds=None for a metric without any")
         self.maximize, self.bounds, self.name = maximize, bounds, name
         self.ledger = ledger or Ledger()
@@ -399,12 +407,14 @@ class Metric(CostScale):
             given = (returned, returned.halves) if isinstance(returned, Halved) else returned
             value, halves = given if isinstance(given, tuple) else (given, None)
             value, why = float(value), halves if isinstance(halves, str) else ""
+            if isinstance(halves, Mapping | Set | bytes) or hasattr(halves, "columns"):  # what is in it has no order
+                raise TypeError(f"halves in a {type(halves).__name__}")
             halves = None if halves is None or why else [float(half) for half in halves]
             if halves is not None and len(halves) != 2:
                 raise ValueError(f"{len(halves)} halves")
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise MetricError(
-                f"metric {self.name!r} returned {returned!r}; it must be a number, or (number, (half, half))"
+                f"metric {self.name!r} returned {brief(returned)}; it must be a number, or (number, (half, half))"
             ) from error
         cost = self.checked_cost(value)
         if halves is not None and any(math.isnan(half) for half in halves):
@@ -490,6 +500,11 @@ def with_halves(value_on: Callable[[Tensor | None], float], halves: Sequence[Ten
         return Halved(value, (value_on(halves[0]), value_on(halves[1])))
     except (ArithmeticError, MetricError, ValueError) as error:
         return Halved(value, f"on a half of its data it raised {type(error).__name__}: {brief(error)}")
+
+
+def _in_order(low: float, high: float) -> tuple[bool, bool]:
+    """Whether bounds are in order, and whether they are finite."""
+    return low < high, math.isfinite(high - low)
 
 
 def returns_number(function: Callable[..., Any]) -> bool:

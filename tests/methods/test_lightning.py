@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 import metricopt_ext as mo
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError, FileFormatError
@@ -213,3 +213,28 @@ def test_it_needs_validation_data() -> None:
 def test_its_halves_are_two_other_values(halves: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match=r"halves are \(.*\) of 'score'; give the names of its values on two halves"):
         search(halves=halves)
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", "Error rate", "val/WER"])
+def test_a_loss_that_would_be_maximised_is_warned_of(monitor: str) -> None:
+    with pytest.warns(UserWarning, match=f"'{monitor}' will be maximised; set maximize=False if lower is better"):
+        search(monitor=monitor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        search(monitor=monitor, maximize=False)
+        search(monitor="val_power")
+
+
+def test_the_batches_are_as_large_as_the_samplers() -> None:
+    data = TensorDataset(X, Y)
+    callback, host = search(), trainer()
+    sampler = BatchSampler(SequentialSampler(data), 12, drop_last=False)
+    host.fit(
+        Module(lambda module: torch.optim.SGD(module.parameters(), lr=0.1)),
+        DataLoader(data, batch_sampler=sampler),
+        BATCHES,
+    )
+    assert len(callback._batches(host)(0, 0, 0)[0]) == 12
+    whole = DataLoader(data, batch_sampler=[list(range(24)), list(range(24, 48))])
+    with pytest.raises(DataError, match="has no batch_size, nor its batch_sampler"):
+        trainer(callbacks=[callback]).fit(Module(), whole, BATCHES)

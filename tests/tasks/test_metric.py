@@ -89,6 +89,23 @@ def test_function_of_nothing(function: Callable[..., Any]) -> None:
     assert Metric(function, maximize=False).cost(nn.Identity(), "test") == 1.0
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"maximize": "min"}, "maximize is 'min'; it must be True if higher is better, else False"),
+        ({"maximize": None}, "maximize is None"),
+        ({"bounds": (0,)}, r"bounds are \(0,\); they must be two numbers, or None"),
+        ({"bounds": ("0", "1")}, "bounds are .* they must be two numbers"),
+        ({"bounds": 1.0}, r"bounds are 1\.0; they must be two numbers"),
+        ({"bounds": (1, 0)}, "the lower must be below the upper"),
+        ({"bounds": (0, math.inf)}, "both must be finite"),
+    ],
+)
+def test_a_direction_and_bounds_that_are_none(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Metric(constant(0.5), **{"maximize": True, **settings})
+
+
 @pytest.mark.parametrize("function", [lambda a, b: 0.0, lambda a, b, c=1: 0.0])
 def test_two_required_arguments(function: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"needs \['a', 'b'\]; bind the rest"):
@@ -292,6 +309,11 @@ def test_halves_are_turned_into_costs_for_one_query(maximize: bool, cost: float,
         ((math.nan, (0.5, math.nan)), "returned nan; it must be a finite number"),
         ((0.5, (0.5, 1.5)), r"returned 1\.5 on a half of its data, outside its bounds"),
         ((), "number, or .number, .half, half"),
+        ((0.5, {0: 0.4, 1: 0.6}), "number, or .number, .half, half"),  # of which the keys would be taken
+        ((0.5, {0.4, 0.6}), "number, or .number, .half, half"),
+        ((0.5, b"46"), "number, or .number, .half, half"),
+        ((0.5, (None, None)), "number, or .number, .half, half"),
+        (10**400, "number, or .number, .half, half"),
     ],
 )
 def test_wrong_halves_are_refused(answer: Any, message: str) -> None:
