@@ -3,6 +3,7 @@
 import io
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -60,6 +61,12 @@ SUFFIXES = (
     *(".tiff", ".webp"),
 )
 
+# What is lost of pictures of 12 bits, as of medical scanners, that were saved as if they had 16.
+_TWELVE = (
+    "with 16 bits all values are below 4096, so 16 shades are left; scale them to 65535, or save them with 8 bits per"
+    " channel"
+)
+
 # What systems put into folders, besides hidden files.
 _SYSTEM = ("__MACOSX", "Thumbs.db", "desktop.ini")
 
@@ -76,8 +83,8 @@ def load_image_folder(
 ) -> Labelled:
     """Read ``<class>/<file>`` images from a folder or a zip file, possibly below one more folder.
 
-    A warning tells what is not read: files without one of `SUFFIXES`, and folders that links lead to once more. Hidden
-    files are left out without one.
+    A warning tells what is not read: files without one of `SUFFIXES`, folders that links lead to once more, further
+    frames, and most shades of 12-bit pictures in 16 bits. Hidden files are left out without one.
 
     Args:
         path_or_zip: The folder or the zip file.
@@ -143,23 +150,20 @@ def read_images(
         DataError: For an unreadable image, unequal sizes without ``image_size``, or more bytes or pixels than allowed.
     """
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
-    moving: list[str] = []
-    first = _pixels(path, names[0], read, size, mode, max_pixels, moving)
+    noted = defaultdict[str, list[str]](list)
+    first = _pixels(path, names[0], read, size, mode, max_pixels, noted)
     check_bytes(path, len(names) * first.nbytes, max_bytes)
     x = np.empty((len(names), *first.shape), dtype=np.uint8)
     for i, name in enumerate(names):
-        pixels = first if i == 0 else _pixels(path, name, read, size, mode, max_pixels, moving)
+        pixels = first if i == 0 else _pixels(path, name, read, size, mode, max_pixels, noted)
         if pixels.shape != x.shape[1:]:
             got, others = (f"{shape[1]} x {shape[2]}" for shape in (pixels.shape, x.shape[1:]))
             raise DataError(
                 f"{path}: images must all have one size, got {got} ({name}) and {others} ({names[0]}); set image_size"
             )
         x[i] = pixels
-    if moving:
-        warnings.warn(
-            f"{path}: of {counted(len(moving), 'image')} with several frames only the first is read: {_few(moving)}",
-            stacklevel=2,
-        )
+    for what, those in noted.items():
+        warnings.warn(f"{path}: of {counted(len(those), 'image')} {what}: {_few(those)}", stacklevel=2)
     return torch.from_numpy(x)
 
 
@@ -326,17 +330,19 @@ def _pixels(
     size: tuple[int, int] | Callable[[Any], Any] | None,
     mode: Mode,
     max_pixels: int,
-    moving: list[str],
+    noted: dict[str, list[str]],
 ) -> Array:
-    """One image as ``3 x h x w`` or ``1 x h x w`` uint8; its name is added to ``moving`` if it has several frames."""
+    """One image as ``3 x h x w`` or ``1 x h x w`` uint8; its name is added to ``noted`` under what is lost of it."""
     from PIL import Image
 
     try:
         with opened(read(name), max_pixels) as image:
             # A camera's MPO has previews of the one picture as further frames.
             if getattr(image, "is_animated", False) and image.format != "MPO":
-                moving.append(name)
+                noted["with several frames only the first is read"].append(name)
             converted = decoded(image, mode)
+            if image.mode.startswith("I") and 255 < np.asarray(image).max() < 4096:
+                noted[_TWELVE].append(name)
     except (DataError, OSError, ValueError) as error:
         raise DataError(f"{path}: cannot read {name[:200]} as an image: {brief(error)}") from error
     if callable(size):

@@ -2,6 +2,7 @@
 
 import io
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,19 @@ def test_values_without_a_known_white_are_refused(tmp_path: Path, pixels: Any, m
     saved(tmp_path / "a/1.tif", pixels)
     with pytest.raises(DataError, match=message):
         load_image_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("high", "told"), [(4095, True), (4096, False)])
+def test_12_bits_saved_as_16_are_warned_of(tmp_path: Path, high: int, told: bool) -> None:
+    (tmp_path / "a").mkdir()
+    values = np.array([[0, 256], [300, high]], np.uint16)
+    Image.fromarray(values).save(tmp_path / "a/1.png")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        x = load_image_folder(tmp_path, mode="L").x
+    assert x.flatten().tolist() == [0, 1, 1, high >> 8]
+    assert len(said) == told
+    assert all("of 1 image with 16 bits all values are below 4096, so 16 shades" in str(each.message) for each in said)
 
 
 def test_black_is_black_in_16_bits(tmp_path: Path) -> None:
