@@ -19,6 +19,12 @@ from metricopt_ext.tasks.trajectory import Trajectory
 # Points from which on their costs tell how much of what sets them apart is chance; of fewer, all of it may be.
 TELLING = 3
 
+# Points from which on, and correlation from which on, the halves' mean and the value tell whether both have one unit.
+LINEAR, ALIGNED = 8, 0.95
+
+# By how much their units must differ: halves in percent move 100 times as far.
+UNITS = 10
+
 # What moves by less than this share of the value's spread does not move: single precision's resolution.
 RESOLUTION = 1e-7
 
@@ -27,7 +33,8 @@ def fault_of_halves(evaluations: Sequence[Evaluation]) -> str:
     """Say what shows that a metric's halves are not of two halves of its data; empty if nothing does.
 
     Gains on two halves of a sample differ by chance, somewhere at least: examples differ. If at all points a half moves
-    just as the other or as the whole, no example tells them apart, and all would seem to be free of chance.
+    just as the other or as the whole, no example tells them apart, and all would seem to be free of chance. Halves whose
+    mean moves with the whole, but against it or many times as far, are in another unit.
 
     Args:
         evaluations: Those of all points; points without halves don't count, and fewer than `TELLING` show nothing.
@@ -43,7 +50,15 @@ def fault_of_halves(evaluations: Sequence[Evaluation]) -> str:
         return "always move alike"
     if _still(first - whole, whole) or _still(second - whole, whole):
         return "are not both of halves: one always moves as the value does"
-    return ""
+    if len(told) < LINEAR:
+        return ""
+    mean, moved = (first + second) / 2, whole - whole.mean()
+    if not float(torch.corrcoef(torch.stack([mean, whole]))[0, 1].abs()) >= ALIGNED:  # NaN of a mean that is constant
+        return ""
+    times = float((mean - mean.mean()) @ moved / moved.square().sum())  # 1 for halves of a mean over examples
+    if times < 0:
+        return "move against its value, as if they were costs"
+    return "" if 1 / UNITS < times < UNITS else f"move {times:.3g} times as far as its value, as in another unit"
 
 
 def _still(costs: Tensor, whole: Tensor) -> bool:

@@ -94,6 +94,27 @@ def test_halves_that_can_t_be_of_two_halves_of_data(first: Any, second: Any, fau
         assert math.isnan(correlation_of_halves(torch.tensor([each.halves for each in evaluations])))
 
 
+@pytest.mark.parametrize(
+    ("times", "fault"),
+    [
+        (1, ""),
+        (0.5, ""),
+        (100, "move 100 times as far as its value, as in another unit"),
+        (0.01, "move 0.01 times as far as its value, as in another unit"),
+        (-1, "move against its value, as if they were costs"),
+    ],
+)
+def test_halves_in_another_unit_than_the_value(times: float, fault: str) -> None:
+    drawn = np.random.default_rng(0).normal(size=(2, 30, 12))  # of 30 examples each, at 12 points
+    first, second = (drawn * 0.02 + np.linspace(0, 1, 12)).mean(1)
+    evaluations = told((first + second) / 2, times * first, times * second)
+    assert fault_of_halves(evaluations) == fault
+    assert fault_of_halves(evaluations[:7]) == ""  # too few points tell nothing
+    noise = np.arange(12.0) * (-1.0) ** np.arange(12)
+    assert fault_of_halves(told(noise, times * first, times * second)) == ""  # nor do halves that go their own way
+    assert fault_of_halves(told(noise, times * first, -times * first)) == ""
+
+
 @pytest.mark.parametrize("right", [20, 17])
 def test_a_metric_that_never_varies_and_few_examples_are_not_mistaken(right: int) -> None:
     assert fault_of_halves(told(np.full(9, right / 20), right / 20, right / 20)) == ""
