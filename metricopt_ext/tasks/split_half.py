@@ -33,8 +33,8 @@ def fault_of_halves(evaluations: Sequence[Evaluation]) -> str:
     """Say what shows that a metric's halves are not of two halves of its data; empty if nothing does.
 
     Gains on two halves of a sample differ by chance, somewhere at least: examples differ. If at all points a half moves
-    just as the other or as the whole, no example tells them apart, and all would seem to be free of chance. Halves whose
-    mean moves with the whole, but against it or many times as far, are in another unit.
+    just as the other or as the whole, no example tells them apart, and all would seem to be free of chance. Halves
+    whose mean moves with the whole, but against it or many times as far, are in another unit.
 
     Args:
         evaluations: Those of all points; points without halves don't count, and fewer than `TELLING` show nothing.
