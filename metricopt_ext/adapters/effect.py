@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.calls import Calls, projected, recorded, shape_of, tensors_in
-from metricopt_ext.errors import AdapterError
+from metricopt_ext.errors import AdapterError, WeightsError
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.seeding import seeded_streams
-from metricopt_ext.utils.weights import same_bits
-from metricopt_ext.utils.words import shortened
+from metricopt_ext.utils.weights import held_weights, put_back_different, same_bits
+from metricopt_ext.utils.words import and_more, shortened
 
 MOST_TRIED = 16  # coordinates without a gradient that are moved one by one
 MOVES = (1.0, -1.0, 1e2, -1e2, 1e4, -1e4)  # how far: a saturated output has no gradient, but moves
@@ -34,15 +34,23 @@ def check_effect(adapter: Adapter, loss: Callable[[nn.Module, Any], Tensor], dra
         draw: Draws the batch.
 
     Raises:
+        WeightsError: The loss changed the model's weights.
         AdapterError: A coordinate moves no output; or the layer of the offsets was taken by definition, and its output
             is not what the model returns. The message names both layers.
     """
-    before = KeptModules(adapter.model)
-    try:
-        _check(adapter, loss, draw, before)
-    except BaseException:
-        before.put_back()
-        raise
+    model, before = adapter.model, KeptModules(adapter.model)
+    with held_weights(model) as contents:
+        try:
+            _check(adapter, loss, draw, before)
+        except BaseException:
+            before.put_back()
+            put_back_different(model, contents)
+            raise
+        if changed := put_back_different(model, contents):
+            raise WeightsError(
+                f"the batches or the loss changed the model's {and_more(changed)} on the first batch; all was put back."
+                " Let the loss change nothing, or compute it on a copy of the model"
+            )
 
 
 def _check(

@@ -118,6 +118,7 @@ class FinetuneTask:
             TypeError: ``batches`` can't be replayed.
             AdapterError: The offsets act on a layer that does not give what the model returns, or a coordinate of phi
                 moves no output on the first batch.
+            WeightsError: The loss changed the model's weights on the first batch.
         """
         check_integer(1, population=self.population)
         if not callable(self.batches):

@@ -15,7 +15,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
 from metricopt_ext.adapters.effect import check_effect
 from metricopt_ext.adapters.signature import Outputs
-from metricopt_ext.errors import AdapterError
+from metricopt_ext.errors import AdapterError, WeightsError
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -242,3 +242,23 @@ def test_a_task_runs_its_first_batch_once() -> None:
     assert len(calls) == 1
     with pytest.raises(AdapterError, match=r"layer 'body'.*from layer 'head'"):
         task(attach_outputs(Model("head body")))
+
+
+@pytest.mark.parametrize("trace", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_loss_that_changes_the_weights_is_refused(trace: bool, fails: bool) -> None:
+    adapter = attach_outputs(Model())
+    before = {name: value.clone() for name, value in adapter.model.state_dict().items()}
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        with torch.no_grad():
+            (model.head.weight if trace else model.head.weight.data).clamp_(-0.1, 0.1)
+        if fails:
+            raise RuntimeError
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    with pytest.raises(
+        WeightsError, match=r"the loss changed the model's head\.weight on the first batch; all was put"
+    ):
+        check_effect(adapter, loss, lambda: (X, Y))
+    assert all(torch.equal(value, before[name]) for name, value in adapter.model.state_dict().items())
