@@ -1,6 +1,6 @@
 """A model's modules as they were: submodules, hooks, modes and what is trained, to undo what was cut short."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,6 +8,8 @@ from torch import nn
 from metricopt_ext.utils.modes import kept_modes
 
 HELD = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+
+_NOTHING: dict[Any, Any] = {}
 
 
 class KeptModules:
@@ -23,7 +25,7 @@ class KeptModules:
         modules = {module: name for model in models for name, module in model.named_modules()}
         # Handles of hooks refer to the dictionaries themselves, so these stay and their content is put back.
         self._held = [
-            _Held(module, name, kind, held, dict(held))
+            (module, name, kind, held, dict(held) if held else _NOTHING)
             for module, name in modules.items()
             for kind in HELD
             if (held := vars(module).get(kind)) is not None
@@ -39,8 +41,9 @@ class KeptModules:
     def put_back(self) -> None:
         """Make the modules hold what they held."""
         self._put_back_types()
-        for each in self._held:
-            each.put_back(each.content)
+        for module, name, kind, held, content in self._held:
+            if held or content:
+                _put_back(module, name, kind, held, content)
         for _, parameter, trained in self._trained:
             parameter.requires_grad_(trained)
         self._put_back_modes()
@@ -54,13 +57,15 @@ class KeptModules:
         """
         self._put_back_types()
         changed = []
-        for each in self._held:
-            wanted = each.content
-            if each.kind == "_buffers":
-                caches = each.module._non_persistent_buffers_set
-                wanted = {name: each.held.get(name, value) for name, value in wanted.items()}
-                wanted |= {name: value for name, value in each.held.items() if name in caches}
-            changed += each.put_back(wanted)
+        for module, name, kind, held, content in self._held:
+            if not (held or content):
+                continue  # most are empty
+            wanted = content
+            if kind == "_buffers":
+                caches = module._non_persistent_buffers_set
+                wanted = {key: held.get(key, value) for key, value in content.items()}
+                wanted |= {key: value for key, value in held.items() if key in caches}
+            changed += _put_back(module, name, kind, held, wanted)
         for name, parameter, trained in self._trained:
             if parameter.requires_grad != trained:
                 parameter.requires_grad_(trained)
@@ -73,33 +78,15 @@ class KeptModules:
                 module.__class__ = kind
 
 
-class _Held(NamedTuple):
-    """What a module holds of one kind.
-
-    Attributes:
-        module: The module.
-        name: Its name in the model.
-        kind: The attribute's name.
-        held: The module's own dictionary.
-        content: What it held.
-    """
-
-    module: nn.Module
-    name: str
-    kind: str
-    held: dict[Any, Any]
-    content: dict[Any, Any]
-
-    def put_back(self, wanted: dict[Any, Any]) -> list[str]:
-        """Have the module hold something; returns the names of what had changed."""
-        held = self.held
-        changed = [key for key in {**wanted, **held} if key not in held or held[key] is not wanted.get(key, held)]
-        if not changed:
-            return []
-        held.clear()
-        held.update(wanted)
-        if self.kind not in ("_parameters", "_buffers", "_modules"):
-            return [f"hooks of {self.name or type(self.module).__name__}"]
-        for key in wanted:
-            vars(self.module).pop(key, None)  # a plain attribute would hide it, as of a pruned layer
-        return [f"{self.name}.{key}" if self.name else str(key) for key in changed]
+def _put_back(module: nn.Module, name: str, kind: str, held: dict[Any, Any], wanted: dict[Any, Any]) -> list[str]:
+    """Have a module hold something in one of its dictionaries; returns the names of what had changed."""
+    if len(held) == len(wanted) and all(held.get(key, held) is value for key, value in wanted.items()):
+        return []
+    changed = [key for key in {**wanted, **held} if key not in held or held[key] is not wanted.get(key, held)]
+    held.clear()
+    held.update(wanted)
+    if kind not in ("_parameters", "_buffers", "_modules"):
+        return [f"hooks of {name or type(module).__name__}"]
+    for key in wanted:
+        vars(module).pop(key, None)  # a plain attribute would hide it, as of a pruned layer
+    return [f"{name}.{key}" if name else str(key) for key in changed]
