@@ -75,14 +75,19 @@ def check_found(
                 )
 
 
-def refuse_normalised(numbers: Tensor, where: str) -> None:
+def refuse_normalised(numbers: Tensor, where: str, expected: str = EXPECTED) -> None:
     """Reject boxes, ``n x 4`` as in a file, if all their numbers lie within [0, 1], and not only at its ends.
+
+    Args:
+        numbers: Those of each box.
+        where: The file, for the message.
+        expected: How boxes must be written, for the message.
 
     Raises:
         DataError: They do.
     """
     if bool(((numbers >= 0) & (numbers <= 1)).all()) and bool(((numbers > 0) & (numbers < 1)).any()):
-        raise DataError(f"{where}: every bbox lies within [0, 1], as if divided by the image's size; {EXPECTED}")
+        raise DataError(f"{where}: every bbox lies within [0, 1], as if divided by the image's size; {expected}")
 
 
 def _within(edges: Tensor, sizes: Tensor) -> Tensor:

@@ -2,10 +2,11 @@
 
 import io
 import math
+import unicodedata
 import warnings
 import xml.etree.ElementTree as ET
 import zipfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from PIL import Image
 
 from metricopt_ext.data.archives import Archive, open_zip
+from metricopt_ext.detection.box_kinds import refuse_normalised
 from metricopt_ext.detection.coco import LARGEST
 from metricopt_ext.detection.records import (
     LONGEST_SIDE,
@@ -30,6 +32,7 @@ from metricopt_ext.utils.files import read_bounded, write_atomically
 from metricopt_ext.utils.words import brief
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")  # in any case, the first that there is
+CORNERS = "a <bndbox> must have its corners in pixels, from 1"
 ENDS = ("xmin", "ymin", "xmax", "ymax")
 FLAGS = {
     **dict.fromkeys(("", "0", "0.0", "false", "no"), False),
@@ -142,10 +145,14 @@ def _read_tree(
     if not stems:
         raise DataError(f"{tree / 'Annotations'} holds no .xml file")
 
+    double = [name for name, count in Counter(classes or ()).items() if count > 1]
+    if double:
+        raise DataError(f"classes must be different names, got {brief(double[0])} twice")
     # Without given classes all files are read, so that every split gets the same labels.
     parsed = {stem: _parse(annotated[stem], archive) for stem in (sorted(annotated) if classes is None else stems)}
     if classes is None:
         classes = sorted({thing.name for annotation in parsed.values() for thing in annotation.objects})
+        _warn_of_like_names(tree, classes)
     images_dir = tree / "JPEGImages"
     images = _images(images_dir)
     chosen = [parsed[stem] for stem in stems]
@@ -167,6 +174,8 @@ def _read_tree(
         with suppress(DataError):  # what can't be read is said when it is loaded, if ever
             image = image.with_size()
         found.append(image)
+    corners = [thing.corners for annotation in chosen for thing in annotation.objects]
+    refuse_normalised(torch.tensor(corners).reshape(-1, 4), str(tree), CORNERS)
     _warn(tree, chosen)
     warn_of_boxes_outside(tree, found, [annotation.file.name for annotation in chosen])
     return DetectionSet(tuple(classes), found)
@@ -201,6 +210,20 @@ def _warn(tree: Folder, annotations: Sequence[_Annotation]) -> None:
         warnings.warn(
             f"objects in {tree}: {len(misread)} with a flag <difficult> that is neither 0 nor 1, first"
             f" {brief(misread[0][1])}, read as not difficult ({shown_files([name for name, _ in misread])})",
+            stacklevel=4,
+        )
+
+
+def _warn_of_like_names(tree: Folder, classes: Sequence[str]) -> None:
+    """Warn once of classes that are most likely one, written in several ways."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in classes:
+        alike[unicodedata.normalize("NFKC", " ".join(name.split())).casefold()].append(name)
+    told = [" and ".join(map(brief, names)) for names in alike.values() if len(names) > 1]
+    if told:
+        warnings.warn(
+            f"classes in {tree}: {'; '.join(told[:LISTED])} are taken for different ones, though they differ in case,"
+            " spaces or the encoding of letters alone; write them alike if they are one",
             stacklevel=4,
         )
 
@@ -261,7 +284,10 @@ def _read_split(tree: Folder, split: str, annotated: Container[str], archive: Ar
         lines = _read_bytes(file, archive, LIST_BYTES).decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8 ({error})") from error
-    stems = [_in_split(line.strip(), annotated) for line in lines if line.strip()]
+    lines = [line.strip() for line in lines if line.strip()]
+    for line in lines:
+        _check_words(file, line, annotated)
+    stems = [_in_split(line, annotated) for line in lines]
     if not stems:
         raise DataError(f"{file} is empty; it should name an image on each line")
     double = [stem for stem, count in Counter(stems).items() if count > 1]
@@ -279,6 +305,15 @@ def _in_split(line: str, annotated: Container[str]) -> str:
             if each in annotated:
                 return each
     return first
+
+
+def _check_words(file: Folder, line: str, annotated: Container[str]) -> None:
+    """Reject a line that names several images, of which only the first would be read."""
+    first, *words = line.split()
+    named = [_in_split(word, annotated) for word in words if word not in ("-1", "0", "1")]  # flags
+    others = [name for name in named if name in annotated and name != _in_split(line, annotated)]
+    if others and _in_split(line, annotated) == _in_split(first, annotated):
+        raise DataError(f"{file} has a line that names {_named(first)} and {_named(others[0])}; write one on each line")
 
 
 def _read_bytes(file: Folder, archive: Archive | None, most: int) -> bytes:
@@ -300,10 +335,16 @@ def _parse(file: Folder, archive: Archive | None) -> _Annotation:
         top = ET.fromstring(content)
     except (ET.ParseError, LookupError, ValueError) as error:
         raise DataError(f"{file} is truncated or not XML ({brief(error)})") from error
-    if top.tag.lower() != "annotation" and top.find("object") is None:
+    for each in top.iter():
+        each.tag = each.tag.lower()
+    if top.tag != "annotation" and top.find("object") is None:
         raise DataError(f"{file} is not in Pascal VOC's format: it has no <annotation>, but {brief(top.tag)}")
-    objects = []
-    for thing in top.findall("object"):
+    objects, things = [], top.findall("object")
+    if deeper := sum(1 for _ in top.iter("object")) - len(things):
+        raise DataError(f"{file} has {deeper} <object> within other elements; each must be directly in <{top.tag}>")
+    for thing in things:
+        if len(thing.findall("bndbox")) > 1:
+            raise DataError(f"{file} has an <object> with several <bndbox>; write each as an <object> of its own")
         left, top_edge, right, bottom = (_number(thing, f"bndbox/{end}", file) for end in ENDS)
         flag = (thing.findtext("difficult") or "").strip()
         known = flag.lower() in FLAGS

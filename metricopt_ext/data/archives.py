@@ -80,6 +80,7 @@ def open_zip(path: Path, max_bytes: int = MAX_BYTES) -> Iterator[Archive]:
             file = opened.enter_context(zipfile.ZipFile(opened.enter_context(open_regular(path))))
         except Exception as error:  # of a corrupt directory: of many types
             raise DataError(f"{path} is neither a folder nor a complete zip file ({brief(error)})") from error
+        file.filename = str(path)  # which paths within it are named by in messages; it is opened as a file of no name
         for name in file.namelist():
             # Python before 3.12.6 never ends on a name such as "//a".
             if len(name) > NAME_CHARACTERS or name.startswith("/") or "//" in name:

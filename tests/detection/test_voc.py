@@ -1,6 +1,7 @@
 """Pascal VOC's format: what is read is what was written, and what a file lacks is said by name."""
 
 import re
+import unicodedata
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -334,8 +335,14 @@ def test_sound_boxes_are_not_warned_of(tree: Path) -> None:
         read_voc(tree)
 
 
-def swapped(xml: str, old: str, new: str) -> Callable[[Path], None]:
-    return lambda tree: replace(annotation(tree, xml), old, new)
+def swapped(xml: str, *words: str) -> Callable[[Path], None]:
+    """Replace words, each by the one after it."""
+
+    def change(tree: Path) -> None:
+        for old, new in zip(words[::2], words[1::2], strict=True):
+            replace(annotation(tree, xml), old, new)
+
+    return change
 
 
 BROKEN = {
@@ -357,6 +364,19 @@ BROKEN = {
     "no split": (lambda tree: split_file(tree).unlink(), "no split 'test' in .*; it has train$"),
     "no annotation": (lambda tree: annotation(tree).unlink(), "lacks a3.xml, which the split 'test' names"),
     "two sets": (lambda tree: (tree / "VOCdevkit/VOC2012/Annotations").mkdir(parents=True), "several sets"),
+    "two names in a line": (
+        lambda tree: split_file(tree).write_text("a2 a3\n"),
+        "test.txt .*names a2 and a3; write one",
+    ),
+    "an object in another": (
+        swapped("a3", "<object>", "<objects><object>", "</object>", "</object></objects>"),
+        "a3.xml has 1 <object> within other elements",
+    ),
+    "two boxes": (swapped("a3", "</bndbox>", "</bndbox><bndbox/>"), "a3.xml has an <object> with several <bndbox>"),
+    "normalised corners": (
+        swapped("a3", ">6<", ">0.1<", ">7<", ">0.2<", ">17<", ">0.5<", ">28<", ">1<"),
+        r"VOC2007: every bbox lies within \[0, 1\], .*corners in pixels",
+    ),
     "no set": (lambda tree: (tree / "VOCdevkit/VOC2007/Annotations").rename(tree / "x"), "holds no folder Annotations"),
 }
 
@@ -372,6 +392,44 @@ def test_what_is_broken_is_named(tree: Path, case: str) -> None:
 def test_an_unknown_class_is_named_with_the_known_ones(tree: Path) -> None:
     with pytest.raises(DataError, match=r"a3.xml has an object of class 'cat'; the classes are dog, cow"):
         read_voc(tree, "test", classes=("dog", "cow"))
+
+
+def test_a_class_given_twice_is_refused(tree: Path) -> None:
+    with pytest.raises(DataError, match="classes must be different names, got 'cat' twice"):
+        read_voc(tree, "test", classes=("cat", "cow", "cat"))
+
+
+@pytest.mark.parametrize("other", [CLASSES[1].capitalize(), CLASSES[1] + "e\N{COMBINING ACUTE ACCENT}"])
+def test_names_of_classes_that_look_alike_are_warned_of(tree: Path, other: str) -> None:
+    known = unicodedata.normalize("NFC", other).lower()
+    for name, written in (("a1", known), ("a3", other)):
+        replace(annotation(tree, name), f"<name>{CLASSES[1]}<", f"<name>{written}<")
+    with pytest.warns(UserWarning, match=rf"'{other}' and '{known}' are taken for different ones.*write them alike"):
+        assert {other, known} <= set(read_voc(tree).classes)
+
+
+def test_tags_may_be_in_upper_case(tree: Path) -> None:
+    annotation(tree, "a1").write_text(re.sub(r"</?\w+", lambda tag: tag[0].upper(), annotation(tree, "a1").read_text()))
+    assert_same(read_voc(tree, "train").images[0], EXAMPLES[0])
+
+
+def packed(tree: Path) -> Path:
+    path = tree / "packed.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in tree.rglob("VOC2007/**/*.*"):
+            archive.write(file, file.relative_to(tree))
+    return path
+
+
+def test_messages_name_what_is_in_a_zip_file(tree: Path) -> None:
+    replace(annotation(tree, "a3"), "<xmax>17<", "<xmax>170<")
+    with pytest.warns(UserWarning, match=r"boxes in .*packed.zip/VOCdevkit/VOC2007.*partly outside.*a3.xml"):
+        read_voc(packed(tree), "test")
+    replace(annotation(tree, "a3"), "<xmax>", "<x>")
+    with pytest.raises(DataError, match=r"packed.zip/VOCdevkit/VOC2007/Annotations/a3.xml is truncated"):
+        read_voc(packed(tree), "test")
+    with pytest.raises(DataError, match=r"no split 'no' in .*packed.zip/VOCdevkit/VOC2007/ImageSets/Main"):
+        read_voc(packed(tree), "no")
 
 
 def test_what_is_no_zip_file_or_is_missing_is_named(tmp_path: Path) -> None:
