@@ -1,5 +1,6 @@
 """Which four numbers a box is written by: boxes of another kind than the expected are refused, where it shows."""
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,19 +35,15 @@ def check_annotated(images: Sequence[Annotated], where: str) -> None:
     sizes = sizes.repeat_interleave(torch.tensor([len(image.boxes) for image in images]), dim=0)
     corners = torch.cat([edges[:, :2], edges[:, 2:] - edges[:, :2]], dim=1)  # the numbers in the file
     refuse_normalised(corners, where)
-    if len(corners) and bool((sizes > 0).all()) and bool(_within(corners, sizes).all()):
-        beyond = (edges[:, 2:] > sizes + SLACK).any(1)
-        if 2 * int(beyond.sum()) >= len(edges):
-            raise DataError(
-                f"{where}: {int(beyond.sum())} of {len(edges)} boxes reach beyond their images, and none would as"
-                f" [left, top, right, bottom]; {EXPECTED}"
-            )
+    refuse_corners(corners, sizes, where)
 
 
 def check_found(
     numbers: Tensor, places: Tensor, found_in: Callable[[Tensor], list[Detections]], truth: DetectionSet, where: str
 ) -> None:
     """Reject detected boxes that are normalised, or hit more objects if read as of another kind.
+
+    One warning says so where not all of them could be of the other kind, or too few objects are hit to be sure.
 
     Args:
         numbers: Those of each box, ``n x 4``, as in the file.
@@ -61,18 +58,60 @@ def check_found(
     refuse_normalised(numbers, where)
     sizes = _sizes(truth.images)[places]
     objects = sum(len(image.labels) for image in truth.images)
-    corner, side = numbers[:, :2], numbers[:, 2:]
+    fewer = hits(found_in(_from_sides(numbers)), truth)
+    turned = numbers[:, [1, 0, 3, 2]]
     kinds = {
         "[left, top, right, bottom]": (numbers, 1),
-        "[centre x, centre y, width, height]": (torch.cat([corner - side / 2, corner + side / 2], dim=1), 2),
+        "[centre x, centre y, width, height]": (_from_centres(numbers), 2),
+        "[top, left, bottom, right]": (turned, 1),
+        "[top, left, height, width]": (_from_sides(turned), 2),
+        "in percent of the image": (_from_sides(numbers * sizes.repeat(1, 2) / 100), 2),
     }
-    for kind, (edges, margin) in kinds.items():
-        if len(edges) and bool(_within(edges, sizes).all()):
-            fewer, more = (hits(found_in(each), truth) for each in (torch.cat([corner, corner + side], dim=1), edges))
-            if more > margin * fewer and 2 * more >= objects:
-                raise DataError(
-                    f"{where}: {fewer} detections hit an object, and {more} would if bbox were {kind}; {EXPECTED}"
-                )
+    better = [
+        (more, kind, edges)
+        for kind, (edges, margin) in kinds.items()
+        if margin * fewer < objects and (more := hits(found_in(edges), truth)) > margin * fewer
+    ]
+    if better:
+        more, kind, edges = max(better, key=lambda each: each[0])
+        said = f"{where}: {fewer} detections hit an object, and {more} would if bbox were {kind}; {EXPECTED}"
+        if 2 * more >= objects and bool(_within(edges, sizes).all()):
+            raise DataError(said)
+        warnings.warn(said, stacklevel=3)
+
+
+def refuse_corners(numbers: Tensor, sizes: Tensor, where: str, areas: Tensor | None = None) -> None:
+    """Reject boxes that are most likely written by their corners.
+
+    They are where each could be, and half of them reach beyond their images if read by their sides; or where the areas
+    that their file tells are those between such corners.
+
+    Args:
+        numbers: Those of each box, ``n x 4``, as in the file.
+        sizes: Width and height of the image of each, ``n x 2``; 0 for unknown ones.
+        where: The file, for the message.
+        areas: As the file tells them, ``n``; NaN for unknown ones.
+
+    Raises:
+        DataError: They are.
+    """
+    ends = numbers[:, :2] + numbers[:, 2:]
+    if len(numbers) and bool((sizes > 0).all()) and bool(_within(numbers, sizes).all()):
+        beyond = (ends > sizes + SLACK).any(1)
+        if 2 * int(beyond.sum()) >= len(numbers):
+            raise DataError(
+                f"{where}: {int(beyond.sum())} of {len(numbers)} boxes reach beyond their images, and none would as"
+                f" [left, top, right, bottom]; {EXPECTED}"
+            )
+    if areas is not None:
+        sides, between = numbers[:, 2:].prod(1), (numbers[:, 2:] - numbers[:, :2]).prod(1)
+        known = areas > 0
+        of_sides, of_corners = (((area - areas).abs() <= 1e-3 * areas)[known] for area in (sides, between))
+        if known.any() and of_corners.all() and not of_sides.all():
+            raise DataError(
+                f"{where}: the area of each of {int(known.sum())} objects is that of its bbox as [left, top, right,"
+                f" bottom]; {EXPECTED}"
+            )
 
 
 def refuse_normalised(numbers: Tensor, where: str, expected: str = EXPECTED) -> None:
@@ -88,6 +127,16 @@ def refuse_normalised(numbers: Tensor, where: str, expected: str = EXPECTED) -> 
     """
     if bool(((numbers >= 0) & (numbers <= 1)).all()) and bool(((numbers > 0) & (numbers < 1)).any()):
         raise DataError(f"{where}: every bbox lies within [0, 1], as if divided by the image's size; {expected}")
+
+
+def _from_sides(numbers: Tensor) -> Tensor:
+    """Edges of boxes that are written as [left, top, width, height]."""
+    return torch.cat([numbers[:, :2], numbers[:, :2] + numbers[:, 2:]], dim=1)
+
+
+def _from_centres(numbers: Tensor) -> Tensor:
+    """Edges of boxes that are written as [centre x, centre y, width, height]."""
+    return _from_sides(torch.cat([numbers[:, :2] - numbers[:, 2:] / 2, numbers[:, 2:]], dim=1))
 
 
 def _within(edges: Tensor, sizes: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Annotated images and detections in COCO's JSON formats."""
 
 import json
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metricopt_ext.detection.box_kinds import check_annotated, check_found, hits
+from metricopt_ext.detection.box_kinds import check_annotated, check_found, hits, refuse_corners
 from metricopt_ext.detection.ids import (
     Id,
     checked_id,
@@ -105,10 +106,9 @@ def read_coco(
     ways = class_ways(tuple(categories), tuple(categories.values()))
     labels = choose(ways, distinct(entries, "category_id"), "category_id", "")
     objects: list[list[tuple[list[float], int, bool]]] = [[] for _ in images]
-    flat = []
-    for each, where in entries:
+    flat, boxes = [], [box_of(each, where) for each, where in entries]
+    for (each, where), (x, y, width, height) in zip(entries, boxes, strict=True):
         place = places[each["image_id"]]
-        x, y, width, height = box_of(each, where)
         if width <= 0 or height <= 0:
             flat.append(bare[place].path.name or str(bare[place].image_id))
         else:
@@ -131,6 +131,9 @@ def read_coco(
         for image, own in zip(bare, objects, strict=True)
     ]
     check_annotated(annotated, str(annotations))
+    numbers = torch.tensor(boxes, dtype=torch.float64).reshape(-1, 4)
+    areas = torch.tensor([area_of(each) for each, _ in entries], dtype=torch.float64)
+    refuse_corners(numbers, torch.zeros(len(boxes), 2), str(annotations), areas)  # by areas alone
     warn_of_boxes_outside(annotations, annotated, [image.path.name or str(image.image_id) for image in annotated])
     return CocoSet(tuple(categories.values()), annotated, tuple(categories))
 
@@ -180,17 +183,19 @@ def read_detections(
     found = read.found()
     check_found(read.boxes, read.places, read.found, dataset, str(results))
 
+    counted_ways = [way for first in (0, 1) for way in counting([image.image_id for image in dataset.images], first)]
     others = [
-        (f"image_id is read as the id; read as {what}", replace(read, places=_each(other, entries, "image_id")))
-        for what, other in other_readings(ways, image_ids, places)
+        (f"image_id is read as the id; {what}", replace(read, places=_each(other, entries, "image_id")), more)
+        for prefix, each_way, more in (("read as ", ways, 0), ("", counted_ways, 1))
+        for what, other in ((prefix + what, other) for what, other in other_readings(each_way, image_ids, places))
     ] + [
-        (f"category_id is read as the annotations count; {what}", replace(read, labels=other))
+        (f"category_id is read as the annotations count; {what}", replace(read, labels=other), 0)
         for what, other in other_labels
     ]
     before = hits(found, dataset) if others else 0
-    for said, other_read in others:
+    for said, other_read, more in others:
         after = hits(other_read.found(), dataset)
-        if after >= before:
+        if after >= before + more:
             warnings.warn(
                 f"{results}: {said}, {after} detections would hit an object; as read, {before} do", stacklevel=2
             )
@@ -444,6 +449,12 @@ def box_of(entry: Any, where: str) -> list[float]:
             f"{where} has the bbox {brief(box)}; it must be 4 finite numbers, each at most {LARGEST:.0e}{rotated}"
         )
     return [float(each) for each in box]
+
+
+def area_of(entry: Any) -> float:
+    """Return the area that an annotation tells, NaN if it tells none."""
+    area = _get(entry, "area")
+    return float(area) if _is_finite(area) else math.nan
 
 
 def _around(polygons: Any, where: str) -> list[float]:

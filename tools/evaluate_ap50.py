@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
-from metricopt_ext.errors import DataError
+from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.evidence.cli import add_show_config, errors_in_one_line, show_config, shows_config
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.evidence.style import print_table, print_written
@@ -84,13 +85,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     most = COCO_DETECTIONS if arguments.max_dets is None else arguments.max_dets
     with said_by_readers() as notes:
         found, truth = read_found(arguments) if arguments.config_file is None else detect(arguments)
-    evaluation = evaluate(found, truth, arguments.definition, arguments.rounded, most)
+    try:
+        evaluation = evaluate(found, truth, arguments.definition, arguments.rounded, most)
+    except MetricOptError:
+        print_notes(notes)  # they may say why
+        raise
     report = {
         "task": "detection/ap50",
         "metric": {"name": "ap50", "maximize": True},
         "images": len(truth),
         **evaluation,
-        "notes": [*notes, *not_counted(found, evaluation, most)],
+        "notes": [*notes, *not_counted(found, evaluation, most), *repeated(found, truth)],
         "versions": versions(),
         "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
     }
@@ -211,6 +216,11 @@ def read_annotations(
     from metricopt_ext.detection.voc import read_voc
 
     if not is_coco(path):
+        if path.is_file() and not is_zipfile(path):
+            raise DataError(
+                f"{path} is neither COCO's .json file nor a folder or complete zip file in Pascal VOC's format; unpack"
+                " or rename it"
+            )
         return read_voc(path, split, classes=classes, images=images)
     if split is not None or classes is not None:
         raise DataError(f"--split and --classes are for VOC's format; {path} is in COCO's, which has its own")
@@ -246,6 +256,25 @@ def not_counted(found: Sequence[Any], evaluation: dict[str, Any], most: int) -> 
             f"{counted(sum(left.values()), 'detection')} of {counted(len(left), 'class')} without an object that counts"
             f" are in no mean: {shortened(list(left))}"
         )
+    if any(evaluation["detections"].values()) and not any(result["mean"] for result in evaluation["ap50"].values()):
+        notes.append("no detection hits an object; are image_id, category_id and bbox written as the annotations' are?")
+    return notes
+
+
+def repeated(found: Sequence[Any], truth: Any) -> list[str]:
+    """Return in words how many objects and detections are written again as they are."""
+    import torch
+
+    notes = []
+    for what, images, more in (
+        ("object", [(each.labels, each.boxes) for each in truth.images], "each counts"),
+        ("detection", [(each.labels, each.boxes, each.scores) for each in found], "it is false the second time"),
+    ):
+        rows = [torch.column_stack([part.double().cpu() for part in parts]) for parts in images]
+        again = sum(len(each) - len(torch.unique(each, dim=0)) for each in rows if len(each))
+        if again:
+            of = sum(map(len, rows))
+            notes.append(f"{again} of {counted(of, what)} repeat another of the same image, class and bbox; {more}")
     return notes
 
 
@@ -269,7 +298,12 @@ def print_report(report: dict[str, Any]) -> None:
     rows.append(["mean", *totals, *(f"{result['mean']:.4f}" for result in results.values())])
     header = ["AP50", "objects", "detections", *results]
     print_table(header, rows, bold=[len(rows) - 1])
-    for note in report["notes"]:
+    print_notes(report["notes"])
+
+
+def print_notes(notes: Sequence[str]) -> None:
+    """Print what there is to say about the data."""
+    for note in notes:
         print(plain(f"note: {note}"))
 
 

@@ -385,6 +385,42 @@ def test_class_ids_from_1_in_a_set_from_0_are_warned_of(tmp_path: Path) -> None:
         assert value(tmp_path, gt, dt) == 0
 
 
+@pytest.mark.parametrize("weak", [False, True])
+def test_boxes_that_are_perhaps_of_another_kind_are_warned_of(tmp_path: Path, weak: bool) -> None:
+    gt, dt = truth(), results()
+    each(dt, bbox=lambda b: [b[0], b[1], b[0] + b[2], b[1] + b[3]])
+    if weak:  # four of twelve objects are found
+        gt["annotations"] += [
+            {"image_id": 3, "category_id": 1, "bbox": [20 * i, 75, 9, 9], "area": 81} for i in range(8)
+        ]
+    else:  # a detector that does not cut its boxes
+        dt[0]["bbox"][0] = -4
+    with pytest.warns(UserWarning, match=r"2 detections hit an object, and 4 would if bbox were \[left, top, right"):
+        value(tmp_path, gt, dt)
+
+
+def test_masks_and_boxes_of_other_areas_are_no_corners(tmp_path: Path, expected: float) -> None:
+    gt = truth()
+    for area in (lambda area: 0.7 * area, lambda _: None, lambda _: "12"):
+        each(gt["annotations"], area=area)
+        assert value(tmp_path, gt, results()) == pytest.approx(expected, abs=1e-12)
+        gt = truth()
+
+
+def test_image_ids_from_0_in_a_set_from_1_are_warned_of(tmp_path: Path, expected: float) -> None:
+    gt, dt = truth(), results()
+    ids_of(image_id=lambda i: i + 1)(gt, dt)
+    each(dt, image_id=lambda i: i + 1)
+    each(gt["images"], file_name=lambda _: None)
+    gt["images"].append({"id": 1})  # in which nothing is
+    assert value(tmp_path, gt, dt) == pytest.approx(expected, abs=1e-12)
+    each(dt, image_id=lambda i: i - 1)
+    with pytest.warns(
+        UserWarning, match="image_id is read as the id; counted from 0, 4 detections would hit an object"
+    ):
+        assert value(tmp_path, gt, dt) < expected
+
+
 def test_image_ids_that_are_also_names_of_other_files_are_warned_of(tmp_path: Path) -> None:
     gt = truth()
     each(gt["images"], file_name=lambda name: f"{int(name[5:11]) % 3 + 1}.jpg")  # image 1 is 2.jpg
@@ -425,7 +461,14 @@ def test_image_ids_that_are_also_names_of_other_files_are_warned_of(tmp_path: Pa
          "every bbox lies within"),
         (lambda gt, dt: each(gt["annotations"], bbox=lambda b: [b[0] / 200, b[1] / 100, b[2] / 200, b[3] / 100]),
          "every bbox lies within"),
-        (lambda gt, dt: each(gt["annotations"], bbox=lambda b: [b[0] + 90, b[1] + 30, b[0] + 100, b[1] + 80]),
+        (lambda gt, dt: each(dt, bbox=lambda b: [b[1], b[0], b[1] + b[3], b[0] + b[2]]),
+         r"4 would if bbox were \[top, left, bottom, right\]"),
+        (lambda gt, dt: each(dt, bbox=lambda b: [b[0] / 2, b[1], b[2] / 2, b[3]]),
+         "0 detections hit an object, and 4 would if bbox were in percent of the image"),
+        (lambda gt, dt: each(gt["annotations"], bbox=lambda b: [b[0], b[1], b[0] + b[2], b[1] + b[3]]),
+         r"the area of each of 4 objects is that of its bbox as \[left, top, right, bottom\]"),
+        (lambda gt, dt: each(gt["annotations"], bbox=lambda b: [b[0] + 90, b[1] + 30, b[0] + 100, b[1] + 80])
+         or without(gt["annotations"], "area"),
          r"boxes reach beyond their images, and none would as \[left, top"),
     ],
 )  # fmt: skip

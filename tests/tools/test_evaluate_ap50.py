@@ -156,10 +156,15 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
             ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--ignore-unknown-classes"),
             "--ignore-unknown-classes is for --detections",
         ),
+        (
+            (*COCO[:3], "table.txt"),
+            "table.txt is neither COCO's .json file nor a folder or complete zip .*unpack or rename",
+        ),
         (("--detections", "voc_results.json", "--annotations", "voc_results.json"), "has no list 'images'"),
     ],
 )
 def test_what_a_user_can_mend_ends_in_one_line(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    (folder / "table.txt").write_text("{}")
     with pytest.raises(SystemExit, match=message) as caught:
         evaluate(folder, *arguments)
     assert str(caught.value).startswith("error: ")
@@ -204,6 +209,36 @@ def test_detections_beyond_coco_s_limit_are_counted_and_the_limit_can_be_raised(
     assert raised["ap50"]["coco"]["mean"] == pytest.approx(1)
     assert len(raised["notes"]) == 1
     assert len(evaluate(tmp_path, *arguments, "--definition", "voc")["notes"]) == 1
+
+
+def changed(folder: Path, name: str, change: Any) -> None:
+    content = json.loads((folder / name).read_text())
+    change(content)
+    (folder / name).write_text(json.dumps(content))
+
+
+def test_what_is_repeated_is_counted(folder: Path) -> None:
+    before = evaluate(folder, *COCO)["notes"]
+    changed(folder, "coco_results.json", lambda found: found.append(found[0]))
+    changed(folder, "coco.json", lambda content: content["annotations"].extend(content["annotations"][:2]))
+    assert [note for note in evaluate(folder, *COCO)["notes"] if note not in before] == [
+        "2 of 38 objects repeat another of the same image, class and bbox; each counts",
+        "1 of 37 detections repeat another of the same image, class and bbox; it is false the second time",
+    ]
+
+
+def test_a_value_of_0_is_spoken_of(folder: Path) -> None:
+    changed(folder, "coco_results.json", lambda found: [each.update(bbox=[0, 0, 1, 1]) for each in found])
+    assert "no detection hits an object; are image_id, category_id and bbox" in evaluate(folder, *COCO)["notes"][-1]
+    changed(folder, "coco_results.json", list.clear)
+    assert not any("no detection" in note for note in evaluate(folder, *COCO)["notes"])
+
+
+def test_a_refusal_comes_with_what_readers_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(folder, "coco.json", lambda content: [each.update(bbox=[0, 0, 0, 0]) for each in content["annotations"]])
+    with pytest.raises(SystemExit, match="none of 12 images has an object that counts"):
+        evaluate(folder, *COCO)
+    assert "note: boxes in coco.json: 36 without area left out" in capsys.readouterr().out
 
 
 def test_detections_of_unknown_classes_are_left_out_on_demand(folder: Path) -> None:
