@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.detection.ap50 import COCO_DETECTIONS, told_beyond_limit
-from metricopt_ext.detection.box_kinds import refuse_normalised
-from metricopt_ext.detection.coco import box_of, flag_of, side_of
+from metricopt_ext.detection.box_kinds import refuse_corners, refuse_normalised
+from metricopt_ext.detection.coco import area_of, box_of, flag_of, side_of
 from metricopt_ext.detection.ids import Id, checked_id, choose, distinct, examples, known_of, number, written_ways
 from metricopt_ext.detection.metric import halves_of_images
 from metricopt_ext.errors import DataError, MetricError
@@ -30,6 +30,7 @@ except ImportError as error:
 Kind = Literal["bbox", "segm", "keypoints"]
 Name = Literal["AP", "AP50"]
 
+COMPARED = 500  # images by which other readings of what is found are compared
 TRUTH = {"bbox": "bbox", "segm": "segmentation", "keypoints": "keypoints"}  # what an annotation must have
 
 
@@ -69,9 +70,14 @@ def coco_metric(
             f"kind={kind!r} must be one of {', '.join(get_args(Kind))}, and name={name!r} one of"
             f" {', '.join(get_args(Name))}"
         )
-    if len(annotations["images"]) != len(images):
-        raise DataError(f"there are {len(images)} images, but annotations of {len(annotations['images'])}")
+    if not isinstance(annotations, Mapping):
+        raise DataError(f"annotations must be a COCO file's content, as json.load gives, got {brief(annotations)}")
+    annotations = {key: _plain(annotations.get(key)) for key in ("images", "annotations", "categories")}
+    if (entries := len(annotations["images"] or ())) != len(images):
+        raise DataError(f"there are {len(images)} images, but annotations of {entries}")
     content = _as_read(annotations, kind)
+    if detect is None:
+        _warn_of_sizes(images, content["images"])
     ids = [entry["id"] for entry in content["images"]]
     judged = [entry for entry in content["annotations"] if not entry["iscrowd"]]
     if kind == "keypoints":
@@ -92,6 +98,9 @@ def coco_metric(
             found = model([image])[0] if detect is None else detect(model, image)
             results += _results(image_id, found, kind)
         _tell_of(results, sorted(truth.cats), kind, told)
+        if "readings" not in told:
+            told.add("readings")
+            _compare_readings(truth, results, [image_id for image_id in ids if image_id in objects][:COMPARED], kind)
 
         def value_on(half: Tensor | None) -> float:
             return _value(truth, results, ids if half is None else [ids[i] for i in half.tolist()], kind, name)
@@ -133,7 +142,7 @@ def _as_read(annotations: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
         if each["image_id"] in at
     ]
     if kind == "bbox":
-        refuse_normalised(torch.tensor([each["bbox"] for each in read], dtype=torch.float64), "annotations")
+        _check_boxes(read, {key: each for key, (each, _) in zip(images, places, strict=True)})
     if kind == "segm":
         entered = {each["id"]: _with_sides(each, where) for each, where in places}
         unsized = [
@@ -152,6 +161,44 @@ def _as_read(annotations: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     }
 
 
+def _plain(value: Any) -> Any:
+    """Arrays, numpy's numbers and tuples as what JSON would hold."""
+    if isinstance(value, np.ndarray | np.generic | Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _warn_of_sizes(images: Sequence[Tensor], entries: list[dict[str, Any]]) -> None:
+    """Warn once of images that were resized, unlike their annotations."""
+    told = [tuple(side_of(each, key, "", shown=False) for key in ("width", "height")) for each in entries]
+    sizes = [tuple(image.shape[:-3:-1]) for image in images]
+    other = [i for i, (said, size) in enumerate(zip(told, sizes, strict=True)) if all(said) and said != size]
+    if other:
+        first = other[0]
+        warnings.warn(
+            f"{len(other)} of {counted(len(images), 'image')} have another size than annotated, first image"
+            f" {brief(entries[first]['id'])}: {' x '.join(map(str, sizes[first]))} pixels,"
+            f" not {' x '.join(map(str, told[first]))}; what is found is compared in pixels as annotated",
+            stacklevel=3,
+        )
+
+
+def _check_boxes(read: list[dict[str, Any]], entries: Mapping[Id, Mapping[str, Any]]) -> None:
+    """Refuse annotated boxes of another kind, and warn once of those without area."""
+    boxes = torch.tensor([each["bbox"] for each in read], dtype=torch.float64).reshape(-1, 4)
+    refuse_normalised(boxes, "annotations")
+    sides = [[side_of(entries[each["image_id"]], key, "", False) for key in ("width", "height")] for each in read]
+    areas = torch.tensor([each["told_area"] for each in read], dtype=torch.float64)
+    refuse_corners(boxes, torch.tensor(sides, dtype=torch.float64).reshape(-1, 2), "annotations", areas)
+    if flat := int((boxes[:, 2:] <= 0).any(1).sum()):
+        warnings.warn(
+            f"{counted(flat, 'annotated box')} without area count as objects that are not found, as in pycocotools",
+            stacklevel=4,
+        )
+
+
 def _has_shape(entry: Mapping[str, Any], kind: Kind) -> bool:
     return entry.get(TRUTH[kind]) is not None or (kind == "bbox" and bool(entry.get("segmentation")))
 
@@ -164,6 +211,7 @@ def _with_sides(image: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _annotation(entry: Mapping[str, Any], kind: Kind, where: str) -> dict[str, Any]:
     """An annotation with all that pycocotools reads, which takes no area for one of any size."""
     read = {**entry, "iscrowd": int(flag_of(entry, "iscrowd", where)), "area": 0.0}
+    read["told_area"] = area_of(entry)
     if kind == "bbox":
         return read | {"bbox": box_of(entry, where)}
     if kind == "keypoints":
@@ -187,7 +235,8 @@ def _tell_of(results: list[dict[str, Any]], categories: list[int], kind: Kind, t
     if kind == "bbox" and "kind" not in told:
         told.add("kind")
         try:
-            refuse_normalised(torch.tensor([each["bbox"] for each in results]).reshape(-1, 4), "the detector")
+            numbers = torch.tensor([each["bbox"] for each in results]).reshape(-1, 4)
+            refuse_normalised(numbers, "the detector", "boxes must be [left, top, right, bottom] in pixels")
         except DataError as error:
             raise MetricError(str(error)) from error
     counts = Counter((each["image_id"], each["category_id"]) for each in results)
@@ -205,10 +254,52 @@ def _tell_of(results: list[dict[str, Any]], categories: list[int], kind: Kind, t
             warnings.warn(said[key], stacklevel=3)
 
 
+def _compare_readings(truth: COCO, results: list[dict[str, Any]], ids: list[Id], kind: Kind) -> None:
+    """Refuse boxes, and warn of labels, that are right far more often if they are read otherwise.
+
+    Args:
+        truth: The annotations.
+        results: What is found, as entries of COCO's file of results.
+        ids: Images with objects.
+        kind: What is compared.
+    """
+    if kind == "keypoints" or not ids or (value := _value(truth, results, ids, kind, "AP50")) >= 0.5:
+        return
+    if kind == "bbox":
+        for what, shift in (("[left, top, width, height]", 0.0), ("[centre x, centre y, width, height]", 0.5)):
+            boxes = [(x, y, w + x, h + y) for x, y, w, h in (each["bbox"] for each in results)]  # as they were given
+            read = [
+                {**each, "bbox": [x - shift * w, y - shift * h, w, h]}
+                for each, (x, y, w, h) in zip(results, boxes, strict=True)
+            ]
+            if (other := _value(truth, read, ids, kind, "AP50")) > max(2 * value, 0.5):
+                raise MetricError(
+                    f"AP50 would be {other:.3f} in place of {value:.3f} if the detector's boxes were {what}; they must"
+                    " be [left, top, right, bottom] in pixels, so let detect=... translate them"
+                )
+    for shift in (1, -1):
+        shifted = [{**each, "category_id": each["category_id"] + shift} for each in results]
+        if all(each["category_id"] in truth.cats for each in shifted):
+            other = _value(truth, shifted, ids, kind, "AP50")
+            if other > value:
+                warnings.warn(
+                    f"AP50 would be {other:.3f} in place of {value:.3f} if {shift} were added to the detector's labels;"
+                    " they must be the ids of categories, so let detect=... translate them",
+                    stacklevel=3,
+                )
+
+
 def _results(image_id: Id, found: Mapping[str, Tensor], kind: Kind) -> list[dict[str, Any]]:
     """What is found in an image, as entries of COCO's file of results."""
     shapes: list[Any]
     given, inner = {"bbox": ("boxes", (4,)), "segm": ("masks", ()), "keypoints": ("keypoints", ())}[kind]
+    found = {key: torch.as_tensor(found[key]) for key in (given, "scores", "labels")}
+    if not found["scores"].ndim == found["labels"].ndim == 1:
+        sizes = " and ".join(f"{key} of shape {tuple(found[key].shape)}" for key in ("scores", "labels"))
+        raise MetricError(f"the detector gave {sizes} in image {brief(image_id)}; they must be n and n")
+    for key in ("scores", "labels") if kind == "segm" else (given, "scores", "labels"):
+        if not torch.isfinite(found[key]).all():
+            raise MetricError(f"the detector gave {key} that are NaN or infinite in image {brief(image_id)}")
     if len(found["labels"]) != len(found["scores"]) or len(found[given]) != len(found["scores"]):
         sizes = ", ".join(f"{len(found[key])} {key}" for key in (given, "scores", "labels"))
         raise MetricError(f"the detector gave {sizes} in image {brief(image_id)}; their numbers must be equal")

@@ -16,7 +16,7 @@ from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.detection.ap50 import Definition, beyond_limit, match, match_for, mean_over_ious, told_beyond_limit
 from metricopt_ext.detection.records import Detections, DetectionSet, as_array
 from metricopt_ext.detection.toolkit import Example, Toolkit
-from metricopt_ext.errors import ConfigError
+from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.own_metric import number_within
 
@@ -199,8 +199,15 @@ def halves_of_images(
     Args:
         halves: Positions of the images of each, or why there are none; None for random ones.
         has_object: Which images have an object that counts, ``n``.
+
+    Raises:
+        DataError: A position is none of an image.
     """
     halves = random_halves(len(has_object), 0) if halves is None else halves
+    for half in () if isinstance(halves, str) else halves:
+        if len(half) and not 0 <= int(half.min()) <= int(half.max()) < len(has_object):
+            ends = f"{int(half.min())} to {int(half.max())}"
+            raise DataError(f"halves must be positions of {len(has_object)} images, from 0, got {ends}")
     if isinstance(halves, str) or all(has_object[half.numpy()].any() for half in halves):
         return halves
     return "one of two halves of its images has no object that counts"

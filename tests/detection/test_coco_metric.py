@@ -347,6 +347,12 @@ def test_boxes_need_no_sizes_and_names_and_are_those_of_polygons() -> None:
         (changed(iscrowd="yes"), "bbox", "annotation 0 has 'yes' as iscrowd; it must be 0 or 1"),
         (changed(bbox=[1, 2, 3, 4, 5]), "bbox", "annotation 0 has the bbox .*rotated boxes are of another kind"),
         (changed(bbox_mode=0), "bbox", "annotation 0 has the bbox_mode 0"),
+        (
+            "instances.json",
+            "bbox",
+            "annotations must be a COCO file's content, as json.load gives, got 'instances.json'",
+        ),
+        (changed(bbox=[2, 2, 22, 22]), "bbox", "the area of each of 4 objects is that of its bbox as"),
         (changed(bbox=[0, 0, 0.5, 0.5]), "bbox", "annotations: every bbox lies within"),
         (changed(category_id=8), "bbox", "annotation 0 has the unknown category_id 8; known: 7, 9"),
         (truth() | {"categories": [{"id": "a"}]}, "bbox", r"categories have the ids \['a'\]; they must be integers"),
@@ -396,6 +402,8 @@ def test_detections_that_do_not_count_are_counted_once() -> None:
     [
         ([[0.0, 0, 20, 20]], [0], "labels are 0, as if counted from 0; they must be the ids of categories, 7, 9"),
         ([[0.0, 0, 0.4, 0.4]], [7], "the detector: every bbox lies within"),
+        ([[0.0, 0, math.nan, 20]], [7], "the detector gave boxes that are NaN or infinite in image 10"),
+        ([[0.0, 0, 20, 20]], [[7]], r"scores of shape \(1,\) and labels of shape \(1, 1\) in image 10; they must be n"),
         ([[10.0, 10, 20, 20, 0]], [7], r"boxes of shape \(1, 5\) in image 10; they must be n x 4 \(left, top"),
         ([[10.0, 10, 20, 20]], [7, 7], "1 boxes, 2 scores, 2 labels in image 10; their numbers must be equal"),
     ],
@@ -404,6 +412,81 @@ def test_detections_of_another_kind_are_refused(boxes: Any, labels: Any, message
     metric = coco_metric(pictures(0), truth(1), detect=found(boxes, labels))
     with pytest.raises(MetricError, match=message):
         metric.judge(nn.Identity())
+
+
+@pytest.mark.parametrize("kind", ["bbox", "segm", "keypoints"])
+def test_scores_that_are_no_numbers_are_refused(kind: Kind) -> None:
+    metric = coco_metric(pictures(0), truth(1), kind=kind, detect=lambda *_: {**Finder().find(0), "scores": [math.inf]})
+    with pytest.raises(MetricError, match="the detector gave scores that are NaN or infinite in image 10"):
+        metric.judge(nn.Identity())
+
+
+def of_kinds(box: list[float], label: int) -> Any:
+    """A metric of one object, of the third of three categories, that is found by such a box and label."""
+    content = {
+        "images": [{"id": 1}],
+        "annotations": [{"image_id": 1, "category_id": 3, "bbox": [8, 4, 10, 10]}],
+        "categories": [{"id": i} for i in (1, 2, 3)],
+    }
+    return coco_metric(pictures(0), content, detect=found([box], [label]), halves=(), name="AP50")
+
+
+@pytest.mark.parametrize(
+    ("box", "kind"),
+    [([8.0, 4, 10, 10], "left, top, width, height"), ([13.0, 9, 10, 10], "centre x, centre y, width, height")],
+)
+def test_detected_boxes_by_their_sides_are_refused(box: list[float], kind: str) -> None:
+    message = rf"AP50 would be 1.000 in place of 0.000 if the detector's boxes were \[{kind}\]; they must be"
+    with pytest.raises(MetricError, match=message):
+        of_kinds(box, 3).judge(nn.Identity())
+
+
+def test_labels_that_count_otherwise_are_warned_of_once() -> None:
+    metric = of_kinds([8.0, 4, 18, 14], 2)
+    with pytest.warns(
+        UserWarning, match="AP50 would be 1.000 in place of 0.000 if 1 were added to the detector's labels"
+    ):
+        assert value(metric, nn.Identity())[0] == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        value(metric, nn.Identity())
+        assert value(of_kinds([8.0, 4, 18, 14], 3), nn.Identity())[0] == pytest.approx(1)
+
+
+def test_images_of_another_size_than_annotated_are_warned_of() -> None:
+    with pytest.warns(
+        UserWarning, match=rf"1 of 1 image have another size.* first image 10: 9 x 7 pixels, not {SIDE} x"
+    ):
+        coco_metric([torch.zeros(3, 7, 9)], truth(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        coco_metric([torch.zeros(3, 7, 9)], truth(1), detect=lambda *_: {})  # which may translate boxes
+
+
+def test_annotated_boxes_without_area_are_counted() -> None:
+    content = truth()
+    content["annotations"][0]["bbox"] = [3, 3, 0, 5]
+    with pytest.warns(UserWarning, match="1 annotated box without area count as objects that are not found"):
+        metric = coco_metric(pictures(0, 1, 2, 3), content, name="AP50")
+    # Of class a one of two objects is found, by one of two detections; the better one, of equals the first, is false.
+    assert value(metric, Finder())[0] == pytest.approx((51 * 0.5 / 101 + 1) / 2)
+
+
+def test_numpy_s_numbers_and_arrays_are_read() -> None:
+    content = changed(image_id=lambda i: np.int64(10 + i), bbox=np.array([0, 0, 20, 20], np.float32), category_id=...)
+    for i, entry in enumerate(content["annotations"]):
+        entry["category_id"] = np.int32(7 + 2 * (i % 2))
+    images = pictures(0, 1, 2, 3)
+    arrays = {key: np.asarray(each) for key, each in Finder().find(0).items()}
+    metric = coco_metric(images, content, detect=lambda *_: arrays, halves=())
+    theirs = coco_metric(images, truth(), detect=lambda *_: Finder().find(0), halves=())
+    assert value(metric, nn.Identity()) == value(theirs, nn.Identity())
+
+
+def test_halves_outside_the_images_are_refused() -> None:
+    for half in ([4], [-1]):
+        with pytest.raises(DataError, match="halves must be positions of 4 images, from 0, got"):
+            coco_metric(pictures(0, 1, 2, 3), truth(), halves=[torch.tensor([0]), torch.tensor(half)])
 
 
 def test_a_box_may_shrink_to_a_pixel_in_a_later_query() -> None:
