@@ -329,12 +329,15 @@ def _lengths(rows: Singles) -> Doubles:
     return lengths
 
 
-def fingerprints(vectors: Vectors, precision: torch.dtype | None = None) -> npt.NDArray[np.uint64]:
+def fingerprints(
+    vectors: Vectors, precision: torch.dtype | None = None, grid: tuple[Doubles, float] | None = None
+) -> npt.NDArray[np.uint64]:
     """Return a number for each row, ``n``, which rows of the same content share, and others but by a chance of 2^-64.
 
     Args:
         vectors: ``n x d``.
         precision: What the numbers are rounded to before; None for as they are.
+        grid: A point and a distance: numbers are rounded to multiples of it from there; None for as they are.
     """
     factors = np.random.default_rng(0).integers(2**64, size=vectors.dimension, dtype=np.uint64) | np.uint64(1)
     result = np.empty(vectors.size, dtype=np.uint64)
@@ -342,6 +345,8 @@ def fingerprints(vectors: Vectors, precision: torch.dtype | None = None) -> npt.
         rows = vectors.rows(part)
         if precision is not None:
             rows = torch.from_numpy(rows).to(precision).double().numpy()
+        if grid is not None:
+            rows = np.rint((rows - grid[0]) / grid[1])
         bits = (rows + 0.0).view(np.uint64)  # -0 becomes 0
         result[part] = ((bits ^ (bits >> np.uint64(32))) * factors).sum(axis=1)  # as the low bits of many are 0
     return result

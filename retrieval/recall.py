@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from metricopt_ext.data.halves import class_halves
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.neighbours import (
+    SAMPLE,
     Array,
     Distance,
     Search,
@@ -32,6 +33,10 @@ from metricopt_ext.retrieval.neighbours import (
 )
 from metricopt_ext.tasks.metric import Ledger, Metric, with_halves
 from metricopt_ext.utils.seeding import generator
+
+# What is calculated again differs by far less than this part of the embeddings' standard deviation. With fewer
+# dimensions, different embeddings are as near to each other by chance.
+STEPS, FEWEST_DIMENSIONS = 512, 8
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,8 @@ def recall_at_k(
     - The order is that of float64 distances of the embeddings as they are given. FAISS searches in float32; queries
       for which its rounding leaves a k open are counted in `Recall.doubles` and decided in float64, which takes up to
       ten times as long where it is all of them (embeddings in groups far from each other, or very many ties).
-    - Queries that occur in a gallery that is not said to start with them, with the same label, find themselves: a
-      warning counts them.
+    - Queries that occur in a gallery that is not said to start with them find themselves: a warning counts those with
+      the same label, or else those with another one or with nearly the same embedding, if they are many.
 
     Memory beyond the arguments: a float32 copy of embeddings that are of another type, not contiguous, on a GPU,
     compared by cosine, or far from 0 or from a length of 1, and about 250 MB for the neighbours of a few thousand
@@ -130,14 +135,9 @@ def recall_at_k(
         order = torch.randperm(len(matched), generator=generator(seed, "recall queries")).numpy()
         chosen = np.sort(matched[order[:query_subset]])
 
-    copies = 0 if includes_queries else _copies(queries, labels, items, item_labels, chosen)
-    if copies:
-        warnings.warn(
-            f"{copies} of {len(chosen)} queries are in the gallery too, the same embedding with the same"
-            " label: they find themselves, so recall is too high; leave them out of the gallery, or let it start with"
-            " all queries and say so (gallery_starts_with_queries=True)",
-            stacklevel=2,
-        )
+    copies, said = (0, "") if includes_queries else _copies(queries, labels, items, item_labels, chosen)
+    if said:
+        warnings.warn(said, stacklevel=2)
     ranks, doubles = ranks_of_first(
         queries, labels, chosen, items, item_labels, includes_queries, ks, distance, progress
     )
@@ -377,10 +377,10 @@ def as_ids(labels: Array, whose: str = "") -> npt.NDArray[np.int64]:
     if labels.dtype.kind not in "iubf":
         raise DataError(f"{whose}labels must be n integers, got {labels.dtype} of shape {labels.shape}")
     if labels.ndim != 1:
-        raise DataError(
-            f"{whose}labels must be n integers, got shape {labels.shape}: one for each embedding; choose one column"
-            " (labels[:, 0]) or flatten them"
-        )
+        row = labels.ndim == 2 and labels.shape[0] == 1
+        hot = labels.ndim == 2 and not row and ((labels == 0) | (labels == 1)).all() and (labels.sum(axis=1) == 1).all()
+        remedy = "labels.argmax(axis=1) counts the classes" if hot else "flatten them" if row else "choose one column"
+        raise DataError(f"{whose}labels must be n integers, one for each embedding, got shape {labels.shape}; {remedy}")
     if labels.dtype.kind == "f":
         wrong = np.flatnonzero(~((np.abs(labels) < 2.0**bits) & (labels == np.rint(labels))))  # NaN is wrong, too
         if len(wrong):
@@ -427,10 +427,49 @@ def _check_gallery(
     return items, item_labels
 
 
-def _copies(queries: Vectors, labels: Any, items: Vectors, item_labels: Any, chosen: Any) -> int:
-    """How many of the chosen queries occur in the gallery, content and label; copies may be of lower precision."""
+def _copies(queries: Vectors, labels: Any, items: Vectors, item_labels: Any, chosen: Any) -> tuple[int, str]:
+    """How many of the chosen queries occur in the gallery, content and label, and what to say; empty for nothing.
+
+    Copies may be of lower precision. What is calculated again differs in its last digits, which few coordinates show.
+    """
     floats = [x.dtype for x in map(torch.as_tensor, (queries.given[:1], items.given[:1])) if x.is_floating_point()]
     coarse = max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+    count = f"of {len(chosen)} queries"
+    remedy = (
+        "leave them out of the gallery (in Python, a gallery may start with all queries and say so:"
+        " gallery_starts_with_queries=True)"
+    )
     own, theirs = (fingerprints(Vectors(each.given), coarse) for each in (queries, items))
-    known = set(zip(theirs.tolist(), item_labels.tolist(), strict=True))
-    return sum(pair in known for pair in zip(own[chosen].tolist(), labels[chosen].tolist(), strict=True))
+    same, other = _found_again(own[chosen], labels[chosen], theirs, item_labels)
+    if same:
+        return same, (
+            f"{same} {count} are in the gallery too, the same embedding with the same label: they find themselves, so"
+            f" recall is too high; {remedy}"
+        )
+    if 2 * other > len(chosen):
+        return 0, (
+            f"{other} {count} are in the gallery under another label: they find themselves, so recall is too low;"
+            " number the classes of queries and gallery alike, and leave queries out of the gallery"
+        )
+    if queries.dimension < FEWEST_DIMENSIONS:
+        return 0, ""
+    sample = items.rows(np.linspace(0, items.size - 1, min(items.size, SAMPLE)).astype(np.int64))
+    if not (spread := float(sample.std(axis=0).mean())):
+        return 0, ""
+    grid = sample.mean(axis=0), spread / STEPS
+    own, theirs = (fingerprints(each, grid=grid) for each in (queries, items))
+    near, _ = _found_again(own[chosen], labels[chosen], theirs, item_labels)
+    if near < len(chosen) / 10:
+        return 0, ""
+    return 0, (
+        f"at least {near} {count} are in the gallery too, nearly the same embedding with the same label, as if"
+        f" calculated again: they find themselves, so recall is too high; {remedy}"
+    )
+
+
+def _found_again(own: Any, labels: Any, theirs: Any, item_labels: Any) -> tuple[int, int]:
+    """How many queries' contents, by fingerprints, are in the gallery with the query's label, and with others alone."""
+    known, content = set(zip(theirs.tolist(), item_labels.tolist(), strict=True)), set(theirs.tolist())
+    pairs = list(zip(own.tolist(), labels.tolist(), strict=True))
+    same = sum(pair in known for pair in pairs)
+    return same, sum(pair[0] in content for pair in pairs) - same

@@ -14,13 +14,14 @@ Images are <class>/<file> in a folder or zip file, embedded by a model that the 
 tools/finetune_retrieval.py describes, with its weights, and with a finetuned adapter if one is given.
 Files are .npy, or .safetensors with tensors "embeddings" and "labels"; --labels (--gallery-labels) is then omitted.
 Without a gallery, or with a gallery that is the queries (the same file, or a copy), the queries search each other. Any
-other gallery should not contain the queries, which would find themselves: a warning counts them. Embeddings are
+other gallery should not contain the queries, which would find themselves: a note counts them. Embeddings are
 compared as they are; pytorch-metric-learning's testers scale them to length 1 first, as --distance cosine does. Prints
 a table and writes report.json.
 """
 
 import argparse
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -131,16 +132,23 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             if items is not None and equal_items(queries, items):
                 print(f"note: {name} is a copy of the queries; each searches all others")
                 items = None
+            elif items is None and (copies := repeated(queries)):
+                print(f"note: {copies} of {len(queries[0])} queries have a copy with their label among the others")
             started = time.perf_counter()
-            recall = recall_at_k(
-                *queries,
-                arguments.ks,
-                gallery=items,
-                distance=arguments.distance,
-                query_subset=arguments.query_subset,
-                seed=arguments.seed,
-                progress=name,
-            )
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", UserWarning)
+                recall = recall_at_k(
+                    *queries,
+                    arguments.ks,
+                    gallery=items,
+                    distance=arguments.distance,
+                    query_subset=arguments.query_subset,
+                    seed=arguments.seed,
+                    progress=name,
+                )
+            for each in caught:
+                if each.category is UserWarning:
+                    print(f"note: {name}: {each.message}")
             seconds, counts = time.perf_counter() - started, (recall.gallery, recall.queries, recall.without_match)
             rows.append(Row(name, *counts, recall.at, recall.mean, seconds, recall.doubles, recall.copies))
             vectors = Vectors((items or queries)[0])
@@ -355,6 +363,18 @@ def equal_items(queries: Items, items: Items) -> bool:
         return False
     own, theirs = Vectors(queries[0]), Vectors(items[0])
     return all(np.array_equal(own.rows(part), theirs.rows(part)) for part in own.parts())
+
+
+def repeated(items: Items) -> int:
+    """Return how many items have a copy, embedding and label, among the others."""
+    from metricopt_ext.retrieval.neighbours import Vectors, fingerprints
+    from metricopt_ext.retrieval.recall import as_ids
+
+    if len(items[0].shape) != 2 or tuple(items[1].shape)[:1] != tuple(items[0].shape)[:1]:
+        return 0  # which is refused
+    known = np.column_stack([fingerprints(Vectors(items[0])).view(np.int64), as_ids(items[1])])
+    _, counts = np.unique(known, axis=0, return_counts=True)
+    return int(counts[counts > 1].sum())
 
 
 def read_items(embeddings: Path, labels: Path | None, option: str) -> tuple[Any, Any]:

@@ -297,9 +297,36 @@ def test_queries_in_the_gallery_are_counted_by_content() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert recall_at_k(x[:100], y[:100], (1,), gallery=(x[100:], y[100:])).copies == 0
-        other = (y + 1) % 20  # an embedding like it under another label is another item
-        assert recall_at_k(x[:100], y[:100], (1,), gallery=(x, other)).copies == 0
+        other = np.where(np.arange(250) < 50, (y + 1) % 20, y)  # an embedding under another label is another item
+        assert recall_at_k(x[:100], y[:100], (1,), gallery=(np.where(y[:, None] == other[:, None], x + 1, x), other))
         recall_at_k(x[:100], y[:100], (1,), gallery=(x, y), gallery_starts_with_queries=True)
+
+
+def test_queries_in_the_gallery_under_other_labels_are_counted() -> None:
+    x, y = clusters(250)
+    with pytest.warns(
+        UserWarning, match="^100 of 100 queries are in the gallery under another label: .* too low; number"
+    ):
+        assert recall_at_k(x[:100], y[:100], (1,), gallery=(x, (y + 1) % 20)).copies == 0
+
+
+@pytest.mark.parametrize("distance", ["l2", "ip", "cosine"])
+def test_queries_whose_embeddings_were_calculated_again_are_counted(distance: Any) -> None:
+    x, y = clusters(250)
+    again = x * (1 + np.random.default_rng(0).normal(size=x.shape).astype(np.float32) * 1e-6)
+    if distance == "cosine":  # or scaled to length 1 for the gallery alone
+        again = x / np.linalg.norm(x, axis=1, keepdims=True)
+    order = np.random.default_rng(1).permutation(250)
+    with pytest.warns(
+        UserWarning, match=r"^at least \d+ of 100 queries are in the gallery too, nearly the same"
+    ) as caught:
+        recall_at_k(x[:100], y[:100], (1,), gallery=(again[order], y[order]), distance=distance)
+    assert int(str(caught[0].message).split()[2]) > 60
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recall_at_k(x[:100], y[:100], (1,), gallery=(again[100:], y[100:]), distance=distance)
+        recall_at_k(x[:100], y[:100], (1,), gallery=(x + 0.05, y), distance=distance)
+        recall_at_k(x[:100] + 1e6, y[:100], (1,), gallery=(x[100:] + 1e6, y[100:]), distance=distance)
 
 
 @pytest.mark.parametrize(
@@ -363,9 +390,10 @@ ZERO[6] = 0
         (
             (X, np.stack([Y, Y], 1)),
             {},
-            r"got shape \(20, 2\): one for each embedding; choose one column \(labels",
+            r"one for each embedding, got shape \(20, 2\); choose one column",
         ),
-        ((X, Y[None]), {}, r"got shape \(1, 20\): one for each embedding; .* or flatten them"),
+        ((X, Y[None]), {}, r"one for each embedding, got shape \(1, 20\); flatten them"),
+        ((X, np.eye(4)[Y % 4]), {}, r"got shape \(20, 4\); labels.argmax\(axis=1\) counts the classes"),
         ((X, np.array(list("abcdefghijklmnopqrst"))), {}, "labels must be n integers, got <U1"),
         ((X.astype(np.complex64), Y), {}, "embeddings must be real numbers, got complex64"),
         ((torch.from_numpy(X).to(torch.complex64), Y), {}, "embeddings must be real numbers, got complex64"),

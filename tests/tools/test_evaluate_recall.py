@@ -149,8 +149,19 @@ def test_a_copy_of_the_queries_is_searched_without_themselves(folder: Path, caps
     assert "note: copy.npy is a copy of the queries; each searches all others" in capsys.readouterr().out
     np.save(folder / "copy.npy", x[::-1])
     np.save(folder / "copy_labels.npy", y[::-1])
-    with pytest.warns(UserWarning, match="40 of 40 queries are in the gallery too"):
-        assert evaluate(folder, *QUERIES, *gallery)["galleries"][0]["copies"] == 40
+    twice = (*gallery, *gallery[:4])
+    assert [each["copies"] for each in evaluate(folder, *QUERIES, *twice)["galleries"]] == [40, 40]
+    assert capsys.readouterr().out.count("note: copy.npy: 40 of 40 queries are in the gallery too") == 2
+
+
+def test_queries_that_are_there_twice_are_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate(folder, *QUERIES, "--ks", "1")
+    assert "have a copy" not in capsys.readouterr().out
+    for name, part in zip(("twice", "twice_labels"), items(folder, "q"), strict=True):
+        np.save(folder / f"{name}.npy", np.concatenate([part, part[:3]]))
+    arguments = ("--embeddings", "twice.npy", "--labels", "twice_labels.npy", "--ks", "1")
+    evaluate(folder, *arguments)
+    assert "note: 6 of 43 queries have a copy with their label among the others\n" in capsys.readouterr().out
 
 
 def test_says_for_how_many_queries_float64_was_needed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
