@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import posixpath
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -166,10 +167,17 @@ def load_stanford_online_products(
         Train and test, images ``n x 3 x h x w`` uint8; all 120,053 of 224 pixels take 18 GB.
 
     Raises:
-        DataError: For a missing or malformed list, or an image that is missing or unreadable.
+        DataError: For a missing or malformed list, or an image that is missing, unreadable or listed twice.
     """
     limits = Limits(max_bytes=max_bytes, max_pixels=max_pixels)
-    train, test = (_listed_images(Path(root), f"Ebay_{part}.txt", image_size, limits) for part in ("train", "test"))
+    lists = {name: _listed(Path(root), name) for name in ("Ebay_train.txt", "Ebay_test.txt")}
+    seen: dict[str, str] = {}
+    for name, rows in lists.items():
+        for number, _, path in rows:
+            where, key = f"line {number} of {name}", posixpath.normpath(path)
+            if (first := seen.setdefault(key, where)) != where:
+                raise DataError(f"{root} lists {brief(path)} in {first} and in {where}; list each image once")
+    train, test = (_listed_images(Path(root), rows, image_size, limits) for rows in lists.values())
     return train, test
 
 
@@ -185,7 +193,8 @@ def _of_classes(whole: Labelled, classes: Tensor) -> Split:
     return whole.take(torch.isin(whole.y, classes))
 
 
-def _listed_images(root: Path, name: str, image_size: int, limits: Limits) -> Labelled:
+def _listed(root: Path, name: str) -> list[tuple[int, int, str]]:
+    """The line, the class and the path of each image in a list."""
     file = existing(root / name)
     try:
         lines = read_bounded(file, LIST_BYTES).decode("utf-8-sig").splitlines()
@@ -194,10 +203,14 @@ def _listed_images(root: Path, name: str, image_size: int, limits: Limits) -> La
     (_, header), *listed = [(n, line.strip()) for n, line in enumerate(lines, start=1) if line.strip()] or [(1, "")]
     if header.split() != _COLUMNS or not listed:
         raise DataError(f"{file} must list {' '.join(_COLUMNS)}, got {brief(header)} and {len(listed)} images")
-    rows = [line.split(maxsplit=3) for _, line in listed]
-    for (number, _), row in zip(listed, rows, strict=True):
+    rows = [(number, line.split(maxsplit=3)) for number, line in listed]
+    for number, row in rows:
         if len(row) != 4 or not row[1].isdecimal() or len(row[1]) > 18:  # 18 digits fit into 64 bits
             raise DataError(f"{file}: line {number} must be {' '.join(_COLUMNS)}, got {brief(row)}")
-    classes, y = torch.tensor([int(row[1]) for row in rows]).unique(return_inverse=True)
-    x = read_images(root, [row[3] for row in rows], reader(root), image_size, **limits)
+    return [(number, int(row[1]), row[3]) for number, row in rows]
+
+
+def _listed_images(root: Path, rows: list[tuple[int, int, str]], image_size: int, limits: Limits) -> Labelled:
+    classes, y = torch.tensor([label for _, label, _ in rows]).unique(return_inverse=True)
+    x = read_images(root, [path for _, _, path in rows], reader(root), image_size, **limits)
     return Labelled(x, y, tuple(map(str, classes.tolist())))

@@ -223,6 +223,20 @@ def test_products_that_cannot_be_read(tmp_path: Path, files: dict[str, bytes], m
         load_stanford_online_products(write(products(tmp_path), files), 8)
 
 
+@pytest.mark.parametrize(
+    ("name", "line", "where"),
+    [
+        ("Ebay_test.txt", "8 4 1 chair_final/5_0.JPG", "line 4 of Ebay_test.txt and in line 8 of Ebay_test.txt"),
+        ("Ebay_train.txt", "8 3 1 ./chair_final/5_0.JPG", "line 8 of Ebay_train.txt and in line 4 of Ebay_test.txt"),
+    ],
+)
+def test_a_product_s_image_is_listed_once(tmp_path: Path, name: str, line: str, where: str) -> None:
+    folder = products(tmp_path)
+    (folder / name).write_text((folder / name).read_text() + f"\n{line}")
+    with pytest.raises(DataError, match=rf"chair_final/5_0.JPG' in {where}; list each image once"):
+        load_stanford_online_products(folder, 8)
+
+
 def test_products_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"Ebay_train\.txt not found; set data\.root=DIR"):
         load_stanford_online_products(tmp_path)
