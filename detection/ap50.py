@@ -275,11 +275,13 @@ class _Found:
     @staticmethod
     def of(detections: Sequence[Detections], classes: int, definition: Definition, rounded: bool) -> "_Found":
         for image, found in enumerate(detections):
-            if len(found) and (found.boxes.shape != (len(found), 4) or found.labels.shape != (len(found),)):
+            n = (len(found),)
+            boxes_fit = found.boxes.shape == (*n, 4) or not (len(found) or found.boxes.numel())
+            if not (boxes_fit and found.labels.shape == found.scores.shape == n):
                 raise MetricError(
                     f"the detector gave boxes of shape {tuple(found.boxes.shape)} and labels of shape"
-                    f" {tuple(found.labels.shape)} for {len(found)} scores, first in image {image}; they must be n x 4"
-                    " (left, top, right, bottom) and n"
+                    f" {tuple(found.labels.shape)} for scores of shape {tuple(found.scores.shape)}, first in image"
+                    f" {image}; they must be n x 4 (left, top, right, bottom), n and n"
                 )
         images = np.repeat(np.arange(len(detections)), [len(found) for found in detections])
         labels = _joined([found.labels for found in detections]).astype(np.int64)

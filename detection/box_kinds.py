@@ -8,7 +8,7 @@ from torch import Tensor
 
 from metricopt_ext.detection.ap50 import match
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
-from metricopt_ext.errors import DataError
+from metricopt_ext.errors import DataError, MetricError
 
 SLACK = 1.0  # pixels that a box may reach beyond its image by rounding
 EXPECTED = "a bbox must be [left, top, width, height] in pixels"
@@ -19,7 +19,7 @@ def hits(found: Sequence[Detections], truth: DetectionSet) -> int:
     return int(match(found, truth, "coco").hits.sum())
 
 
-def check_annotated(images: Sequence[Annotated], where: str) -> None:
+def check_annotated(images: Sequence[Annotated], where: str, expected: str = EXPECTED) -> None:
     """Reject annotated boxes that are normalised, or read from the corners of boxes as if from their sides.
 
     The latter shows where each box could have been written by its corners, and half of them reach beyond their images.
@@ -27,6 +27,7 @@ def check_annotated(images: Sequence[Annotated], where: str) -> None:
     Args:
         images: The images with their boxes.
         where: The file, for the message.
+        expected: How boxes must be written, for the message.
 
     Raises:
         DataError: Boxes are of another kind.
@@ -34,8 +35,8 @@ def check_annotated(images: Sequence[Annotated], where: str) -> None:
     edges, sizes = _all([image.boxes for image in images]), _sizes(images)
     sizes = sizes.repeat_interleave(torch.tensor([len(image.boxes) for image in images]), dim=0)
     corners = torch.cat([edges[:, :2], edges[:, 2:] - edges[:, :2]], dim=1)  # the numbers in the file
-    refuse_normalised(corners, where)
-    refuse_corners(corners, sizes, where)
+    refuse_normalised(corners, where, expected)
+    refuse_corners(corners, sizes, where, expected=expected)
 
 
 def check_found(
@@ -80,7 +81,41 @@ def check_found(
         warnings.warn(said, stacklevel=3)
 
 
-def refuse_corners(numbers: Tensor, sizes: Tensor, where: str, areas: Tensor | None = None) -> None:
+def check_detected(found: Sequence[Detections], truth: DetectionSet) -> None:
+    """Reject what a detector found if its boxes are normalised, or hit far more objects if read by their sides.
+
+    Args:
+        found: What was found in each image.
+        truth: The images with their objects.
+
+    Raises:
+        MetricError: Boxes are of another kind.
+    """
+    expected = "boxes must be [left, top, right, bottom] in pixels"
+    edges = _all([each.boxes for each in found])
+    try:
+        refuse_normalised(edges, "the detector", expected)
+    except DataError as error:
+        raise MetricError(str(error)) from error
+    fewer, objects = hits(found, truth), sum(len(image.labels) for image in truth.images)
+    counts = [len(each) for each in found]
+    for kind, other in (
+        ("[left, top, width, height]", _from_sides(edges)),
+        ("[centre x, centre y, width, height]", _from_centres(edges)),
+    ):
+        if 2 * fewer < objects:
+            parts = zip(found, other.split(counts), strict=True)
+            more = hits([Detections(boxes, each.scores, each.labels) for each, boxes in parts], truth)
+            if more > 2 * fewer and 2 * more >= objects:
+                raise MetricError(
+                    f"{fewer} detections hit an object, and {more} would if the detector's boxes were {kind};"
+                    f" {expected}"
+                )
+
+
+def refuse_corners(
+    numbers: Tensor, sizes: Tensor, where: str, areas: Tensor | None = None, expected: str = EXPECTED
+) -> None:
     """Reject boxes that are most likely written by their corners.
 
     They are where each could be, and half of them reach beyond their images if read by their sides; or where the areas
@@ -91,6 +126,7 @@ def refuse_corners(numbers: Tensor, sizes: Tensor, where: str, areas: Tensor | N
         sizes: Width and height of the image of each, ``n x 2``; 0 for unknown ones.
         where: The file, for the message.
         areas: As the file tells them, ``n``; NaN for unknown ones.
+        expected: How boxes must be written, for the message.
 
     Raises:
         DataError: They are.
@@ -101,7 +137,7 @@ def refuse_corners(numbers: Tensor, sizes: Tensor, where: str, areas: Tensor | N
         if 2 * int(beyond.sum()) >= len(numbers):
             raise DataError(
                 f"{where}: {int(beyond.sum())} of {len(numbers)} boxes reach beyond their images, and none would as"
-                f" [left, top, right, bottom]; {EXPECTED}"
+                f" [left, top, right, bottom]; {expected}"
             )
     if areas is not None:
         sides, between = numbers[:, 2:].prod(1), (numbers[:, 2:] - numbers[:, :2]).prod(1)
@@ -110,7 +146,7 @@ def refuse_corners(numbers: Tensor, sizes: Tensor, where: str, areas: Tensor | N
         if known.any() and of_corners.all() and not of_sides.all():
             raise DataError(
                 f"{where}: the area of each of {int(known.sum())} objects is that of its bbox as [left, top, right,"
-                f" bottom]; {EXPECTED}"
+                f" bottom]; {expected}"
             )
 
 

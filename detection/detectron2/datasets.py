@@ -16,6 +16,7 @@ from detectron2.utils import comm
 from detectron2.utils.file_io import PathHandler, PathManager
 
 from metricopt_ext.data.archives import open_zip
+from metricopt_ext.detection.box_kinds import check_annotated
 from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.detectron2.config import DatasetsNode
 from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet, warn_of_boxes
@@ -79,9 +80,13 @@ def registered_truth(name: str) -> DetectionSet:
     """Return a set in Detectron2's catalog, whether from `register`, Detectron2 or the user.
 
     Raises:
-        DataError: There is no such set, or it does not name its classes.
+        DataError: There is no such set, or it can't be judged by (`as_truth`).
     """
-    return as_truth(name, records_of(name))
+    records = records_of(name)
+    truth = as_truth(name, records)
+    if not _in_voc_s_files(name):  # whose reader has told of them
+        _tell_of_boxes(name, records)
+    return truth
 
 
 def records_of(name: str) -> list[dict[str, Any]]:
@@ -154,9 +159,11 @@ def as_truth(name: str, records: Sequence[dict[str, Any]]) -> DetectionSet:
         images = {image.image_id: image for image in read_voc(metadata.dirname, metadata.split, classes=classes).images}
         return DetectionSet(classes, [images[str(record["image_id"])] for record in records])
     try:
-        return DetectionSet(classes, [_annotated(record, len(classes), name) for record in records])
+        annotated = [_annotated(record, len(classes), name) for record in records]
     except KeyError as error:
         raise DataError(f"a record of dataset {name!r} lacks {error}, which AP50 is computed from") from error
+    check_annotated(annotated, f"dataset {name!r}", "a bbox must be in pixels, as its bbox_mode says")
+    return DetectionSet(classes, annotated)
 
 
 def _in_voc_s_files(name: str) -> bool:
@@ -371,6 +378,8 @@ def _edges(annotation: dict[str, Any], where: str) -> list[float]:
     box, mode = annotation["bbox"], annotation["bbox_mode"]
     if mode not in (BoxMode.XYXY_ABS, BoxMode.XYWH_ABS):  # converting a rotated box would enlarge it
         raise DataError(f"{where} has a box of mode {brief(mode)}; AP50 is of BoxMode.XYXY_ABS and XYWH_ABS")
+    if len(box) != 4:
+        raise DataError(f"{where} has the box {brief(list(box))}; it must be 4 numbers")
     edges = [float(edge) for edge in BoxMode.convert(list(box), BoxMode(mode), BoxMode.XYXY_ABS)]
     if not all(map(math.isfinite, edges)):
         raise DataError(f"{where} has the box {brief(list(box))}; it must be finite")

@@ -23,6 +23,7 @@ from metricopt_ext.detection.ap50 import (
     mean_over_ious,
     told_beyond_limit,
 )
+from metricopt_ext.detection.box_kinds import check_detected
 from metricopt_ext.detection.detectron2.datasets import check_image_ids
 from metricopt_ext.detection.detectron2.toolkit import detections_of
 from metricopt_ext.detection.metric import MeanAveragePrecision, halves_of_images
@@ -52,7 +53,7 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
         self.ap = ap
         self._found: dict[str | int, Detections] = {}
         self._detections: list[Detections] = []
-        self._told = False
+        self._told = self._checked = False
         check_image_ids([image.image_id for image in truth.images], "the set")
 
     def reset(self) -> None:
@@ -68,7 +69,8 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
         """Return ``{"bbox": {"AP50": ..., "AP50-CLASS": ...}}`` in percent, like Detectron2's own evaluators.
 
         Raises:
-            MetricError: Some image of the set was not given to the model.
+            MetricError: Some image of the set was not given to the model, or at the first call its boxes are of another
+                kind (`box_kinds`).
         """
         found = {image: detections for part in comm.all_gather(self._found) for image, detections in part.items()}
         missing = [image.image_id for image in self.truth.images if image.image_id not in found]
@@ -78,11 +80,15 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
                 " on the set that the evaluator was made for"
             )
         self._detections = detections = [found[image.image_id] for image in self.truth.images]
+        scores = self._scores(detections, self.truth)
+        if not self._checked:
+            self._checked = True
+            check_detected(detections, self.truth)
         cut = told_beyond_limit(beyond_limit(detections)) if self.definition == "coco" else ""
         if cut and not self._told:
             self._told = True
             warnings.warn(cut, stacklevel=2)
-        return self._scores(detections, self.truth)
+        return scores
 
     def evaluate_part(self, images: Sequence[int]) -> dict[str, dict[str, float]]:
         """Return what `evaluate` would of some images of the set alone, after it.

@@ -23,6 +23,7 @@ from metricopt_ext.detection.ap50 import (
     match_for,
     mean_over_ious,
 )
+from metricopt_ext.detection.box_kinds import check_detected
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import read_voc, write_voc
@@ -417,20 +418,44 @@ def test_impossible_arguments_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("boxes", "labels"),
+    ("boxes", "labels", "scores"),
     [
-        (torch.zeros(4, 5), torch.zeros(4)),  # rotated
-        (torch.zeros(2, 8), torch.zeros(4)),  # as many numbers as four boxes have
-        (torch.zeros(4, 4), torch.zeros(4, 1)),
-        (torch.zeros(3, 4), torch.zeros(4)),
+        (torch.zeros(4, 5), torch.zeros(4), torch.ones(4)),  # rotated
+        (torch.zeros(2, 8), torch.zeros(4), torch.ones(4)),  # as many numbers as four boxes have
+        (torch.zeros(4, 4), torch.zeros(4, 1), torch.ones(4)),
+        (torch.zeros(4, 4), torch.zeros(4), torch.ones(4, 1)),
+        (torch.zeros(3, 4), torch.zeros(4), torch.ones(4)),
+        (torch.zeros(0, 4), torch.zeros(4), torch.ones(0)),
     ],
 )
 @pytest.mark.parametrize("definition", DEFINITIONS)
-def test_boxes_of_another_kind_are_refused(definition: Any, boxes: Tensor, labels: Tensor) -> None:
+def test_boxes_of_another_kind_are_refused(definition: Any, boxes: Tensor, labels: Tensor, scores: Tensor) -> None:
     found, truth = random_set(1)
-    found[2] = Detections(boxes, torch.ones(4), labels.long())
-    with pytest.raises(MetricError, match=r"for 4 scores, first in image 2; they must be n x 4 \(left, top"):
+    found[2] = Detections(boxes, scores, labels.long())
+    with pytest.raises(
+        MetricError, match=r"for scores of shape \([04],.*first in image 2; they must be n x 4 \(left, top"
+    ):
         match(found, truth, definition)
+
+
+def test_a_detector_s_boxes_by_their_sides_or_normalised_are_refused() -> None:
+    _, truth = random_set(1)
+    edges = [image.boxes for image in truth.images]
+    sides = [torch.cat([each[:, :2], each[:, 2:] - each[:, :2]], 1) for each in edges]
+    centres = [torch.cat([(each[:, :2] + each[:, 2:]) / 2, each[:, 2:] - each[:, :2]], 1) for each in edges]
+
+    def found(boxes: list[Tensor]) -> list[Detections]:
+        pairs = zip(boxes, truth.images, strict=True)
+        return [Detections(each, torch.ones(len(each)), image.labels[: len(each)]) for each, image in pairs]
+
+    check_detected(found(edges), truth)
+    check_detected(found([each[:0] for each in edges]), truth)
+    check_detected(found([each + 1000 for each in edges]), truth)
+    for boxes, kind in ((sides, "left, top, width"), (centres, "centre x, centre y")):
+        with pytest.raises(MetricError, match=rf"and \d+ would if the detector's boxes were \[{kind}"):
+            check_detected(found(boxes), truth)
+    with pytest.raises(MetricError, match=r"the detector: every bbox lies within \[0, 1\].*must be \[left, top, right"):
+        check_detected(found([each / 1000 for each in edges]), truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

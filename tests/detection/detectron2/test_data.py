@@ -429,6 +429,12 @@ def test_two_records_of_one_image_id_are_refused(squares: Callable[..., Detectio
         ),
         ([[0.1, 0.1, 0.2, 0.2]], {"bbox_mode": BoxMode.XYXY_REL}, "has a box of mode"),
         ([[0.0, 0, float("nan"), 5]], {}, r"has the box \[0.0, 0, nan, 5\]; it must be finite"),
+        ([[0.0, 0, 5, 5, 0]], {}, r"has the box \[0.0, 0, 5, 5, 0\]; it must be 4 numbers"),
+        (
+            [[0.1, 0.1, 0.2, 0.2]],
+            {},
+            r"dataset 'odd': every bbox lies within \[0, 1\].*in pixels, as its bbox_mode says",
+        ),
         ([[0.0, 0, 5, 5]], {"category_id": 1}, r"has the category_id 1; with 1 classes it must be in 0\.\.0"),
         ([[0.0, 0, 5, 5]], {"category_id": -1}, "has the category_id -1"),
     ],
@@ -439,10 +445,19 @@ def test_records_of_another_kind_are_refused(boxes: Any, fields: dict[str, Any],
         registered_truth("odd")
 
 
+def test_boxes_of_records_that_nothing_can_hit_are_told_of() -> None:
+    enter("turned", records([[30.0, 30, 10, 10]]))
+    with pytest.warns(UserWarning, match="boxes in dataset turned: 1 without area"):
+        registered_truth("turned")
+
+
 def test_outputs_of_another_kind_are_refused() -> None:
     given = records(BOXES[:1])
     enter("known", given)
     evaluator = AP50Evaluator(registered_truth("known"))
+    evaluator.process(given, [put_out([[0.1, 0.1, 0.2, 0.2]])])
+    with pytest.raises(MetricError, match="the detector: every bbox lies within"):
+        evaluator.evaluate()
     with pytest.raises(MetricError, match="the detector gave RotatedBoxes; AP50 is of boxes along the axes"):
         evaluator.process(given, [put_out([[25.0, 25, 50, 50, 0]], RotatedBoxes)])
     masks = {"instances": Instances((9, 9), scores=torch.ones(1), pred_masks=torch.ones(1, 9, 9))}
