@@ -33,6 +33,7 @@ from metricopt_ext.retrieval.neighbours import (
 )
 from metricopt_ext.tasks.metric import Ledger, Metric, with_halves
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import brief
 
 # What is calculated again differs by far less than this part of the embeddings' standard deviation. With fewer
 # dimensions, different embeddings are as near to each other by chance.
@@ -252,7 +253,16 @@ def _embed_all(
     model: nn.Module, batches: Iterable[tuple[Any, Tensor]], embed: Callable[[nn.Module, Any], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Embeddings ``n x d`` and labels ``n`` of all batches, on the CPU."""
-    pairs = [(embed(model, inputs).detach().cpu(), torch.as_tensor(labels).cpu()) for inputs, labels in batches]
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for number, batch in enumerate(batches):
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise DataError(
+                f"batch {number} must be a pair of inputs and labels, got {type(batch).__name__}; map others"
+            )
+        labels = torch.as_tensor(batch[1]).cpu()
+        if not labels.ndim:
+            raise DataError(f"batch {number} has a single label; give batches, as a DataLoader of the data set does")
+        pairs.append((embed(model, batch[0]).detach().cpu(), labels))
     for number, (embeddings, labels) in enumerate(pairs):
         if len(embeddings) != len(labels):
             raise DataError(f"batch {number} has {len(embeddings)} embeddings and {len(labels)} labels; each needs one")
@@ -294,6 +304,9 @@ def check_options(ks: Sequence[int], distance: str, query_subset: int | None, se
         raise DataError(f"ks must be one or more numbers of neighbours of at least 1, got {list(numbers)}")
     if distance not in get_args(Distance):
         raise DataError(f"distance must be 'l2', 'ip' or 'cosine', got {distance!r}")
+    for name, value in (("query_subset", query_subset), ("seed", seed)):
+        if value is not None and not hasattr(value, "__index__"):
+            raise DataError(f"{name} must be a whole number, got {value!r}")
     if query_subset is not None and query_subset < 1:
         raise DataError(f"query_subset must be at least 1, or None for all queries, got {query_subset}")
     if seed < 0:
@@ -317,7 +330,19 @@ def check_items(embeddings: Array, labels: Array) -> tuple[npt.NDArray[np.float3
 
 def _check(embeddings: Array, labels: Array, whose: str, distance: str) -> tuple[Vectors, npt.NDArray[np.int64]]:
     """Validate embeddings and labels; ``whose`` is what comes before these words in messages."""
-    embeddings = embeddings.detach() if isinstance(embeddings, Tensor) else np.asarray(embeddings)
+    if isinstance(embeddings, Tensor):
+        embeddings = embeddings.detach()
+        dense = embeddings.layout == torch.strided
+    else:
+        dense = not hasattr(embeddings, "tocoo") and not np.ma.is_masked(embeddings)  # of SciPy's sparse arrays
+        try:
+            embeddings = np.asarray(embeddings)
+        except ValueError as error:
+            raise DataError(f"{whose}embeddings must be n x d, got rows of several lengths: {brief(error)}") from error
+    if not dense:
+        raise DataError(
+            f"{whose}embeddings must be dense, without a mask; give an array or tensor of all n x d numbers"
+        )
     shape = tuple(embeddings.shape)
     if len(shape) != 2 or 0 in shape:
         raise DataError(f"{whose}embeddings must be n x d with n and d at least 1, got shape {shape}")

@@ -393,6 +393,12 @@ ZERO[6] = 0
             r"one for each embedding, got shape \(20, 2\); choose one column",
         ),
         ((X, Y[None]), {}, r"one for each embedding, got shape \(1, 20\); flatten them"),
+        ((np.ma.masked_less(X, X.mean()), Y), {}, "embeddings must be dense, without a mask"),
+        ((torch.from_numpy(X).to_sparse(), Y), {}, "embeddings must be dense"),
+        (([[1.0, 2.0], [3.0]], [0, 1]), {}, "embeddings must be n x d, got rows of several lengths"),
+        ((X, Y), {"gallery": [(X, Y), (X, Y)]}, "gallery embeddings must be n x d, got rows of several lengths"),
+        ((X, Y), {"query_subset": 2.5}, "query_subset must be a whole number, got 2.5"),
+        ((X, Y), {"seed": "a"}, "seed must be a whole number, got 'a'"),
         ((X, np.eye(4)[Y % 4]), {}, r"got shape \(20, 4\); labels.argmax\(axis=1\) counts the classes"),
         ((X, np.array(list("abcdefghijklmnopqrst"))), {}, "labels must be n integers, got <U1"),
         ((X.astype(np.complex64), Y), {}, "embeddings must be real numbers, got complex64"),
@@ -570,6 +576,16 @@ def test_metric_refuses() -> None:
     crossed = [(torch.zeros(3, 2), torch.zeros(2, dtype=int)), (torch.zeros(2, 2), torch.ones(3, dtype=int))]
     with pytest.raises(MetricError, match="batch 0 has 3 embeddings and 2 labels; each needs one"):
         recall_metric(crossed, (1,)).cost(nn.Identity(), "test")
+    for batches, message in (
+        (
+            [(torch.zeros(3, 2), torch.zeros(3), torch.zeros(3))],
+            "batch 0 must be a pair of inputs and labels, got tuple",
+        ),
+        ([{"x": torch.zeros(3, 2)}], "batch 0 must be a pair of inputs and labels, got dict"),
+        (torch.utils.data.TensorDataset(torch.zeros(3, 2), torch.zeros(3)), "batch 0 has a single label; give batches"),
+    ):
+        with pytest.raises(MetricError, match=message):
+            recall_metric(batches, (1,)).cost(nn.Identity(), "test")
     x[3] = np.nan
     with pytest.raises(MetricError, match="NaN or infinity in 1 of 40 rows, first in row 3"):
         recall_metric(in_batches(x, y), (1,)).cost(nn.Identity(), "test")
