@@ -100,6 +100,7 @@ def read_coco(
         missing = [name for name, _, _ in images.values() if not _is_file(folder / str(name))]
         if missing:
             raise DataError(f"{folder} lacks {len(missing)} of {len(images)} images, first {str(missing[0])[:200]}")
+        bare = [_with_size(image) for image in bare]
 
     entries = [(each, f"{annotations}: annotation {i}") for i, each in enumerate(content["annotations"])]
     places = choose(written_ways(tuple(images)), distinct(entries, "image_id"), "image_id", "")
@@ -341,6 +342,14 @@ def _image(entry: Any, what: str, *, shown: bool) -> tuple[str | None, int, int]
         raise DataError(f"{what} has the file_name {brief(name)}; it must be text")
     width, height = (side_of(entry, key, what, shown) for key in ("width", "height"))
     return str(name) if isinstance(name, str | int) else None, width, height
+
+
+def _with_size(image: Annotated) -> Annotated:
+    """The image with its own size, if the file tells none; what can't be read is said when it is loaded."""
+    try:
+        return image.with_size()
+    except DataError:
+        return image
 
 
 def side_of(entry: Any, key: str, what: str, shown: bool) -> int:

@@ -503,6 +503,21 @@ def test_detections_of_unknown_classes_are_refused_or_left_out_and_counted(tmp_p
         value(tmp_path, truth(), [dt[6]], ignore_unknown_classes=True)
 
 
+def test_an_image_without_a_size_has_its_own_by_which_boxes_are_told_of(tmp_path: Path) -> None:
+    Image.new("RGB", (20, 10)).save(tmp_path / "a.png")
+    (tmp_path / "torn.png").write_bytes(b"no image")
+    gt = {
+        "images": [{"id": 1, "file_name": "a.png"}, {"id": 2, "file_name": "torn.png"}],
+        "categories": [{"id": 1, "name": "cat"}],
+        "annotations": [{"image_id": 1, "category_id": 1, "bbox": box} for box in ([1, 1, 5, 5], [30, 30, 5, 5])],
+    }
+    with pytest.warns(UserWarning, match=r"1 outside the image, left out of training \(a.png\)"):
+        images = read_coco(written(tmp_path / "gt.json", gt), tmp_path).images
+    assert [(image.width, image.height) for image in images] == [(20, 10), (0, 0)]
+    with pytest.raises(DataError, match=r"torn.png can't be read"):
+        images[1].load()
+
+
 def test_sizes_and_names_are_needed_where_images_are(annotations: Path, tmp_path: Path) -> None:
     Image.new("RGB", (20, 10)).save(tmp_path / "a.png")
     for change, message in (
