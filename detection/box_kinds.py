@@ -78,7 +78,8 @@ def check_found(
         said = f"{where}: {fewer} detections hit an object, and {more} would if bbox were {kind}; {EXPECTED}"
         if 2 * more >= objects and bool(_within(edges, sizes).all()):
             raise DataError(said)
-        warnings.warn(said, stacklevel=3)
+        if 5 * more >= objects:  # fewer are hit by chance, however boxes are read
+            warnings.warn(said, stacklevel=3)
 
 
 def check_detected(found: Sequence[Detections], truth: DetectionSet) -> None:

@@ -265,11 +265,12 @@ def repeated(found: Sequence[Any], truth: Any) -> list[str]:
     """Return in words how many objects and detections are written again as they are."""
     import torch
 
-    notes = []
-    for what, images, more in (
+    kinds: list[tuple[str, list[tuple[Any, ...]], str]] = [
         ("object", [(each.labels, each.boxes) for each in truth.images], "each counts"),
         ("detection", [(each.labels, each.boxes, each.scores) for each in found], "it is false the second time"),
-    ):
+    ]
+    notes = []
+    for what, images, more in kinds:
         rows = [torch.column_stack([part.double().cpu() for part in parts]) for parts in images]
         again = sum(len(each) - len(torch.unique(each, dim=0)) for each in rows if len(each))
         if again:
