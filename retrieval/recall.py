@@ -400,7 +400,11 @@ def as_ids(labels: Array, whose: str = "") -> npt.NDArray[np.int64]:
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.dtype.kind not in "iubf":
-        raise DataError(f"{whose}labels must be n integers, got {labels.dtype} of shape {labels.shape}")
+        names = "; np.unique(labels, return_inverse=True)[1] numbers names, of queries and galleries together"
+        raise DataError(
+            f"{whose}labels must be n integers, got {labels.dtype} of shape {labels.shape}"
+            + names * (labels.dtype.kind in "USO")
+        )
     if labels.ndim != 1:
         row = labels.ndim == 2 and labels.shape[0] == 1
         hot = labels.ndim == 2 and not row and ((labels == 0) | (labels == 1)).all() and (labels.sum(axis=1) == 1).all()

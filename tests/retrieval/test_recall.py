@@ -399,6 +399,7 @@ ZERO[6] = 0
         ((X, Y), {"gallery": [(X, Y), (X, Y)]}, "gallery embeddings must be n x d, got rows of several lengths"),
         ((X, Y), {"query_subset": 2.5}, "query_subset must be a whole number, got 2.5"),
         ((X, Y), {"seed": "a"}, "seed must be a whole number, got 'a'"),
+        ((X, [f"c{each}" for each in Y]), {}, r"got <U\d+ of shape \(20,\); np.unique\(labels, return_inverse=True\)"),
         ((X, np.eye(4)[Y % 4]), {}, r"got shape \(20, 4\); labels.argmax\(axis=1\) counts the classes"),
         ((X, np.array(list("abcdefghijklmnopqrst"))), {}, "labels must be n integers, got <U1"),
         ((X.astype(np.complex64), Y), {}, "embeddings must be real numbers, got complex64"),
