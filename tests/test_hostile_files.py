@@ -304,9 +304,9 @@ def write_npy(folder: Path) -> Path:
 
 
 def write_list(folder: Path) -> Path:
-    text("a/x.png", SMALL)(folder)
-    for part in ("test", "train"):
-        path = text(f"Ebay_{part}.txt", "image_id class_id super_class_id path\n1 1 1 a/x.png\n")(folder)
+    for part, name in (("test", "a/y.png"), ("train", "a/x.png")):
+        text(name, SMALL)(folder)
+        path = text(f"Ebay_{part}.txt", f"image_id class_id super_class_id path\n1 1 1 {name}\n")(folder)
     return path
 
 
