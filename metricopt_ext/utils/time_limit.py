@@ -27,27 +27,33 @@ def call_within(seconds: float | None, function: Callable[[], Returned]) -> Retu
     """
     if seconds is None:
         return function()
-    began, message = time.monotonic(), f"it took longer than its timeout of {seconds:g} s"
+    rung: list[bool] = []
     alarms = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    began, message = time.monotonic(), f"it took longer than its timeout of {seconds:g} s"
+
+    def late() -> bool:  # by the alarm where there is one, as somebody may set the clock
+        return bool(rung) if alarms else time.monotonic() - began > seconds
+
     try:
-        returned = _alarmed(seconds, function) if alarms else function()
+        returned = _alarmed(seconds, function, rung) if alarms else function()
     except _Rung:
         raise TimeoutError(message) from None
     except Exception as error:
-        if time.monotonic() - began > seconds:  # of the alarm's making, as likely as not
+        if late():  # of the alarm's making, as likely as not
             raise TimeoutError(message) from error
         raise
-    if time.monotonic() - began > seconds:
+    if late():
         raise TimeoutError(message)
     return returned
 
 
-def _alarmed(seconds: float, function: Callable[[], Returned]) -> Returned:
-    """Call a function, in which `_Rung` is raised after some seconds, and again and again."""
+def _alarmed(seconds: float, function: Callable[[], Returned], rung: list[bool]) -> Returned:
+    """Call a function, in which `_Rung` is raised after some seconds, and again and again; ``rung`` then has items."""
     began, working = time.monotonic(), True
 
     def ring(number: int, frame: FrameType | None) -> None:
         if working:
+            rung.append(True)
             raise _Rung
 
     left, again = signal.getitimer(signal.ITIMER_REAL)

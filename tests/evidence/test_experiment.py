@@ -17,6 +17,7 @@ from metricopt_ext.classification.config import (
     DataConfig,
     MetricConfig,
     ModelConfig,
+    TableConfig,
 )
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.errors import FileFormatError, UnguardedError
@@ -187,7 +188,7 @@ def test_a_class_that_the_metric_hardly_sees_is_named(tmp_path: Path, capsys: py
     rows = ["0,low"] * 300 + ["1,mid"] * 100 + ["2,seldom"] * 3  # 20% and 70% of 3 are none and two
     (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
     config = tiny()
-    config.data = DataConfig(name="csv", root=str(tmp_path / "t.csv"), target="y", fractions=[0.7, 0.1, 0.2])
+    config.data = TableConfig(name="csv", root=str(tmp_path / "t.csv"), target="y", fractions=[0.7, 0.1, 0.2])
     config.seeds, config.pictures = 2, False
     with pytest.warns(UserWarning, match=r"1 of 3 classes has fewer than 10 examples .* \('seldom' 0\)") as told:
         run_and_report(ClassificationExperiment, config, tmp_path / "out", resume=False)

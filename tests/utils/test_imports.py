@@ -215,7 +215,11 @@ def python(tmp_path: Path) -> Callable[..., Any]:
     packages = Path(sysconfig.get_path("purelib", "posix_prefix", {"base": str(environment)}))
     (packages / "ours.pth").write_text(f"{tmp_path / 'editable'}\nimport own_hook\n")
     written(packages, "own_hook", HOOK.format(str(tmp_path / "elsewhere" / "own_hooked.py")))
-    for module in ("metricopt_ext.errors", "metricopt_ext.utils.imports"):  # without what the whole package needs
+    for module in (
+        "metricopt_ext.plain",
+        "metricopt_ext.errors",
+        "metricopt_ext.utils.imports",
+    ):  # without what the whole package needs
         written(packages, module, ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text())
 
     def run(name: str, search: str = "") -> Any:
