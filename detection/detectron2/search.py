@@ -77,13 +77,14 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
         model = trainer_class.build_model(cfg)
         load_weights(model, cfg.MODEL.WEIGHTS)
     written = WrittenMetric(metric, cfg.OUTPUT_DIR, queries)
-    task = FinetuneTask(
-        Adapter(model),
-        loss=training_loss,
-        batches=LoaderBatches(cfg, trainer_class),
-        metric=written,
-        population=1,
-    )
+    with alone():  # its first batch is drawn as all others are
+        task = FinetuneTask(
+            Adapter(model),
+            loss=training_loss,
+            batches=LoaderBatches(cfg, trainer_class),
+            metric=written,
+            population=1,
+        )
     with closing(written), progress(cfg, metric.name, queries) as watcher:
         with ranks.joined(), alone():
             run = optimize_metric(

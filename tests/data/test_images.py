@@ -100,7 +100,12 @@ BYTES = (RAMP // 257).astype(np.uint8)  # 0, 0x11, ... 0xff: what a screen shows
 @pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_16_bit_pictures_keep_their_shades(tmp_path: Path, suffix: str, mode: Any) -> None:
-    saved(tmp_path / f"a/1.{suffix}", RAMP)
+    path = tmp_path / f"a/1.{suffix}"
+    if suffix == "pgm":  # which Pillow writes from 10.4 on
+        path.parent.mkdir()
+        path.write_bytes(b"P5 4 4 65535\n" + RAMP.astype(">u2").tobytes())
+    else:
+        saved(path, RAMP)
     x = load_image_folder(tmp_path, mode=mode).x
     assert np.array_equal(x[0, 0].numpy(), BYTES)
 
