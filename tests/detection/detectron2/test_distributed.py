@@ -198,7 +198,7 @@ def test_two_processes_find_the_phi_of_one(tiny_config: Any, tmp_path: Path) -> 
         out = folder / "out"
         ends = [torch.load(folder / f"rank{rank}.pth", weights_only=True) for rank in range(processes)]
         seen = [each.pop("seen") for each in ends]
-        assert sum(seen) == 25  # both evaluate the first: what they find must be the same
+        assert sum(seen) == 24 + (len(seen) > 1)  # both evaluate the first: what they find must be the same
         assert min(seen) >= 24 // processes - 3
         assert all(torch.equal(each["phi"], ends[0]["phi"]) and each["after"] == ends[0]["after"] for each in ends)
         files = [*(out / "search").glob("*.safetensors"), out / "search" / "evaluations.json"]
