@@ -15,19 +15,15 @@ from torch.nn.functional import normalize
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.search.direct import SearchResult, Told
 from metricopt_ext.search.probe import Probe, probe
-from metricopt_ext.tasks.metric import Evaluation, noise_of
+from metricopt_ext.search.visited import Visited
+from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.words import counted
-from metricopt_ext.value.fitting import measure_ahead
-from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters
-from metricopt_ext.value.value_function import Quality
-
-# Hyper-parameters are chosen anew once there are this many times as many points as at the last time.
-REFIT = 1.25
+from metricopt_ext.value.gp import GPLearner, GPValueFunction
 
 # Descent on a posterior sample: steps, their first length in units of the region's radius, starts for each proposal.
 STEPS, FIRST_STEP, STARTS = 25, 0.35, 3
@@ -35,8 +31,8 @@ STEPS, FIRST_STEP, STARTS = 25, 0.35, 3
 # The end is the mean of an eighth of the visited points, the best by f, at least 2 and at most 16.
 END_SHARE, LEAST_END, MOST_END = 1 / 8, 2, 16
 
-# The metric reacts to phi if this share of the points have another cost than most; the design is widened up to a limit.
-REACTING, WIDEST = 0.25, 64.0
+# The design is widened up to this many times what was probed while the metric hardly reacts.
+WIDEST = 64.0
 
 
 @dataclass(frozen=True)
@@ -208,7 +204,7 @@ class GuidedTrustRegion:
             left = task.metric.ledger.left
             raise BudgetError(f"{counted(asked, 'query')} requested, {left} left in the metric's budget")
 
-    def _proposals(self, visited: "Visited", seen: Probe, rng: torch.Generator) -> Iterator[Tensor]:
+    def _proposals(self, visited: Visited, seen: Probe, rng: torch.Generator) -> Iterator[Tensor]:
         """Yield the points to query, ``m x d``, without end; all must be in ``visited`` before the next are drawn."""
         root = seen.spectrum.root(1.0)
 
@@ -252,7 +248,7 @@ class GuidedTrustRegion:
         best = values.view(self.batch, STARTS).argmin(1) + STARTS * torch.arange(self.batch, device=values.device)
         return ends[best]
 
-    def _end(self, visited: "Visited", query: Callable[[Tensor], Iterator[Evaluation]]) -> SearchEnd:
+    def _end(self, visited: Visited, query: Callable[[Tensor], Iterator[Evaluation]]) -> SearchEnd:
         """Ask whether the mean of the best points by f is as good as the best of them."""
         f = ranks.on_first(lambda: visited.fit(last=True)) if visited.varies() else None
         if f is None:
@@ -282,101 +278,6 @@ class GuidedTrustRegion:
             predicted=visited.predicted(),
             widened=visited.widened,
         )
-
-
-class Visited:
-    """What a search has queried, and the value functions fitted to it.
-
-    Args:
-        start: phi_0, ``d``.
-        learner: Fits f.
-
-    Attributes:
-        points: The visited phi, ``d`` each.
-        evaluations: The metric's evaluations of them.
-        ahead: For each point that f proposed, what was predicted before it was queried: by f, by the median of all
-            costs, and by the best cost so far.
-        widened: See `SearchEnd`.
-    """
-
-    def __init__(self, start: Tensor, learner: GPLearner) -> None:
-        self.start, self.learner = start, learner
-        self.points: list[Tensor] = []
-        self.evaluations: list[Evaluation] = []
-        self.ahead: dict[int, tuple[float, float, float]] = {}
-        self.widened = 1.0
-        self.chosen: tuple[int, Hyperparameters] | None = None
-
-    def add(self, point: Tensor, evaluation: Evaluation) -> None:
-        """Add a queried point."""
-        self.points.append(point)
-        self.evaluations.append(evaluation)
-
-    @property
-    def begun(self) -> tuple[Tensor, Evaluation]:
-        """The start and its evaluation."""
-        return next((p, e) for p, e in zip(self.points, self.evaluations, strict=True) if torch.equal(p, self.start))
-
-    @property
-    def phi(self) -> Tensor:
-        """The visited points, ``n x d``, float64."""
-        return torch.stack(self.points).double()
-
-    @property
-    def cost(self) -> Tensor:
-        """Their costs, ``n``, float64."""
-        return torch.tensor([each.cost for each in self.evaluations], dtype=torch.float64, device=self.start.device)
-
-    def varies(self) -> bool:
-        """Whether not all costs are equal."""
-        return bool(self.cost.min() < self.cost.max())
-
-    def reacts(self) -> bool:
-        """Whether the metric reacts to phi: enough points have another cost than most."""
-        return bool((self.cost != self.cost.mode().values).double().mean() >= REACTING)
-
-    @num_threads(1)
-    def fit(self, *, last: bool = False) -> GPValueFunction:
-        """Fit f to all points, with new hyper-parameters if there are many more points than at the last choice.
-
-        Args:
-            last: Forget this choice: a search that goes on must not depend on where it was looked at.
-        """
-        phi, cost = self.phi, self.cost
-        chosen = self.chosen
-        if chosen is None or len(cost) >= REFIT * chosen[0]:
-            chosen = len(cost), self.learner.most_likely(phi, cost, noise_of(self.evaluations))
-        if not last:
-            self.chosen = chosen
-        return self.learner(phi, cost, chosen[1])
-
-    def predict(self, f: GPValueFunction, batch: Tensor) -> None:
-        """Note what is predicted of a batch, ``m x d``, that is about to be queried."""
-        constant, incumbent = float(self.cost.median()), float(self.cost.min())
-        for at, predicted in enumerate(f(batch).tolist(), start=len(self.points)):
-            self.ahead[at] = predicted, constant, incumbent
-
-    def complete(self, f: GPValueFunction, end: Tensor) -> None:
-        """Give f its domain around the end, ``d``, and its quality on the points that were predicted before."""
-        f.set_domain(self.phi, centre=end, reaching=self.start)
-        f.quality = self.quality() or f.quality
-
-    def quality(self) -> Quality | None:
-        """Return how well was predicted what was queried since; None if nothing was."""
-        asked = self._asked()
-        if not asked:
-            return None
-        predictions = torch.tensor([self.ahead[at] for at in asked], dtype=torch.float64)
-        return measure_ahead(predictions, self.cost[asked].cpu(), self.begun[1].cost)
-
-    def predicted(self) -> Tensor:
-        """Return what f predicted before it was queried, and what was found, ``m x 2``."""
-        asked = self._asked()
-        pairs = [(self.ahead[at][0], self.evaluations[at].cost) for at in asked]
-        return torch.tensor(pairs, dtype=torch.float64).view(-1, 2)
-
-    def _asked(self) -> list[int]:
-        return [at for at in self.ahead if at < len(self.points)]
 
 
 def descend(value: Callable[[Tensor], Tensor], phi: Tensor, centre: Tensor, radius: float) -> tuple[Tensor, Tensor]:

@@ -18,11 +18,9 @@ from metricopt_ext.search.trust_region import (
     WIDEST,
     GuidedTrustRegion,
     SearchEnd,
-    Visited,
     descend,
 )
 from metricopt_ext.tasks.metric import Evaluation, Metric
-from metricopt_ext.value.gp import GPLearner, Spectrum
 
 SEARCH = GuidedTrustRegion()
 
@@ -230,22 +228,6 @@ def test_a_metric_that_reacts_far_away_is_found(quadratic: Callable[..., Any]) -
     assert 4 <= end.widened <= 32
     assert end.f is not None
     assert end.cost == 0
-
-
-def test_a_metric_of_few_values_reacts_by_its_share() -> None:
-    visited = Visited(torch.zeros(1), GPLearner(1.0, Spectrum.flat(1)))
-    for at in range(6):
-        visited.add(torch.full((1,), float(at)), Evaluation(0.5))
-    assert not visited.varies()
-    assert not visited.reacts()
-    visited.add(torch.ones(1), Evaluation(0.4))
-    assert visited.varies()
-    assert not visited.reacts()  # 1 of 7
-    visited.add(torch.ones(1), Evaluation(0.6))
-    assert visited.reacts()  # 2 of 8
-
-
-# --- The region --------------------------------------------------------------------------------------------------
 
 
 def test_descent_stays_in_the_ball_and_never_gets_worse() -> None:

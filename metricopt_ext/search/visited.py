@@ -1,0 +1,111 @@
+"""What a guided search has queried, and the value functions fitted to it."""
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.tasks.metric import Evaluation, noise_of
+from metricopt_ext.utils.threads import num_threads
+from metricopt_ext.value.fitting import measure_ahead
+from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters
+from metricopt_ext.value.value_function import Quality
+
+# Hyper-parameters are chosen anew once there are this many times as many points as at the last time.
+REFIT = 1.25
+
+# The metric reacts to phi if this share of the points have another cost than most.
+REACTING = 0.25
+
+
+class Visited:
+    """What a search has queried, and the value functions fitted to it.
+
+    Args:
+        start: phi_0, ``d``.
+        learner: Fits f.
+
+    Attributes:
+        points: The visited phi, ``d`` each.
+        evaluations: The metric's evaluations of them.
+        ahead: For each point that f proposed, what was predicted before it was queried: by f, by the median of all
+            costs, and by the best cost so far.
+        widened: See `SearchEnd`.
+    """
+
+    def __init__(self, start: Tensor, learner: GPLearner) -> None:
+        self.start, self.learner = start, learner
+        self.points: list[Tensor] = []
+        self.evaluations: list[Evaluation] = []
+        self.ahead: dict[int, tuple[float, float, float]] = {}
+        self.widened = 1.0
+        self.chosen: tuple[int, Hyperparameters] | None = None
+
+    def add(self, point: Tensor, evaluation: Evaluation) -> None:
+        """Add a queried point."""
+        self.points.append(point)
+        self.evaluations.append(evaluation)
+
+    @property
+    def begun(self) -> tuple[Tensor, Evaluation]:
+        """The start and its evaluation."""
+        return next((p, e) for p, e in zip(self.points, self.evaluations, strict=True) if torch.equal(p, self.start))
+
+    @property
+    def phi(self) -> Tensor:
+        """The visited points, ``n x d``, float64."""
+        return torch.stack(self.points).double()
+
+    @property
+    def cost(self) -> Tensor:
+        """Their costs, ``n``, float64."""
+        return torch.tensor([each.cost for each in self.evaluations], dtype=torch.float64, device=self.start.device)
+
+    def varies(self) -> bool:
+        """Whether not all costs are equal."""
+        return bool(self.cost.min() < self.cost.max())
+
+    def reacts(self) -> bool:
+        """Whether the metric reacts to phi: enough points have another cost than most."""
+        return bool((self.cost != self.cost.mode().values).double().mean() >= REACTING)
+
+    @num_threads(1)
+    def fit(self, *, last: bool = False) -> GPValueFunction:
+        """Fit f to all points, with new hyper-parameters if there are many more points than at the last choice.
+
+        Args:
+            last: Forget this choice: a search that goes on must not depend on where it was looked at.
+        """
+        phi, cost = self.phi, self.cost
+        chosen = self.chosen
+        if chosen is None or len(cost) >= REFIT * chosen[0]:
+            chosen = len(cost), self.learner.most_likely(phi, cost, noise_of(self.evaluations))
+        if not last:
+            self.chosen = chosen
+        return self.learner(phi, cost, chosen[1])
+
+    def predict(self, f: GPValueFunction, batch: Tensor) -> None:
+        """Note what is predicted of a batch, ``m x d``, that is about to be queried."""
+        constant, incumbent = float(self.cost.median()), float(self.cost.min())
+        for at, predicted in enumerate(f(batch).tolist(), start=len(self.points)):
+            self.ahead[at] = predicted, constant, incumbent
+
+    def complete(self, f: GPValueFunction, end: Tensor) -> None:
+        """Give f its domain around the end, ``d``, and its quality on the points that were predicted before."""
+        f.set_domain(self.phi, centre=end, reaching=self.start)
+        f.quality = self.quality() or f.quality
+
+    def quality(self) -> Quality | None:
+        """Return how well was predicted what was queried since; None if nothing was."""
+        asked = self._asked()
+        if not asked:
+            return None
+        predictions = torch.tensor([self.ahead[at] for at in asked], dtype=torch.float64)
+        return measure_ahead(predictions, self.cost[asked].cpu(), self.begun[1].cost)
+
+    def predicted(self) -> Tensor:
+        """Return what f predicted before it was queried, and what was found, ``m x 2``."""
+        asked = self._asked()
+        pairs = [(self.ahead[at][0], self.evaluations[at].cost) for at in asked]
+        return torch.tensor(pairs, dtype=torch.float64).view(-1, 2)
+
+    def _asked(self) -> list[int]:
+        return [at for at in self.ahead if at < len(self.points)]
