@@ -30,10 +30,10 @@ from metricopt_ext.evidence.experiment import Experiment
 from metricopt_ext.evidence.report import paired_interval, spread, versions
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction, markdown_table, print_table
-from metricopt_ext.methods.guided import guided_results
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.run_folder import open_run
+from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.plain import in_markdown
@@ -206,7 +206,7 @@ def search(
     starts = {**experiment.starts(), **more}
     fresh = task.judged_by(task.metric.with_new_ledger())
     return list(
-        guided_results(
+        search_results(
             fresh,
             budgets,
             search=search,

@@ -19,14 +19,17 @@ from .methods.result import Result as Result
 from .methods.result import SearchRun as SearchRun
 from .methods.rounds import meta_train as meta_train
 from .methods.run_folder import load_run as load_run
+from .methods.search import Search as Search
 from .methods.siblings.algorithm_s1 import AlgorithmS1 as AlgorithmS1
 from .methods.starts import batchnorm_start as batchnorm_start
+from .methods.trials import Trial as Trial
 from .methods.tuning import Tuned as Tuned
 from .methods.tuning import tune_start as tune_start
 from .search.direct import CMAES as CMAES
 from .search.direct import GuidedES as GuidedES
 from .search.learned_optimizer import LearnedOptimizer as LearnedOptimizer
 from .search.optimizer import MetricOpt as MetricOpt
+from .search.random_search import RandomSearch as RandomSearch
 from .search.trust_region import GuidedTrustRegion as GuidedTrustRegion
 from .search.update_rule import UpdateRule as UpdateRule
 from .search.update_rule import load_update_rule as load_update_rule

@@ -18,11 +18,12 @@ from metricopt_ext.evidence.method_config import FinetuneConfig
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.guard import CONFIDENCE, decide
 from metricopt_ext.methods.tuning import finetune
-from metricopt_ext.search.direct import CMAES, GuidedES, Search
+from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.ngopt import NGOpt
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.random_search import RandomSearch
-from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
+from metricopt_ext.search.strategy import SearchResult, SearchStrategy
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.search.turbo import TuRBO
 from metricopt_ext.tasks.metric import Evaluation, Item, Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -111,14 +112,14 @@ def ours(confidence: float = CONFIDENCE, search: GuidedTrustRegion | None = None
     return Contender(run, engine.least_queries, anytime=True)
 
 
-def _kept(start: Tensor, end: SearchEnd, confidence: float) -> Tensor:
+def _kept(start: Tensor, end: SearchResult, confidence: float) -> Tensor:
     """Return the end of a search, ``d``, or the start, its first query, if that is what the guard keeps."""
     asked = {"start": end.evaluations[0], "search": end.evaluation}
     decision = decide(asked, end.evaluations, confidence, lambda kept: end.gain_over(start))
     return end.phi if decision.kept == "search" else start
 
 
-def searching(search: Search, anytime: bool = False) -> Contender:
+def searching(search: SearchStrategy, anytime: bool = False) -> Contender:
     """Make a contender of a search on the metric.
 
     Args:

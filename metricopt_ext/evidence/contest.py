@@ -20,7 +20,7 @@ from metricopt_ext.evidence.passes import CountedTask, Passes, counting, noticin
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.starts import best_start, with_start
 from metricopt_ext.plain import MESSAGE, plain
-from metricopt_ext.search.trust_region import SearchEnd
+from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import write_json
@@ -242,7 +242,7 @@ class _Row:
             "guard": guard,
         }
 
-    def guarded(self, end: SearchEnd) -> tuple[State, dict[str, Any]]:
+    def guarded(self, end: SearchResult) -> tuple[State, dict[str, Any]]:
         """Return what the guard keeps of a search, and a record of its decision."""
         starts = self.begun.starts
         return guarded(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from metricopt_ext.evidence.experiment import State
 from metricopt_ext.methods.guard import decide
-from metricopt_ext.search.trust_region import SearchEnd
+from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.metric import Evaluation
 
 TRAINED = "pretrained"
@@ -29,7 +29,7 @@ class Change(NamedTuple):
 
 def guarded(
     starts: Mapping[str, Candidate],
-    end: SearchEnd,
+    end: SearchResult,
     *,
     confidence: float,
     scale: float,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.passes import Passes, last_query, passes_of
 from metricopt_ext.methods.result import MetricOptResult, SearchRun
-from metricopt_ext.search.trust_region import SearchEnd
+from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.task import FinetuneTask
 
 Kind = Literal["free", "queries"]
@@ -97,7 +97,7 @@ class Reached:
     queries_per_start: int
     seconds: float
     passes: Passes | None = None
-    search: SearchEnd | None = None
+    search: SearchResult | None = None
     batch_queries: int = 0
 
     def after(self, before: "Reached") -> "Reached":

@@ -7,22 +7,29 @@ arguments here. Everything else has the paper's value.
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from metricopt_ext.errors import BudgetError, ValueFunctionError
-from metricopt_ext.methods.recipe import LEAST_TASKS, Recipe
+from metricopt_ext.methods.guard import decide_among
+from metricopt_ext.methods.recipe import LEAST_TASKS, Recipe, Setting
+from metricopt_ext.methods.result import MetricOptResult, Result, outcome
+from metricopt_ext.methods.strategy import Context, LearningStrategy
+from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.rollout import Policy, collect, rollout
+from metricopt_ext.tasks.split_half import evaluations_where_used, split_half_correlation
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.telling import query_callback
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
+from metricopt_ext.utils.identity import described
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
-from metricopt_ext.value.fitting import fit_value_function
+from metricopt_ext.value.fitting import Fit, fit_value_function
 from metricopt_ext.value.learners import Learner
 from metricopt_ext.value.observations import Labeller
 from metricopt_ext.value.reptile import ReptileLearner
@@ -52,7 +59,7 @@ class LossOptimizer:
 
 
 @dataclass(frozen=True)
-class Algorithm1:
+class Algorithm1(LearningStrategy):
     """MetricOpt with SGD or Adam, as the paper's Algorithm 1 prints it.
 
     As printed it did not lower a metric whose optimum is known. On the quadratic problems of
@@ -148,6 +155,44 @@ class Algorithm1:
                 " or fewer evals"
             )
         return tasks
+
+    def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
+        """Return the number of tasks (see `LearningStrategy`)."""
+        return {"tasks": self.tasks(evaluations)}
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings, parts by their descriptions (see `LearningStrategy`)."""
+        return {"paper": {name: described(value) for name, value in vars(self).items()}}
+
+    def run(self, context: Context) -> Result:
+        """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
+        task, watcher, seed = context.task, context.watcher, context.seed
+        with context.folder.counted(task.metric, context.queries) as cached:
+            store, ledger, counted = context.folder.trajectories, cached.ledger, task.judged_by(cached)
+            context.retell(store, cached)
+            watcher.stage("meta-train")
+            f = self.meta_train(
+                task, tasks=context.size["tasks"], seed=seed, store=store, on_query=query_callback(task, watcher)
+            )
+            if f.quality is not None:
+                watcher.quality(store.queries, f.quality.spearman)
+            watcher.stage("meta-test")
+            start = task.origin()
+            loss_only = finetune(task, self.loss_only(), self.steps, seed)[-1]
+            followed = self.meta_test(task, f, start, seed=seed, index=FRESH)[-1]
+            before, ends = ledger.spent, {"start": start, "loss_finetune": loss_only, "metricopt": followed}
+            asked = evaluate_ends(counted, ends, watcher)
+        decision = decide_among(asked, evaluations_where_used(list(store)), context.confidence)
+        return MetricOptResult(
+            **outcome(task.metric, asked, decision, ends),
+            queries=dict(ledger.spent_on),
+            queries_per_start=ledger.spent - before,
+            loss_finetune=task.metric.to_value(asked["loss_finetune"].cost),
+            setting=Setting(0.0, self.metric_rate),
+            split_half=split_half_correlation(list(store)),
+            fit=Fit(f),
+            trajectories=tuple(store),
+        )
 
     def learn(self, trajectories: Sequence[Trajectory], seed: int = 0) -> ValueFunction:
         """Interpolate the metrics (line 4) and meta-train f on them (lines 5-6); no query.

@@ -2,16 +2,21 @@
 
 import math
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.search.direct import Search
+from metricopt_ext.methods.guard import Decision
+from metricopt_ext.methods.result import MetricOptResult, Result, outcome
+from metricopt_ext.methods.strategy import Context, LearningStrategy
+from metricopt_ext.search.strategy import SearchStrategy
+from metricopt_ext.tasks.split_half import split_half_correlation
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.checks import check_above, check_at_least, check_instance, check_integer
+from metricopt_ext.utils.identity import described
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit, fit_value_function
@@ -49,7 +54,7 @@ LEAST_TASKS = 4
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(LearningStrategy):
     """How `optimize_metric` works. The defaults are meant to be left alone, except ``steps`` and ``lr``.
 
     Attributes:
@@ -85,7 +90,7 @@ class Recipe:
     labels: Labeller = Observations.of
     learners: tuple[Learner, ...] = field(default=(NeuralLearner(), RidgeLearner()))
     adapt_queries: int = 0
-    refine: Search | None = None
+    refine: SearchStrategy | None = None
     refine_queries: int = 0
 
     def __post_init__(self) -> None:
@@ -175,3 +180,45 @@ class Recipe:
                 " or evals"
             )
         return tasks
+
+    def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
+        """Return the number of tasks in a round (see `LearningStrategy`)."""
+        return {"tasks": self.tasks_per_round(evaluations, dim)}
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings, parts by their descriptions (see `LearningStrategy`)."""
+        return {**asdict(self), **{name: described(getattr(self, name)) for name in ("labels", "learners", "refine")}}
+
+    def run(self, context: Context) -> Result:
+        """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
+        from metricopt_ext.methods.rounds import meta_train
+        from metricopt_ext.methods.tuning import choose_setting, tune_start
+
+        task, watcher, seed = context.task, context.watcher, context.seed
+        with context.folder.counted(task.metric, context.queries) as cached:
+            store, ledger = context.folder.trajectories, cached.ledger
+            context.retell(store, cached)
+            fit = meta_train(task, tasks=context.size["tasks"], recipe=self, seed=seed, store=store, watcher=watcher)
+            counted = task.judged_by(cached)
+            watcher.stage("choose settings")
+            setting = choose_setting(counted, fit, self, seed, watcher)
+            before = ledger.spent
+            tuned = tune_start(
+                counted,
+                fit,
+                recipe=self,
+                setting=setting,
+                guard_confidence=context.confidence,
+                seed=seed,
+                watcher=watcher,
+            )
+        return MetricOptResult(
+            **outcome(task.metric, tuned.evaluations, Decision(tuned.chosen, tuned.verdict), tuned.ends),
+            queries=dict(ledger.spent_on),
+            queries_per_start=ledger.spent - before,
+            loss_finetune=task.metric.to_value(tuned.evaluations["loss_finetune"].cost),
+            setting=setting,
+            split_half=split_half_correlation(list(store)),
+            fit=fit,
+            trajectories=tuple(store),
+        )

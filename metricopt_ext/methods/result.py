@@ -3,18 +3,22 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import Decision, Guard, Verdict, check_guarded
-from metricopt_ext.methods.recipe import Setting
-from metricopt_ext.methods.siblings.algorithm_s1 import JointlyLearned
+from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.fitting import Fit
+from metricopt_ext.value.value_function import ValueFunction
+
+if TYPE_CHECKING:
+    from metricopt_ext.methods.recipe import Setting
+    from metricopt_ext.methods.siblings.algorithm_s1 import JointlyLearned
 
 KEPT = {
     "start": "the model as it was",
@@ -100,6 +104,10 @@ class Result:
         """Return one of ``ends`` as a start for `Adapter.apply`, with all that belongs to its phi."""
         return Start(self.ends[name])
 
+    def products(self) -> dict[str, ValueFunction | UpdateRule]:
+        """Return what was learned, by the names of its files."""
+        return {}
+
     @property
     def overruled(self) -> bool:
         """Whether data kept aside prefer another candidate than the guard."""
@@ -162,10 +170,14 @@ class MetricOptResult(Result):
     """
 
     loss_finetune: float
-    setting: Setting
+    setting: "Setting"
     split_half: float
     fit: Fit
     trajectories: tuple[Trajectory, ...]
+
+    def products(self) -> dict[str, ValueFunction | UpdateRule]:
+        """Return what was learned, by the names of its files."""
+        return {"value_function": self.fit.f}
 
     def lines(self) -> list[str]:
         """Return what ``str`` joins."""
@@ -189,7 +201,11 @@ class LearnedResult(Result):
 
     loss_finetune: float
     path: Tensor
-    learned: JointlyLearned
+    learned: "JointlyLearned"
+
+    def products(self) -> dict[str, ValueFunction | UpdateRule]:
+        """Return what was learned, by the names of its files."""
+        return {"value_function": self.learned.f, "update_rule": self.learned.rule}
 
     def lines(self) -> list[str]:
         """Return what ``str`` joins."""
@@ -202,13 +218,15 @@ class LearnedResult(Result):
 
 @dataclass(frozen=True)
 class SearchRun(Result):
-    """What `optimize_metric` did by a guided trust-region search.
+    """What a search did.
 
     Attributes:
         starts: Metric of each candidate that the search could begin from, ``"start"`` (phi = 0) among them.
         begun_at: The candidate that it began from, the best of them.
         fit: f, a Gaussian process, with its quality on what it predicted before each query; its predictions and what
-            was found.
+            was found. None without an f.
+        learns: Whether the search learns an f.
+        plain: Whether there was no loss, so that all directions of phi counted alike.
         verdict: What the guard thinks of the search's end; of the start that it began from if the metric never varied.
         split_half: Correlation of the metric's halves over the visited phi; NaN if it does not report them.
         points: The visited phi, ``n x d``.
@@ -220,12 +238,18 @@ class SearchRun(Result):
     starts: dict[str, float]
     begun_at: str
     fit: Fit | None
+    learns: bool
+    plain: bool
     verdict: Verdict
     split_half: float
     points: Tensor
     costs: tuple[float, ...]
     widened: float
     candidates: Mapping[str, Start]
+
+    def products(self) -> dict[str, ValueFunction | UpdateRule]:
+        """Return what was learned, by the names of its files."""
+        return {} if self.fit is None else {"value_function": self.fit.f}
 
     def doubt(self) -> str:
         """Say why the best candidate was not kept."""
@@ -253,8 +277,14 @@ class SearchRun(Result):
         if len(self.starts) > 1:
             shown = ", ".join(f"{name} {value:.4f}" for name, value in self.starts.items())
             lines.append(f"the search began from {kept(self.begun_at)}, the best of the starts ({shown})")
+        if self.plain and self.learns:
+            lines.append("without a loss, all directions of phi counted alike")
         if self.widened > 1:
             lines.append(f"the metric did not react at first, so phi was moved {self.widened:.0f} times as far")
+        if self.widened < 1:
+            lines.append(f"the metric reacted strongly, so phi was moved {1 / self.widened:.0f} times less far")
+        if not self.learns:
+            return lines
         if self.fit is None:
             lines.append("the metric never varied, so there is no value function: modulate more layers, or train first")
         else:

@@ -8,11 +8,11 @@ import torch
 
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.tuning import query_callback
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.rollout import Policy, collect
 from metricopt_ext.tasks.split_half import evaluations_where_used, seen_on_half
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.telling import query_callback
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils import ranks

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -14,18 +12,22 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.methods.paper import Algorithm1
-from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
-from metricopt_ext.search.direct import Search
 from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.cached_metric import CachedMetric
+from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils import ranks
-from metricopt_ext.utils.files import remove_unfinished
-from metricopt_ext.utils.identity import claim, fingerprint, fingerprint_of_code, fingerprint_of_files, sole_writer
+from metricopt_ext.utils.files import read_json, remove_unfinished
+from metricopt_ext.utils.identity import (
+    Held,
+    claim,
+    fingerprint,
+    fingerprint_of_code,
+    fingerprint_of_files,
+    sole_writer,
+)
 from metricopt_ext.value.value_function import ValueFunction
 
 IDENTITY, EVALUATIONS, KEPT_ASIDE = "identity.json", "evaluations.json", "kept_aside.json"
@@ -33,7 +35,7 @@ ADAPTER = "adapter.safetensors"  # written last: it says that a run has finished
 SETTINGS, SEEDS = "run.json", "seed-*"  # of a tool's run, and its seeds' folders
 JOINT_TRAINING = "joint_training.safetensors"
 
-FORMAT = 6  # of what is kept: a folder of another format is not resumed
+FORMAT = 7  # of what is kept: a folder of another format is not resumed
 
 # Settings of a tool's run that may change on resuming: which seeds to run, and how.
 RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device", "max_bytes", "max_pixels"}
@@ -52,13 +54,16 @@ class RunFolder:
     def __init__(self, path: str | Path | None, identity: dict[str, Any]) -> None:
         self.path = None if path is None else Path(path)
         self.identity = identity
+        self._held: Held | None = None
         self._unpaid: tuple[Ledger, Ledger] | None = None  # the metric's own, and the run's
 
     @cached_property
     def trajectories(self) -> TrajectoryStore:
         """What was collected, empty in a new run."""
         folder = None if self.path is None else self.path / TRAJECTORIES
-        return ranks.on_first(lambda: TrajectoryStore(folder, self.identity))
+        store = ranks.on_first(lambda: TrajectoryStore(folder, self.identity))
+        store.check = self.check_held
+        return store
 
     @property
     def joint_training(self) -> Path | None:
@@ -96,9 +101,20 @@ class RunFolder:
         if not resume and any((path / name).exists() for name in (IDENTITY, TRAJECTORIES, EVALUATIONS)):
             raise FileFormatError(f"{path} holds an earlier run; resume it, or use another output folder")
 
+    def check_held(self) -> None:
+        """Refuse to write into a folder that was removed or replaced since `writing` took it.
+
+        Raises:
+            FileFormatError: It was.
+        """
+        if self._held is not None:
+            self._held.check()
+
     def _take(self, path: Path, held: ExitStack, resume: bool) -> None:
-        held.enter_context(sole_writer(path))  # first: of two runs that begin at once, one alone may claim the folder
+        self._held = held.enter_context(sole_writer(path))  # first: of two runs that begin at once, one alone may claim
+        held.callback(setattr, self, "_held", None)
         self._refuse_another(path, resume)
+        _refuse_nameless(path)
         claim(path / IDENTITY, self.identity)  # it guards the evaluations too
         remove_unfinished(path)
         remove_unfinished(path / TRAJECTORIES)
@@ -118,10 +134,17 @@ class RunFolder:
         Yields:
             A metric that keeps its evaluations in the folder.
         """
+        with self.own_ledger(metric, queries):
+            yield self.cached(metric, EVALUATIONS)
+
+    @contextmanager
+    def own_ledger(self, metric: Metric, queries: int) -> Iterator[None]:
+        """Count a run apart, its failures too; see `counted`."""
         own, metric.ledger = metric.ledger, Ledger(queries)
+        metric.failed = 0
         self._unpaid = own, metric.ledger
         try:
-            yield self.cached(metric, EVALUATIONS)
+            yield
         finally:
             metric.ledger = own
             if self.path is None:
@@ -129,7 +152,11 @@ class RunFolder:
 
     def cached(self, metric: Metric, name: str) -> CachedMetric:
         """Return a metric that keeps its evaluations in a file of the folder; its ledger is its own."""
-        return CachedMetric(metric, None if self.path is None else self.path / name)
+        return CachedMetric(metric, None if self.path is None else self.path / name, self.check_held)
+
+    def kept_evaluations(self, metric: Metric) -> KeptEvaluations:
+        """Return what the folder keeps of a search's points."""
+        return KeptEvaluations(None if self.path is None else self.path / EVALUATIONS, metric, self.check_held)
 
     def _charge(self) -> None:
         if self._unpaid is not None:
@@ -153,9 +180,31 @@ class RunFolder:
     def _write(self, task: FinetuneTask, learned: Mapping[str, ValueFunction | UpdateRule]) -> None:
         if self.path is None:
             return
+        self.check_held()
         for name, each in learned.items():
             each.save(self.path / f"{name}.safetensors")
         task.adapter.save(self.path / ADAPTER)
+
+
+def _refuse_nameless(path: Path) -> None:
+    """Refuse kept work of which nobody can tell what it belongs to.
+
+    Raises:
+        FileFormatError: There is some, but its identity is missing or damaged.
+    """
+    kept = [name for name in (EVALUATIONS, TRAJECTORIES) if (path / name).exists()]
+    if not kept:
+        return
+    try:
+        if (path / IDENTITY).exists():
+            read_json(path / IDENTITY)
+            return
+        why = f"{IDENTITY} is missing"
+    except FileFormatError:
+        why = f"{IDENTITY} is damaged"
+    raise FileFormatError(
+        f"{path} holds {kept[0]}, but {why}, so nobody can tell which run they are of; use another output folder"
+    )
 
 
 def load_run(model: nn.Module, folder: str | Path) -> Adapter:
@@ -201,8 +250,16 @@ def _finished(folder: Path) -> Path:
     )
 
 
+class Described(Protocol):
+    """A strategy that tells what a run of it depends on."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return that as JSON."""
+        ...
+
+
 def identity_of(
-    strategy: Recipe | Algorithm1 | AlgorithmS1 | Search,
+    strategy: Described,
     task: FinetuneTask,
     starts: Mapping[str, Start],
     *,
@@ -212,20 +269,13 @@ def identity_of(
     """Return what a run depends on, to tell it from other runs.
 
     Args:
-        strategy: The recipe, algorithm or search.
+        strategy: The learner or search.
         task: Its model's weights count, so a retrained model makes another run.
         starts: What a guided search may begin from.
         seed: The run's seed.
         size: Sizes that follow from the budget: the tasks of a round, or the queries of a search.
     """
-    if isinstance(strategy, Recipe):
-        parts = {name: _described(getattr(strategy, name)) for name in ("labels", "learners", "refine")}
-        settings = {**asdict(strategy), **parts}
-    elif isinstance(strategy, (Algorithm1, AlgorithmS1)):
-        method = "paper" if isinstance(strategy, Algorithm1) else "learned"
-        settings = {method: {name: _described(value) for name, value in vars(strategy).items()}}
-    else:
-        settings = {"search": repr(strategy)}
+    settings = strategy.identity()
     if starts:
         settings["starts"] = {name: fingerprint({"phi": s.phi, **s.replaced}) for name, s in starts.items()}
     return {**settings, **size, **identity_of_task(task, seed)}
@@ -251,15 +301,6 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         "weights": fingerprint(task.adapter.base_state_dict()),
         "loss of the first batch": first_loss,
     }
-
-
-def _described(part: Any) -> str:
-    """Return ``repr``, but functions by name: their own repr holds an address, which differs between processes."""
-    if isinstance(part, tuple):
-        return f"({', '.join(map(_described, part))})"
-    if isinstance(part, (FunctionType, MethodType)):
-        return part.__qualname__
-    return repr(part)
 
 
 def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequence[Path] = ()) -> None:

@@ -1,6 +1,6 @@
 """One start: finetune it under a value function, and keep the change only if the metric agrees beyond chance."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.rollout import Policy, rollout
 from metricopt_ext.tasks.split_half import optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.telling import query_callback
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.progress import Watcher
@@ -184,14 +185,3 @@ def evaluate(task: FinetuneTask, phi: Tensor, purpose: str, where: str, watcher:
     (evaluation,) = task.evaluate_at(phi[None], purpose, f"{where}; ")
     query_callback(task, watcher)(evaluation.cost)
     return evaluation
-
-
-def query_callback(task: FinetuneTask, watcher: Watcher) -> Callable[[float], None]:
-    """Return a function that notifies a watcher of an observed cost and of the queries spent."""
-
-    def told(cost: float) -> None:
-        value = task.metric.to_value(cost)
-        watcher.query(task.metric.ledger.spent, f"{task.metric.name} {value:.4f}")
-        watcher.observed(value)
-
-    return told

@@ -126,7 +126,28 @@ def es_direction(
     """
     check_above(0, variance=variance)
     delta = perturbations(*orthonormal_basis(history), count, variance**0.5, generator)
+    return estimated_direction(delta, f(antithetic(phi, delta)), variance)
+
+
+def antithetic(phi: Tensor, delta: Tensor) -> Tensor:
+    """Return the points at which Eq. 4 asks f, those with ``+ delta`` first, ``... x 2P x d``.
+
+    Args:
+        phi: ``... x d``.
+        delta: The perturbations, ``... x P x d``.
+    """
     centre = phi[..., None, :]
-    above, below = f(torch.cat([centre + delta, centre - delta], -2)).chunk(2, -1)
-    slope = (above - below).to(phi.dtype)[..., None]
-    return (delta * slope).sum(-2) / (variance * count)
+    return torch.cat([centre + delta, centre - delta], -2)
+
+
+def estimated_direction(delta: Tensor, values: Tensor, variance: float) -> Tensor:
+    """Return u_t of Eq. 4, ``... x d``, from what f is at `antithetic` points.
+
+    Args:
+        delta: The perturbations, ``... x P x d``.
+        values: f's values, ``... x 2P``.
+        variance: s^2, above 0.
+    """
+    above, below = values.chunk(2, -1)
+    slope = (above - below).to(delta.dtype)[..., None]
+    return (delta * slope).sum(-2) / (variance * delta.shape[-2])

@@ -1,21 +1,24 @@
 """NGOpt, nevergrad's choice among its optimizers by dimension and budget."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.direct import SearchResult, Told, _Counted
+from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
+from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above
 from metricopt_ext.utils.seeding import generator
 
 
 @dataclass(frozen=True)
-class NGOpt:
+class NGOpt(SearchStrategy):
     """NGOpt (Meunier et al., 2022, "Black-Box Optimization Revisited"), from the package nevergrad.
 
     It is told the budget, by which it chooses an optimizer, and evaluates one point at a time.
@@ -34,36 +37,45 @@ class NGOpt:
         """
         check_above(0, sigma=self.sigma)
 
-    def least_queries(self, dim: int) -> int:
-        """Return the smallest budget: the start and one point."""
-        return 2
+    def least_queries(self, dim: int, starts: int = 1) -> int:
+        """Return the smallest budget: the starts and one point."""
+        return starts + 1
 
-    def __call__(
-        self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0, on_query: Told | None = None
-    ) -> SearchResult:
-        """Search from a start (see `Search`).
+    def begin(
+        self,
+        task: FinetuneTask,
+        start: Tensor,
+        queries: int,
+        *,
+        known: Sequence[tuple[Tensor, Evaluation]] = (),
+        seed: int = 0,
+    ) -> DirectState:
+        """Begin a search (see `SearchStrategy`).
 
         Raises:
             ImportError: The package nevergrad is missing.
         """
-        ng = _import_nevergrad()
-        rng = generator(seed, "ngopt")
-        cost_at = _Counted(task, start, queries, self.least_queries(task.dim), on_query)
-        origin = start.double().cpu().numpy()
+        return DirectState(start, queries, partial(self._batches, _import_nevergrad(), seed, queries), known)
+
+    def _batches(self, ng: Any, seed: int, queries: int, state: DirectState) -> Batches:
+        rng, origin = generator(seed, "ngopt"), state.start.double().cpu().numpy()
         space = ng.p.Array(init=origin).set_mutation(sigma=self.sigma)
         space.random_state = np.random.RandomState(_drawn(rng))
         own = _OwnStream(_drawn(rng), ng.optimization.metamodel)
         with own:
             optimizer = ng.optimizers.NGOpt(parametrization=space, budget=queries, num_workers=1)
             optimizer.suggest(origin)
-            optimizer.tell(optimizer.ask(), cost_at.end.cost)
-        while cost_at.left:
+            optimizer.tell(optimizer.ask(), state.start_cost)
+        while state.left:
             with own:
                 candidate = optimizer.ask()
-            cost = float(cost_at(torch.tensor(candidate.value)[None].to(start)))
+            asked = torch.tensor(candidate.value)[None]
+            ((point, evaluation),) = told = yield asked.to(state.start)
             with own:
-                optimizer.tell(candidate, cost)
-        return cost_at.finish([start])
+                if not torch.equal(point, asked[0].to(point)):
+                    candidate = candidate.spawn_child(new_value=told.points_as(asked)[0].numpy())
+                if evaluation is not None:
+                    optimizer.tell(candidate, evaluation.cost)
 
 
 class _OwnStream:

@@ -19,6 +19,9 @@ DIRECTIONS = 8  # random directions along which the outputs' movement is measure
 # How far random phi of the right scale move the outputs, in units of the outputs' own spread.
 MOVEMENT = 0.3
 
+# The scale where there is no loss, and so no forward pass: FiLM changes a scale by 2%.
+UNPROBED = 0.02
+
 # Scales that are tried, in steps of sqrt(2): coarse, so that rounding does not decide.
 SCALES: list[float] = [2.0 ** (exponent / 2) for exponent in range(-20, 9)]
 
@@ -38,10 +41,14 @@ class Probe(NamedTuple):
 def probe(task: FinetuneTask, start: Tensor, seed: int) -> Probe:
     """Find scale and spectrum around a start, ``d``, by forward and backward passes on batches of the loss.
 
+    Without a loss, all directions are alike, and the scale is `UNPROBED`.
+
     Raises:
         AdapterError: The loss is no scalar, or has no gradient in phi.
         FloatingPointError: A loss or a gradient is not finite.
     """
+    if task.loss is None:
+        return Probe(UNPROBED, Spectrum.flat(task.dim, start.device))
     directions = torch.randn(DIRECTIONS, task.dim, generator=generator(seed, "probe"), dtype=torch.float64)
     anywhere = _largest_scale(task, start, directions.to(start), seed)
     spectrum = loss_spectrum(task, start, 2 * anywhere, seed)

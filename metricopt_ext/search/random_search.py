@@ -1,18 +1,21 @@
 """Random search: the metric at the start and at points drawn around it, the least that any other search must beat."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.direct import SearchResult, Told, _Counted
+from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
+from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above
 from metricopt_ext.utils.seeding import generator
 
 
 @dataclass(frozen=True)
-class RandomSearch:
+class RandomSearch(SearchStrategy):
     """The start, then independent Gaussian points around it; the first n points are the same for every budget.
 
     Attributes:
@@ -29,18 +32,25 @@ class RandomSearch:
         """
         check_above(0, std=self.std)
 
-    def least_queries(self, dim: int) -> int:
-        """Return the smallest budget: the start and one point."""
-        return 2
+    def least_queries(self, dim: int, starts: int = 1) -> int:
+        """Return the smallest budget: the starts and one point."""
+        return starts + 1
 
-    def __call__(
-        self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0, on_query: Told | None = None
-    ) -> SearchResult:
-        """Search from a start (see `Search`)."""
-        cost_at = _Counted(task, start, queries, self.least_queries(task.dim), on_query)
-        rng = generator(seed, "random_search")
-        while cost_at.left:
+    def begin(
+        self,
+        task: FinetuneTask,
+        start: Tensor,
+        queries: int,
+        *,
+        known: Sequence[tuple[Tensor, Evaluation]] = (),
+        seed: int = 0,
+    ) -> DirectState:
+        """Begin a search (see `SearchStrategy`); all points are one batch."""
+        return DirectState(start, queries, partial(self._batches, seed), known)
+
+    def _batches(self, seed: int, state: DirectState) -> Batches:
+        rng, start = generator(seed, "random_search"), state.start
+        while state.left:
             # One row at a time: torch draws other numbers for a matrix with other rows.
-            noise = torch.randn(task.dim, generator=rng, dtype=torch.float64)
-            cost_at.one((start.double().cpu() + self.std * noise).to(start))
-        return cost_at.finish([start])
+            noise = [torch.randn(len(start), generator=rng, dtype=torch.float64) for _ in range(state.left)]
+            yield (start.double().cpu() + self.std * torch.stack(noise)).to(start)

@@ -7,14 +7,25 @@ the span of the last loss gradients; here the spectrum of loss gradients all aro
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from metricopt_ext.errors import BudgetError
-from metricopt_ext.search.direct import SearchResult, Told
-from metricopt_ext.search.probe import Probe, probe
+from metricopt_ext.search.probe import probe
+from metricopt_ext.search.strategy import (
+    Answers,
+    Batches,
+    SearchResult,
+    SearchState,
+    SearchStrategy,
+    Told,
+    check_checkpoints,
+    check_known,
+    evaluated,
+    falls,
+)
 from metricopt_ext.search.visited import Visited
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
@@ -22,7 +33,6 @@ from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
-from metricopt_ext.utils.words import counted
 from metricopt_ext.value.gp import GPLearner, GPValueFunction
 
 # Descent on a posterior sample: steps, their first length in units of the region's radius, starts for each proposal.
@@ -31,45 +41,18 @@ STEPS, FIRST_STEP, STARTS = 25, 0.35, 3
 # The end is the mean of an eighth of the visited points, the best by f, at least 2 and at most 16.
 END_SHARE, LEAST_END, MOST_END = 1 / 8, 2, 16
 
-# The design is widened up to this many times what was probed while the metric hardly reacts.
-WIDEST = 64.0
+# The design is widened up to this many times what was probed while the metric hardly reacts. Where nothing was probed,
+# it is narrowed, down to so many times, while most of its points lose more than a share of what the start is worth.
+WIDEST, NARROWEST, FAR = 64.0, 1 / 64, 0.25
 
 
 @dataclass(frozen=True)
-class SearchEnd(SearchResult):
-    """Where a guided trust-region search stands after a number of queries.
-
-    It is no search for the best point seen: ``phi`` is the point that f, all queries considered, takes for the best.
-
-    Attributes:
-        queries: That number, the end's own query included; one fewer if the metric never varied, as there is no end to
-            ask for then.
-        f: The value function, with its domain and quality; None if the metric never varied.
-        points: The visited phi, ``n x d``, in the order of ``evaluations``, which the end's own may not be among.
-        predicted: What f predicted before it was queried, and what was found, ``m x 2``.
-        widened: How many times wider than probed the design had to be for the metric to react; 1 if not at all.
-    """
-
-    queries: int
-    f: GPValueFunction | None
-    points: Tensor
-    predicted: Tensor
-    widened: float
-
-    def gain_over(self, point: Tensor) -> float:
-        """Return by how much f takes the end to be better than a point, ``d``, in units of the cost; 0 without f."""
-        if self.f is None:
-            return 0.0
-        there, here = self.f.mean(torch.stack([point, self.phi])).tolist()
-        return float(there - here) * float(self.f.cost_std)
-
-
-@dataclass(frozen=True)
-class GuidedTrustRegion:
+class GuidedTrustRegion(SearchStrategy):
     """Guided trust-region search.
 
     1. Query the start, and a first design: antithetic pairs, drawn from the spectrum of loss gradients (`probe`). While
-       the metric hardly reacts, query another, twice as wide.
+       the metric hardly reacts, query another, twice as wide. Without a loss all directions are alike, and while most
+       points are far worse than the start, query another, half as wide.
     2. Fit f, a Gaussian process (`GPLearner`), to all queries so far.
     3. The trust region is a ball around the visited point with the least f. It grows when that point is a new one, and
        shrinks when it is not.
@@ -116,14 +99,26 @@ class GuidedTrustRegion:
         """Return the number of points of the first design in d dimensions, an even one."""
         return max(4, min(self.design, dim // 2) // 2 * 2)
 
-    def least_queries(self, dim: int) -> int:
-        """Return the smallest budget in d dimensions: the start, a design, a point that f proposes, and the end."""
-        return self.design_size(dim) + 3
+    def least_queries(self, dim: int, starts: int = 1) -> int:
+        """Return the smallest budget in d dimensions: the starts, a design, a point that f proposes, and the end."""
+        return self.design_size(dim) + 2 + starts
+
+    def begin(
+        self,
+        task: FinetuneTask,
+        start: Tensor,
+        queries: int,
+        *,
+        known: Sequence[tuple[Tensor, Evaluation]] = (),
+        seed: int = 0,
+    ) -> "GuidedState":
+        """Begin a search (see `SearchStrategy`)."""
+        return GuidedState(self, task, start, queries, known, seed)
 
     def __call__(
         self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0, on_query: Told | None = None
-    ) -> SearchEnd:
-        """Search from a start (see `direct.Search`)."""
+    ) -> SearchResult:
+        """Search on a task's own metric (see `SearchStrategy`)."""
         (end,) = self.ends(task, start, [queries], seed=seed, on_query=on_query)
         return end
 
@@ -136,8 +131,7 @@ class GuidedTrustRegion:
         known: Sequence[tuple[Tensor, Evaluation]] = (),
         seed: int = 0,
         on_query: Told | None = None,
-        on_quality: Told | None = None,
-    ) -> Iterator[SearchEnd]:
+    ) -> Iterator[SearchResult]:
         """Search from a start, and yield the end that a search of each number of queries has.
 
         What is queried does not depend on how many queries follow, so one run has the ends of all. Each checkpoint
@@ -150,8 +144,6 @@ class GuidedTrustRegion:
             known: Points that were queried before, the start among them; without any, the start is the first query.
             seed: Seed of all draws.
             on_query: Called with each observed cost.
-            on_quality: Called after each batch that f proposed with the Spearman correlation of all that was predicted
-                before it was queried.
 
         Raises:
             ValueError: A number is below `least_queries`, or they don't ascend, or ``known`` lacks the start; nothing
@@ -160,83 +152,137 @@ class GuidedTrustRegion:
             AdapterError: The loss is no scalar, or has no gradient in phi.
             MetricError: The metric failed; the message says at which query.
         """
-        self._check_budget(task, checkpoints, len(known))
-        if known and not any(torch.equal(point, start) for point, _ in known):
-            raise ValueError(f"known has {counted(len(known), 'point')} without the start; add it, or leave known out")
-        seen = probe(task, start, seed)
-        visited = Visited(start, GPLearner(seen.scale, seen.spectrum))
-
-        def query(points: Tensor) -> Iterator[Evaluation]:
-            first = len(visited.points) + 1
-            where = f"query {{}} of {checkpoints[-1]}".format
-            for evaluation in task.evaluate_each(points, "search", lambda i: where(first + i)):
+        check_checkpoints(self, task, checkpoints, len(known))
+        state = self.begin(task, start, checkpoints[0], known=known, seed=seed)
+        for queries in checkpoints:
+            state.queries = queries
+            for evaluation in evaluated(task, state):
                 if on_query is not None:
                     on_query(evaluation.cost)
-                yield evaluation
+            yield ranks.on_first(state.end)
 
-        for point, evaluation in known or zip([start], query(start[None]), strict=True):
-            visited.add(point, evaluation)
-        proposals, proposed = self._proposals(visited, seen, generator(seed, "trust_region")), start[:0]
-        for queries in checkpoints:
-            while (left := queries - 1 - len(visited.points)) > 0:
+
+class GuidedState(SearchState):
+    """A guided search that has begun.
+
+    The end of each budget is a query of its own, which the search that goes on does not know.
+
+    Args:
+        search: Its settings.
+        task: Model, and loss and batches where it has them.
+        start: phi_0, ``d``.
+        queries: See `SearchState`, as for ``known``.
+        known: What was evaluated before.
+        seed: Seed of all draws.
+    """
+
+    def __init__(
+        self,
+        search: GuidedTrustRegion,
+        task: FinetuneTask,
+        start: Tensor,
+        queries: int,
+        known: Sequence[tuple[Tensor, Evaluation]] = (),
+        seed: int = 0,
+    ) -> None:
+        super().__init__(start, queries)
+        check_known(start, known)
+        self.search, self.signature = search, task.adapter.signature
+        self.probe, self.rng = probe(task, start, seed), generator(seed, "trust_region")
+        self.visited = Visited(start, GPLearner(self.probe.scale, self.probe.spectrum))
+        self.points, self.evaluations = self.visited.points, self.visited.evaluations
+        for point, evaluation in known:
+            self.note(point, evaluation)
+        self.unprobed, self._bounded = task.loss is None, task.metric.bounds is not None
+        self._ending: _Ending | None = None
+
+    @property
+    def at_stake(self) -> float:
+        """What the start's cost is from that of the worst model; its own size where that has no bounds."""
+        cost = self.visited.begun[1].cost
+        return 1 - cost if self._bounded else abs(cost)
+
+    def batches(self) -> Batches:
+        """Ask for the start, then for what f proposes, and last for the end; again if there are more queries."""
+        if not self.points:
+            yield self.start[None]
+        proposals, proposed = self._proposals(), self.start[None][:0]
+        while True:
+            queries = self.queries
+            while (left := queries - 1 - len(self.points)) > 0:
                 if not len(proposed):
-                    proposed = ranks.on_first(lambda: next(proposals).to(start))
+                    proposed = next(proposals).to(self.start)
                 batch, proposed = proposed[:left], proposed[left:]
-                for point, evaluation in zip(batch, query(batch), strict=True):
-                    visited.add(point, evaluation)
-                if on_quality is not None and (quality := visited.quality()) is not None:
-                    on_quality(quality.spearman)
-            end = self._end(visited, query)
-            if end.f is not None:
-                end.f.signature = task.adapter.signature
-            yield end
+                yield batch
+            if self.visited.varies():
+                self._ending = _Ending(f := self.visited.fit(last=True), self._mean_of_best(f))
+                yield self._ending.mean[None]
+            while self.queries == queries:
+                yield self.start[None][:0]
+            self._ending = None
 
-    def _check_budget(self, task: FinetuneTask, checkpoints: Sequence[int], known: int) -> None:
-        if list(checkpoints) != sorted(set(checkpoints)) or not checkpoints:
-            raise ValueError(f"checkpoints are {list(checkpoints)}; they must be one or more numbers that ascend")
-        least = self.least_queries(task.dim) + max(0, known - 1)
-        for queries in checkpoints:
-            check_integer(0, queries=queries)
-            if queries < least:
-                raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
-        asked = (checkpoints[-1] - known + len(checkpoints) - 1) * task.metric.repeats
-        if asked > task.metric.ledger.left:
-            left = task.metric.ledger.left
-            raise BudgetError(f"{counted(asked, 'query')} requested, {left} left in the metric's budget")
+    def close(self, answers: Answers) -> None:
+        """Take a batch; the end's own query is kept apart."""
+        if self._ending is not None and answers:
+            self._ending = self._ending._replace(mean=answers[0].point, asked=answers[0].evaluation)
+        else:
+            super().close(answers)
 
-    def _proposals(self, visited: Visited, seen: Probe, rng: torch.Generator) -> Iterator[Tensor]:
+    def note(self, point: Tensor, evaluation: Evaluation) -> None:
+        """Take an evaluated point."""
+        self.visited.add(point, evaluation)
+
+    def quality(self) -> float | None:
+        """Return the Spearman correlation of what f predicted with what was found; None if f predicted nothing yet."""
+        quality = self.visited.quality()
+        return None if quality is None else quality.spearman
+
+    def _proposals(self) -> Iterator[Tensor]:
         """Yield the points to query, ``m x d``, without end; all must be in ``visited`` before the next are drawn."""
+        search, visited, seen = self.search, self.visited, self.probe
         root = seen.spectrum.root(1.0)
 
         def design(points: int) -> Tensor:
-            drawn = torch.randn(points // 2, len(root), generator=rng, dtype=torch.float64).to(root)
+            drawn = torch.randn(points // 2, len(root), generator=self.rng, dtype=torch.float64).to(root)
             offsets = visited.widened * seen.scale * drawn @ root.T
             return visited.start + torch.cat([offsets, -offsets])
 
-        yield design(self.design_size(len(root)))
-        while not visited.reacts():
-            visited.widened = min(WIDEST, 2 * visited.widened)
-            yield design(self.batch + self.batch % 2)
+        yield (points := design(search.design_size(len(root))))
+        while (overshoots := self._overshoots(len(points))) or not visited.reacts():
+            visited.widened = visited.widened / 2 if overshoots else min(WIDEST, 2 * visited.widened)
+            yield (points := design(search.batch + search.batch % 2))
         unit = visited.widened * seen.scale * math.sqrt(len(root))
-        radius, centre, began = self.radius, -1, 0
+        radius, centre, began = search.radius, -1, 0
         while True:
             f, latest = visited.fit(), centre
             centre = int(f.mean(visited.phi).argmin())
             if latest >= 0:
                 success = centre != latest and centre >= began
-                radius *= self.grow if success else self.shrink
-                radius = min(max(radius, self.least_radius), self.largest_radius)
-            began, batch = len(visited.points), self._batch(f, visited.phi[centre], radius * unit, rng)
+                radius *= search.grow if success else search.shrink
+                radius = min(max(radius, search.least_radius), search.largest_radius)
+            began, batch = len(visited.points), self._batch(f, visited.phi[centre], radius * unit)
             visited.predict(f, batch)
             yield batch
 
+    def _overshoots(self, latest: int) -> bool:
+        """Whether the scale was not probed and most of the latest design's points are far worse than the start.
+
+        Args:
+            latest: Number of points of the design.
+        """
+        if not self.unprobed or self.visited.widened <= NARROWEST:
+            return False
+        far = self.visited.cost[-latest:] - self.visited.begun[1].cost > FAR * self.at_stake
+        return 2 * int(far.sum()) > latest
+
     @num_threads(1)  # the tensors are small
-    def _batch(self, f: GPValueFunction, centre: Tensor, radius: float, rng: torch.Generator) -> Tensor:
+    def _batch(self, f: GPValueFunction, centre: Tensor, radius: float) -> Tensor:
         """Return the next points, ``batch x d``: minima, in the region, of f plus tau times a sample's deviation."""
-        own = torch.arange(self.batch).repeat_interleave(STARTS)
-        tau = self.boldness * own / max(1, self.batch - 1)
-        deviations = f.deviations(self.batch, rng)
-        offsets = normalize(torch.randn(len(own), f.dim, generator=rng, dtype=torch.float64), dim=1)
+        batch = self.search.batch
+        own = torch.arange(batch).repeat_interleave(STARTS)
+        tau = self.search.boldness * own / max(1, batch - 1)
+        deviations = f.deviations(batch, self.rng)
+        offsets = normalize(torch.randn(len(own), f.dim, generator=self.rng, dtype=torch.float64), dim=1)
         offsets *= 0.7 * radius
         offsets[::STARTS] *= 0.1  # the first start of each point is close to the centre
         own, tau, offsets = (each.to(centre.device) for each in (own, tau, offsets))
@@ -245,39 +291,49 @@ class GuidedTrustRegion:
             return f.mean(phi) + tau * deviations(phi).gather(1, own[:, None]).squeeze(1)
 
         ends, values = descend(value, centre + offsets, centre, radius)
-        best = values.view(self.batch, STARTS).argmin(1) + STARTS * torch.arange(self.batch, device=values.device)
+        best = values.view(batch, STARTS).argmin(1) + STARTS * torch.arange(batch, device=values.device)
         return ends[best]
 
-    def _end(self, visited: Visited, query: Callable[[Tensor], Iterator[Evaluation]]) -> SearchEnd:
-        """Ask whether the mean of the best points by f is as good as the best of them."""
-        f = ranks.on_first(lambda: visited.fit(last=True)) if visited.varies() else None
-        if f is None:
-            point, evaluation = visited.begun
+    def _mean_of_best(self, f: GPValueFunction) -> Tensor:
+        """Return the mean of the best visited points by f, ``d``."""
+        order = f.mean(self.visited.phi).argsort()
+        share = int(END_SHARE * len(order))
+        return self.visited.phi[order[: min(max(share, LEAST_END), MOST_END)]].mean(0).to(self.start)
+
+    def end(self) -> SearchResult:
+        """Return the mean of the best points by f if it was asked for and is as good as the best of them, or that."""
+        visited = self.visited.with_more([] if self._ending is not None else self.answered())
+        if not visited.varies():
+            f, (point, evaluation) = None, visited.begun
         else:
-            order = f.mean(visited.phi).argsort()
-            share = int(END_SHARE * len(order))
-            mean = visited.phi[order[: min(max(share, LEAST_END), MOST_END)]].mean(0).to(visited.start)
-            point, evaluation = visited.points[int(order[0])], visited.evaluations[int(order[0])]
-            (asked,) = query(mean[None])
-            if asked.cost <= evaluation.cost + f.noise_std:
-                point, evaluation = mean, asked
+            f = self._ending.f if self._ending is not None else visited.fit(last=True)
+            best = int(f.mean(visited.phi).argmin())
+            point, evaluation = visited.points[best], visited.evaluations[best]
+            asked = None if self._ending is None else self._ending.asked
+            if self._ending is not None and asked is not None and asked.cost <= evaluation.cost + f.noise_std:
+                point, evaluation = self._ending.mean, asked
             visited.complete(f, point)
-        curve, best = [], math.inf
-        for queries, each in enumerate(visited.evaluations, start=1):
-            if each.cost < best:
-                best = each.cost
-                curve.append((queries, best))
-        return SearchEnd(
+            f.signature = self.signature
+        return SearchResult(
             phi=point,
             evaluation=evaluation,
             evaluations=tuple(visited.evaluations),
-            curve=tuple(curve),
-            queries=len(visited.points) + (f is not None),
-            f=f,
+            curve=falls([each.cost for each in visited.evaluations]),
             points=torch.stack(visited.points),
+            queries=len(visited.points) + (self._ending is not None and self._ending.asked is not None),
+            learns=True,
+            f=f,
             predicted=visited.predicted(),
             widened=visited.widened,
         )
+
+
+class _Ending(NamedTuple):
+    """The end of a budget: f of all points, the mean of the best of them by f, ``d``, and what was found there."""
+
+    f: GPValueFunction
+    mean: Tensor
+    asked: Evaluation | None = None
 
 
 def descend(value: Callable[[Tensor], Tensor], phi: Tensor, centre: Tensor, radius: float) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,16 @@
 
 import math
 import warnings
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.direct import SearchResult, Told, _Counted
+from metricopt_ext.search.strategy import Answers, Batches, DirectState, SearchStrategy
+from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.seeding import generator, seeded_streams
@@ -21,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class TuRBO:
+class TuRBO(SearchStrategy):
     """TuRBO-1 (Eriksson et al., 2019, "Scalable Global Optimization via Local Bayesian Optimization").
 
     A Gaussian process (Matern 5/2, one length per coordinate) is fitted to the points of one trust region, a box around
@@ -55,37 +58,53 @@ class TuRBO:
         check_integer(2, initial=self.initial)
         check_integer(self.batch, candidates=self.candidates)
 
-    def least_queries(self, dim: int) -> int:
-        """Return the smallest budget: the initial points and one chosen by the Gaussian process."""
-        return self.initial + 1
+    def least_queries(self, dim: int, starts: int = 1) -> int:
+        """Return the smallest budget: the initial points, the best start among them, and one by the Gaussian process.
 
-    def __call__(
-        self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0, on_query: Told | None = None
-    ) -> SearchResult:
-        """Search from a start (see `Search`); a batch ends where the budget does.
+        The other starts are queries besides.
+        """
+        return self.initial + starts
+
+    def begin(
+        self,
+        task: FinetuneTask,
+        start: Tensor,
+        queries: int,
+        *,
+        known: Sequence[tuple[Tensor, Evaluation]] = (),
+        seed: int = 0,
+    ) -> DirectState:
+        """Begin a search (see `SearchStrategy`); a batch ends where the budget does.
 
         Raises:
             ImportError: The package botorch is missing.
         """
         _check_botorch()
-        cost_at = _Counted(task, start, queries, self.least_queries(task.dim), on_query)
-        centre, first = start.double().cpu(), torch.full((1, task.dim), 0.5, dtype=torch.float64)
+        return DirectState(start, queries, partial(self._batches, seed), known)
+
+    def _batches(self, seed: int, state: DirectState) -> Batches:
+        dim, centre = len(state.start), state.start.double().cpu()
         seeds = generator(seed, "turbo")
 
-        def costs(unit: Tensor) -> Tensor:
-            return cost_at((centre + (2 * unit - 1) * self.half_width).to(start))
+        def asked(unit: Tensor) -> Generator[Tensor, Answers, tuple[Tensor, Tensor]]:
+            """Ask for points of the unit box; return those that were answered, and their costs."""
+            points = centre + (2 * unit - 1) * self.half_width
+            told = yield points.to(state.start)
+            moved = (told.points_as(points) - centre) / (2 * self.half_width) + 0.5
+            same = (told.points == points.to(state.start)).all(1, keepdim=True).cpu()
+            return torch.where(same, unit, moved)[told.known], told.costs[told.known]
 
-        x, y = first, torch.tensor([cost_at.end.cost], dtype=torch.float64)
-        while cost_at.left:  # one region after another
-            new = _sobol(task.dim, min(self.initial - len(x), cost_at.left), _drawn(seeds))
-            x, y, region = torch.cat([x, new]), torch.cat([y, costs(new)]), Region(math.ceil(task.dim / self.batch))
-            while cost_at.left and region.length >= SHORTEST:
-                new = self._propose(x, y, region.length, _drawn(seeds))[: cost_at.left]
+        x, y = torch.full((1, dim), 0.5, dtype=torch.float64), torch.tensor([state.start_cost], dtype=torch.float64)
+        while state.left:  # one region after another
+            new, costs = yield from asked(_sobol(dim, min(self.initial - len(x), state.left), _drawn(seeds)))
+            x, y, region = torch.cat([x, new]), torch.cat([y, costs]), Region(math.ceil(dim / self.batch))
+            while state.left and len(x) > 1 and region.length >= SHORTEST:
+                new = self._propose(x, y, region.length, _drawn(seeds))[: state.left]
                 before = float(y.min())
-                x, y = torch.cat([x, new]), torch.cat([y, costs(new)])
+                new, costs = yield from asked(new)
+                x, y = torch.cat([x, new]), torch.cat([y, costs])
                 region = region.after(float(y.min()) < before - IMPROVEMENT * abs(before))
             x, y = x[:0], y[:0]
-        return cost_at.finish([start])
 
     def _propose(self, x: Tensor, y: Tensor, length: float, seed: int) -> Tensor:
         """Return a batch, ``batch x d``, for points ``n x d`` in the unit box and their costs, ``n``."""

@@ -1,5 +1,8 @@
 """What a guided search has queried, and the value functions fitted to it."""
 
+import copy
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,7 +31,7 @@ class Visited:
         evaluations: The metric's evaluations of them.
         ahead: For each point that f proposed, what was predicted before it was queried: by f, by the median of all
             costs, and by the best cost so far.
-        widened: See `SearchEnd`.
+        widened: See `SearchResult`.
     """
 
     def __init__(self, start: Tensor, learner: GPLearner) -> None:
@@ -43,6 +46,14 @@ class Visited:
         """Add a queried point."""
         self.points.append(point)
         self.evaluations.append(evaluation)
+
+    def with_more(self, told: Sequence[tuple[Tensor, Evaluation]]) -> "Visited":
+        """Return the same with more points, which this one does not get."""
+        more = copy.copy(self)
+        more.points, more.evaluations = list(self.points), list(self.evaluations)
+        for point, evaluation in told:
+            more.add(point, evaluation)
+        return more
 
     @property
     def begun(self) -> tuple[Tensor, Evaluation]:

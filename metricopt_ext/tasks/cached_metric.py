@@ -1,92 +1,102 @@
-"""A metric whose evaluations are kept in a file, so that an interrupted run pays for none of them twice."""
+"""A metric whose evaluations are kept in a file with their points, so that no interrupted run pays for one twice."""
 
-import hashlib
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from metricopt_ext.errors import FileFormatError
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import AdapterError
+from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint, digest_of, same_point
 from metricopt_ext.tasks.metric import Evaluation, Item, Metric
 from metricopt_ext.utils import ranks
-from metricopt_ext.utils.described import from_json
-from metricopt_ext.utils.files import read_json, to_json, write_json
-from metricopt_ext.utils.words import brief
 
 
 class CachedMetric(Metric):
-    """A metric with a file of its evaluations, in order.
+    """A metric with a file of its evaluations.
 
-    Runs are repeatable, so a run that is started again evaluates the same points in the same order: the evaluations on
-    file are returned first, and booked as before; only then is the metric itself called.
+    What is on file of a point is returned where that point is asked for again, and booked as before; only then is the
+    metric itself called. A point that was asked for twice is on file twice.
 
     Args:
         metric: The metric; both share a ledger.
         path: The JSON file, rewritten with every evaluation; None keeps them in memory only.
+        check: Called before the file is written, to refuse it.
 
     Attributes:
-        evaluations: Those returned by this object so far.
         on_file: How many there were on file.
 
     Raises:
         FileFormatError: The file holds something else.
     """
 
-    def __init__(self, metric: Metric, path: Path | None) -> None:
+    def __init__(self, metric: Metric, path: Path | None, check: Callable[[], None] = lambda: None) -> None:
         super().__init__(metric.function, **metric.settings, ledger=metric.ledger)
         self.metric = metric
-        self.path = path
-        self.evaluations: list[Evaluation] = []
-        self._on_file = ranks.on_first(lambda: [] if path is None or not path.exists() else _read(path, metric))
-        self.on_file = len(self._on_file)
+        self._kept: KeptEvaluations | None = None  # of ranks that share a run, the first alone has it
+
+        def read() -> list[KeptEvaluation]:
+            self._kept = KeptEvaluations(path, metric, check)
+            return [self._kept.told[id] for id in sorted(self._kept.told)]
+
+        self._unused = ranks.on_first(read)
+        self._replaced, self._next = "", len(self._unused)
+        self.on_file = len(self._unused)
+
+    def of(self, start: Start) -> "CachedMetric":
+        """Have it judge a model to which a start is applied from now on; returns itself."""
+        self._replaced = digest_of(start)
+        return self
 
     def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
-        """Yield the next evaluations on file; then evaluate the metric (see `Metric.each`) and store the results."""
-        kept = self._on_file[len(self.evaluations) :][: len(items)]
-        for evaluation in kept:
-            self.ledger.spend(purpose, self.repeats)
-            self.metric.saw(evaluation)
-            self.evaluations.append(evaluation)
-            yield evaluation
-        for evaluation in self.metric.each(judged, items[len(kept) :], purpose):
-            self.evaluations.append(evaluation)
-            if self.path is not None and ranks.rank() == 0:
-                write_json(self.path, {"checksum": _checksum(self.evaluations), "evaluations": self.evaluations})
-            yield evaluation
+        """Yield what is on file of each item; else evaluate the metric (see `Metric.each`) and store the results."""
+        points = [_point_of(item) for item in items]
+        at = 0
+        while at < len(items):
+            if (kept := self._take(points[at])) is not None:
+                self.ledger.spend(purpose, self.repeats)
+                evaluation = kept.evaluation or self.metric.stand_in()
+                self.metric.saw(evaluation)
+                yield evaluation
+                at += 1
+                continue
+            new = at + 1
+            while new < len(items) and not self._on_file(points[new]):
+                new += 1
+            for point, evaluation in zip(points[at:new], self.metric.each(judged, items[at:new], purpose), strict=True):
+                if self._kept is not None:
+                    asked = KeptPoint.of(self._next, point, self._replaced)
+                    self._kept.tell(KeptEvaluation.told(asked, evaluation, self.repeats))
+                self._next += 1
+                yield evaluation
+            at = new
+
+    def _on_file(self, point: Tensor) -> bool:
+        return any(self._matches(kept, point) for kept in self._unused)
+
+    def _take(self, point: Tensor) -> KeptEvaluation | None:
+        found = next((kept for kept in self._unused if self._matches(kept, point)), None)
+        if found is not None:
+            self._unused.remove(found)
+        return found
+
+    def _matches(self, kept: KeptEvaluation, point: Tensor) -> bool:
+        if kept.replaced != self._replaced or len(kept.phi) != len(point):
+            return False
+        return same_point(kept.at(point), point)
 
     def judge(self, model: nn.Module) -> Evaluation:
         """Have the metric itself judge the model; nothing is booked or stored."""
         return self.metric.judge(model)
 
 
-@dataclass(frozen=True)
-class _File:
-    """What the file holds."""
-
-    checksum: str
-    evaluations: list[Evaluation]
-
-
-def _read(path: Path, metric: Metric) -> list[Evaluation]:
-    content = read_json(path)
+def _point_of(item: Tensor | nn.Module) -> Tensor:
+    """Return the phi, ``d``, of what is judged; that of a model without an adapter has no numbers."""
+    if isinstance(item, Tensor):
+        return item
     try:
-        kept = from_json(_File, content)
-        if kept.checksum != _checksum(kept.evaluations):
-            raise ValueError("its checksum is another than when it was written")
-        for cost, halves, noise in kept.evaluations:
-            if noise is not None and not 0 <= noise < math.inf:
-                raise ValueError(f"{noise} is no standard error")
-            for each in (cost, *(halves or ())):
-                if not math.isfinite(each) or (metric.bounds is not None and not 0 <= each <= 1):
-                    raise ValueError(f"{each} is no cost of a metric with bounds {metric.bounds}")
-    except ValueError as error:
-        raise FileFormatError(
-            f"{path} holds no evaluations of the metric: {brief(error)}; delete it to evaluate again"
-        ) from error
-    return kept.evaluations
-
-
-def _checksum(evaluations: Sequence[Evaluation]) -> str:
-    return hashlib.blake2b(to_json(evaluations).encode(), digest_size=8).hexdigest()
+        return Adapter(item).phi.detach()
+    except AdapterError:
+        return torch.zeros(0)

@@ -83,11 +83,13 @@ class Evaluation(NamedTuple):
         cost: The metric's cost.
         halves: Its costs on two halves of its data, None from a metric that does not report them.
         noise: Standard error of the cost, from repeats of the evaluation; None without repeats.
+        failed: Whether the metric failed, and the worst evaluation so far stands in for it.
     """
 
     cost: float
     halves: tuple[float, float] | None = None
     noise: float | None = None
+    failed: bool = False
 
 
 class CostScale:
@@ -339,24 +341,37 @@ class Metric(CostScale):
         return f"{self.to_value(evaluation.cost):.6g}" + (f" (halves {', '.join(halves)})" if halves else "")
 
     def saw(self, evaluation: Evaluation) -> None:
-        """Note an evaluation, which may be the worst so far, and whether there are halves at all."""
+        """Note an evaluation, which may be the worst so far, or have failed, and whether there are halves at all."""
+        if evaluation.failed:
+            self.failed += 1
+            return
         self._halved = self._halved or evaluation.halves is not None
         if self._worst is None or evaluation.cost > self._worst.cost:
             self._worst = evaluation
 
+    def stand_in(self) -> Evaluation:
+        """Return what stands in for an evaluation that failed: the worst so far.
+
+        Raises:
+            MetricError: There is none yet.
+        """
+        if self._worst is None:
+            raise MetricError(f"metric {self.name!r} failed at its first evaluation")
+        return self._worst._replace(failed=True)
+
     def _skipped(self, error: MetricError) -> Evaluation:
         """Return what stands in for an evaluation that failed, or raise its error."""
-        self.failed += 1
-        if self.failed > self.failures or self._worst is None:
+        number = self.failed + 1
+        if number > self.failures or self._worst is None:
+            self.failed = number
             raise error
-        if ranks.rank() > 0:
-            return self._worst
-        warnings.warn(
-            f"{error}; the worst value so far is taken in its place (failure {self.failed} of {self.failures} that may"
-            " be)",
-            stacklevel=4,
-        )
-        return self._worst
+        if ranks.rank() == 0:
+            warnings.warn(
+                f"{error}; the worst value so far is taken in its place (failure {number} of {self.failures} that may"
+                " be)",
+                stacklevel=4,
+            )
+        return self.stand_in()
 
     def judge(self, model: nn.Module) -> Evaluation:
         """Evaluate the metric on the model as it is, without booking the queries.

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,11 +94,12 @@ class FinetuneTask:
 
     Attributes:
         adapter: Handle to the model's adapter.
+        metric: What the model is judged by.
         loss: ``loss(model, batch) -> scalar``, the surrogate loss l(phi); an `OutputLoss` if only the model's part
-            of it can be computed for a population at once.
+            of it can be computed for a population at once. None, with ``batches``, for a model that no loss is known
+            of: a search takes all directions of phi for alike then.
         batches: ``batches(seed, task, step) -> batch``, the same batch at every call with the same arguments
             (`TensorBatches`, `DatasetBatches`).
-        metric: What the model is judged by.
         population: Maximum number of phi in one forward pass, at least 1. Use 1 for models that ``vmap`` can't handle
             (data-dependent control flow), or if one batch fills the machine anyway. It is also the unit of work:
             results can depend on it in the last bits.
@@ -105,28 +107,34 @@ class FinetuneTask:
 
     adapter: Adapter
     _: KW_ONLY
-    loss: Loss
-    batches: Batches
     metric: Metric
+    loss: Loss | None = None
+    batches: Batches | None = None
     population: int = 32
 
     def __post_init__(self) -> None:
         """Check the arguments, and on the first batch that phi acts (see `check_effect`).
 
         Raises:
-            ValueError: ``population`` is below 1.
+            ValueError: ``population`` is below 1, or one of ``loss`` and ``batches`` is given without the other.
             TypeError: ``batches`` can't be replayed.
             AdapterError: The offsets act on a layer that does not give what the model returns, or a coordinate of phi
                 moves no output on the first batch.
             WeightsError: The loss changed the model's weights on the first batch.
         """
         check_integer(1, population=self.population)
+        if (self.loss is None) != (self.batches is None):
+            given, other = ("loss", "batches") if self.batches is None else ("batches", "loss")
+            raise ValueError(f"{given} is given without {other}; give both, or neither for a search without a loss")
+        if self.loss is None or self.batches is None:
+            return
         if not callable(self.batches):
             raise TypeError(
                 f"batches is a {type(self.batches).__name__}, which can't be replayed; it must be a function"
                 " batches(seed, task, step) -> batch, e.g. DatasetBatches(dataset, batch_size)"
             )
-        check_effect(self.adapter, self.loss, lambda: self.batches(0, 0, 0))
+        first = partial(self.batches, 0, 0, 0)
+        check_effect(self.adapter, self.loss, first)
 
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""
@@ -170,9 +178,15 @@ class FinetuneTask:
                 the loss must then be twice differentiable.
 
         Raises:
-            AdapterError: The loss is no scalar, has no gradient in phi, or can't be computed for several phi at once.
+            AdapterError: The loss is no scalar, has no gradient in phi, or can't be computed for several phi at once;
+                or there is none.
             FloatingPointError: A loss or a gradient is not finite, as with an empty batch.
         """
+        if self.batches is None:
+            raise AdapterError(
+                "this needs gradients of a loss, and the task has none; give FinetuneTask loss= and batches=, or search"
+                " by GuidedTrustRegion() or CMAES(), which do without"
+            )
         parts = []
         for at in range(0, len(indices), self.population):  # one population's batches and activations are held at once
             some = slice(at, at + self.population)
@@ -189,6 +203,8 @@ class FinetuneTask:
     def check_loss(self, seed: int, tasks: int) -> None:
         """Compute losses and gradients at phi = 0 in the way that a search will, so that what fails costs no query.
 
+        Without a loss there is nothing to check.
+
         Args:
             seed: Seed of the batches.
             tasks: How many are computed, together unless ``population`` is 1; two show whether several can be.
@@ -196,13 +212,16 @@ class FinetuneTask:
         Raises:
             AdapterError, FloatingPointError: As from `loss_and_gradient`.
         """
-        self.loss_and_gradient(self.origin().expand(tasks, -1), seed, range(tasks), 0)
+        if self.loss is not None:
+            self.loss_and_gradient(self.origin().expand(tasks, -1), seed, range(tasks), 0)
 
-    def first_loss(self, seed: int) -> float:
+    def first_loss(self, seed: int) -> float | None:
         """Return the loss at phi = 0 on the first batch of the first task, by which runs on other data are noticed.
 
-        What it draws at random is the same each time, and nobody's stream is moved.
+        What it draws at random is the same each time, and nobody's stream is moved. None without a loss.
         """
+        if self.batches is None:
+            return None
         phi = self.origin()
         with seeded_streams(0, phi.device):
             return float(self._loss(phi, self.batches(seed, 0, 0)).detach())
@@ -344,6 +363,7 @@ class FinetuneTask:
         return torch.stack([_scalar(self.loss.loss(*each)) for each in zip(own, batches, strict=True)])
 
     def _loss(self, phi: Tensor, batch: Any) -> Tensor:
+        assert self.loss is not None
         with self.adapter.using(phi) as model:
             return _scalar(self.loss(model, batch))
 

@@ -1,6 +1,6 @@
 """Finetuning trajectories and the metrics observed along them: the value function's training data (Algorithm 1, 3)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,16 @@ class TrajectoryStore:
         identity: What the trajectories depend on (seed, layers, step count, ...). A folder with another
             identity is rejected.
 
+    Attributes:
+        check: Called before a file is written, to refuse it.
+
     Raises:
         FileFormatError: The folder belongs to another run, or a file in it is corrupt.
     """
 
     def __init__(self, folder: str | Path | None = None, identity: dict[str, Any] | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
+        self.check: Callable[[], None] | None = None
         self._items: dict[tuple[int, int], Trajectory] = {}
         if self.folder is not None:
             claim(self.folder / "identity.json", identity or {})
@@ -121,6 +125,8 @@ class TrajectoryStore:
         if key in self._items:
             raise ValueError(f"trajectory {trajectory.index} of round {trajectory.round} is already stored")
         if self.folder is not None and ranks.rank() == 0:
+            if self.check is not None:
+                self.check()
             _write(self.folder / f"round-{trajectory.round}-task-{trajectory.index:05d}.safetensors", trajectory)
         self._items[key] = trajectory
 

@@ -4,12 +4,13 @@ import hashlib
 import inspect
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -121,9 +122,40 @@ def fingerprint_of_files(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+class Held:
+    """A folder that this process alone writes to.
+
+    Args:
+        folder: The folder.
+        lock: Its lock, which is held.
+    """
+
+    def __init__(self, folder: Path, lock: FileLock) -> None:
+        self._folder, self._lock = folder, lock
+
+    def check(self) -> None:
+        """Refuse to write once the folder is no longer the one that was taken, as it was removed or replaced.
+
+        Raises:
+            FileFormatError: It is another, or gone.
+        """
+        descriptor = self._lock._context.lock_file_fd
+        with suppress(OSError):
+            now = os.stat(self._folder / LOCK)
+            if descriptor is not None and os.path.samestat(now, os.fstat(descriptor)):
+                return
+        raise FileFormatError(
+            f"{self._folder} was removed or replaced while this run wrote to it, so the run ends; leave the folder"
+            " alone, and start again in a new one"
+        )
+
+
 @contextmanager
-def sole_writer(folder: str | Path) -> Iterator[None]:
+def sole_writer(folder: str | Path) -> Iterator[Held]:
     """Keep other processes from writing to a folder meanwhile; the lock ends with the process, however that ends.
+
+    Yields:
+        What tells whether the folder is still the same.
 
     Raises:
         FileFormatError: Another process writes to it, or its file system has no locks.
@@ -145,7 +177,16 @@ def sole_writer(folder: str | Path) -> Iterator[None]:
             " some that are mounted over a network; use another output folder, on a local disk"
         ) from error
     try:
-        yield
+        yield Held(Path(folder), lock)
     finally:
         with suppress(OSError):  # an error here would hide how the run ended; the lock ends with the process
             lock.release()
+
+
+def described(part: Any) -> str:
+    """Return ``repr``, but functions by name: their own repr holds an address, which differs between processes."""
+    if isinstance(part, tuple):
+        return f"({', '.join(map(described, part))})"
+    if isinstance(part, (FunctionType, MethodType)):
+        return part.__qualname__
+    return repr(part)

@@ -73,14 +73,14 @@ def test_both_models_are_searched_and_f_is_followed(tmp_path: Path, capsys: pyte
 def test_the_second_model_is_offered_where_the_first_one_s_search_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, asked = tool.guided_results, []
+    original, asked = tool.search_results, []
 
     def spy(task: Any, budgets: Any, **options: Any) -> Any:
         runs = list(original(task, budgets, **options))
         asked.append((options["starts"], options["seed"], runs))
         return iter(runs)
 
-    monkeypatch.setattr(tool, "guided_results", spy)
+    monkeypatch.setattr(tool, "search_results", spy)
     call("--output-dir", tmp_path, "--budgets", "25", *TINY, "seeds=1")
     (first, seed, (run,)), (alone, other, _), (too, again, _) = asked
     assert other == again == seed + tool.OTHER

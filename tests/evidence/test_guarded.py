@@ -10,7 +10,7 @@ import torch
 from metricopt_ext.evidence.experiment import State
 from metricopt_ext.evidence.guarded import TRAINED, Candidate, Change, guarded
 from metricopt_ext.methods.guard import judge
-from metricopt_ext.search.trust_region import SearchEnd
+from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.metric import Evaluation
 
 # Less than about 1 may be chance: the halves of each visited point are so far away from it.
@@ -27,10 +27,10 @@ def change(before: State, after: State) -> Change:
     return Change(float(after.phi - before.phi), 1.0 + 10 * (before.task is not after.task))
 
 
-def end(cost: float, promise: float = 100.0) -> SearchEnd:
+def end(cost: float, promise: float = 100.0) -> SearchResult:
     """f's gain over another point is twice this promise, times the distance."""
     found = candidate(None, "search", cost)
-    return SearchEnd(
+    return SearchResult(
         phi=found.state.phi,
         curve=(),
         queries=12,

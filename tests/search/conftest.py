@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from metricopt_ext.errors import BudgetError, MetricError
-from metricopt_ext.search.direct import Search
+from metricopt_ext.search.strategy import SearchStrategy as Search
 
 
 def _global_streams() -> list[Any]:

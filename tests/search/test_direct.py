@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import AdapterError, BudgetError, MetricError
-from metricopt_ext.search.direct import CMAES, GuidedES, Search, SearchResult
+from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.guided_es import es_direction
+from metricopt_ext.search.strategy import SearchResult
+from metricopt_ext.search.strategy import SearchStrategy as Search
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.utils.seeding import generator
 

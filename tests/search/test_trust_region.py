@@ -12,12 +12,12 @@ from torch import Tensor
 
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.search.probe import probe
+from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import (
     FIRST_STEP,
     STEPS,
     WIDEST,
     GuidedTrustRegion,
-    SearchEnd,
     descend,
 )
 from metricopt_ext.tasks.metric import Evaluation, Metric
@@ -48,7 +48,7 @@ def judged(task: Any, cost: Callable[[Tensor], float]) -> Any:
     return task
 
 
-def assert_same(a: SearchEnd, b: SearchEnd) -> None:
+def assert_same(a: SearchResult, b: SearchResult) -> None:
     for name in ("cost", "curve", "queries", "evaluation", "evaluations", "widened"):
         assert getattr(a, name) == getattr(b, name), name
     for name in ("phi", "points", "predicted"):

@@ -5,15 +5,16 @@ import math
 from pathlib import Path
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from metricopt_ext.errors import FileFormatError, MetricError
-from metricopt_ext.tasks.cached_metric import CachedMetric, _checksum
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import MetricError
+from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
-from metricopt_ext.utils.files import write_json
 
 
-def counting(stop: int = 99, halves: bool = False) -> Metric:
+def counting(stop: int = 99, halves: bool = False, **settings: int) -> Metric:
     """Return 0.0, 0.1, 0.2, ... and fail at the call of that number."""
     calls: list[float] = []
 
@@ -23,27 +24,69 @@ def counting(stop: int = 99, halves: bool = False) -> Metric:
             raise OSError("down")
         return (calls[-1], (calls[-1], calls[-1] + 0.05)) if halves else calls[-1]
 
-    return Metric(function, maximize=False, ledger=Ledger(10))
+    return Metric(function, maximize=False, ledger=Ledger(10), **settings)
+
+
+def ask(metric: Metric, *points: float, purpose: str = "x") -> list[Evaluation]:
+    """Evaluate a metric at points of one dimension."""
+    items = [torch.tensor([point], dtype=torch.float64) for point in points]
+
+    def judged(item: Tensor) -> Evaluation:
+        return metric.judge(nn.Identity())
+
+    return list(metric.each(judged, items, purpose))
 
 
 @pytest.mark.parametrize("halves", [False, True])
-def test_what_is_on_file_is_answered_and_booked_but_not_asked(tmp_path: Path, halves: bool) -> None:
-    path, model = tmp_path / "evaluations.json", nn.Identity()
+def test_what_is_on_file_of_a_point_is_answered_and_booked_but_not_asked(tmp_path: Path, halves: bool) -> None:
+    path = tmp_path / "evaluations.json"
     broken = CachedMetric(counting(3, halves), path)
-    for _ in range(3):
-        broken.evaluate(model, "first")
+    told = ask(broken, 5, 6, 7)
     with pytest.raises(MetricError, match="down"):
-        broken.evaluate(model, "first")
+        ask(broken, 8)
     metric = counting(halves=halves)
     again = CachedMetric(metric, path)
-    told = [again.evaluate(model, "first" if i < 3 else "second") for i in range(5)]
-    assert told[:3] == broken.evaluations
-    assert [answer.cost for answer in told] == [0.0, 0.1, 0.2, 0.0, 0.1]  # the metric itself was first asked at the 4th
-    assert all((answer.halves is not None) == halves for answer in told)
-    assert metric.ledger.spent_on == {"first": 3, "second": 2}
-    assert [
-        Evaluation(cost, halves and tuple(halves)) for cost, halves, _ in json.loads(path.read_text())["evaluations"]
-    ] == told
+    assert again.on_file == 3
+    assert ask(again, 7, 5, purpose="first") == [told[2], told[0]]  # by the point, whatever the order
+    assert ask(again, 8, 6, 9, purpose="second") == [
+        *ask(counting(halves=halves), 8),
+        told[1],
+        Evaluation(0.1, told[1].halves),
+    ]
+    assert metric.ledger.spent_on == {"first": 2, "second": 3}
+    kept = json.loads(path.read_text())["evaluations"]
+    assert [(each["phi"], each["cost"], each["asked"]) for each in kept] == [
+        ([5.0], 0.0, 1),
+        ([6.0], 0.1, 1),
+        ([7.0], 0.2, 1),
+        ([8.0], 0.0, 1),
+        ([9.0], 0.1, 1),
+    ]
+
+
+def test_a_point_that_has_moved_is_another(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.json"
+    ask(CachedMetric(counting(), path), 1.0)
+    for point in (1 + 1e-9, 1 + 1e-3):
+        ask(CachedMetric(counting(), path), point)
+        asked = point > 1 + 1e-6
+        assert len(json.loads(path.read_text())["evaluations"]) == 1 + asked
+
+
+def test_other_tensors_are_another_model(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.json"
+    ask(CachedMetric(counting(), path), 1.0)
+    start = Start(torch.zeros(1), {"mean": torch.ones(2)})
+    ask(CachedMetric(counting(), path).of(start), 1.0)
+    kept = json.loads(path.read_text())["evaluations"]
+    assert [bool(each["replaced"]) for each in kept] == [False, True]
+
+
+def test_a_point_asked_twice_is_kept_twice(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.json"
+    told = ask(CachedMetric(counting(), path), 1.0, 1.0)
+    assert [each.cost for each in told] == [0.0, 0.1]
+    assert ask(CachedMetric(counting(), path), 1.0, 1.0, 1.0) == [*told, Evaluation(0.0)]
 
 
 def test_without_a_file_it_is_the_metric(tmp_path: Path) -> None:
@@ -69,67 +112,17 @@ def test_a_metric_with_an_ask_of_its_own_is_asked_by_it() -> None:
     assert metric.ledger.spent == 2
 
 
-def test_a_changed_answer_is_not_believed(tmp_path: Path) -> None:
-    path, model = tmp_path / "evaluations.json", nn.Identity()
-    metric = CachedMetric(counting(), path)
-    for _ in range(2):
-        metric.cost(model, "x")
-    content = json.loads(path.read_text())
-    content["evaluations"][1][0] = 0.2
-    path.write_text(json.dumps(content))
-    with pytest.raises(FileFormatError, match="its checksum is another than when it was written"):
-        CachedMetric(counting(), path)
-
-
-@pytest.mark.parametrize(
-    ("cost", "bounds", "believed"),
-    [
-        (0.5, (0.0, 1.0), True),
-        (1.0, (0.1, 0.7), True),  # 0.7 - 1.0 * (0.7 - 0.1) is below 0.1
-        (-7.0, (0.0, 1.0), False),
-        (1.5, (0.0, 9.0), False),
-        (-7.0, None, True),
-        (float("nan"), (0.0, 1.0), False),
-        (float("inf"), None, False),
-    ],
-)
-def test_an_answer_outside_its_range_is_not_believed(
-    tmp_path: Path, cost: float, bounds: tuple[float, float] | None, believed: bool
-) -> None:
-    path = tmp_path / "evaluations.json"
-    kept = [Evaluation(cost)]
-    write_json(path, {"checksum": _checksum(kept), "evaluations": kept})
-    metric = Metric(lambda: 0.5, maximize=False, bounds=bounds)
-    if believed:
-        assert CachedMetric(metric, path).cost(nn.Identity(), "x") == cost
-        return
-    with pytest.raises(FileFormatError, match=rf"{cost} is no cost of a metric with bounds"):
-        CachedMetric(metric, path)
-
-
-@pytest.mark.parametrize("content", ['{"other": 1}', '{"evaluations": [1]}', '{"evaluations": [[0.5, [1]]]}'])
-def test_a_foreign_file_is_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "evaluations.json"
-    path.write_text(content)
-    with pytest.raises(FileFormatError, match="holds no evaluations of the metric"):
-        CachedMetric(counting(), path)
-
-
-def test_a_resumed_run_skips_failures_as_before(tmp_path: Path) -> None:
-    def run(values: list[float]) -> list[float]:
+def test_a_resumed_run_counts_failures_as_before(tmp_path: Path) -> None:
+    def run(values: list[float], *points: float) -> list[float]:
         left = iter(values)
         metric = Metric(lambda: next(left), maximize=False, repeats=2, failures=1)
         cached = CachedMetric(metric, tmp_path / "evaluations.json")
-        costs = [cached.cost(nn.Identity(), "x") for _ in range(3)]
-        assert metric.ledger.spent == 6
+        costs = [each.cost for each in ask(cached, *points)]
+        assert metric.failed == 1
         return costs
 
     with pytest.warns(UserWarning, match="failure 1 of 1"):
-        whole = run([0.6, 0.8, 0.1, 0.3, math.nan])
-    assert whole == pytest.approx([0.7, 0.2, 0.7])
-    kept = json.loads((tmp_path / "evaluations.json").read_text())["evaluations"][:2]
-    (tmp_path / "evaluations.json").write_text(
-        json.dumps({"checksum": _checksum([Evaluation(*each) for each in kept]), "evaluations": kept})
-    )
-    with pytest.warns(UserWarning, match="failure 1 of 1"):
-        assert run([math.nan]) == whole  # the worst is on file
+        assert run([0.6, 0.8, 0.1, 0.3, math.nan], 1, 2, 3) == pytest.approx([0.7, 0.2, 0.7])
+    assert run([], 1, 2, 3) == pytest.approx([0.7, 0.2, 0.7])  # the worst stands in again
+    with pytest.raises(MetricError, match="returned nan"):
+        run([math.nan], 1, 2, 3, 4)

@@ -8,25 +8,32 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from metricopt_ext.errors import BudgetError
+from metricopt_ext.methods.guard import decide_among
 from metricopt_ext.methods.paper import END_QUERIES
-from metricopt_ext.methods.tuning import FRESH, query_callback
+from metricopt_ext.methods.result import LearnedResult, Result, outcome
+from metricopt_ext.methods.strategy import Context, LearningStrategy
+from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
 from metricopt_ext.search.learned_objective import LearnedObjective
+from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.unrolled import CostAt, unroll
 from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.search.variational import combine, gradient_samples
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.rollout import observation_steps
+from metricopt_ext.tasks.split_half import evaluations_where_used
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.telling import query_callback
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
+from metricopt_ext.utils.identity import described
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
@@ -48,7 +55,7 @@ LEAST_ITERATIONS = 2
 
 
 @dataclass(frozen=True)
-class AlgorithmS1:
+class AlgorithmS1(LearningStrategy):
     """Joint training of a value function and an optimizer, and finetuning with the optimizer alone (Algorithm S1).
 
     A meta-iteration collects tasks under the optimizer as it is, adapts f to their metrics, and improves the optimizer
@@ -157,6 +164,44 @@ class AlgorithmS1:
                 " or fewer tasks or evals"
             )
         return iterations
+
+    def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
+        """Return the number of meta-iterations (see `LearningStrategy`)."""
+        return {"iterations": self.iterations(evaluations)}
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings, parts by their descriptions (see `LearningStrategy`)."""
+        return {"learned": {name: described(value) for name, value in vars(self).items()}}
+
+    def run(self, context: Context) -> Result:
+        """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
+        task, watcher, seed = context.task, context.watcher, context.seed
+        with context.folder.counted(task.metric, context.queries) as cached:
+            store, ledger, counted = context.folder.trajectories, cached.ledger, task.judged_by(cached)
+            context.retell(store, cached)
+            learned = self.meta_train(
+                task,
+                iterations=context.size["iterations"],
+                seed=seed,
+                store=store,
+                checkpoint=context.folder.joint_training,
+                watcher=watcher,
+            )
+            before = ledger.spent
+            watcher.stage("meta-test")
+            path = self.meta_test(counted, learned.rule, task.origin(), seed=seed)
+            loss_only = finetune(task, LossStep(self.lr), self.steps, seed)[-1]
+            ends = {"start": task.origin(), "loss_finetune": loss_only, "learned": path[-1]}
+            asked = evaluate_ends(counted, ends, watcher)
+        decision = decide_among(asked, evaluations_where_used(list(store)), context.confidence)
+        return LearnedResult(
+            **outcome(task.metric, asked, decision, ends),
+            queries=dict(ledger.spent_on),
+            queries_per_start=ledger.spent - before,
+            loss_finetune=task.metric.to_value(asked["loss_finetune"].cost),
+            path=path,
+            learned=learned,
+        )
 
     def new_rule(self, dim: int, seed: int) -> UpdateRule:
         """Return the optimizer that training begins with, for phi of dimension ``dim``."""

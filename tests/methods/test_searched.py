@@ -14,10 +14,10 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError, MetricError
-from metricopt_ext.methods.guided import guided_results
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.run_folder import load_run
+from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
@@ -238,7 +238,7 @@ def test_a_flat_metric_is_told(quadratic: Callable[..., Any], tmp_path: Path) ->
 
 def test_each_number_of_queries_has_the_result_of_its_own_run(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
-    results = list(guided_results(task, [13, 20, 30], starts=starts_of(task)))
+    results = list(search_results(task, [13, 20, 30], starts=starts_of(task)))
     assert task.queries == 30 + 2
     for queries, result in zip((13, 20, 30), results, strict=True):
         assert_same_search(result, guided(quadratic(), queries=queries, starts=starts_of(task)))

@@ -1,0 +1,130 @@
+"""A search on a task's own metric: ask, evaluate, tell, until the budget is spent."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.methods.guard import CONFIDENCE
+from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.starts import all_starts, with_start
+from metricopt_ext.methods.trials import Trials
+from metricopt_ext.search.strategy import SearchStrategy, check_checkpoints
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations
+from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.telling import query_callback
+from metricopt_ext.utils import ranks
+from metricopt_ext.utils.progress import Watcher
+
+
+def search_results(
+    task: FinetuneTask,
+    checkpoints: Sequence[int],
+    search: SearchStrategy | None = None,
+    *,
+    starts: Mapping[str, Start] | None = None,
+    confidence: float = CONFIDENCE,
+    seed: int = 0,
+    watcher: Watcher | None = None,
+    kept: KeptEvaluations | None = None,
+) -> Iterator[SearchRun]:
+    """Run a search once, and yield the guarded result that each number of queries would have had.
+
+    Each checkpoint before the last costs a guided search a query more, that of its own end. The model is left
+    unchanged. Of ranks that share the work the first alone goes on with the search; all evaluate.
+
+    Args:
+        task: Model, loss, batches and metric.
+        checkpoints: Numbers of queries, ascending; those of the starts count among them.
+        search: The search.
+        starts: What it may begin from besides phi = 0, by name; each costs a query.
+        confidence: How sure the guard must be, at least 0.5 and below 1.
+        seed: Seed of all draws.
+        watcher: Notified of progress.
+        kept: Keeps the evaluations, on the first rank; those on file are told and booked, and not made again.
+
+    Raises:
+        WeightsError: As from `FinetuneTask.keeping_weights`.
+        ValueError, BudgetError, AdapterError, MetricError: As from `optimize_metric` and `all_starts`.
+    """
+    search, watcher = search or GuidedTrustRegion(), watcher or Watcher()
+    candidates = all_starts(task, starts or {})
+    numbers = [queries // task.metric.repeats for queries in checkpoints]
+    check_checkpoints(search, task, numbers, starts=len(candidates))
+    task.check_loss(seed, 2)
+    tasks = {name: with_start(task, start) for name, start in candidates.items()}
+    evaluations = kept or KeptEvaluations(None, task.metric)
+    trials = ranks.only_first(
+        lambda: Trials(task, search, candidates, numbers[0], evaluations, seed, confidence)  # the others only evaluate
+    )
+    told = query_callback(task, watcher)
+    with ExitStack() as held:
+        for model_task in {id(each.adapter.model): each for each in tasks.values()}.values():
+            held.enter_context(model_task.keeping_weights())
+        for queries in numbers:
+            if trials is not None:
+                trials.extend(queries)
+            for asked, evaluation in _evaluated(tasks, trials, queries, watcher):
+                if trials is not None and asked.kept is None:
+                    trials.tell_evaluation(asked.id, evaluation)
+                told(evaluation.cost)
+            yield ranks.on_first(lambda: None if trials is None else trials.outcome())  # type: ignore[misc]
+        if trials is not None and (moved := trials.moved()):
+            watcher.say(moved)
+
+
+class Asked(NamedTuple):
+    """What all ranks need of a trial.
+
+    Attributes:
+        id: Its number.
+        start: Name of its start.
+        phi: ``d``.
+        kept: What is on file of it.
+    """
+
+    id: int
+    start: str
+    phi: Tensor
+    kept: KeptEvaluation | None
+
+
+def _evaluated(
+    tasks: Mapping[str, FinetuneTask], trials: Trials | None, queries: int, watcher: Watcher
+) -> Iterator[tuple[Asked, Evaluation]]:
+    """Yield what the search asks for with its evaluation, until there is nothing more to ask."""
+
+    def next_batch() -> list[Asked]:
+        batch = [] if trials is None else trials.next_batch()
+        return [Asked(trial.id, trial.start, trial.phi, kept) for trial, kept in batch]
+
+    metric, stage, known = tasks["start"].metric, "", 0
+    while batch := ranks.on_first(next_batch):
+        for name, group in groupby(batch, lambda asked: asked.start):
+            same = list(group)
+            starting = same[0].id < len(tasks)
+            if stage != (stage := "starts" if starting else "search"):
+                watcher.stage(stage)
+            for asked in same:
+                if asked.kept is not None and not asked.kept.given_up:
+                    metric.ledger.spend(stage, metric.repeats)
+                    evaluation = asked.kept.evaluation or metric.stand_in()
+                    metric.saw(evaluation)
+                    yield asked, evaluation
+            new = [asked for asked in same if asked.kept is None]
+
+            def where(index: int, start: str = name if starting else "", new: list[Asked] = new) -> str:
+                return f"start {start!r}; point 1 of 1" if start else f"query {new[index].id + 1} of {queries}"
+
+            if new:
+                points = torch.stack([asked.phi for asked in new])
+                yield from zip(new, tasks[name].evaluate_each(points, stage, where), strict=True)
+        if trials is not None and (quality := trials.quality()) is not None and quality[0] > known:
+            known = quality[0]
+            watcher.quality(metric.ledger.spent, quality[1])

@@ -1,0 +1,455 @@
+"""The trials of a search: what it is asked for and told, each kept with its point, and what the guard makes of them."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
+from metricopt_ext.methods.guard import CONFIDENCE, decide
+from metricopt_ext.methods.result import SearchRun, outcome
+from metricopt_ext.methods.starts import with_start
+from metricopt_ext.search.strategy import SearchResult, SearchState, SearchStrategy
+from metricopt_ext.tasks.kept_evaluations import SAME, KeptEvaluation, KeptEvaluations, KeptPoint, digest_of
+from metricopt_ext.tasks.metric import Evaluation, stacked_halves
+from metricopt_ext.tasks.split_half import correlation_of_halves
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.files import save_checkpoint
+from metricopt_ext.utils.modes import evaluating
+from metricopt_ext.utils.words import brief, counted
+from metricopt_ext.value.fitting import Fit
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A point that a search wants to know the metric at.
+
+    Attributes:
+        id: Its number, from 0.
+        phi: ``d``.
+        start: Name of the start whose model it is a point of: ``"start"`` for the model as it was trained.
+    """
+
+    id: int
+    phi: Tensor
+    start: str
+    _adapter: Adapter = field(repr=False)
+    _state: Start = field(repr=False)
+
+    @contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """Yield the model at this trial, in evaluation mode; afterwards it is as it was."""
+        with self._adapter.applied(self._state), evaluating(self._adapter.model):
+            yield self._adapter.model
+
+    def checkpoint(self, path: str | Path) -> None:
+        """Write the model at this trial as an ordinary state dict, phi merged into the weights.
+
+        Args:
+            path: The file; safetensors if its name ends so, otherwise by ``torch.save``.
+
+        Raises:
+            AdapterError: phi can't be merged (`Adapter.merge`).
+            OSError: The file can't be written.
+        """
+        with self._adapter.applied(self._state):
+            state = {key: value.detach().cpu().contiguous() for key, value in self._adapter.merged_state_dict().items()}
+        if Path(path).suffix == ".safetensors":
+            save_checkpoint(path, state)
+        else:
+            torch.save(state, path)
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """What the search waits for: trials with ids from ``first`` on.
+
+    Attributes:
+        first: The first one's id.
+        trials: The points.
+    """
+
+    first: int
+    trials: Sequence[Trial]
+
+
+class Trials:
+    """A search through its trials, in one process; what is on file is told as it is.
+
+    It first asks for the starts, then searches from the best of them. Trials come in batches; only once all of a batch
+    are told, failed or given up does the search go on. So the result depends neither on the order nor on the time of
+    telling.
+
+    Args:
+        task: Model, and loss and batches where it has them; of its metric direction, bounds and repeats count.
+        strategy: The search.
+        starts: What it may begin from, by name: ``"start"``, the model as it was trained, first.
+        queries: Evaluations that may be spent.
+        kept: The evaluations on file.
+        seed: Seed of all draws.
+        confidence: How sure the guard must be, at least 0.5 and below 1.
+    """
+
+    def __init__(
+        self,
+        task: FinetuneTask,
+        strategy: SearchStrategy,
+        starts: Mapping[str, Start],
+        queries: int,
+        kept: KeptEvaluations,
+        seed: int = 0,
+        confidence: float = CONFIDENCE,
+    ) -> None:
+        self.task, self.strategy, self.queries = task, strategy, queries
+        self._starts, self._kept, self._seed, self._confidence = starts, kept, seed, confidence
+        self._least = strategy.least_queries(task.dim, len(starts))
+        self._state: SearchState | None = None
+        self._batch = _Batch(0, ())
+        self._handed: set[int] = set()
+        self._asked: dict[str, Evaluation] = {}  # of the starts
+        self._begun = "start"
+        self._moved = self._replayed = 0
+        self._settled = True  # whether the search knows all answers to the batch
+
+    # --- Asking --------------------------------------------------------------------------------------------------
+
+    def ask(self, n: int = 1) -> list[Trial]:
+        """Return at most ``n`` trials of the current batch that this object has not handed out yet.
+
+        Returns:
+            Fewer at the end of a batch; none while all of it is being evaluated (`open`), or once the budget is given
+            out.
+
+        Raises:
+            ValueError: ``n`` is below 1.
+        """
+        check_integer(1, n=n)
+        self._advance()
+        new = [each for each in self._batch.trials if each.id not in self._handed and each.id not in self._kept.told][
+            :n
+        ]
+        fresh = [trial for trial in new if trial.id not in self._kept.open]
+        if fresh:
+            self._kept.ask(self._kept_point(trial) for trial in fresh)
+        self._handed |= {trial.id for trial in new}
+        return new
+
+    def next_batch(self) -> list[tuple[Trial, KeptEvaluation | None]]:
+        """Return the next batch with what is on file of each trial, for a loop that answers all; [] at the end.
+
+        Unlike `ask` it leaves the new trials to be written with their answers.
+        """
+        if self._complete and not self._go_on():
+            return []
+        trials, kept = self._batch.trials, self._kept
+        new = [trial for trial in trials if trial.id not in kept.told and trial.id not in kept.open]
+        kept.ask(map(self._kept_point, new), write=False)
+        return [(trial, kept.told.get(trial.id)) for trial in trials]
+
+    def extend(self, queries: int) -> None:
+        """Go on with a larger budget, in evaluations."""
+        more, self.queries = queries - self.queries, queries
+        if self._state is not None:
+            self._state.queries += more
+
+    def quality(self) -> tuple[int, float] | None:
+        """Return how many points f knows, and the Spearman correlation of what it predicted with what was found.
+
+        None if it predicted nothing yet.
+        """
+        if self._complete:
+            self._settle()
+        spearman = None if self._state is None else self._state.quality()
+        return None if self._state is None or spearman is None else (len(self._state.points), spearman)
+
+    def open(self) -> list[Trial]:
+        """Return the trials that were asked for, here or in an earlier process, and not told yet."""
+        self._advance()
+        return [trial for trial in self._batch.trials if trial.id in self._kept.open]
+
+    @property
+    def spent(self) -> int:
+        """Queries that were told or failed so far, the metric's repeats among them."""
+        return self._kept.answered * self.task.metric.repeats
+
+    @property
+    def failed(self) -> int:
+        """How many evaluations have failed, in earlier processes too."""
+        return sum(each.failed for each in self._kept.told.values())
+
+    # --- Telling -------------------------------------------------------------------------------------------------
+
+    def tell(
+        self, id: int, value: float, halves: tuple[float, float] | None = None, noise: float | None = None
+    ) -> None:
+        """Tell what the metric is at a trial; it is on disk when this returns.
+
+        Args:
+            id: The trial's.
+            value: The metric's value, in its own units.
+            halves: Its values on two random halves of the data, by which the guard tells a gain from chance.
+            noise: Standard error of the value, if it is the mean of several evaluations.
+
+        Raises:
+            ValueError: There is no such trial, it has another answer already, or a number is not finite or outside the
+                metric's bounds. Nothing has changed then.
+        """
+        if halves is not None and len(halves) != 2:
+            raise ValueError(f"halves are {brief(halves)}; give two values, or None")
+        if noise is not None and not 0 <= noise < math.inf:
+            raise ValueError(f"noise is {noise!r}; it must be a standard error, at least 0 and finite, or None")
+        metric, split = self.task.metric, None
+        try:
+            cost = metric.checked_cost(float(value))
+            if halves is not None:
+                first, second = (metric.checked_cost(float(each), " on a half of its data") for each in halves)
+                split = first, second
+        except MetricError as error:
+            raise ValueError(str(error)) from error
+        self.tell_evaluation(id, Evaluation(cost, split, None if noise is None else noise / metric.scale))
+
+    def tell_evaluation(self, id: int, evaluation: Evaluation) -> None:
+        """Tell the metric's evaluation at a trial, as a cost; see `tell`, as for the errors."""
+        if not self._repeated(id, evaluation):
+            self._answer(KeptEvaluation.told(self._kept_point(self._trial(id)), evaluation, self.task.metric.repeats))
+
+    def fail(self, id: int, reason: str = "") -> None:
+        """Say that a trial's evaluation failed: it counts as a query, and the worst value of the run stands in for it.
+
+        Args:
+            id: The trial's.
+            reason: Why, for the error if it is the first.
+
+        Raises:
+            ValueError: There is no such trial, it has an answer already, or it is the model as it was trained.
+        """
+        failed = Evaluation(math.inf, failed=True)
+        if self._repeated(id, failed):
+            return
+        trial = self._trial(id)
+        if id == 0:
+            raise ValueError(
+                f"trial 0 is the model as it was trained, so its value is needed: it failed ({brief(reason) or 'no'}"
+                " reason given); mend the scorer, and tell its value"
+            )
+        self._answer(KeptEvaluation.told(self._kept_point(trial), failed, self.task.metric.repeats))
+
+    def give_up(self, id: int) -> None:
+        """Wait for a trial no longer: it costs no query, and its batch closes without it.
+
+        Raises:
+            ValueError: There is no such trial, it has an answer already, or it is the model as it was trained.
+        """
+        if self._repeated(id, None):
+            return
+        trial = self._trial(id)
+        if id < len(self._starts):
+            raise ValueError(f"trial {id} is a start, whose value is needed; tell it, or leave that start out")
+        self._answer(KeptEvaluation.without(self._kept_point(trial)))
+
+    def _repeated(self, id: int, evaluation: Evaluation | None) -> bool:
+        """Whether a trial has this very answer already; another one is refused."""
+        told = self._kept.told.get(id)
+        if told is None:
+            return False
+        same = (
+            told.given_up if evaluation is None else told.failed if evaluation.failed else told.evaluation == evaluation
+        )
+        if same:
+            return True
+        said = "given up" if told.given_up else "a failure" if told.failed else "another value"
+        raise ValueError(f"trial {id} was told before, as {said}; what was told stays")
+
+    def _trial(self, id: int) -> Trial:
+        self._advance()
+        at = id - self._batch.first
+        if not 0 <= at < len(self._batch.trials) or id not in self._handed | set(self._kept.open):
+            known = ", ".join(str(trial.id) for trial in self.open()) or "none"
+            raise ValueError(f"there is no open trial {id!r}; open are {known}: ask for trials first")
+        return self._batch.trials[at]
+
+    def _kept_point(self, trial: Trial) -> KeptPoint:
+        return KeptPoint.of(trial.id, trial.phi, digest_of(self._starts[trial.start]))
+
+    def _answer(self, kept: KeptEvaluation) -> None:
+        self._kept.tell(kept)
+
+    # --- Going on ------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Close the batch once all of it is answered, and take the next; what is on file is told as it is."""
+        while self._complete and self._go_on():
+            pass
+
+    @property
+    def _complete(self) -> bool:
+        return all(trial.id in self._kept.told for trial in self._batch.trials)
+
+    def _go_on(self) -> bool:
+        """Take the next batch; returns whether there is one."""
+        if not self._batch.trials and self._state is None:
+            starts = enumerate(self._starts.items())
+            self._batch = _Batch(0, [self._made(id, name, start.phi) for id, (name, start) in starts])
+            return True
+        self._settle()
+        first = self._end
+        if self._state is None:
+            self._begin()
+        assert self._state is not None
+        with self._base():
+            points = self._state.ask()
+        self._batch = _Batch(first, [self._made(first + i, self._begun, point) for i, point in enumerate(points)])
+        self._settled = not len(points)
+        return len(points) > 0
+
+    def _settle(self) -> None:
+        """Tell the search what became of the batch, unless it knows."""
+        if self._state is not None and not self._settled:
+            self._tell_state()
+            self._settled = True
+
+    def _made(self, id: int, start: str, phi: Tensor) -> Trial:
+        """Make a trial: at the point that is on file under its number, if there is one."""
+        kept = self._kept.told.get(id) or self._kept.open.get(id)
+        point = phi
+        if kept is not None:
+            if kept.replaced != digest_of(self._starts[start]):
+                raise FileFormatError(
+                    f"{self._kept.path} has trial {id} of a model with other tensors than those of the start {start!r};"
+                    " use another output folder"
+                )
+            try:
+                point = kept.at(phi)
+            except ValueError as error:
+                raise FileFormatError(f"{self._kept.path} holds {error}; use another output folder") from error
+            self._replayed += 1
+            origin = self._starts[start].phi
+            radius = max(float((phi - origin).norm()), float((point - origin).norm()))
+            self._moved += bool((point - phi).norm() > SAME * radius)
+        return Trial(id, point, start, self.task.adapter, replace(self._starts[start], phi=point))
+
+    def _begin(self) -> None:
+        """Begin the search at the best of the starts, of which it knows those with the same tensors."""
+        worst = self._worst()
+        self._asked = {trial.start: self._kept.told[trial.id].evaluation or worst for trial in self._batch.trials}
+        self._begun = min(self._asked, key=lambda name: self._asked[name].cost)
+        at = self._starts[self._begun]
+        known = [name for name in self._starts if self._starts[name].replaces_the_same(at)]
+        elsewhere = len(self._starts) - len(known)
+        with self._base():
+            self._state = self.strategy.begin(
+                with_start(self.task, at),
+                at.phi,
+                self.queries - elsewhere,
+                known=[(self._starts[name].phi, self._asked[name]) for name in known],
+                seed=self._seed,
+            )
+
+    def _tell_state(self) -> None:
+        """Tell the search what is known of the batch; the worst value so far stands in for those that failed."""
+        assert self._state is not None
+        worst = self._worst()
+        for index, trial in enumerate(self._batch.trials):
+            kept = self._kept.told.get(trial.id)
+            if kept is not None and not kept.given_up:
+                self._state.tell(index, kept.evaluation or worst, trial.phi)
+            elif kept is not None and self._complete:
+                self._state.give_up(index, trial.phi)
+
+    def _worst(self) -> Evaluation:
+        """Return the worst evaluation so far, which stands in for those that failed."""
+        known = [kept.evaluation for id, kept in sorted(self._kept.told.items()) if id < self._end and kept.evaluation]
+        return max(known, key=lambda each: each.cost)._replace(failed=True)
+
+    @property
+    def _end(self) -> int:
+        """The first id after the current batch."""
+        return self._batch.first + len(self._batch.trials)
+
+    @contextmanager
+    def _base(self) -> Iterator[None]:
+        """Have the model be what it was trained to meanwhile."""
+        with self.task.adapter.applied(Start(self.task.origin())):
+            yield
+
+    def moved(self) -> str:
+        """Say how many points on file are not those that the search would ask for today; empty if all are."""
+        if not self._moved:
+            return ""
+        return (
+            f"{self._moved} of {counted(self._replayed, 'kept point')} are not what the search would ask for today, as"
+            " another processor rounds in another way, or the loss draws without a seed; the search was told the kept"
+            " ones"
+        )
+
+    # --- The end -------------------------------------------------------------------------------------------------
+
+    def outcome(self) -> SearchRun:
+        """Return what `result` does, and leave the model and the folder as they are."""
+        self._advance()
+        if self._kept.answered < self._least:
+            missing = self._least - self._kept.answered
+            raise BudgetError(
+                f"{counted(missing, 'more trial')} must be told before there is a result:"
+                f" {self._kept.answered} of at least {self._least} were"
+            )
+        assert self._state is not None
+        if not self._settled:  # what is told of an open batch counts too
+            self._tell_state()
+        end = self._state.end()
+        return guarded(self.task, self._starts, self._asked, self._begun, end, self._confidence)
+
+
+def guarded(
+    task: FinetuneTask,
+    starts: Mapping[str, Start],
+    asked: Mapping[str, Evaluation],
+    begun: str,
+    end: SearchResult,
+    confidence: float,
+) -> SearchRun:
+    """Keep the start that the search began from if it gains on phi = 0, and the end if it gains on what was kept.
+
+    Args:
+        task: Its metric's units.
+        starts: What the search could begin from, by name.
+        asked: The metric's evaluations of them.
+        begun: The one that it began from.
+        end: Where it stands.
+        confidence: How sure the guard must be, at least 0.5 and below 1.
+    """
+
+    def gain_by_f(kept: str) -> float:
+        known = starts[kept].replaces_the_same(starts[begun])  # f is of the model with its tensors
+        return end.gain_over(starts[kept].phi) if known else math.inf
+
+    candidates = {"start": asked["start"], begun: asked[begun], "search": end.evaluation}
+    decision = decide(candidates, end.evaluations, confidence, gain_by_f)
+    value, repeats = task.metric.to_value, task.metric.repeats
+    elsewhere = sum(not start.replaces_the_same(starts[begun]) for start in starts.values())
+    evaluations = elsewhere + end.queries
+    ends = {**{name: start.phi for name, start in starts.items()}, "search": end.phi}
+    fit = None if end.f is None else Fit(end.f, {}, end.predicted[:, 0], end.predicted[:, 1])
+    return SearchRun(
+        **outcome(task.metric, candidates, decision, ends),
+        queries={"starts": len(starts) * repeats, "search": (evaluations - len(starts)) * repeats},
+        queries_per_start=evaluations * repeats,
+        starts={name: value(each.cost) for name, each in asked.items()},
+        begun_at=begun,
+        fit=fit,
+        learns=end.learns,
+        plain=task.loss is None,
+        verdict=decision.verdict,
+        points=end.points,
+        split_half=correlation_of_halves(stacked_halves(end.evaluations)),
+        costs=tuple(each.cost for each in end.evaluations),
+        widened=end.widened,
+        candidates=starts,
+    )

@@ -1,0 +1,201 @@
+"""A file of a metric's evaluations, each with its point, so that an interrupted run pays for none of them twice."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.tasks.metric import CostScale, Evaluation
+from metricopt_ext.utils.described import from_json
+from metricopt_ext.utils.files import read_json, to_json, write_atomically
+from metricopt_ext.utils.identity import fingerprint
+from metricopt_ext.utils.words import brief
+
+# Two points are the same if they differ by no more than this share of their size.
+SAME = 1e-6
+
+
+@dataclass(frozen=True)
+class KeptPoint:
+    """A point that the metric was asked for.
+
+    Attributes:
+        id: Its number, from 0, in the order in which the points were asked.
+        phi: ``d``.
+        replaced: Digest of the tensors that its start put in place of the model's own; empty if there were none.
+    """
+
+    id: int
+    phi: list[float]
+    replaced: str
+
+    @classmethod
+    def of(cls, id: int, phi: Tensor, replaced: str) -> "KeptPoint":
+        """Make one of a point, ``d``."""
+        # The shortest numbers that become these very ones in phi's precision again.
+        return cls(id, [float(str(each)) for each in phi.detach().cpu().numpy()], replaced)
+
+    def at(self, like: Tensor) -> Tensor:
+        """Return the point, ``d``, in the precision and on the device of another.
+
+        Raises:
+            ValueError: That one has another dimension.
+        """
+        if len(self.phi) != len(like):
+            raise ValueError(f"a point of {len(self.phi)} numbers, where phi has {len(like)}")
+        return torch.tensor(self.phi, dtype=torch.float64).to(like)
+
+
+@dataclass(frozen=True)
+class KeptEvaluation(KeptPoint):
+    """A point and what became of it.
+
+    Attributes:
+        cost: The metric's cost; None if it failed or was given up.
+        halves: Its costs on two halves of its data; None if it does not tell.
+        noise: Standard error of the cost; None without repeats.
+        failed: Whether the evaluation failed: the worst cost of the run stands in for it.
+        given_up: Whether nobody waits for it any more; it costs no query.
+        asked: How often the metric was called.
+    """
+
+    cost: float | None
+    halves: tuple[float, float] | None
+    noise: float | None
+    failed: bool
+    given_up: bool
+    asked: int
+
+    @classmethod
+    def told(cls, point: KeptPoint, evaluation: Evaluation, asked: int) -> "KeptEvaluation":
+        """Make one of an evaluation; of a stand-in only the failure is kept."""
+        failed = evaluation.failed
+        cost, halves, noise = (None, None, None) if failed else evaluation[:3]
+        return cls(point.id, point.phi, point.replaced, cost, halves, noise, failed, False, asked)
+
+    @classmethod
+    def without(cls, point: KeptPoint) -> "KeptEvaluation":
+        """Make one of a point that was given up."""
+        return cls(point.id, point.phi, point.replaced, None, None, None, False, True, 0)
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """What the metric said; None if it failed or was given up."""
+        return None if self.cost is None else Evaluation(self.cost, self.halves, self.noise)
+
+
+class KeptEvaluations:
+    """The evaluations of a run, and the points that are still open, in a file that every change rewrites.
+
+    Args:
+        path: The JSON file; None keeps them in memory only.
+        scale: The metric, whose bounds the costs on file must keep to.
+        check: Called before the file is written, to refuse it.
+
+    Attributes:
+        told: What became of each point, by id.
+        open: The points that were asked for and not answered, by id.
+
+    Raises:
+        FileFormatError: The file holds something else.
+    """
+
+    def __init__(self, path: Path | None, scale: CostScale, check: Callable[[], None] = lambda: None) -> None:
+        self.path, self._check = path, check
+        self.told: dict[int, KeptEvaluation] = {}
+        self.open: dict[int, KeptPoint] = {}
+        if path is not None and path.exists():
+            content = _read(path, scale)
+            self.told = {each.id: each for each in content.evaluations}
+            self.open = {each.id: each for each in content.open}
+        self._lines = {id: to_json(asdict(each)) for id, each in self.told.items()}
+
+    @property
+    def answered(self) -> int:
+        """How many points were evaluated, those that failed among them."""
+        return sum(not each.given_up for each in self.told.values())
+
+    def ask(self, points: Iterable[KeptPoint], *, write: bool = True) -> None:
+        """Note points that are open from now on.
+
+        Args:
+            points: The points.
+            write: Whether they are on disk when this returns; else they are with the next answer.
+        """
+        self.open |= {each.id: each for each in points}
+        if write:
+            self._write()
+
+    def tell(self, kept: KeptEvaluation) -> None:
+        """Keep what became of a point; it is on disk when this returns."""
+        line, opened = to_json(asdict(kept)), self.open.get(kept.id)
+        self.told[kept.id], self._lines[kept.id] = kept, line
+        self.open.pop(kept.id, None)
+        try:
+            self._write()
+        except BaseException:
+            del self.told[kept.id], self._lines[kept.id]
+            if opened is not None:
+                self.open[kept.id] = opened
+            raise
+
+    def _write(self) -> None:
+        if self.path is None:
+            return
+        self._check()
+        evaluations = ", ".join(self._lines[id] for id in sorted(self._lines))
+        content = _content([self.open[id] for id in sorted(self.open)], f"[{evaluations}]")
+        write_atomically(self.path, f'{{"checksum": "{_checksum(content)}", {content}}}\n'.encode())
+
+
+@dataclass(frozen=True)
+class _File:
+    """What the file holds."""
+
+    checksum: str
+    open: list[KeptPoint]
+    evaluations: list[KeptEvaluation]
+
+
+def _read(path: Path, scale: CostScale) -> _File:
+    try:
+        kept = from_json(_File, read_json(path))
+        if kept.checksum != _checksum(_content(kept.open, to_json([asdict(each) for each in kept.evaluations]))):
+            raise ValueError("its checksum is another than when it was written")
+        for each in kept.evaluations:
+            if each.noise is not None and not 0 <= each.noise < math.inf:
+                raise ValueError(f"{each.noise} is no standard error")
+            for cost in (*(() if each.cost is None else (each.cost,)), *(each.halves or ())):
+                if not math.isfinite(cost) or (scale.bounds is not None and not 0 <= cost <= 1):
+                    raise ValueError(f"{cost} is no cost of a metric with bounds {scale.bounds}")
+            if (each.cost is None) != (each.failed or each.given_up):
+                raise ValueError(f"evaluation {each.id} has a cost although it failed or was given up, or has none")
+    except (ValueError, FileFormatError) as error:
+        raise FileFormatError(
+            f"{path} holds no evaluations of the metric: {brief(error)}; use another output folder"
+        ) from error
+    return kept
+
+
+def _content(points: Iterable[KeptPoint], evaluations: str) -> str:
+    return f'"open": {to_json([asdict(each) for each in points])}, "evaluations": {evaluations}'
+
+
+def _checksum(content: str) -> str:
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+
+def digest_of(start: Start) -> str:
+    """Return the digest of what a start puts in place of the model's own tensors; empty if that is nothing."""
+    return fingerprint(start.replaced) if start.replaced else ""
+
+
+def same_point(a: Tensor, b: Tensor) -> bool:
+    """Whether two points, ``d``, are the same but for rounding."""
+    return bool((a.double() - b.double()).norm() <= SAME * b.double().norm())

@@ -1,0 +1,368 @@
+"""Ask and tell against `optimize_metric`, in any order, over processes; and what is refused."""
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias, load_adapter
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.search import Search
+from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.utils.files import UNFINISHED
+from metricopt_ext.utils.progress import Watcher
+
+Make = Callable[..., Any]
+STRATEGIES = [GuidedTrustRegion(), CMAES(), GuidedES(), RandomSearch()]
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=["guided", "cma", "guided_es", "random"])
+
+
+def adapter_of(folder: Path) -> bytes:
+    return (folder / "adapter.safetensors").read_bytes()
+
+
+def tell_all(search: Search, score: Callable[[nn.Module], float], *, n: int = 3, backwards: bool = True) -> None:
+    while trials := search.ask(n):
+        for trial in reversed(trials) if backwards else trials:
+            with trial.applied() as model:
+                search.tell(trial.id, score(model))
+
+
+@each_strategy
+def test_the_loop_is_optimize_metric_byte_for_byte(quadratic: Make, tmp_path: Path, strategy: Any) -> None:
+    """Each batch told in reverse, and the second half by another object that goes on from the folder."""
+    whole, task, again = quadratic(), quadratic(), quadratic()
+    expected = optimize_metric(
+        whole, queries=45, strategy=strategy, seed=3, output_dir=tmp_path / "whole", watcher=Watcher()
+    )
+    first = Search(task, 45, strategy=strategy, seed=3, output_dir=tmp_path / "asked")
+    while first.spent < 22:
+        batch = []
+        while trials := first.ask(5):
+            batch += trials
+        for trial in reversed(batch):
+            with trial.applied() as model:
+                first.tell(trial.id, task.distance(model))
+            if first.spent == 22:
+                break
+    first.close()
+    second = Search(again, 45, strategy=strategy, seed=3, output_dir=tmp_path / "asked", resume=True)
+    assert second.spent == 22
+    still = {trial.id: trial for trial in second.open()}
+    for trial in reversed(still.values()):
+        with trial.applied() as model:
+            second.tell(trial.id, again.distance(model))
+    tell_all(second, again.distance)
+    result = second.result()
+    assert str(result) == str(expected)
+    assert torch.equal(result.points, expected.points)
+    assert adapter_of(tmp_path / "asked") == adapter_of(tmp_path / "whole")
+    assert torch.equal(again.adapter.phi, whole.adapter.phi)
+    assert task.problem.queries + again.problem.queries == 45
+    first_file, other = (json.loads((tmp_path / name / "evaluations.json").read_text()) for name in ("asked", "whole"))
+    assert first_file == other
+
+
+def test_a_batch_closes_once_all_of_it_is_answered(quadratic: Make) -> None:
+    task = quadratic()
+    search = Search(task, 40)
+    (start,) = search.ask(5)
+    assert (start.id, start.start, start.phi.tolist()) == (0, "start", [0.0] * 4)
+    assert search.ask(5) == []
+    assert search.open() == [start]
+    search.tell(0, 1.0)
+    assert search.open() == []
+    design = search.ask(3)
+    assert [trial.id for trial in design] == [1, 2, 3]
+    more = search.ask(99)
+    assert [trial.id for trial in more] == [4]
+    assert search.ask(1) == []
+    assert [trial.id for trial in search.open()] == [1, 2, 3, 4]
+    for trial in (more[0], *design[:2]):
+        search.tell(trial.id, 2.0 + trial.id)
+        assert search.ask(1) == []
+    search.fail(3, "out of memory")
+    assert [trial.id for trial in search.ask(99)] == list(range(5, 13))
+    assert (search.spent, search.failed) == (5, 1)
+
+
+def test_the_order_and_the_sitting_of_answers_do_not_matter(quadratic: Make, tmp_path: Path) -> None:
+    """Failures and trials that are given up included."""
+
+    def run(order: int) -> list[Any]:
+        task, rng = quadratic(), random.Random(order)
+        folder = tmp_path / str(order)
+        search = Search(task, 40, seed=1, output_dir=folder)
+        while batch := search.ask(99):
+            rng.shuffle(batch)
+            for trial in batch:
+                if trial.id % 7 == 3:
+                    search.fail(trial.id)
+                elif trial.id % 7 == 5:
+                    search.give_up(trial.id)
+                else:
+                    with trial.applied() as model:
+                        search.tell(trial.id, task.distance(model))
+                if rng.random() < 0.2:
+                    search.close()
+                    search = Search(quadratic(), 40, seed=1, output_dir=folder, resume=True)
+        result = search.result()
+        return [str(result), result.points.tolist(), result.costs, search.failed, search.spent]
+
+    first = run(0)
+    assert run(1) == run(2) == first
+    assert first[-1] == 40
+    assert first[-2] >= 5
+
+
+def test_open_trials_are_the_same_in_another_process(quadratic: Make, tmp_path: Path) -> None:
+    search = Search(quadratic(), 40, output_dir=tmp_path)
+    search.tell(search.ask()[0].id, 1.0)
+    asked = search.ask(3)
+    search.tell(asked[1].id, 0.5)
+    search.close()
+    again = Search(quadratic(), 40, output_dir=tmp_path, resume=True)
+    assert [(t.id, t.phi.tolist()) for t in again.open()] == [(t.id, t.phi.tolist()) for t in (asked[0], asked[2])]
+    assert [t.id for t in again.ask(2)] == [asked[0].id, asked[2].id]
+    again.tell(asked[0].id, 0.7)
+
+
+def test_what_the_search_would_ask_today_does_not_move_a_cost(
+    quadratic: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = quadratic()
+    task.problem.fail_after = 25
+    with pytest.raises(Exception, match="server is down"):
+        optimize_metric(task, queries=40, output_dir=tmp_path, watcher=Watcher())
+    import metricopt_ext.search.trust_region as module
+
+    original, said = module.probe, list[str]()
+
+    def other(*args: Any) -> Any:
+        found = original(*args)
+        return found._replace(scale=1.01 * found.scale)
+
+    monkeypatch.setattr(module, "probe", other)
+
+    class Saying(Watcher):
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    resumed = quadratic()
+    result = optimize_metric(resumed, queries=40, output_dir=tmp_path, resume=True, watcher=Saying())
+    assert resumed.problem.queries == 15
+    assert [resumed.true_cost(point) for point in result.points] == pytest.approx(list(result.costs), rel=1e-12)
+    assert len([line for line in said if "kept points are not what the search would ask for today" in line]) == 1
+
+
+def test_an_adapter_alone_has_plain_directions_and_says_so() -> None:
+    adapter = attach_input_bias(nn.Linear(2, 3), dim=4)
+    search = Search(adapter, 40, maximize=True, name="accuracy")
+    goal = torch.tensor([0.05, -0.05, 0.02, 0.0])
+    while trials := search.ask(4):
+        for trial in trials:
+            search.tell(trial.id, 1 - float((trial.phi - goal).square().sum()))
+    result = search.result()
+    assert "without a loss, all directions of phi counted alike" in str(result)
+    assert result.metric == "accuracy"
+    assert result.after > result.before
+    assert torch.equal(adapter.phi, result.ends[result.chosen])
+
+
+def test_a_design_that_ruins_the_model_is_narrowed() -> None:
+    adapter = attach_input_bias(nn.Linear(2, 3), dim=4)
+    search = Search(adapter, 60, maximize=True, bounds=(0.0, 1.0))
+    while trials := search.ask(4):
+        for trial in trials:
+            search.tell(trial.id, 0.9 * math.exp(-float((trial.phi / 0.002).square().sum())))
+    result = search.result()
+    assert result.widened < 1 / 4
+    assert "phi was moved" in str(result)
+
+
+def test_halves_and_noise_reach_the_guard(quadratic: Make) -> None:
+    search = Search(quadratic(), 40)
+    while trials := search.ask(8):
+        for trial in trials:
+            value = float((trial.phi - 1).square().sum())
+            more = 0.01 * (trial.id % 3)
+            search.tell(trial.id, value, halves=(value + more, value - more))
+    assert search.result().guard == "halves"
+    search = Search(quadratic(), 40)
+    while trials := search.ask(8):
+        for trial in trials:
+            search.tell(trial.id, float((trial.phi - 1).square().sum()), noise=0.01)
+    result = search.result()
+    assert result.guard == "repeats"
+    assert result.chance == pytest.approx(2**0.5 * 0.01)
+
+
+def test_checkpoints_hold_the_merged_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(2))
+    x = torch.randn(2, 3, 5, 5)
+    model.eval()(x)
+    keys = list(model.state_dict())
+    search = Search(attach_film(model, "1", dim=4), 20, maximize=True)
+    search.tell(search.ask()[0].id, 0.5)
+    trial = search.ask(3)[2]
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with trial.applied() as applied, torch.no_grad():
+        expected = applied(x)
+    for name in ("trial.safetensors", "trial.pth"):
+        trial.checkpoint(tmp_path / name)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    state = torch.load(tmp_path / "trial.pth", weights_only=True)
+    assert list(state) == keys
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, 2)).eval()
+    plain.load_state_dict(state)
+    assert torch.allclose(plain(x), expected, atol=1e-5)
+    import safetensors.torch
+
+    stored = safetensors.torch.load_file(tmp_path / "trial.safetensors")
+    assert all(torch.equal(value, state[key]) for key, value in stored.items())
+
+
+def test_a_start_with_other_tensors_is_applied_and_kept(tmp_path: Path) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+
+    model = make()
+    adapter = attach_film(model, "1", dim=4)
+    other = Start(torch.zeros(4), {"1.running_mean": torch.full((4,), 2.0)})
+    search = Search(adapter, 30, maximize=True, starts={"shifted": other}, output_dir=tmp_path)
+    means = set()
+    while trials := search.ask(4):
+        for trial in trials:
+            with trial.applied() as applied:
+                mean = float(applied[1].running_mean.mean())
+                means.add((trial.start, mean))
+                search.tell(trial.id, mean - float((trial.phi - 0.1).square().sum()))
+    assert means == {("start", 0.0), ("shifted", 2.0)}
+    assert float(model[1].running_mean.mean()) == 0
+    result = search.result()
+    assert result.begun_at == "shifted"
+    assert float(model[1].running_mean.mean()) == 2
+    assert torch.equal(load_adapter(make(), tmp_path / "adapter.safetensors").phi, adapter.phi)
+
+
+# --- What is refused ---------------------------------------------------------------------------------------------
+
+
+def test_what_can_be_no_answer_changes_nothing(quadratic: Make, tmp_path: Path) -> None:
+    task = quadratic()
+    task = task.judged_by(Metric(task.distance, maximize=False, bounds=(0.0, 50.0), name="distance"))
+    search = Search(task, 40, output_dir=tmp_path)
+    (start,) = search.ask()
+    before = (tmp_path / "evaluations.json").read_bytes()
+    for refused, message in (
+        (lambda: search.tell(7, 1.0), "there is no open trial 7; open are 0"),
+        (lambda: search.tell(0, math.nan), "returned nan; it must be a finite number"),
+        (lambda: search.tell(0, 51.0), r"outside its bounds \(0.0, 50.0\)"),
+        (lambda: search.tell(0, 1.0, halves=(1.0, 60.0)), "on a half of its data, outside"),
+        (lambda: search.tell(0, 1.0, halves=(1.0,)), "give two values, or None"),  # type: ignore[arg-type]
+        (lambda: search.tell(0, 1.0, noise=-1.0), "noise is -1.0"),
+        (lambda: search.fail(0, "killed"), "trial 0 is the model as it was trained, so its value is needed"),
+        (lambda: search.give_up(0), "trial 0 is a start"),
+        (lambda: search.ask(0), "n is 0; it must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refused()
+    assert (tmp_path / "evaluations.json").read_bytes() == before
+    assert search.open() == [start]
+    search.tell(0, 1.0)
+    search.tell(0, 1.0)
+    for again in (lambda: search.tell(0, 2.0), lambda: search.fail(0), lambda: search.give_up(0)):
+        with pytest.raises(ValueError, match="trial 0 was told before, as another value; what was told stays"):
+            again()
+    with pytest.raises(ValueError, match="there is no open trial 2"):  # of the batch, but nobody has asked for it
+        search.tell(2, 1.0)
+
+
+def test_a_result_needs_the_least_queries(quadratic: Make) -> None:
+    task = quadratic()
+    search = Search(task, 30)
+    least = GuidedTrustRegion().least_queries(4)
+    with pytest.raises(BudgetError, match=f"{least} more trials must be told before there is a result"):
+        search.result()
+    for _ in range(least):
+        (trial,) = search.ask(1)
+        with trial.applied() as model:
+            search.tell(trial.id, task.distance(model))
+    early = search.result()
+    assert sum(early.queries.values()) == least
+    assert len(early.points) == least  # the open batch's answers among them
+    tell_all(search, task.distance)
+    whole = optimize_metric(quadratic(), queries=30, watcher=Watcher())
+    assert str(search.result()) == str(whole)
+
+
+def test_strategies_without_ask_and_tell_say_so(quadratic: Make) -> None:
+    with pytest.raises(ValueError, match="which has no ask and tell: it learns from whole trainings"):
+        Search(quadratic(), 500, strategy=Recipe())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="strategy is the class CMAES"):
+        Search(quadratic(), 500, strategy=CMAES)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"queries": 6}, BudgetError, "6 queries are too few: GuidedTrustRegion"),
+        ({"queries": 200}, BudgetError, "200 queries requested, 100 left"),
+        ({"seed": -1}, ValueError, "seed is -1"),
+        ({"guard_confidence": 1.0}, ValueError, "guard_confidence is 1.0"),
+        ({"maximize": True}, ValueError, "maximize is given beside a task"),
+        ({"starts": {"a": Start(torch.zeros(3))}}, AdapterError, r"start 'a': phi has shape \(3,\)"),
+    ],
+)
+def test_bad_arguments_are_refused(quadratic: Make, arguments: Any, error: Any, message: str) -> None:
+    task = quadratic()
+    task = task.judged_by(Metric(task.distance, maximize=False, bounds=None, ledger=Ledger(100)))
+    with pytest.raises(error, match=message):
+        Search(task, **{"queries": 40} | arguments)
+
+
+def test_an_adapter_needs_a_direction() -> None:
+    adapter = attach_input_bias(nn.Linear(2, 3), dim=4)
+    with pytest.raises(ValueError, match="maximize is missing"):
+        Search(adapter, 40)
+    with pytest.raises(ValueError, match="it must be a FinetuneTask, or the Adapter"):
+        Search(adapter.model, 40, maximize=True)  # type: ignore[arg-type]
+    search = Search(adapter, 40, maximize=True, strategy=GuidedES())
+    search.tell(search.ask()[0].id, 1.0)
+    with pytest.raises(AdapterError, match="this needs gradients of a loss, and the task has none"):
+        search.ask()
+
+
+def test_a_folder_has_one_writer_and_one_run(quadratic: Make, tmp_path: Path) -> None:
+    search = Search(quadratic(), 40, output_dir=tmp_path)
+    with pytest.raises(FileFormatError, match="is being written by another process"):
+        Search(quadratic(), 40, output_dir=tmp_path, resume=True)
+    search.tell(search.ask()[0].id, 1.0)
+    search.close()
+    with pytest.raises(FileFormatError, match="holds an earlier run"):
+        Search(quadratic(), 40, output_dir=tmp_path)
+    with pytest.raises(FileFormatError, match="seed was 0, now 1"):
+        Search(quadratic(), 40, seed=1, output_dir=tmp_path, resume=True)
+    with Search(quadratic(), 40, output_dir=tmp_path, resume=True) as again:
+        assert again.spent == 1
+    assert not list(tmp_path.glob(f"*{UNFINISHED}"))
+
+
+def test_a_told_value_is_on_disk_and_a_kill_loses_none(quadratic: Make, tmp_path: Path) -> None:
+    search = Search(quadratic(), 40, output_dir=tmp_path)
+    search.tell(search.ask()[0].id, 1.25)
+    kept = json.loads((tmp_path / "evaluations.json").read_text())["evaluations"]
+    assert [(each["id"], each["cost"], each["phi"]) for each in kept] == [(0, 1.25, [0.0] * 4)]

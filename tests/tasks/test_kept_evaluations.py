@@ -1,0 +1,142 @@
+"""The file of evaluations: what it gives back, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.tasks.kept_evaluations import (
+    KeptEvaluation,
+    KeptEvaluations,
+    KeptPoint,
+    _checksum,
+    _content,
+    digest_of,
+    same_point,
+)
+from metricopt_ext.tasks.metric import CostScale, Evaluation
+from metricopt_ext.utils.files import to_json
+
+UNBOUNDED = CostScale(maximize=False, bounds=None, name="x")
+
+
+def phi(dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(7, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_points_and_answers_come_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    path, points = tmp_path / "kept.json", [KeptPoint.of(id, phi(dtype) * id, "" if id else "abc") for id in range(4)]
+    kept = KeptEvaluations(path, UNBOUNDED)
+    kept.ask(points)
+    evaluation = Evaluation(0.1 + 0.2, (1 / 3, 2 / 3), 1e-17)
+    kept.tell(KeptEvaluation.told(points[2], evaluation, 3))
+    kept.tell(KeptEvaluation.told(points[0], Evaluation(9.0, failed=True), 3))
+    kept.tell(KeptEvaluation.without(points[1]))
+    again = KeptEvaluations(path, UNBOUNDED)
+    assert again.open == {3: points[3]}
+    assert again.told == kept.told
+    assert again.told[2].evaluation == evaluation
+    assert [(each.failed, each.given_up, each.asked) for _, each in sorted(again.told.items())] == [
+        (True, False, 3),
+        (False, True, 0),
+        (False, False, 3),
+    ]
+    assert again.answered == 2
+    assert torch.equal(again.told[2].at(phi(dtype)), phi(dtype) * 2)
+    assert path.read_bytes() == path.read_bytes()
+
+
+def test_a_refused_write_changes_nothing(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise FileFormatError("gone")
+
+    kept = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED, refuse)
+    point = KeptPoint.of(0, phi(torch.float32), "")
+    kept.ask([point], write=False)
+    with pytest.raises(FileFormatError, match="gone"):
+        kept.tell(KeptEvaluation.told(point, Evaluation(0.5), 1))
+    assert (kept.told, kept.open) == ({}, {0: point})
+    assert list(tmp_path.iterdir()) == []
+
+
+def written(path: Path, **changes: Any) -> None:
+    content = {"id": 0, "phi": [1.0], "replaced": "", "cost": 0.5, "halves": None, "noise": None}
+    content |= {"failed": False, "given_up": False, "asked": 1} | changes
+    text = to_json([content])
+    path.write_text(f'{{"checksum": "{_checksum(_content([], text))}", {_content([], text)}}}')
+
+
+@pytest.mark.parametrize(
+    ("changes", "bounds", "refused"),
+    [
+        ({}, (0.0, 1.0), ""),
+        ({"cost": 1.0}, (0.1, 0.7), ""),  # 0.7 - 1.0 * (0.7 - 0.1) is below 0.1
+        ({"cost": -7.0}, None, ""),
+        ({"cost": -7.0}, (0.0, 1.0), "-7.0 is no cost of a metric with bounds"),
+        ({"cost": 1.5}, (0.0, 9.0), "1.5 is no cost of a metric with bounds"),
+        ({"halves": [0.5, 2.0]}, (0.0, 9.0), "2.0 is no cost of a metric with bounds"),
+        ({"cost": float("nan")}, (0.0, 1.0), "nan is no cost"),
+        ({"cost": float("inf")}, None, "inf is no cost"),
+        ({"noise": -0.5}, None, "-0.5 is no standard error"),
+        ({"cost": None}, None, "has a cost although it failed or was given up, or has none"),
+        ({"failed": True}, None, "has a cost although it failed or was given up, or has none"),
+        ({"phi": "x"}, None, "phi"),
+        ({"cost": "x"}, None, "cost"),
+    ],
+)
+def test_an_answer_that_can_be_none_is_not_believed(
+    tmp_path: Path, changes: dict[str, Any], bounds: Any, refused: str
+) -> None:
+    path, scale = tmp_path / "kept.json", CostScale(maximize=False, bounds=bounds, name="x")
+    written(path, **changes)
+    if not refused:
+        assert KeptEvaluations(path, scale).told[0].cost == changes.get("cost", 0.5)
+        return
+    with pytest.raises(FileFormatError, match=refused) as caught:
+        KeptEvaluations(path, scale)
+    assert "use another output folder" in str(caught.value)
+    assert "delete" not in str(caught.value)
+
+
+def test_a_changed_answer_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    written(path)
+    content = json.loads(path.read_text())
+    content["evaluations"][0]["phi"] = [2.0]
+    path.write_text(json.dumps(content))
+    with pytest.raises(FileFormatError, match="its checksum is another than when it was written"):
+        KeptEvaluations(path, UNBOUNDED)
+
+
+@pytest.mark.parametrize("content", ['{"other": 1}', '{"evaluations": [1]}', "{", "[]", "3"])
+def test_a_foreign_file_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "kept.json"
+    path.write_text(content)
+    with pytest.raises(FileFormatError, match="holds no evaluations of the metric"):
+        KeptEvaluations(path, UNBOUNDED)
+
+
+def test_a_point_of_another_dimension_is_refused() -> None:
+    with pytest.raises(ValueError, match="a point of 7 numbers, where phi has 3"):
+        KeptPoint.of(0, phi(torch.float32), "").at(torch.zeros(3))
+
+
+def test_points_are_the_same_but_for_rounding() -> None:
+    point = phi(torch.float64)
+    assert same_point(point, point)
+    assert same_point(point * (1 + 1e-8), point)
+    assert not same_point(point * (1 + 1e-4), point)
+    assert same_point(point * 0, point * 0)
+
+
+def test_digests_tell_what_is_replaced() -> None:
+    zero = torch.zeros(2)
+    assert digest_of(Start(zero)) == digest_of(Start(zero + 1)) == ""
+    ones, twos = (digest_of(Start(zero, {"mean": torch.full((2,), value)})) for value in (1.0, 2.0))
+    assert ones
+    assert ones != twos
