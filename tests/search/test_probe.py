@@ -10,16 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias
-from metricopt_ext.errors import AdapterError
+from metricopt_ext.errors import AdapterError, ConfigError
 from metricopt_ext.search.probe import (
     DIRECTIONS,
     GRADIENTS,
     MOVEMENT,
     SCALES,
+    check_dim,
     loss_spectrum,
     movement,
     probe,
 )
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
 from metricopt_ext.utils.seeding import generator
@@ -59,6 +61,21 @@ def linear(gain: float, dim: int = 4) -> tuple[FinetuneTask, Linear]:
 
 def directions(dim: int, seed: int) -> Tensor:
     return torch.randn(DIRECTIONS, dim, generator=generator(seed, "probe"), dtype=torch.float64)
+
+
+# --- What is refused ---------------------------------------------------------------------------------------------
+
+
+def test_a_dim_that_does_not_fit_is_refused_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 matrices of d x d and 64 phi with their gradients, in a quarter of what is free."""
+    task, _ = linear(1.0, dim=11)
+    monkeypatch.setattr("metricopt_ext.utils.memory.free_memory", lambda device: 4 * 8 * (5 * 10**2 + 2 * 64 * 10))
+    monkeypatch.setattr(FinetuneTask, "loss_and_gradient", None)
+    with pytest.raises(ConfigError, match=r"dim is 11: .* the largest dim that fits is 10$"):
+        probe(task, task.origin(), 0)
+    with pytest.raises(ConfigError, match=r"dim is 11: .* the largest dim that fits is 10$"):
+        GuidedTrustRegion()(task, task.origin(), 20)  # the task's metric refuses to be asked
+    check_dim(10, torch.device("cpu"))
 
 
 # --- Movement ----------------------------------------------------------------------------------------------------

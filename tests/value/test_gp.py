@@ -11,7 +11,7 @@ import torch
 from scipy.stats import multivariate_normal
 from torch import Tensor
 
-from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.errors import ConfigError, ValueFunctionError
 from metricopt_ext.value.gp import (
     EXPONENTS,
     LEAST_WEIGHT,
@@ -268,6 +268,14 @@ def test_the_exponent_is_that_of_the_process(exponent: float) -> None:
 def test_costs_that_can_not_be_fitted(wrong: list[float], what: str) -> None:
     with pytest.raises(ValueFunctionError, match=what):
         GPLearner(1.0, Spectrum.flat(4))(rand(6, 4), torch.tensor(wrong))
+
+
+def test_points_that_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metricopt_ext.utils.memory.free_memory", lambda device: 4 * 8 * 5 * 19**2)
+    phi, cost = data()
+    GPLearner(0.7, spectrum())(phi[:19], cost[:19])
+    with pytest.raises(ConfigError, match=r"number of points is 20: .* the largest number of points that fits is 19$"):
+        GPLearner(0.7, spectrum())(phi, cost)
 
 
 def test_the_same_point_twice_is_fitted() -> None:
