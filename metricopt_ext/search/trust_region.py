@@ -53,7 +53,7 @@ class GuidedTrustRegion(SearchStrategy):
     1. Query the start, and a first design: antithetic pairs, drawn from the spectrum of loss gradients (`probe`). While
        the metric hardly reacts, query another, twice as wide. Without a loss all directions are alike, and while most
        points are far worse than the start, query another, half as wide.
-    2. Fit f, a Gaussian process (`GPLearner`), to all queries so far.
+    2. Fit f, a Gaussian process (`GPLearner`), to all queries so far, or to a selection of very many (`Visited`).
     3. The trust region is a ball around the visited point with the least f. It grows when that point is a new one, and
        shrinks when it is not.
     4. Query a batch: in the region, each point minimises f plus tau times the deviation of its own posterior sample,
@@ -255,7 +255,7 @@ class GuidedState(SearchState):
         radius, centre, began = search.radius, -1, 0
         while True:
             f, latest = visited.fit(), centre
-            centre = int(f.mean(visited.phi).argmin())
+            centre = visited.best(f)
             if latest >= 0:
                 success = centre != latest and centre >= began
                 radius *= search.grow if success else search.shrink
@@ -296,7 +296,7 @@ class GuidedState(SearchState):
 
     def _mean_of_best(self, f: GPValueFunction) -> Tensor:
         """Return the mean of the best visited points by f, ``d``."""
-        order = f.mean(self.visited.phi).argsort()
+        order = self.visited.order(f)
         share = int(END_SHARE * len(order))
         return self.visited.phi[order[: min(max(share, LEAST_END), MOST_END)]].mean(0).to(self.start)
 
@@ -307,7 +307,7 @@ class GuidedState(SearchState):
             f, (point, evaluation) = None, visited.begun
         else:
             f = self._ending.f if self._ending is not None else visited.fit(last=True)
-            best = int(f.mean(visited.phi).argmin())
+            best = visited.best(f)
             point, evaluation = visited.points[best], visited.evaluations[best]
             asked = None if self._ending is None else self._ending.asked
             if self._ending is not None and asked is not None and asked.cost <= evaluation.cost + f.noise_std:

@@ -15,6 +15,11 @@ from metricopt_ext.value.value_function import Quality
 # Hyper-parameters are chosen anew once there are this many times as many points as at the last time.
 REFIT = 1.25
 
+# Hyper-parameters are judged by at most so many points, which takes half a second (1,500 took a quarter of a minute),
+# and f is fitted to at most so many, a twentieth of a second. Of these, so large shares are the first and the best.
+MOST_JUDGED, MOST_POINTS = 500, 1500
+FIRST_SHARE, BEST_SHARE = 1 / 50, 1 / 5
+
 # The metric reacts to phi if this share of the points have another cost than most.
 REACTING = 0.25
 
@@ -78,9 +83,27 @@ class Visited:
         """Whether the metric reacts to phi: enough points have another cost than most."""
         return bool((self.cost != self.cost.mode().values).double().mean() >= REACTING)
 
+    def selected(self, most: int) -> Tensor:
+        """Return the indices, ascending, of that many points, or of all if there are no more.
+
+        They are the start and what was asked first, the worst, the best, and the latest, which are where the search
+        goes on. (Were all chosen by their cost, or by where the best is, luck in the costs would have chosen them.)
+        """
+        cost = self.cost
+        order, rank = cost.argsort(stable=True), torch.arange(len(cost), 0, -1, device=cost.device)
+        rank[(self.phi == self.start).all(dim=1)] = 0  # f is asked for the gain over it
+        rank[: int(FIRST_SHARE * most)] = 0
+        rank[order[-1]] = 0  # costs vary if any do
+        rank[order[: int(BEST_SHARE * most)]] = 0
+        return rank.argsort(stable=True)[:most].sort().values
+
+    def fitted(self) -> Tensor:
+        """Return the indices of the points that f is fitted to, ascending."""
+        return self.selected(MOST_POINTS)
+
     @num_threads(1)
     def fit(self, *, last: bool = False) -> GPValueFunction:
-        """Fit f to all points, with new hyper-parameters if there are many more points than at the last choice.
+        """Fit f, with new hyper-parameters if there are many more points than at the last choice.
 
         Args:
             last: Forget this choice: a search that goes on must not depend on where it was looked at.
@@ -88,10 +111,22 @@ class Visited:
         phi, cost = self.phi, self.cost
         chosen = self.chosen
         if chosen is None or len(cost) >= REFIT * chosen[0]:
-            chosen = len(cost), self.learner.most_likely(phi, cost, noise_of(self.evaluations))
+            at = self.selected(MOST_JUDGED)
+            chosen = len(cost), self.learner.most_likely(phi[at], cost[at], noise_of(self.evaluations))
         if not last:
             self.chosen = chosen
-        return self.learner(phi, cost, chosen[1])
+        at = self.fitted()
+        return self.learner(phi[at], cost[at], chosen[1])
+
+    def best(self, f: GPValueFunction) -> int:
+        """Return the index of the point with the least f, of those that f is fitted to."""
+        at = self.fitted()
+        return int(at[f.mean(self.phi[at]).argmin()])
+
+    def order(self, f: GPValueFunction) -> Tensor:
+        """Return the indices of the points that f is fitted to, the best by f first."""
+        at = self.fitted()
+        return at[f.mean(self.phi[at]).argsort()]
 
     def predict(self, f: GPValueFunction, batch: Tensor) -> None:
         """Note what is predicted of a batch, ``m x d``, that is about to be queried."""
@@ -101,7 +136,7 @@ class Visited:
 
     def complete(self, f: GPValueFunction, end: Tensor) -> None:
         """Give f its domain around the end, ``d``, and its quality on the points that were predicted before."""
-        f.set_domain(self.phi, centre=end, reaching=self.start)
+        f.set_domain(f.points, centre=end, reaching=self.start)
         f.quality = self.quality() or f.quality
 
     def quality(self) -> Quality | None:

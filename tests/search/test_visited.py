@@ -1,10 +1,37 @@
-"""What is told of a search's queries."""
+"""What is told of a search's queries, and the points that f is fitted to in a long one."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
+from torch import Tensor
 
-from metricopt_ext.search.visited import Visited
+from metricopt_ext.search import trust_region, visited
+from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
+from metricopt_ext.search.visited import MOST_JUDGED, MOST_POINTS, REFIT, Visited
 from metricopt_ext.tasks.metric import Evaluation
-from metricopt_ext.value.gp import GPLearner, Spectrum
+from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters, Spectrum
+from metricopt_ext.value.loading import load_value_function
+
+SEARCH = GuidedTrustRegion()
+
+
+def rand(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def filled(points: Tensor, cost: Tensor, start: int = 0) -> Visited:
+    """A search of these points, ``n x d``, that has begun at one of them."""
+    found = Visited(points[start], GPLearner(1.0, Spectrum.flat(points.shape[1])))
+    for point, each in zip(points, cost.tolist(), strict=True):
+        found.add(point, Evaluation(each))
+    return found
+
+
+def bowl(points: Tensor) -> Tensor:
+    return (points - 1).square().sum(1)
 
 
 def test_a_metric_of_few_values_reacts_by_its_share() -> None:
@@ -20,4 +47,203 @@ def test_a_metric_of_few_values_reacts_by_its_share() -> None:
     assert visited.reacts()  # 2 of 8
 
 
-# --- The region --------------------------------------------------------------------------------------------------
+# --- Up to the limit ---------------------------------------------------------------------------------------------
+
+
+class Plain(Visited):
+    """The reference: f and its hyper-parameters are fitted to all points, and any may be the best by it."""
+
+    def fit(self, *, last: bool = False) -> GPValueFunction:
+        chosen = self.chosen
+        if chosen is None or len(self.cost) >= REFIT * chosen[0]:
+            chosen = len(self.cost), self.learner.most_likely(self.phi, self.cost)
+        if not last:
+            self.chosen = chosen
+        return self.learner(self.phi, self.cost, chosen[1])
+
+    def best(self, f: GPValueFunction) -> int:
+        return int(f.mean(self.phi).argmin())
+
+    def order(self, f: GPValueFunction) -> Tensor:
+        return f.mean(self.phi).argsort()
+
+    def complete(self, f: GPValueFunction, end: Tensor) -> None:
+        f.set_domain(self.phi, centre=end, reaching=self.start)
+        f.quality = self.quality()
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, judged: int, points: int) -> None:
+    monkeypatch.setattr(visited, "MOST_JUDGED", judged)
+    monkeypatch.setattr(visited, "MOST_POINTS", points)
+
+
+def assert_same(a: SearchEnd, b: SearchEnd) -> None:
+    assert a.evaluations == b.evaluations
+    for name in ("points", "predicted", "phi"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert a.f is not None
+    assert b.f is not None
+    assert a.f.quality == b.f.quality
+    assert a.f.state_dict().keys() == b.f.state_dict().keys()
+    for name, value in a.f.state_dict().items():
+        assert torch.equal(value, b.f.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_up_to_the_limit_all_is_as_without_one_bit_for_bit(
+    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, noise: float
+) -> None:
+    """120 queries leave 119 points for the last f."""
+
+    def ends() -> list[SearchEnd]:
+        task = quadratic(8, noise=noise)
+        return list(SEARCH.ends(task, task.origin(), [60, 120]))
+
+    limited(monkeypatch, 119, 119)
+    found = ends()
+    monkeypatch.setattr(trust_region, "Visited", Plain)
+    for end, reference in zip(found, ends(), strict=True):
+        assert_same(end, reference)
+    assert len(found[1].points) == 119
+
+
+@pytest.mark.parametrize("n", [1, 2, 60, 500])
+def test_up_to_the_limit_all_points_count_in_their_order(n: int) -> None:
+    points = rand(n, 3)
+    assert MOST_JUDGED == 500 < MOST_POINTS
+    for most in (MOST_JUDGED, MOST_POINTS):
+        assert filled(points, bowl(points)).selected(most).tolist() == list(range(n))
+
+
+# --- Beyond it ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 70, 249])
+def test_beyond_it_they_are_the_first_the_best_and_the_latest(start: int) -> None:
+    points = rand(250, 3)
+    cost = bowl(points) + 0.3 * rand(250, seed=2)
+    found = filled(points, cost, start).selected(100).tolist()
+    by_cost = sorted(range(250), key=lambda at: float(cost[at]))
+    expected = {start, 0, 1, by_cost[-1], *by_cost[:20]}
+    latest = [at for at in reversed(range(250)) if at not in expected]
+    assert found == sorted(expected | set(latest[: 100 - len(expected)]))
+
+
+def test_one_point_more_than_the_limit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = rand(MOST_JUDGED + 1, 3)
+    seen: list[Tensor] = []
+
+    def choosing(self: GPLearner, phi: Tensor, *rest: Any) -> Hyperparameters:
+        seen.append(phi)
+        return Hyperparameters(0.0, 2.0, 0.1)
+
+    monkeypatch.setattr(GPLearner, "most_likely", choosing)
+    found = filled(points, bowl(points))
+    assert torch.equal(found.fit().points, points)
+    (judged,) = seen
+    left_out = int(next(at for at, point in enumerate(points) if not (judged == point).all(dim=1).any()))
+    assert len(judged) == MOST_JUDGED
+    assert 10 <= left_out <= 30  # what was asked early, but not first, and was not among the best
+    monkeypatch.setattr(visited, "MOST_POINTS", MOST_JUDGED)
+    assert torch.equal(filled(points, bowl(points)).fit().points, judged)
+
+
+def test_costs_vary_where_nearly_all_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(monkeypatch, 20, 20)
+    points, cost = rand(100, 3), torch.zeros(100)
+    cost[33] = 1
+    f = filled(points, cost).fit()
+    assert float(f.cost_std) > 0
+    assert torch.equal(f.points[f(f.points).argmax()], points[33])
+
+
+def test_a_point_that_f_was_not_fitted_to_is_no_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest costs fall along a line; f follows it to where early ones, which it does not know, are high."""
+    limited(monkeypatch, 30, 30)
+    line = torch.linspace(0, 1, 60, dtype=torch.float64)
+    points = torch.cat([torch.tensor([-3.0]), torch.linspace(1.1, 1.4, 20), line])[:, None]
+    found = filled(points, torch.cat([torch.tensor([9.0]), torch.full((20,), 5.0), -line]))
+    known = found.fitted()
+    assert known.tolist() == [0, *range(52, 81)]
+    f = GPValueFunction.conditioned(points[known], found.cost[known], torch.eye(1), 1e-3)
+    assert int(f.mean(points).argmin()) in range(1, 21)
+    order = found.order(f)
+    assert found.best(f) == int(order[0])
+    assert sorted(order.tolist()) == known.tolist()
+    assert torch.equal(f.mean(points[order]), f.mean(points[known]).sort().values)
+
+
+def test_hyperparameters_are_chosen_when_all_points_are_a_quarter_more(
+    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits: list[int] = []
+    judged: list[tuple[int, int]] = []
+    fit, most_likely = Visited.fit, GPLearner.most_likely
+
+    def fitting(self: Visited, **options: bool) -> GPValueFunction:
+        fits.append(len(self.points))
+        return fit(self, **options)
+
+    def choosing(self: GPLearner, phi: Tensor, *rest: Any) -> Hyperparameters:
+        judged.append((fits[-1], len(phi)))
+        return most_likely(self, phi, *rest)
+
+    limited(monkeypatch, 40, 60)
+    monkeypatch.setattr(Visited, "fit", fitting)
+    monkeypatch.setattr(GPLearner, "most_likely", choosing)
+    end = SEARCH(quadratic(), torch.zeros(4, dtype=torch.float64), 160)
+    assert end.f is not None
+    assert len(end.f.points) == 60
+    due = fits[:1]
+    for count in fits:
+        if count >= REFIT * due[-1]:
+            due.append(count)
+    assert judged == [(count, min(count, 40)) for count in due]
+    assert sum(count > 60 for count in due) >= 3
+
+
+def test_checkpoints_beyond_the_limit_are_the_ends_of_separate_runs(
+    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited(monkeypatch, 20, 30)
+    start = torch.zeros(4, dtype=torch.float64)
+    whole = list(SEARCH.ends(quadratic(), start, [40, 61, 90]))
+    for queries, end in zip((40, 61, 90), whole, strict=True):
+        assert_same(end, SEARCH(quadratic(), start, queries))
+
+
+def test_the_end_of_a_long_search(
+    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is the mean of the best by f; f's quality counts all that was predicted; its file has as many points as f."""
+    limited(monkeypatch, 40, 50)
+    task = quadratic()
+    end = SEARCH(task, task.origin(), 150)
+    assert end.f is not None
+    seen = filled(end.points, torch.tensor([each.cost for each in end.evaluations], dtype=torch.float64))
+    assert torch.equal(end.f.points, end.points[seen.fitted()])
+    order = seen.order(end.f)
+    mean_of_best = end.points[order[:6]].mean(0)  # an eighth of 50
+    assert any(torch.equal(end.phi, each) for each in (mean_of_best, end.points[order[0]]))
+    assert end.cost <= end.evaluations[int(order[0])].cost + end.f.noise_std
+    assert end.f.quality is not None
+    assert end.f.quality.points == len(end.predicted) == 149 - 5
+    assert end.predicted[:, 1].tolist() == [each.cost for each in end.evaluations[5:]]
+    assert end.gain_over(task.origin()) > 0
+    reach = max(float((end.f.points - end.phi).norm(dim=1).quantile(0.95)), float(end.phi.norm()))
+    assert float(end.f.radius) == pytest.approx(reach, rel=1e-5)
+    end.f.save(tmp_path / "f.safetensors")
+    loaded = load_value_function(tmp_path / "f.safetensors", dim=4)
+    assert isinstance(loaded, GPValueFunction)
+    assert loaded.settings() == {"dim": 4, "points": 50}
+    assert torch.equal(loaded.points, end.f.points)
+
+
+@pytest.mark.outcome
+def test_a_long_search_goes_on_getting_better(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With f fitted to 60 of 300 points, the end is nearer than that of 60 queries, on each of 3 seeds."""
+    limited(monkeypatch, 60, 60)
+    for seed in range(3):
+        task = quadratic(12)
+        early, late = SEARCH.ends(task, task.origin(), [60, 300], seed=seed)
+        assert late.cost < early.cost
