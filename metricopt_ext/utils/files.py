@@ -51,15 +51,31 @@ def write_atomically(path: str | Path, data: bytes) -> None:
     Raises:
         OSError: It can't be written, as where the disk is full; the old file is as it was.
     """
+    with opened_atomically(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def opened_atomically(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """Open a file to write it, and to read what was written, that takes the place of the old one once it is complete.
+
+    Args:
+        path: The file; its folder is made.
+        durable: Whether it must outlive a crash of the machine; of the process, it does in any case.
+
+    Raises:
+        OSError: It can't be written, as where the disk is full; the old file is as it was.
+    """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED)
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
+            with os.fdopen(descriptor, "w+b") as file:
+                yield file
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             os.chmod(temporary, 0o666 & ~_umask())  # as for any other file; a temporary one is its owner's alone
             os.replace(temporary, path)
         except BaseException:
@@ -77,7 +93,11 @@ def remove_unfinished(folder: str | Path) -> None:
 
 
 def _umask() -> int:
-    umask = os.umask(0)  # it can only be read by setting it
+    with suppress(OSError):  # Linux tells; elsewhere it can only be read by setting it, for all threads
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    umask = os.umask(0)
     os.umask(umask)
     return umask
 
@@ -366,7 +386,7 @@ def load_checkpoint(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -
             check_header(path)
             state = safetensors.torch.load_file(path)
         else:
-            _check_uncompressed(path)
+            check_uncompressed(path)
             loaded = torch.load(path, map_location="cpu", weights_only=True)
             state = loaded.get("model", loaded)
         own = model.state_dict()
@@ -375,8 +395,12 @@ def load_checkpoint(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -
         raise DataError(f"{path} holds no weights for {type(model).__name__}: {brief(error)}") from error
 
 
-def _check_uncompressed(path: Path) -> None:
-    """Reject a torch file whose parts are compressed: torch writes none, and a small one could fill the memory."""
+def check_uncompressed(path: Path) -> None:
+    """Reject a torch file whose parts are compressed: torch writes none, and a small one could fill the memory.
+
+    Raises:
+        ValueError: They are.
+    """
     with open_regular(path) as file:
         if not zipfile.is_zipfile(file):
             return  # of an early version of torch, which has no parts
