@@ -15,6 +15,7 @@ from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
     MATRICES,
     MODULATION_NAME,
+    SCALE_ALONE,
     TOOLKIT_NORMS,
     AdapterKind,
     Context,
@@ -22,10 +23,12 @@ from metricopt_ext.adapters.modulation import (
     InputBias,
     Modulation,
     OutputOffsets,
+    Scale,
     affine,
     channel_axis,
     is_affine,
     output_of,
+    weight_of,
 )
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError
@@ -36,7 +39,7 @@ from metricopt_ext.utils.modes import PINNED
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, nearest, shortened
 
-NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 TOOLKIT_DROPOUTS = ("StochasticDepth", "DropPath", "DropBlock2d", "DropBlock3d")
 MODE_DEPENDENT = (
     nn.modules.batchnorm._NormBase,
@@ -63,7 +66,8 @@ def attach_film(
     Args:
         model: Any module. It is changed in place.
         layers: Patterns of module names, e.g. ``"layer4.*.bn2"``; by default every normalisation layer with a
-            weight and a bias. Convolutions and linear layers with a bias can be named as well.
+            weight and a bias. Convolutions and linear layers with a bias can be named as well, and ``nn.RMSNorm``, of
+            which the scale alone is modulated.
         dim: Number of phi's coordinates that A and B multiply, at least 1: all of phi without ``outputs``.
         seed: Seed of A and B; ``outputs`` make no difference to them.
         outputs: Give phi further coordinates, which act on the logits; their layer can't be among ``layers``.
@@ -88,7 +92,8 @@ def attach_film(
     usable = {name: module for name, module in model.named_modules() if _unusable(module) is None}
     calls = None if example is None else _calls(model, example, usable)
     if layers is None:
-        names = [name for name, module in usable.items() if not isinstance(module, (*CONVOLUTIONS, nn.Linear))]
+        others = (*CONVOLUTIONS, nn.Linear, nn.RMSNorm)
+        names = [name for name, module in usable.items() if not isinstance(module, others)]
         if calls is not None:
             names = [name for name in names if name in calls.outputs]
         if not names:
@@ -104,8 +109,8 @@ def attach_film(
         _refuse_idle(names, calls)
 
     def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
-        channels = affine(layer)[0].shape[0]
-        return FiLM(context, channels, channel_axis(layer), generator(seed, "film", index))
+        channels, rng = weight_of(layer).shape[0], generator(seed, "film", index)
+        return Scale(context, channels, rng) if _scales(layer) else FiLM(context, channels, channel_axis(layer), rng)
 
     return _attach(model, "film", names, dim, seed, modulation, outputs, calls)
 
@@ -226,8 +231,9 @@ def _check_matrices(
             raise AdapterError(f"{path}: {brief(name)} is no layer of the model{near}")
         if (why := _unusable(known[name])) is not None:
             raise AdapterError(f"{path}: layer {name!r} {why}")
-        channels = affine(known[name])[0].shape[0]
-        expected |= {f"{MATRIX}{name}.{key}": [channels, described.matrix_dim] for key in MATRICES[described.kind]}
+        channels = weight_of(known[name]).shape[0]
+        keys = SCALE_ALONE if _scales(known[name]) else MATRICES[described.kind]
+        expected |= {f"{MATRIX}{name}.{key}": [channels, described.matrix_dim] for key in keys}
     check_tensors(path, tensors, expected)
 
 
@@ -249,7 +255,7 @@ def _attach(
         guessed = isinstance(outputs, Outputs) and outputs.layer is None and calls is None
         name, logits = _logits_layer(outputs, model, names, calls)
         outputs, names, classes = replace(outputs, layer=name), [*names, name], affine(logits)[1].shape[0]
-    example, _ = affine(layers[0] if layers else logits)
+    example = weight_of(layers[0] if layers else logits)
     dtype = torch.float64 if example.dtype == torch.float64 else torch.float32
     context = Context(int(dim), kind, names, int(seed), dtype, outputs, classes)
     children = [modulation(context, index, layer).to(example.device) for index, layer in enumerate(layers)]
@@ -312,7 +318,8 @@ def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str], calls: 
         raise AdapterError(f"the outputs' layer {name!r} is not called on the example")
     if name not in known:
         raise AdapterError(f"the outputs' layer {name!r} is no layer of the model{nearest(name, list(known))}")
-    if (why := _unusable(known[name])) is not None:
+    why = f"is a {type(known[name]).__name__} without a bias" if _scales(known[name]) else _unusable(known[name])
+    if why is not None:
         raise AdapterError(f"the outputs' layer {name!r} {why}; it must be the layer that gives the logits")
     if name in others:
         raise AdapterError(
@@ -334,6 +341,11 @@ def _found(model: nn.Module, calls: Calls) -> str:
     return name
 
 
+def _scales(module: nn.Module) -> bool:
+    """Whether FiLM has a scale alone in a module."""
+    return isinstance(module, nn.RMSNorm)
+
+
 def _inner(module: nn.Module) -> bool:
     """Whether a module is the output projection of an attention layer, which is never called as a layer."""
     return isinstance(module, nn.Linear) and not may_give_logits(module)
@@ -346,6 +358,12 @@ def _unusable(module: nn.Module) -> str | None:
         return f"is a {kind}, neither a normalisation, convolution nor linear layer"
     if _inner(module):
         return "is the output projection of an attention layer, which is never called as a layer"
+    if _scales(module):
+        if getattr(module, "weight", None) is None or weight_of(module).dim() != 1:
+            return f"is a {kind} without a weight per channel to merge into"
+        if type(module).forward is not nn.RMSNorm.forward:
+            return f"is a {kind}, whose output need not be its weight's multiple, so phi could not be merged"
+        return None
     if getattr(module, "weight", None) is None or getattr(module, "bias", None) is None:
         return f"is a {kind} without a weight and a bias to merge into"
     if isinstance(module, CONVOLUTIONS) and any(

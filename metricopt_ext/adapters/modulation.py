@@ -17,6 +17,7 @@ AdapterKind = Literal["film", "input_bias", "outputs"]
 
 # The random matrices of each modulated layer, by kind: names of buffers.
 MATRICES: dict[AdapterKind, tuple[str, ...]] = {"film": ("A", "B"), "input_bias": ("C",), "outputs": ()}
+SCALE_ALONE = ("A",)  # of FiLM on a norm without a bias
 
 CONTEXT_NAME = "metricopt"
 MODULATION_NAME = "metricopt_modulation"
@@ -216,6 +217,33 @@ class FiLM(Modulation):
         bias.mul_(scale.to(bias.dtype)).add_(shift.to(bias.dtype))
 
 
+class Scale(Modulation):
+    """FiLM of a norm without a bias, as RMSNorm is: ``h * (1 + A phi)``, per channel of the last axis.
+
+    Args:
+        context: Holds phi.
+        channels: Number of channels C of the layer's output.
+        rng: Draws A, ``C x d`` with entries N(0, 1/d).
+    """
+
+    A: Tensor
+    merges_into = ("weight",)
+
+    def __init__(self, context: Context, channels: int, rng: torch.Generator) -> None:
+        super().__init__(context)
+        self.register_buffer("A", _gaussian(channels, context, rng), persistent=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Modulate ``... x C``; the dtype is the input's."""
+        return h * (1 + self.times_phi(self.A)).to(h.dtype)
+
+    @torch.no_grad()
+    def merge_into(self, layer: nn.Module) -> None:
+        """Scale the layer's weight."""
+        weight = weight_of(layer)
+        weight.mul_((1 + self.times_phi(self.A)).to(weight.dtype))
+
+
 class InputBias(Modulation):
     """Dynamic biases of a fully connected network, ``h = W x + b + C phi`` (paper, section 4.2 and Fig. S1a).
 
@@ -306,6 +334,12 @@ def affine(layer: nn.Module) -> tuple[Tensor, Tensor]:
     assert isinstance(weight, Tensor)
     assert isinstance(bias, Tensor)
     return weight, bias
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """Return the weight of a layer, which may have no bias."""
+    assert isinstance(layer.weight, Tensor)
+    return layer.weight
 
 
 def channel_axis(layer: nn.Module) -> int:

@@ -114,6 +114,7 @@ def test_default_is_every_usable_norm() -> None:
             "image": nn.LayerNorm((4, 3, 3)),
             "last": nn.LayerNorm(4),
             "unbiased": nn.LayerNorm(4, bias=False),
+            "scale": nn.RMSNorm(4),
             "linear": nn.Linear(4, 4),
         }
     )
@@ -139,6 +140,21 @@ def test_file_roundtrip(cnn: Callable[[], nn.Sequential], kind: str, tmp_path: P
     assert torch.equal(loaded.model(x), adapter.model(x))
     assert loaded.model.state_dict().keys() == adapter.model.state_dict().keys()
     loaded.model.load_state_dict(adapter.model.state_dict())
+
+
+def test_file_roundtrip_of_a_scale(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.RMSNorm(4), nn.LayerNorm(4))
+
+    adapter = attach_film(model(), ["0", "1"], dim=3, seed=7)
+    adapter.set_phi(rand(3, dtype=torch.float32))
+    adapter.save(tmp_path / "adapter.safetensors")
+    x = rand(2, 4, dtype=torch.float32)
+    loaded = load_adapter(model(), tmp_path / "adapter.safetensors")
+    assert torch.equal(loaded.model(x), adapter.model(x))
+    attach_film(nn.Sequential(nn.LayerNorm(4)), "0", dim=3).save(tmp_path / "b.safetensors")
+    with pytest.raises(FileFormatError, match=r"tensor 'matrices\.0\.B'"):
+        load_adapter(nn.Sequential(nn.RMSNorm(4)), tmp_path / "b.safetensors")
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "cut", "garbage", "absent", "other kind"])
@@ -238,6 +254,26 @@ class OnePlus(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias)
+
+
+class OnePlusScale(nn.RMSNorm):
+    """A RMSNorm whose weight is around 0, as Gemma's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight + 1)
+
+
+@pytest.mark.parametrize(
+    ("norm", "message"),
+    [
+        (OnePlusScale(4), "is a OnePlusScale, whose output need not be its weight's multiple"),
+        (nn.RMSNorm(4, elementwise_affine=False), "without a weight per channel"),
+        (nn.RMSNorm((2, 4)), "without a weight per channel"),
+    ],
+)
+def test_scales_that_phi_can_not_be_folded_into_are_refused(norm: nn.Module, message: str) -> None:
+    with pytest.raises(AdapterError, match=message):
+        attach_film(nn.Sequential(norm), "0")
 
 
 class Conditional(nn.GroupNorm):
@@ -379,6 +415,11 @@ HEAD = {"body": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2
             lambda: nn.Sequential(nn.ReLU(), nn.Linear(3, 2)),
             lambda model: attach_outputs(model, Outputs("0")),
             "'0' is a ReLU, neither .*; it must be the layer that gives the logits",
+        ),
+        (
+            lambda: nn.Sequential(nn.RMSNorm(3), nn.Linear(3, 2)),
+            lambda model: attach_outputs(model, Outputs("0")),
+            "'0' is a RMSNorm without a bias; it must be the layer that gives the logits",
         ),
         (
             lambda: nn.ModuleDict(HEAD),

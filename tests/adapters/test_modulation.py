@@ -119,6 +119,20 @@ def test_film_and_its_merge(
     assert list(model.state_dict()) == bare_keys
 
 
+def test_a_norm_without_a_bias_is_scaled(randomise: Callable[..., Any]) -> None:
+    model = randomise(nn.Sequential(nn.RMSNorm(4, eps=1e-6))).double()
+    x, phi, weight = rand(2, 3, 4), rand(3, seed=2), model[0].weight.detach().clone()
+    adapter = attach_film(model, "0", dim=3, seed=4)
+    adapter.set_phi(phi)
+    (scale,) = [m for _, m in adapter.modulations()]
+    assert adapter.signature.channels == (4,)
+    factor = weight * (1 + scale.A @ phi)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * factor
+    torch.testing.assert_close(model(x).detach(), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(adapter.merge()(x).detach(), expected, rtol=1e-12, atol=1e-12)
+    assert list(model.state_dict()) == ["0.weight"]
+
+
 @pytest.mark.parametrize("name", [None, "2"])
 def test_input_bias_and_its_merge(randomise: Callable[..., Any], name: str | None) -> None:
     model = randomise(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))).double()
