@@ -1,0 +1,264 @@
+"""Checkpoints of torch and of safetensors: what is read or refused, and that only what is replaced differs."""
+
+import json
+import threading
+from argparse import Namespace
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from metricopt_ext.errors import DataError, FileFormatError
+from metricopt_ext.utils.checkpoint_file import read_checkpoint, within
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3), nn.Linear(4, 2))
+
+
+def header(path: Path) -> bytes:
+    content = path.read_bytes()
+    return content[: 8 + int.from_bytes(content[:8], "little")]
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A training script's checkpoint, in which two keys name one tensor and two tensors lie in one storage."""
+    state = model().state_dict()
+    state["tied.weight"] = state["1.weight"]
+    flat = torch.arange(6.0)
+    state["low"], state["high"] = flat[:3], flat[3:]
+    state["half"] = torch.ones(3, dtype=torch.bfloat16)
+    content = {"epoch": 7, "model": state, "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "lr": [0.1, None]}}
+    torch.save(content, tmp_path / "model.pth")
+    return tmp_path / "model.pth"
+
+
+def test_a_torch_file_keeps_all_but_what_is_replaced(trained: Path, tmp_path: Path) -> None:
+    file = read_checkpoint(trained)
+    assert file.entry == "model"
+    assert file.shapes["1.weight"] == (3,)
+    assert file.dtypes["half"] == torch.bfloat16
+    new = {"1.bias": torch.tensor([1.0, 2.0, 3.0]), "half": torch.tensor([2.0, 3, 4]).bfloat16()}
+    file.write(tmp_path / "new.pth", new)
+    before, after = torch.load(trained), torch.load(tmp_path / "new.pth")
+    assert list(after) == list(before)
+    assert {key: after[key] for key in ("epoch", "optimizer")} == {key: before[key] for key in ("epoch", "optimizer")}
+    old, now = before["model"], after["model"]
+    assert type(now) is OrderedDict
+    assert now._metadata == old._metadata
+    assert list(now) == list(old)
+    assert {key for key in now if not torch.equal(now[key], old[key])} == {"1.bias", "half"}
+    assert torch.equal(now["1.bias"], new["1.bias"])
+    assert torch.equal(now["half"], new["half"])
+    assert all(now[key].dtype == old[key].dtype for key in now)
+    assert now["tied.weight"].data_ptr() == now["1.weight"].data_ptr()
+    assert now["low"].untyped_storage().data_ptr() == now["high"].untyped_storage().data_ptr()
+    assert torch.equal(file.tensor("1.bias"), old["1.bias"])  # the file in memory is as it was
+
+
+def test_what_is_replaced_is_replaced_under_all_its_names(trained: Path, tmp_path: Path) -> None:
+    file = read_checkpoint(trained)
+    assert file.aliases("1.weight") == ["1.weight", "tied.weight"]
+    assert file.aliases("low") == ["low"]
+    file.write(tmp_path / "new.pth", {"1.weight": torch.tensor([5.0, 6.0, 7.0]), "low": torch.zeros(3)})
+    now = torch.load(tmp_path / "new.pth")["model"]
+    assert now["tied.weight"].tolist() == [5, 6, 7]
+    assert now["low"].tolist() == [0, 0, 0]
+    assert now["high"].tolist() == [3, 4, 5]
+
+
+def test_parameters_stay_parameters(tmp_path: Path) -> None:
+    torch.save(
+        {"a.weight": nn.Parameter(torch.ones(2)), "a.bias": nn.Parameter(torch.ones(2), False)}, tmp_path / "a.pt"
+    )
+    file = read_checkpoint(tmp_path / "a.pt")
+    assert file.entry is None
+    file.write(tmp_path / "b.pt", {"a.weight": torch.zeros(2)})
+    now = torch.load(tmp_path / "b.pt")
+    assert [type(each) for each in now.values()] == [nn.Parameter, nn.Parameter]
+    assert [each.requires_grad for each in now.values()] == [True, False]
+    assert now["a.weight"].tolist() == [0, 0]
+
+
+def test_a_safetensors_file_keeps_every_other_byte(tmp_path: Path) -> None:
+    state = {
+        **model().state_dict(),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "z": torch.ones((), dtype=torch.int64),
+    }
+    save_file(state, tmp_path / "a.safetensors", metadata={"format": "pt", "who": "me"})
+    file = read_checkpoint(tmp_path / "a.safetensors")
+    assert set(file.shapes) == set(state)
+    assert all(file.dtypes[key] == value.dtype for key, value in state.items())
+    assert all(torch.equal(file.tensor(key), value) for key, value in state.items())
+    assert file.aliases("half") == ["half"]
+    new = {"1.weight": torch.tensor([1.0, 2.0, 3.0]), "half": torch.tensor([2.0, 3, 4]).bfloat16()}
+    file.write(tmp_path / "b.safetensors", new)
+    assert header(tmp_path / "b.safetensors") == header(tmp_path / "a.safetensors")
+    now = load_file(tmp_path / "b.safetensors")
+    assert {key for key, value in state.items() if not torch.equal(now[key], value)} == set(new)
+    assert all(torch.equal(now[key], value) for key, value in new.items())
+    file.write(tmp_path / "c.safetensors", {})
+    assert (tmp_path / "c.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
+
+
+def test_several_threads_write_their_own(trained: Path, tmp_path: Path) -> None:
+    file = read_checkpoint(trained)
+
+    def write(number: int) -> None:
+        file.write(tmp_path / f"{number}.pth", {"1.bias": torch.full((3,), float(number))}, durable=False)
+
+    threads = [threading.Thread(target=write, args=[number]) for number in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert [float(torch.load(tmp_path / f"{n}.pth")["model"]["1.bias"][2]) for n in range(8)] == list(range(8))
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_value_of_another_shape_or_type_is_refused(suffix: str, tmp_path: Path) -> None:
+    state = {"a": torch.ones(2)}
+    torch.save(state, tmp_path / "a.pth")
+    save_file(state, tmp_path / "a.safetensors")
+    file = read_checkpoint(tmp_path / f"a{suffix}")
+    for wrong in (torch.ones(3), torch.ones(2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"a is .*must be \(2,\), torch.float32"):
+            file.write(tmp_path / "b", {"a": wrong})
+    assert not (tmp_path / "b").exists()
+
+
+STATE = {"a.weight": torch.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("content", "entry", "found"),
+    [
+        (STATE, None, None),
+        ({**STATE, "epoch": 3}, None, None),
+        ({"state_dict": STATE, "epoch": 3}, None, "state_dict"),
+        ({"model_state_dict": STATE}, None, "model_state_dict"),
+        ({"model": STATE, "state_dict": {}}, None, "model"),
+        ({"model": STATE, "state_dict_ema": STATE}, "state_dict_ema", "state_dict_ema"),
+        ({"nets": {"student.1": STATE}}, "nets.student.1", "nets.student.1"),
+    ],
+)
+def test_where_the_state_dict_is(content: Any, entry: str | None, found: str | None, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "a.th")
+    file = read_checkpoint(tmp_path / "a.th", entry)
+    assert file.entry == found
+    assert list(file.shapes) == ["a.weight"]
+
+
+@pytest.mark.parametrize(
+    ("content", "entry", "message"),
+    [
+        ({"model": STATE, "state_dict_ema": STATE}, None, r"2 state dicts, \['state_dict_ema', 'model'\]; .*--entry"),
+        ({"net": STATE, "epoch": 3}, None, r"no state dict.*name one by --entry, of \['net'\]"),
+        ({"net": STATE}, "model", r"--entry 'model': .*no state dict there; .*\['net'\]"),
+        ({"epoch": 3}, None, r"it has \['epoch'\]"),
+        ([1, 2], None, "it holds a list"),
+    ],
+)
+def test_what_has_no_state_dict_is_refused(content: Any, entry: str | None, message: str, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(DataError, match=message):
+        read_checkpoint(tmp_path / "a.pt", entry)
+
+
+class Own:
+    """Of a framework's own."""
+
+
+@pytest.mark.parametrize("content", [nn.Linear(2, 2), {"model": STATE, "args": Own()}, {"best": np.float64(3)}])
+def test_what_is_more_than_tensors_is_refused_with_the_way_out(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "a.pth")
+    with pytest.raises(FileFormatError, match="more than tensors") as caught:
+        read_checkpoint(tmp_path / "a.pth")
+    lines = str(caught.value).partition("export its state dict:\n")[2]
+    assert 'torch.load("IN.pth"' in lines
+    if not (isinstance(content, dict) and "best" in content):
+        script = lines.replace("IN.pth", f"{tmp_path}/a.pth").replace("OUT.pth", f"{tmp_path}/b.pth")
+        exec("\n".join(line.strip() for line in script.splitlines()), {})
+        assert read_checkpoint(tmp_path / "b.pth").entry == "state_dict"
+
+
+def test_arguments_of_a_training_script_are_refused(tmp_path: Path) -> None:
+    torch.save({"model": STATE, "args": Namespace(lr=0.1)}, tmp_path / "a.pth")
+    with pytest.raises(FileFormatError, match=r"argparse\.Namespace"):
+        read_checkpoint(tmp_path / "a.pth")
+
+
+def test_a_scripted_model_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    torch.jit.trace(nn.Linear(2, 2), torch.ones(2)).save(tmp_path / "a.pt")
+    with pytest.raises(FileFormatError, match=r"TorchScript.*export its state dict"):
+        read_checkpoint(tmp_path / "a.pt")
+
+
+def test_a_pickle_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    import pickle
+
+    weights = {"bn.weight": np.ones(3, np.float32), "bn.bias": np.zeros(3, np.float32)}
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps({"model": weights, "__author__": "Caffe2"}))
+    with pytest.raises(FileFormatError, match="can run any code") as caught:
+        read_checkpoint(tmp_path / "a.pkl")
+    lines = str(caught.value).partition("export it:\n")[2]
+    script = lines.replace("IN.pkl", f"{tmp_path}/a.pkl").replace("OUT.pth", f"{tmp_path}/b.pth")
+    exec("\n".join(line.strip() for line in script.splitlines()), {})
+    assert read_checkpoint(tmp_path / "b.pth").shapes == {"bn.weight": (3,), "bn.bias": (3,)}
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"ends in '.onnx'.*\.safetensors, \.pth"):
+        read_checkpoint(tmp_path / "a.onnx")
+    with pytest.raises(DataError, match="is a folder; name its file"):
+        read_checkpoint(tmp_path)
+    for name in ("a.pth", "a.safetensors"):
+        with pytest.raises(FileNotFoundError):
+            read_checkpoint(tmp_path / name)
+        for content in (b"no checkpoint", b"", b"PK\3\4"):
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(FileFormatError, match="is truncated"):
+                read_checkpoint(tmp_path / name)
+    with pytest.raises(DataError, match="leave it out"):
+        read_checkpoint(tmp_path / "a.safetensors", "model")
+
+
+def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    content = (tmp_path / "a.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    described = json.loads(content[8 : 8 + size])
+    described["a"]["data_offsets"] = [0, 800]
+    text = json.dumps(described).encode()
+    (tmp_path / "b.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    with pytest.raises(FileFormatError, match="not a safetensors file"):
+        read_checkpoint(tmp_path / "b.safetensors")
+
+
+def test_keys_with_dots_lead_into_nested_content() -> None:
+    content = {"a": {"b.c": [1, {"d": 2}]}, "a.b": {"c": 3}, "e": None}
+    assert within(content, "a.b.c.1.d") == 2
+    assert within(content, "a.b.c") == 3  # the longest key counts
+    assert within(content, "a.b") == {"c": 3}
+    for missing in ("x", "a.b.c.7", "a.b.c.x", "e.f", "a.b.c.0.d", "e"):
+        assert within(content, missing) is None
+
+
+def test_types_that_torch_lacks_a_name_for_are_not_floats(tmp_path: Path) -> None:
+    """Such a tensor is copied, never moved."""
+    save_file({"a": torch.ones(2).to(torch.float8_e4m3fn), "b": torch.ones(2)}, tmp_path / "a.safetensors")
+    file = read_checkpoint(tmp_path / "a.safetensors")
+    assert not file.dtypes["a"].is_floating_point
+    file.write(tmp_path / "b.safetensors", {"b": torch.zeros(2)})
+    with safetensors.safe_open(tmp_path / "b.safetensors", "pt") as now:
+        kept: Tensor = now.get_tensor("a")
+    assert kept.float().tolist() == [1, 1]
