@@ -1,0 +1,200 @@
+"""A score that a program prints, or writes into a JSON file, for a checkpoint that it is given."""
+
+import math
+import os
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.utils.checkpoint_file import within
+from metricopt_ext.utils.files import JSON_BYTES, parse_json, read_bounded
+from metricopt_ext.utils.program import Ended, Programs, filled
+from metricopt_ext.utils.words import brief
+
+CHECKPOINT, TRIAL = "checkpoint", "trial"  # stand in braces for the file's path, and for the trial's name
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a program found.
+
+    Attributes:
+        value: The score, the mean of all repeats.
+        halves: The scores on two halves of the data, if they are asked for; means likewise.
+        noise: Standard error of the value; None without repeats.
+        seconds: How long all repeats took.
+    """
+
+    value: float
+    halves: tuple[float, float] | None
+    noise: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why there is no score, in words."""
+
+    reason: str
+
+
+Reading: TypeAlias = Callable[[Ended], float | Failed]
+
+
+class Printed:
+    """The number of the last match of a regular expression, in the standard output or else in the error stream.
+
+    Args:
+        pattern: The expression; its first group is read by ``float``.
+        switch: How messages call it.
+
+    Raises:
+        ConfigError: It is no expression, or has no group.
+    """
+
+    def __init__(self, pattern: str, switch: str) -> None:
+        try:
+            self._pattern = re.compile(pattern, re.MULTILINE)
+        except re.error as error:
+            raise ConfigError(f"{switch} {brief(pattern)} is no regular expression: {error}") from error
+        if not self._pattern.groups:
+            raise ConfigError(f"{switch} {brief(pattern)} has no group; put the number in one, e.g. 'AP50: ([0-9.]+)'")
+        self._switch = switch
+
+    def reading(self, values: Mapping[str, str]) -> Reading:
+        """Return what reads the number once the program that is about to be run has ended."""
+        return self.read
+
+    def read(self, ended: Ended) -> float | Failed:
+        """Return the number that a program printed."""
+        for text in (ended.output, ended.errors):
+            matches = list(self._pattern.finditer(text))
+            if matches:
+                return _number(matches[-1][1], "it printed")
+        return Failed(f"it printed nothing that matches {self._switch} {brief(self._pattern.pattern)}")
+
+
+class Written:
+    """A number that a program writes into a JSON file.
+
+    Args:
+        place: ``FILE:KEY``; ``{checkpoint}`` and ``{trial}`` are replaced in the file's name. The key has dots into
+            nested objects and lists.
+        switch: How messages call it.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+
+    def __init__(self, place: str, switch: str) -> None:
+        self._file, colon, self._key = place.partition(":")
+        if not (self._file and colon and self._key):
+            raise ConfigError(f"{switch} {brief(place)}: it must be FILE:KEY, e.g. 'out/metrics.json:bbox.AP50'")
+
+    @property
+    def shared(self) -> bool:
+        """Whether the programs of all trials write the same file."""
+        return all(f"{{{name}}}" not in self._file for name in (CHECKPOINT, TRIAL))
+
+    def reading(self, values: Mapping[str, str]) -> Reading:
+        """Return what reads the number once the program that is about to be run has ended.
+
+        Args:
+            values: What stands for the names in braces.
+        """
+        path = Path(filled([self._file], values)[0])
+        before = _state(path)
+
+        def read(ended: Ended) -> float | Failed:
+            if _state(path) == before:
+                return Failed(f"it wrote no {path}" + (", which is of an earlier run" if before else ""))
+            try:
+                content = parse_json(read_bounded(path, JSON_BYTES))
+            except (OSError, ValueError) as error:
+                return Failed(f"{path} can't be read as JSON: {brief(error)}")
+            found = within(content, self._key)
+            return Failed(f"{path} has no {brief(self._key)}") if found is None else _number(found, f"{path} has")
+
+        return read
+
+
+def _number(found: Any, where: str) -> float | Failed:
+    try:
+        value = math.nan if isinstance(found, bool) else float(found)
+    except (OverflowError, TypeError, ValueError):
+        return Failed(f"{where} {brief(found)}, which is no number")
+    return value if math.isfinite(value) else Failed(f"{where} {brief(found)}, which is no finite number")
+
+
+@dataclass(frozen=True)
+class ProgramScore:
+    """How a checkpoint is scored by a program.
+
+    Attributes:
+        words: The program and its arguments, with ``{checkpoint}`` and ``{trial}`` in them.
+        score: Where its number is.
+        halves: Where the numbers of two halves of its data are.
+        repeats: How many times it is run for a score.
+        timeout: Seconds that a run may take; None for no limit.
+    """
+
+    words: Sequence[str]
+    score: Printed | Written
+    halves: tuple[Printed, Printed] | None = None
+    repeats: int = 1
+    timeout: float | None = None
+
+    def __call__(self, programs: Programs, checkpoint: Path, trial: str, log: Path) -> Score | Failed:
+        """Score a checkpoint.
+
+        Args:
+            programs: Runs the program.
+            checkpoint: The file.
+            trial: The trial's name.
+            log: Has what the program wrote, of all repeats; what was in it is gone.
+
+        Raises:
+            ConfigError, StoppedError, OSError: As from `Programs.run`.
+        """
+        log.unlink(missing_ok=True)
+        scores = list[Score]()
+        for number in range(self.repeats):
+            found = self._once(programs, {CHECKPOINT: str(checkpoint), TRIAL: trial}, log)
+            if isinstance(found, Failed):
+                return Failed(f"{found.reason} (run {number + 1} of {self.repeats})") if self.repeats > 1 else found
+            scores.append(found)
+        if self.repeats == 1:
+            return scores[0]
+        halves = [each.halves for each in scores if each.halves is not None]
+        return Score(
+            statistics.mean(each.value for each in scores),
+            (statistics.mean(a for a, _ in halves), statistics.mean(b for _, b in halves)) if halves else None,
+            statistics.stdev(each.value for each in scores) / math.sqrt(self.repeats),
+            sum(each.seconds for each in scores),
+        )
+
+    def _once(self, programs: Programs, values: dict[str, str], log: Path) -> Score | Failed:
+        readings = [each.reading(values) for each in (self.score, *(self.halves or ()))]
+        ended = programs.run(filled(self.words, values), log, self.timeout)
+        if why := ended.failure():
+            return Failed(why)
+        numbers = list[float]()
+        for read in readings:
+            found = read(ended)
+            if isinstance(found, Failed):
+                return found
+            numbers.append(found)
+        value, *halves = numbers
+        return Score(value, (halves[0], halves[1]) if halves else None, None, ended.seconds)
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is written; None if there is none."""
+    if not path.exists():
+        return None
+    status = os.stat(path)
+    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,0 +1,149 @@
+"""Scores of programs: which number counts, what is a failure, and what repeats and halves give."""
+
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.tasks.program_score import Failed, Printed, ProgramScore, Score, Written
+from metricopt_ext.utils.program import Ended, Programs
+
+
+def ended(output: str = "", errors: str = "") -> Ended:
+    return Ended(0, 1.0, output, errors)
+
+
+def scored(code: str, score: Printed | Written, tmp_path: Path, **settings: object) -> Score | Failed:
+    """Score a checkpoint by Python code, whose arguments are the checkpoint and the trial."""
+    words = [sys.executable, "-S", "-c", code, "{checkpoint}", "{trial}"]
+    one = ProgramScore(words, score, **settings)  # type: ignore[arg-type]
+    return one(Programs(), tmp_path / "7.pth", "7", tmp_path / "7.log")
+
+
+AP = Printed(r"AP = ([-\w.]+)", "--parse")
+
+
+@pytest.mark.parametrize(
+    ("output", "errors", "found"),
+    [
+        ("AP = 0.1\nAP = 0.25\n", "AP = 0.9", 0.25),  # the last one, of the standard output first
+        ("loss 3", "AP = -1e-3 done", -0.001),
+        ("AP = 7", "", 7.0),
+        ("", "", "it printed nothing that matches --parse"),
+        ("AP = 0.5\nAP = nan", "", "it printed 'nan', which is no finite number"),
+        ("AP = inf", "", "no finite number"),
+        ("AP = n.a.", "", "it printed 'n.a.', which is no number"),
+    ],
+)
+def test_the_number_that_is_printed(output: str, errors: str, found: float | str) -> None:
+    read = AP.read(ended(output, errors))
+    assert read == found if isinstance(found, float) else found in getattr(read, "reason", "")
+
+
+def test_a_group_that_did_not_match_and_lines() -> None:
+    assert isinstance(Printed("(x)?AP", "--parse").read(ended("AP")), Failed)
+    assert Printed(r"^(\d+)$", "--parse").read(ended("a 1\n2\nb")) == 2  # a line's begin and end
+
+
+@pytest.mark.parametrize(("pattern", "message"), [("AP (", "no regular expression"), (r"AP \d+", "has no group; put")])
+def test_patterns_that_read_no_number_are_refused(pattern: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--halves .*{message}"):
+        Printed(pattern, "--halves")
+
+
+@pytest.mark.parametrize("place", ["metrics.json", ":key", "metrics.json:"])
+def test_places_that_are_none_are_refused(place: str) -> None:
+    with pytest.raises(ConfigError, match="must be FILE:KEY"):
+        Written(place, "--parse-json")
+
+
+WRITE = "import json, sys; json.dump({}, open(f'{{sys.argv[2]}}.json', 'w'))"
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("{'bbox': {'AP50': 31.5}}", 31.5),
+        ("{'bbox.AP50': 2}", 2.0),
+        ("{'bbox': {'AP50': float('nan')}}", "no finite number"),
+        ("{'bbox': {'AP50': True}}", "no finite number"),
+        ("{'bbox': {'AP50': [1]}}", "which is no number"),
+        ("{'bbox': {'AP50': 10**400}}", "which is no number"),
+        ("{'bbox': {}}", "has no 'bbox.AP50'"),
+    ],
+)
+def test_the_number_that_is_written(
+    content: str, found: float | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    read = scored(WRITE.format(content), Written("{trial}.json:bbox.AP50", "--parse-json"), tmp_path)
+    assert read.value == found if isinstance(read, Score) else found in read.reason  # type: ignore[operator]
+
+
+def test_what_an_earlier_run_wrote_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = Written("7.json:a", "--parse-json")
+    assert place.shared
+    assert not Written("{trial}.json:a", "--parse-json").shared
+    assert scored("", place, tmp_path) == Failed("it wrote no 7.json")
+    (tmp_path / "7.json").write_text(json.dumps({"a": 1}))
+    assert scored("", place, tmp_path) == Failed("it wrote no 7.json, which is of an earlier run")
+    assert isinstance(scored(WRITE.format("{'a': 1}"), place, tmp_path), Score)
+    assert isinstance(scored(WRITE.format("{'a': 1}"), place, tmp_path), Score)  # the same again
+    broken = scored("open('7.json', 'w').write('{')", place, tmp_path)
+    assert "can't be read as JSON" in getattr(broken, "reason", "")
+
+
+def test_the_program_gets_checkpoint_and_trial(tmp_path: Path) -> None:
+    code = "import sys; print(sys.argv[1:]); print('AP = 1')"
+    found = scored(code, AP, tmp_path)
+    assert isinstance(found, Score)
+    assert (found.value, found.halves, found.noise) == (1.0, None, None)
+    assert 0 < found.seconds < 30
+    assert (tmp_path / "7.log").read_text() == f"['{tmp_path}/7.pth', '7']\nAP = 1\n"
+
+
+def test_halves_are_read_from_the_same_output(tmp_path: Path) -> None:
+    halves = (Printed(r"a (\S+)", "--halves"), Printed(r"b (\S+)", "--halves"))
+    found = scored("print('a 1 b 2'); print('AP = 1.5')", AP, tmp_path, halves=halves)
+    assert isinstance(found, Score)
+    assert found.halves == (1.0, 2.0)
+    without = scored("print('a 1'); print('AP = 1.5')", AP, tmp_path, halves=halves)
+    assert "matches --halves" in getattr(without, "reason", "")
+
+
+# Prints another number at each call: 1, 2, 4, ...
+COUNTING = """
+import os
+calls = len(open("calls").read()) if os.path.exists("calls") else 0
+open("calls", "a").write("x")
+print("AP =", 2 ** calls, "a", calls, "b", -calls)
+"""
+
+
+def test_repeats_give_a_mean_and_its_standard_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    halves = (Printed(r"a (\S+)", "--halves"), Printed(r"b (\S+)", "--halves"))
+    found = scored(COUNTING, AP, tmp_path, halves=halves, repeats=3)
+    assert isinstance(found, Score)
+    assert found.value == pytest.approx(7 / 3)
+    assert found.noise == pytest.approx(statistics.stdev([1, 2, 4]) / math.sqrt(3))
+    assert found.halves == (1.0, -1.0)
+    assert len((tmp_path / "7.log").read_text().splitlines()) == 3
+    again = scored(COUNTING, AP, tmp_path)
+    assert isinstance(again, Score)
+    assert again.value == 8
+    assert len((tmp_path / "7.log").read_text().splitlines()) == 1  # the log of an earlier trial of that name is gone
+
+
+def test_a_failure_says_in_which_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = COUNTING + "import sys; sys.exit(3 * (calls == 1))"
+    assert scored(code, AP, tmp_path, repeats=3) == Failed("its exit status is 3 (run 2 of 3)")
+    assert scored("print('AP = 1'); 1 / 0", AP, tmp_path) == Failed("its exit status is 1")
+    slow = scored("import time; time.sleep(60)", AP, tmp_path, timeout=0.3)
+    assert "time limit" in getattr(slow, "reason", "")

@@ -1,0 +1,181 @@
+"""Programs: their output, their end, and that nothing of them is left."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.utils import program
+from metricopt_ext.utils.program import Ended, Programs, StoppedError, command_words, filled, last_lines
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-S", "-c", code]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended but was not waited for, as its parent is gone, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def number_in(path: Path) -> int:
+    until = time.monotonic() + 20
+    while not (path.exists() and path.read_text().strip().isdecimal()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return int(path.read_text())
+
+
+def gone(pid: int) -> bool:
+    until = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not alive(pid)
+
+
+# Starts a process of its own, which ignores SIGTERM, tells its number, and waits.
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-S", "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"])
+open("child", "w").write(str(child.pid))
+print("begun", flush=True)
+time.sleep(100)
+"""
+
+
+def test_output_and_errors_are_told_apart_and_logged(tmp_path: Path) -> None:
+    code = "import sys; print('a 1'); print('b 2', file=sys.stderr); print('a 3'); sys.exit(4)"
+    ended = Programs().run(python(code), tmp_path / "new" / "0.log")
+    assert (ended.output, ended.errors, ended.status) == ("a 1\na 3\n", "b 2\n", 4)
+    assert ended.failure() == "its exit status is 4"
+    assert (tmp_path / "new" / "0.log").read_text() == "a 1\na 3\nb 2\n"
+    assert os.listdir(tmp_path / "new") == ["0.log"]
+
+
+def test_a_second_run_is_added_to_the_log_and_read_alone(tmp_path: Path) -> None:
+    log, programs = tmp_path / "0.log", Programs()
+    for number in (1, 2):
+        ended = programs.run(python(f"print({number})"), log)
+        assert (ended.output, ended.failure()) == (f"{number}\n", None)
+    assert log.read_text() == "1\n2\n"
+
+
+def test_the_last_bytes_of_a_long_output_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "READ", 10)
+    ended = Programs().run(python("print('x' * 50); print('end')"), tmp_path / "0.log")
+    assert ended.output == "xxxxx\nend\n"[-10:]
+
+
+def test_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
+    ended = Programs().run(python(r"import sys; sys.stdout.buffer.write(b'\xff\xfe 0.5')"), tmp_path / "0.log")
+    assert ended.output == "\ufffd\ufffd 0.5"
+
+
+def test_it_runs_here_without_a_shell_and_without_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "import os, sys; print(os.getcwd(), sys.argv[1:], repr(sys.stdin.read()))"
+    ended = Programs().run([*python(code), "$HOME", "a b", "*"], tmp_path / "0.log")
+    assert ended.output == f"{tmp_path} ['$HOME', 'a b', '*'] ''\n"
+
+
+def test_one_that_takes_too_long_ends_with_all_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    began = time.monotonic()
+    ended = Programs().run(python(PARENT), tmp_path / "0.log", timeout=1.0)
+    assert time.monotonic() - began < program.GRACE  # the parent ends when it is asked to
+    assert ended.timed_out
+    assert ended.output == "begun\n"
+    assert ended.failure() == "it was ended after its time limit of 1 s"
+    assert "[ended after its time limit of 1 s]" in (tmp_path / "0.log").read_text()
+    assert gone(number_in(tmp_path / "child"))
+
+
+def test_one_that_does_not_end_when_asked_to_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "GRACE", 0.2)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+    ended = Programs().run(python(code), tmp_path / "0.log", timeout=0.5)
+    assert ended.timed_out
+    assert ended.status == -9
+
+
+def test_what_one_leaves_behind_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = Programs().run(python(PARENT.replace("\ntime.sleep(100)", "")), tmp_path / "0.log")
+    assert ended.failure() is None
+    assert gone(number_in(tmp_path / "child"))
+
+
+def test_stopping_ends_all_and_starts_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(program, "GRACE", 1.0)
+    programs, raised = Programs(), list[type[Exception]]()
+
+    def run() -> None:
+        try:
+            programs.run(python(PARENT), tmp_path / "0.log")
+        except StoppedError as error:
+            raised.append(type(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    child = number_in(tmp_path / "child")
+    programs.stop()
+    thread.join(10)
+    assert raised == [StoppedError]
+    assert gone(child)
+    with pytest.raises(StoppedError):
+        programs.run(python("print(1)"), tmp_path / "1.log")
+
+
+def test_a_program_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no program")
+    for name in ("no-such-program", str(tmp_path / "text")):
+        with pytest.raises(ConfigError, match="can't be started: "):
+            Programs().run([name], tmp_path / "0.log")
+
+
+def test_signals_end_programs_too(tmp_path: Path) -> None:
+    ended = Programs().run(python("import os; os.kill(os.getpid(), 11)"), tmp_path / "0.log")
+    assert ended.failure() == "signal 11 ended it"
+    assert Ended(0, 1.0, "", "").failure() is None
+
+
+def test_words_are_those_of_a_shell() -> None:
+    words = command_words("run 'a b' --weights={checkpoint} \"{trial}\" {other}", "--score", needed=["checkpoint"])
+    assert words == ["run", "a b", "--weights={checkpoint}", "{trial}", "{other}"]
+    values = {"checkpoint": "/x y/{trial}.pth", "trial": "7"}
+    assert filled(words, values) == ["run", "a b", "--weights=/x y/{trial}.pth", "7", "{other}"]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("", "--score is empty"),
+        ("run 'a {checkpoint}", "No closing quotation"),
+        ("run weights.pth", r"has no {checkpoint}"),
+        ("run {checkpoint} | tail -1", r"has '\|', but no shell runs it; write sh -c"),
+        ("cd x && run {checkpoint}", "has '&&'"),
+        ("run {checkpoint} > log", "has '>'"),
+    ],
+)
+def test_commands_that_can_not_be_meant_are_refused(command: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        command_words(command, "--score", needed=["checkpoint"])
+
+
+def test_quoted_signs_are_arguments() -> None:
+    assert command_words("run '|' \"&&\" {checkpoint}", "--score") == ["run", "|", "&&", "{checkpoint}"]
+
+
+def test_the_last_lines_of_a_log(tmp_path: Path) -> None:
+    (tmp_path / "0.log").write_text("a\nb\nc\n")
+    assert last_lines(tmp_path / "0.log", 2) == ["b", "c"]
+    assert last_lines(tmp_path / "1.log", 2) == []
