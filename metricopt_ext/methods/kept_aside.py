@@ -8,7 +8,7 @@ from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import judge_held_out
 from metricopt_ext.methods.result import Result, SearchRun
 from metricopt_ext.methods.starts import all_starts, with_start
-from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.metric import CostScale, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
 CANDIDATES = 3  # at most: the model as it was, the start that the search began from, and the search's end
@@ -53,16 +53,35 @@ def confirmed(result: Result, task: FinetuneTask, confidence: float) -> Result:
     """
     if result.chosen == "start":
         return result
-    values, candidates = {"start": result.before, result.chosen: result.after}, [result.chosen]
+    costs = {name: _cost(result, task, name) for name in values_of_candidates(result)}
+    return preferred(
+        result, {name: task.metric.to_value(cost) for name, cost in costs.items()}, task.metric, confidence
+    )
+
+
+def values_of_candidates(result: Result) -> dict[str, float]:
+    """Return what data kept aside choose from, by name, with its value on the data that the search sees."""
+    values = {"start": result.before}
     if isinstance(result, SearchRun):
-        values |= {result.begun_at: result.starts[result.begun_at]}
-        candidates = [result.begun_at, result.chosen]
-    costs = {name: _cost(result, task, name) for name in dict.fromkeys(["start", *candidates])}
+        values[result.begun_at] = result.starts[result.begun_at]
+    return {**values, result.chosen: result.after}
+
+
+def preferred(result: Result, aside: Mapping[str, float], metric: CostScale, confidence: float) -> Result:
+    """Return a run's result with what data kept aside prefer; see `confirmed`.
+
+    Args:
+        result: What the guard made of the run.
+        aside: The values of `values_of_candidates` on these data.
+        metric: What the values mean.
+        confidence: As in `confirmed`.
+    """
+    values, aside = values_of_candidates(result), dict(aside)
+    costs = {name: metric.to_cost(value) for name, value in aside.items()}
     chosen = min(costs, key=lambda name: costs[name])
-    aside = {name: task.metric.to_value(cost) for name, cost in costs.items()}
     if result.guard != "none":
         return replace(result, chosen=chosen, after=values[chosen], aside=aside)
-    sign = 1 if task.metric.maximize else -1
+    sign = 1 if metric.maximize else -1
     verdicts = {
         name: judge_held_out(sign * (values[name] - values["start"]), sign * (aside[name] - aside["start"]), confidence)
         for name in costs
