@@ -30,6 +30,7 @@ from PIL import Image
 from torch import nn
 
 from metricopt_ext.adapters.attach import attach_film, attach_outputs, load_adapter
+from metricopt_ext.adapters.skeleton import attach_checkpoint, chosen, moved_tensors
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.tables import load_csv, load_libsvm
@@ -56,6 +57,7 @@ from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore, load_trajectories
 from metricopt_ext.utils import files
+from metricopt_ext.utils.checkpoint_file import read_checkpoint
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import load_checkpoint, save_checkpoint, write_json
 from metricopt_ext.utils.identity import claim
@@ -224,6 +226,23 @@ def checkpoint(suffix: str) -> Callable[[Path], Path]:
         return path
 
     return write
+
+
+def with_norms(suffix: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        path, state = folder / f"model{suffix}", nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)).state_dict()
+        save_checkpoint(path, state) if suffix == ".safetensors" else torch.save({"model": state}, path)
+        return path
+
+    return write
+
+
+def write_moved(path: Path) -> None:
+    """Read a checkpoint, and write it again with moved norms."""
+    file = read_checkpoint(path)
+    moved = chosen(file)
+    adapter = attach_checkpoint(file, moved, dim=2)
+    file.write(path.with_stem("moved"), moved_tensors(adapter, torch.ones(2), file, moved))
 
 
 def write_kept(folder: Path) -> Path:
@@ -406,6 +425,8 @@ LOADERS: dict[str, Loader] = {
     "sibling_training": Loader(write_sibling_training, read_sibling_training),
     "checkpoint": Loader(checkpoint(".safetensors"), lambda path: load_checkpoint(nn.Linear(2, 2), path)),
     "torch checkpoint": Loader(checkpoint(".pt"), lambda path: load_checkpoint(nn.Linear(2, 2), path)),
+    "checkpoint to tune": Loader(with_norms(".safetensors"), write_moved),
+    "torch checkpoint to tune": Loader(with_norms(".pt"), write_moved),
     "evaluations": Loader(
         parsed("e.json", {"checksum": "right", "evaluations": [[0.5, [0.4, 0.6]], [0.5, None]]}), evaluations
     ),
@@ -747,6 +768,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], str]] = 
         "x.yaml: Exceeds the limit",
     ),
     "a compressed torch file": (deflated, lambda p: load_checkpoint(nn.Linear(2, 2), p), "it is compressed"),
+    "a compressed torch file to tune": (deflated, read_checkpoint, "it is compressed"),
     "a class's number": (
         text("Ebay_train.txt", "image_id class_id super_class_id path\n1 " + "9" * 30 + " 1 a.png\n"),
         lambda p: load_stanford_online_products(p.parent),

@@ -31,7 +31,7 @@ FILES = (
 )
 TOOLS = (
     *("train_detector", "finetune_detector", "finetune_retrieval", "finetune_classifier"),
-    *("evaluate_ap50", "evaluate_recall", "compare"),
+    *("evaluate_ap50", "evaluate_recall", "compare", "tune_checkpoint"),
 )
 FOLDERS = ("metricopt_ext", "benchmarks", "examples", "tests", *LINKED)
 HEAVY = ("detectron2", "faiss", "gpytorch", "matplotlib", "pytorch_metric_learning", "sklearn", "torchvision")

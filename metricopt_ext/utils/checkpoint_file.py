@@ -1,6 +1,7 @@
 """A checkpoint of whatever framework, as a file: its tensors, and the same file again with some of them replaced."""
 
 import json
+import re
 import shutil
 import threading
 import zipfile
@@ -96,7 +97,9 @@ def read_checkpoint(path: str | Path, entry: str | None = None) -> CheckpointFil
             raise DataError(f"--entry {brief(entry)}: {path} is of safetensors, which has tensors alone; leave it out")
         return _Safetensors(path)
     if path.suffix in (".pkl", ".pickle"):
-        raise FileFormatError(f"{path} is a pickle, which can run any code. If you trust it, export it:\n{OF_PICKLE}")
+        raise FileFormatError(
+            f"{path} is a pickle, which can run any code. If you trust it, export it:\n{_for(path, OF_PICKLE)}"
+        )
     if path.suffix not in TORCH:
         kinds = ", ".join([SAFETENSORS, *TORCH])
         what = "is a folder; name its file" if path.is_dir() else f"ends in {brief(path.suffix)}; it must be a file"
@@ -106,16 +109,22 @@ def read_checkpoint(path: str | Path, entry: str | None = None) -> CheckpointFil
 
 OF_PICKLE = """\
   import pickle, torch
-  content = pickle.load(open("IN.pkl", "rb"), encoding="latin1")
+  content = pickle.load(open(IN, "rb"), encoding="latin1")
   state = content.get("model", content)
-  torch.save({"model": {key: torch.as_tensor(value) for key, value in state.items()}}, "OUT.pth")"""
+  torch.save({"model": {key: torch.as_tensor(value) for key, value in state.items()}}, OUT)"""
 
 OF_TORCH = """\
   import torch
-  content = torch.load("IN.pth", map_location="cpu", weights_only=False)
+  content = torch.load(IN, map_location="cpu", weights_only=False)
   state = content.get("state_dict", content.get("model", content)) if isinstance(content, dict) else content
   state = state.state_dict() if hasattr(state, "state_dict") else state
-  torch.save({"state_dict": {key: torch.as_tensor(value) for key, value in state.items()}}, "OUT.pth")"""
+  torch.save({"state_dict": {key: torch.as_tensor(value) for key, value in state.items()}}, OUT)"""
+
+
+def _for(path: Path, lines: str) -> str:
+    """Return lines of Python for a file."""
+    names = {"IN": json.dumps(str(path)), "OUT": json.dumps(str(path.with_name(f"{path.stem}_state.pth")))}
+    return re.sub(r"\b(IN|OUT)\b", lambda match: names[match[1]], lines)
 
 
 class _Safetensors(CheckpointFile):
@@ -224,7 +233,7 @@ def _loaded(path: Path) -> Any:
         why = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
         raise FileFormatError(
             f"{path} holds more than tensors, numbers and text ({brief(ValueError(why))}), which is not read, as it can"
-            f" run any code. If you trust it, export its state dict:\n{OF_TORCH}"
+            f" run any code. If you trust it, export its state dict:\n{_for(path, OF_TORCH)}"
         ) from error
 
 

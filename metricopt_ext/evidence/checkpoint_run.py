@@ -1,0 +1,294 @@
+"""Tunes a checkpoint for a score that a program prints: trial files, programs side by side, guard, tuned file."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.skeleton import Moved, attach_checkpoint, moved_tensors
+from metricopt_ext.errors import BudgetError, ConfigError, FileFormatError, MetricError
+from metricopt_ext.methods.guard import CONFIDENCE
+from metricopt_ext.methods.kept_aside import preferred, values_of_candidates
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.search import Search
+from metricopt_ext.tasks.metric import CostScale
+from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
+from metricopt_ext.utils.checkpoint_file import CheckpointFile
+from metricopt_ext.utils.files import open_regular, opened_atomically, read_json, remove_unfinished, write_json
+from metricopt_ext.utils.identity import claim, fingerprint, fingerprint_of_files
+from metricopt_ext.utils.program import Programs
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.words import counted
+
+IDENTITY, SEARCH, TRIALS = "run.json", "search", "trials"
+UNCHANGED = "0"  # the name of the trial that is the file as it was
+HELD_OUT = "holdout"  # begins the names of trials on data held out
+FORMAT = 1  # of what is kept: a folder of another format is not resumed
+NAME = "score"
+
+
+class TrialError(MetricError):
+    """More trials failed than may.
+
+    Args:
+        message: What happened.
+        log: What the program of the last one wrote.
+    """
+
+    def __init__(self, message: str, log: Path) -> None:
+        super().__init__(message)
+        self.log = log
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a run found.
+
+    Attributes:
+        result: The guarded result, in the score's own units.
+        queries: Runs of the program, by purpose; those on data held out are counted apart.
+        failed: Trials that failed.
+        phi: What was kept, ``d``.
+    """
+
+    result: Result
+    queries: dict[str, int]
+    failed: int
+    phi: Tensor
+
+    @property
+    def changed(self) -> bool:
+        """Whether another model is kept than the one that was given."""
+        return bool(self.phi.any())
+
+
+class CheckpointRun:
+    """One run on one checkpoint.
+
+    Args:
+        file: The checkpoint.
+        moved: What phi moves (`chosen`).
+        score: Scores a file on the data that the search sees.
+        folder: Keeps the search, trial files while they are scored, and logs.
+        holdout: Scores it on data that the search does not see; None without any.
+        maximize: Whether higher is better.
+        dim: Number of phi's coordinates for all norms together.
+        seed: Seed of the directions and of the search.
+    """
+
+    def __init__(
+        self,
+        file: CheckpointFile,
+        moved: Sequence[Moved],
+        score: ProgramScore,
+        folder: Path,
+        *,
+        holdout: ProgramScore | None = None,
+        maximize: bool = True,
+        dim: int = 16,
+        seed: int = 0,
+    ) -> None:
+        self.file, self.moved, self.score, self.holdout = file, list(moved), score, holdout
+        self.folder, self.maximize, self.seed = folder, maximize, seed
+        self.adapter: Adapter = attach_checkpoint(file, moved, dim=dim, seed=seed)
+
+    def score_unchanged(self) -> Score:
+        """Score the file as it was, but written by us.
+
+        Raises:
+            TrialError: The program fails on it, so that it would on any other.
+            ConfigError: It can't be started.
+            OSError: The file can't be written.
+        """
+        with _ending() as programs:
+            found = self._scored(programs, self.score, UNCHANGED, self.adapter.phi.detach() * 0)
+        if isinstance(found, Failed):
+            raise TrialError(f"the unchanged checkpoint can't be scored: {found.reason}", self.log(UNCHANGED))
+        return found
+
+    def log(self, trial: str) -> Path:
+        """Return where a trial's output is."""
+        return self.folder / TRIALS / f"{trial}.log"
+
+    def begun(self) -> bool:
+        """Whether the folder holds a run."""
+        return (self.folder / IDENTITY).exists()
+
+    def claim(self, described: dict[str, Any], resume: bool) -> None:
+        """Take the folder for this run, or go on with the same one.
+
+        Args:
+            described: What the run depends on besides the file and what moves.
+            resume: Continue what an interrupted run left there.
+
+        Raises:
+            FileFormatError: The folder holds a run, and ``resume`` is False or it is another.
+        """
+        if self.begun() and not resume:
+            raise FileFormatError(
+                f"{self.folder} holds an earlier run: add --resume to continue it, or use another folder"
+            )
+        identity = {
+            "format": FORMAT,
+            "content of the checkpoint": fingerprint_of_files([self.file.path]),
+            "moved": [key for each in self.moved for key in each.keys],
+            **described,
+        }
+        claim(self.folder / IDENTITY, identity)
+        for name in ("[0-9]*", f"{HELD_OUT}-*"):
+            for leftover in (self.folder / TRIALS).glob(name + self.file.path.suffix):
+                leftover.unlink()
+        remove_unfinished(self.folder / TRIALS)
+
+    def tune(
+        self,
+        queries: int,
+        *,
+        unchanged: Score | None = None,
+        jobs: int = 1,
+        failures: int = 0,
+        resume: bool = False,
+        watcher: Watcher | None = None,
+    ) -> Tuned:
+        """Search, have the guard decide, and ask the data held out if there are any.
+
+        Args:
+            queries: Runs of the program that the search may take, those of the unchanged file included.
+            unchanged: What `score_unchanged` found, which is the search's first trial; None to score it again.
+            jobs: How many programs run at once; the result does not depend on it.
+            failures: How many trials may fail.
+            resume: Continue what an interrupted run left in the folder.
+            watcher: Notified of progress.
+
+        Raises:
+            TrialError: More trials failed.
+            ConfigError: There are too few queries to search with.
+            FileFormatError: As from `Search`.
+            OSError: A file can't be written.
+        """
+        watcher = watcher or Watcher()
+        with self._searching(queries, resume) as search:
+            watcher.stage("search")
+            if search.spent:
+                watcher.on_file(search.spent)
+            self._ask_and_tell(search, unchanged, jobs, failures, watcher)
+            result: Result = search.result()
+            failed = search.failed
+            spent = {NAME: search.spent * self.score.repeats}
+        if self.holdout is not None and result.chosen != "start":
+            watcher.stage("data held out")
+            aside = self._held_out(self.holdout, result)
+            result = preferred(result, aside, _scale(self.maximize), CONFIDENCE)
+            spent["held out"] = len(aside) * self.holdout.repeats
+        watcher.outcome(f"{NAME} {result.before:.4f} -> {result.after:.4f}")
+        watcher.done()
+        return Tuned(result, spent, failed, result.ends[result.chosen])
+
+    def _searching(self, queries: int, resume: bool) -> Search:
+        trials = queries // self.score.repeats
+        try:
+            return Search(
+                self.adapter,
+                trials,
+                seed=self.seed,
+                output_dir=self.folder / SEARCH,
+                resume=resume,
+                maximize=self.maximize,
+                name=NAME,
+            )
+        except BudgetError as error:
+            raise ConfigError(f"--queries {queries} with --repeats {self.score.repeats}: {error}") from error
+
+    def _ask_and_tell(
+        self, search: Search, unchanged: Score | None, jobs: int, failures: int, watcher: Watcher
+    ) -> None:
+        """Score all that the search asks for, several at once, and tell it each score when it is there."""
+
+        def tell(trial: int, found: Score | Failed) -> None:
+            if isinstance(found, Score):
+                search.tell(trial, found.value, halves=found.halves, noise=found.noise)
+                watcher.query(search.spent * self.score.repeats, f"{NAME} {found.value:.4f}")
+                return
+            log = self.log(str(trial))
+            if search.failed >= failures:  # it stays open, so that --resume tries it again
+                allowed = f"{counted(failures, 'trial')} may fail (--failures {failures})"
+                raise TrialError(f"trial {trial} failed: {found.reason}; {allowed}", log)
+            search.fail(trial, found.reason)
+            watcher.say(f"trial {trial} failed: {found.reason}; its output is in {log}")
+
+        running: dict[Future[Score | Failed], int] = {}
+        with ThreadPoolExecutor(jobs) as pool, _ending() as programs:
+            while True:
+                trials = search.ask(jobs - len(running)) if len(running) < jobs else []
+                if not trials and not running:
+                    return
+                for trial in trials:
+                    if str(trial.id) == UNCHANGED and unchanged is not None:
+                        tell(trial.id, unchanged)
+                    else:
+                        future = pool.submit(self._scored, programs, self.score, str(trial.id), trial.phi.clone())
+                        running[future] = trial.id
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    tell(running.pop(future), future.result())
+
+    def _held_out(self, holdout: ProgramScore, result: Result) -> dict[str, float]:
+        """Return the scores of the guard's candidates on the data held out; each is asked for once, and kept."""
+        path, found = self.folder / f"{HELD_OUT}.json", dict[str, float]()
+        kept = read_json(path) if path.exists() else {}
+        with _ending() as programs:
+            for name in values_of_candidates(result):
+                trial, phi = f"{HELD_OUT}-{name}", result.ends[name]
+                point = fingerprint({"phi": phi})
+                if not isinstance(kept.get(point), float):
+                    scored = self._scored(programs, holdout, trial, phi)
+                    if isinstance(scored, Failed):
+                        raise TrialError(f"--holdout failed on {name!r}: {scored.reason}", self.log(trial))
+                    kept[point] = scored.value
+                    write_json(path, kept)
+                found[name] = kept[point]
+        return found
+
+    def _scored(self, programs: Programs, score: ProgramScore, trial: str, phi: Tensor) -> Score | Failed:
+        """Write a trial's file, score it, delete it; any thread may call it."""
+        path = (self.folder / TRIALS / f"{trial}{self.file.path.suffix}").absolute()
+        self.file.write(path, moved_tensors(self.adapter, phi, self.file, self.moved), durable=False)
+        try:
+            return score(programs, path, trial, self.log(trial))
+        finally:
+            path.unlink(missing_ok=True)
+
+    def write(self, path: Path, tuned: Tuned) -> None:
+        """Write the checkpoint with what was kept: the same bytes as before if that is the model as it was.
+
+        Raises:
+            OSError: The file can't be written.
+        """
+        if tuned.changed:
+            self.file.write(path, moved_tensors(self.adapter, tuned.phi, self.file, self.moved))
+            return
+        with open_regular(self.file.path) as old, opened_atomically(path) as file:
+            shutil.copyfileobj(old, file, 1 << 20)
+
+    def disk(self, jobs: int) -> int:
+        """Return how many bytes the files of a run take at most: a trial for each job, the tuned one, and a spare."""
+        return (jobs + 2) * self.file.path.stat().st_size
+
+
+def _scale(maximize: bool) -> CostScale:
+    return CostScale(maximize=maximize, bounds=None, name=NAME)
+
+
+@contextmanager
+def _ending() -> Iterator[Programs]:
+    """Yield what runs programs, all of which end with the block."""
+    programs = Programs()
+    try:
+        yield programs
+    finally:
+        programs.stop()
