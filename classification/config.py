@@ -11,7 +11,7 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method_config import brought_by, either
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.evidence.siblings import SiblingsConfig
-from metricopt_ext.methods.recipe import checked_setting
+from metricopt_ext.methods.recipe_settings import checked_setting
 from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS, SIBLINGS
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
 from metricopt_ext.tasks.own_metric import OwnMetricConfig

@@ -8,7 +8,7 @@ from metricopt_ext.evidence.method import METHODS, Meter, Method, MethodResult
 from metricopt_ext.evidence.method_config import LearnedConfig, PaperSettings
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.result import LearnedResult
+from metricopt_ext.methods.siblings.algorithm_s1 import LearnedResult
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher, Within
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from metricopt_ext.errors import BudgetError, ValueFunctionError
 from metricopt_ext.methods.guard import decide_among
-from metricopt_ext.methods.recipe import LEAST_TASKS, Recipe, Setting
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.recipe_settings import LEAST_TASKS, Setting
 from metricopt_ext.methods.result import MetricOptResult, Result, outcome
 from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune

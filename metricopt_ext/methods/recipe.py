@@ -1,185 +1,24 @@
-"""How `optimize_metric` works by default: learn a value function, then follow it."""
+"""Learn a value function from rounds of finetuning, then follow it: for many starts, or inside a trainer."""
 
-import math
-from collections.abc import Sequence, Sized
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import Decision
+from metricopt_ext.methods.recipe_settings import RecipeSettings
 from metricopt_ext.methods.result import MetricOptResult, Result, outcome
+from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.strategy import Context, LearningStrategy
-from metricopt_ext.search.strategy import SearchStrategy
+from metricopt_ext.methods.tuning import choose_setting, tune_start
 from metricopt_ext.tasks.split_half import split_half_correlation
-from metricopt_ext.tasks.trajectory import Trajectory
-from metricopt_ext.utils.checks import check_above, check_at_least, check_instance, check_integer
 from metricopt_ext.utils.identity import described
-from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.words import counted
-from metricopt_ext.value.fitting import Fit, fit_value_function
-from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
-from metricopt_ext.value.observations import Labeller, Observations
-
-
-class Setting(NamedTuple):
-    """How boldly f is followed.
-
-    Attributes:
-        loss_weight: Weight w of the loss step, at least 0.
-        metric_step: Length of the first metric step in units of f's data radius, at least 0.
-    """
-
-    loss_weight: float
-    metric_step: float
-
-
-def checked_setting(pair: Sequence[float]) -> Setting:
-    """Return a pair of numbers as a `Setting`.
-
-    Raises:
-        ValueError: It is no pair, or a number in it is not finite or below 0.
-    """
-    if not isinstance(pair, Sized) or len(pair) != 2:
-        raise ValueError(f"settings has {pair!r}; each must be a pair (loss weight, metric step)")
-    setting = Setting(*pair)
-    check_at_least(0, **setting._asdict())
-    return setting
-
-
-# Tasks of the first round, from which f is learned and measured: two to learn from while two are held out.
-LEAST_TASKS = 4
 
 
 @dataclass(frozen=True)
-class Recipe(LearningStrategy):
-    """How `optimize_metric` works. The defaults are meant to be left alone, except ``steps`` and ``lr``.
+class Recipe(RecipeSettings, LearningStrategy):
+    """Learn f in rounds, the first on the loss alone, the others under the f so far; then finetune phi under f.
 
-    Attributes:
-        steps: Finetuning steps T of each task.
-        lr: Rate of the loss step.
-        evals: Metric queries K along each task, both ends included.
-        rounds: Rounds of collection: the first loss-only, the others on-policy under the f fitted so far.
-        start_std: Standard deviation of the tasks' starts phi_0.
-        explored_step: Centre of the metric step in on-policy rounds, drawn log-uniformly within a factor of 3; the
-            loss weight is drawn from [0, 1].
-        settings: Candidate `Setting` s for finetuning, or pairs of numbers; a few queries choose among them.
-        trials: Random starts, besides phi = 0, on which each setting is tried, one query each.
-        folds: Parts of the trajectories; each is held out from some members of f's ensemble, to measure f. Early
-            rounds with fewer than two trajectories per part use fewer parts.
-        labels: Turns trajectories into labelled points: the observed ones, or all steps by interpolation
-            (`labels.GaussianProcessLabels`).
-        learners: Kinds of value function to fit; held-out quality decides.
-        adapt_queries: Queries along MetricOpt's own finetuning of a start, to which f is then adapted before that start
-            is finetuned again; 0 uses f as it is.
-        refine: A direct search on the metric from the best end point so far; None for no such search.
-        refine_queries: Queries of that search per start.
+    Its fields are those of `RecipeSettings`.
     """
-
-    steps: int = 50
-    lr: float = 0.1
-    evals: int = 5
-    rounds: int = 6
-    start_std: float = 0.2
-    explored_step: float = 0.15
-    settings: tuple[Setting, ...] = (Setting(0.0, 0.15), Setting(0.3, 0.15), Setting(0.3, 0.3))
-    trials: int = 3
-    folds: int = 4
-    labels: Labeller = Observations.of
-    learners: tuple[Learner, ...] = field(default=(NeuralLearner(), RidgeLearner()))
-    adapt_queries: int = 0
-    refine: SearchStrategy | None = None
-    refine_queries: int = 0
-
-    def __post_init__(self) -> None:
-        """Reject values that would only fail later.
-
-        Raises:
-            ValueError: A value is out of range; the message gives it.
-        """
-        check_integer(2, steps=self.steps, evals=self.evals, folds=self.folds)
-        check_integer(1, rounds=self.rounds)
-        check_integer(0, trials=self.trials, adapt_queries=self.adapt_queries, refine_queries=self.refine_queries)
-        check_above(0, lr=self.lr, start_std=self.start_std, explored_step=self.explored_step)
-        if self.evals > self.steps + 1:
-            raise ValueError(
-                f"evals is {self.evals}; a task of {counted(self.steps, 'step')} has {self.steps + 1} points"
-            )
-        if self.adapt_queries > self.steps - 1:
-            raise ValueError(
-                f"adapt_queries is {self.adapt_queries}; a task of {counted(self.steps, 'step')} has"
-                f" {counted(self.steps - 1, 'point')} between its ends"
-            )
-        if (self.refine is None) != (self.refine_queries == 0):
-            raise ValueError(
-                f"refine is {self.refine} and refine_queries is {self.refine_queries}; give both or neither"
-            )
-        if not self.settings:
-            raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
-        object.__setattr__(self, "settings", tuple(map(checked_setting, self.settings)))
-        if not self.learners:
-            raise ValueError("learners is empty; give at least one kind of value function to fit")
-        for learner in self.learners:
-            check_instance("RidgeLearner()", learners=learner)
-        check_instance("GaussianProcessLabels()", labels=self.labels)
-        check_instance("CMAES()", refine=self.refine)
-
-    def explored_settings(self, seed: int, indices: Sequence[int]) -> Tensor:
-        """Return (loss weight, metric step) of on-policy tasks, ``n x 2``, drawn from the seed for each index."""
-        draws = torch.stack([torch.rand(2, generator=generator(seed, "policy", index)) for index in indices])
-        metric_step = self.explored_step * torch.exp((2 * draws[:, 0] - 1) * math.log(3))
-        return torch.stack([draws[:, 1], metric_step], dim=1)
-
-    @property
-    def choice_queries(self) -> int:
-        """Number of queries for choosing among the settings."""
-        return len(self.settings) * (1 + self.trials) if len(self.settings) > 1 else 0
-
-    @property
-    def start_queries(self) -> int:
-        """Maximum number of queries for one start: its guard, adaptation and refinement.
-
-        The guard evaluates the start, the loss-only end, MetricOpt's end, and the two cross-checked ends of a metric
-        that reports halves.
-        """
-        return 5 + (self.adapt_queries + 1 if self.adapt_queries else 0) + self.refine_queries
-
-    def folds_for(self, trajectories: int) -> int:
-        """Return the number of parts for this many trajectories: at least 2, otherwise two trajectories in each."""
-        return max(2, min(self.folds, trajectories // 2))
-
-    def fit(self, trajectories: Sequence[Trajectory], seed: int) -> Fit:
-        """Label trajectories and fit a value function to them; see `fitting.fit_value_function`."""
-        folds = self.folds_for(len(trajectories))
-        return fit_value_function(self.labels(trajectories), self.learners, folds=folds, seed=seed)
-
-    def tasks_per_round(self, queries: int, dim: int) -> int:
-        """Return how many tasks a round can have.
-
-        Args:
-            queries: The budget.
-            dim: Dimension d of phi, which the minimum budget of ``refine`` depends on.
-
-        Raises:
-            BudgetError: Fewer than `LEAST_TASKS`, or ``refine_queries`` are too few; the message says how many are
-                needed.
-        """
-        if self.refine is not None and self.refine_queries < (least := self.refine.least_queries(dim)):
-            raise BudgetError(
-                f"refine_queries is {self.refine_queries}; {self.refine} in {dim} dimensions needs at least {least}"
-            )
-        fixed, per_task = self.choice_queries + self.start_queries, self.rounds * self.evals
-        tasks = (queries - fixed) // per_task
-        if tasks < LEAST_TASKS:
-            raise BudgetError(
-                f"{queries} queries are too few for {counted(self.rounds, 'round')} of at least {LEAST_TASKS} tasks"
-                f" with {counted(self.evals, 'observation')} each, {self.choice_queries} queries to choose settings and"
-                f" {self.start_queries} for the start: give at least {fixed + LEAST_TASKS * per_task}, or fewer rounds"
-                " or evals"
-            )
-        return tasks
 
     def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
         """Return the number of tasks in a round (see `LearningStrategy`)."""
@@ -191,9 +30,6 @@ class Recipe(LearningStrategy):
 
     def run(self, context: Context) -> Result:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
-        from metricopt_ext.methods.rounds import meta_train
-        from metricopt_ext.methods.tuning import choose_setting, tune_start
-
         task, watcher, seed = context.task, context.watcher, context.seed
         with context.folder.counted(task.metric, context.queries) as cached:
             store, ledger = context.folder.trajectories, cached.ledger

@@ -3,22 +3,19 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import Decision, Guard, Verdict, check_guarded
+from metricopt_ext.methods.recipe_settings import Setting
 from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction
-
-if TYPE_CHECKING:
-    from metricopt_ext.methods.recipe import Setting
-    from metricopt_ext.methods.siblings.algorithm_s1 import JointlyLearned
 
 KEPT = {
     "start": "the model as it was",
@@ -170,7 +167,7 @@ class MetricOptResult(Result):
     """
 
     loss_finetune: float
-    setting: "Setting"
+    setting: Setting
     split_half: float
     fit: Fit
     trajectories: tuple[Trajectory, ...]
@@ -183,33 +180,6 @@ class MetricOptResult(Result):
         """Return what ``str`` joins."""
         halves = "" if math.isnan(self.split_half) else f"; the metric's halves correlate at {self.split_half:.2f}"
         return [*super().lines(), f"value function ({self.fit.f.kind}): {self.fit.f.quality}{halves}"]
-
-    def beside(self) -> str:
-        """Return what is printed next to the outcome."""
-        return f" (loss-only {self.loss_finetune:.4f})"
-
-
-@dataclass(frozen=True)
-class LearnedResult(Result):
-    """What `optimize_metric` did by learning an optimizer and a value function that trains it.
-
-    Attributes:
-        loss_finetune: Metric after the same number of steps on the loss alone.
-        path: The points that the optimizer visited, ``(T + 1) x d``.
-        learned: The optimizer and the value function.
-    """
-
-    loss_finetune: float
-    path: Tensor
-    learned: "JointlyLearned"
-
-    def products(self) -> dict[str, ValueFunction | UpdateRule]:
-        """Return what was learned, by the names of its files."""
-        return {"value_function": self.learned.f, "update_rule": self.learned.rule}
-
-    def lines(self) -> list[str]:
-        """Return what ``str`` joins."""
-        return [*super().lines(), f"value function ({self.learned.f.kind}): {self.learned.f.quality}"]
 
     def beside(self) -> str:
         """Return what is printed next to the outcome."""

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from metricopt_ext.errors import ValueFunctionError
-from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.recipe_settings import RecipeSettings
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.rollout import Policy, collect
 from metricopt_ext.tasks.split_half import evaluations_where_used, seen_on_half
@@ -31,7 +31,7 @@ def meta_train(
     task: FinetuneTask,
     *,
     tasks: int,
-    recipe: Recipe | None = None,
+    recipe: RecipeSettings | None = None,
     seed: int = 0,
     store: TrajectoryStore | None = None,
     watcher: Watcher | None = None,
@@ -52,7 +52,7 @@ def meta_train(
     Raises:
         ValueError: ``tasks`` is not an integer of at least 2.
     """
-    recipe = recipe or Recipe()
+    recipe = recipe or RecipeSettings()
     store = TrajectoryStore() if store is None else store
     with ranks.sharing({"tasks": tasks, "seed": seed}):
         shown = Watcher() if watcher is None or ranks.rank() > 0 else watcher
@@ -60,7 +60,7 @@ def meta_train(
 
 
 def _meta_train(
-    task: FinetuneTask, tasks: int, recipe: Recipe, seed: int, store: TrajectoryStore, watcher: Watcher
+    task: FinetuneTask, tasks: int, recipe: RecipeSettings, seed: int, store: TrajectoryStore, watcher: Watcher
 ) -> Fit:
     store.share()
 
@@ -82,7 +82,7 @@ def _meta_train(
     return learn_in_rounds(collect_round, recipe, tasks=tasks, seed=seed, watcher=watcher, device=task.origin().device)
 
 
-def _collection_policy(fit: Fit | None, recipe: Recipe, seed: int, chunk: Sequence[int]) -> Policy:
+def _collection_policy(fit: Fit | None, recipe: RecipeSettings, seed: int, chunk: Sequence[int]) -> Policy:
     """Round 0 follows the loss; later rounds follow f, trusted or not: this is how it gets corrected."""
     if fit is None:
         return LossStep(recipe.lr)
@@ -92,7 +92,7 @@ def _collection_policy(fit: Fit | None, recipe: Recipe, seed: int, chunk: Sequen
 
 def learn_in_rounds(
     collect: Collect,
-    recipe: Recipe,
+    recipe: RecipeSettings,
     *,
     tasks: int,
     seed: int,
@@ -131,7 +131,7 @@ def learn_in_rounds(
     return replace(fit, visited=evaluations_where_used(seen), half_fits=half_fits)
 
 
-def _fit_halves(trajectories: Sequence[Trajectory], recipe: Recipe, seed: int) -> tuple[ValueFunction, ...]:
+def _fit_halves(trajectories: Sequence[Trajectory], recipe: RecipeSettings, seed: int) -> tuple[ValueFunction, ...]:
     """Fit f to each half of the metric's data; none if the metric does not report halves, or one never varies."""
     if any(t.halves is None for t in trajectories):
         return ()

@@ -87,6 +87,7 @@ class Search(Trials):
         candidates, evaluations = all_starts(task, starts or {}), queries // task.metric.repeats
         size = strategy.size(evaluations, task.dim, len(candidates))
         with task.adapter.applied(Start(task.origin())):
+            strategy.check(task)
             task.check_loss(seed, 2)
         others = {name: start for name, start in candidates.items() if name != "start"}
         self.folder = RunFolder(output_dir, identity_of(strategy, task, others, seed=seed, size=size))

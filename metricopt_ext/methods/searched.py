@@ -57,6 +57,7 @@ def search_results(
     candidates = all_starts(task, starts or {})
     numbers = [queries // task.metric.repeats for queries in checkpoints]
     check_checkpoints(search, task, numbers, starts=len(candidates))
+    search.check(task)
     task.check_loss(seed, 2)
     tasks = {name: with_start(task, start) for name, start in candidates.items()}
     evaluations = kept or KeptEvaluations(None, task.metric)

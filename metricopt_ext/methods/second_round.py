@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.methods.recipe import Recipe, Setting
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.recipe_settings import Setting
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.value.fitting import Fit

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.methods.guard import CONFIDENCE, Verdict, check_guarded, decide_among
-from metricopt_ext.methods.recipe import Recipe, Setting, checked_setting
+from metricopt_ext.methods.recipe_settings import RecipeSettings, Setting, checked_setting
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.rollout import Policy, rollout
@@ -55,7 +55,7 @@ def tune_start(
     task: FinetuneTask,
     fit: Fit,
     *,
-    recipe: Recipe | None = None,
+    recipe: RecipeSettings | None = None,
     setting: Setting | None = None,
     start: Tensor | None = None,
     index: int = FRESH,
@@ -88,7 +88,7 @@ def tune_start(
         UnguardedError: The metric requires a guard (`Metric`), and nothing could tell a gain from chance.
     """
     fit.f.check_fits(task.adapter.signature)
-    recipe, watcher = recipe or Recipe(), watcher or Watcher()
+    recipe, watcher = recipe or RecipeSettings(), watcher or Watcher()
     start = task.origin() if start is None else start
     setting = recipe.settings[0] if setting is None else checked_setting(setting)
     check_integer(0, index=index, seed=seed)
@@ -144,7 +144,7 @@ def evaluate_ends(task: FinetuneTask, ends: Mapping[str, Tensor], watcher: Watch
     return {name: evaluate(task, phi, "guard", f"end guard, {name}", watcher) for name, phi in ends.items()}
 
 
-def choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int, watcher: Watcher) -> Setting:
+def choose_setting(task: FinetuneTask, fit: Fit, recipe: RecipeSettings, seed: int, watcher: Watcher) -> Setting:
     """Try each setting from phi = 0 and a few random starts; the lowest mean cost wins."""
     if len(recipe.settings) == 1 or not fit.f.trusted:
         return recipe.settings[0]
@@ -174,7 +174,7 @@ def finetune(
     return points[0]
 
 
-def metric_policy(f: ValueFunction, recipe: Recipe, setting: Setting) -> MetricOptStep:
+def metric_policy(f: ValueFunction, recipe: RecipeSettings, setting: Setting) -> MetricOptStep:
     """Return the step rule of finetuning under a setting."""
     loss_weight, metric_step = setting
     return MetricOptStep(f, recipe.lr, metric_step, loss_weight, recipe.steps)

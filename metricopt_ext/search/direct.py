@@ -62,6 +62,11 @@ class GuidedES(SearchStrategy):
         """Return the smallest budget in d dimensions: the starts, P pairs and the end."""
         return 2 * self.pairs + 1 + starts
 
+    def check(self, task: FinetuneTask) -> None:
+        """Refuse a task without a loss (see `SearchStrategy`)."""
+        if task.loss is None:
+            task.loss_and_gradient(task.origin()[None], 0, [0], 0)  # which says why
+
     def begin(
         self,
         task: FinetuneTask,

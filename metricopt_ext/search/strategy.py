@@ -337,6 +337,14 @@ class SearchStrategy(ABC):
             raise BudgetError(f"{evaluations} queries are too few: {self} in {dim} dimensions needs at least {least}")
         return {"queries": evaluations}
 
+    def check(self, task: FinetuneTask) -> None:  # noqa: B027 (a search may have nothing to refuse)
+        """Refuse a task that the search can't work with, before any query.
+
+        Raises:
+            AdapterError: It needs a loss, and there is none.
+            ConfigError: phi has so many dimensions that the search's matrices would not fit into the memory.
+        """
+
     def identity(self) -> dict[str, Any]:
         """Return what the search depends on, as JSON, to tell a run from others."""
         return {"search": repr(self)}

@@ -11,7 +11,7 @@ import pytest
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.record import Outcome, SeedRecord
 from metricopt_ext.evidence.report import Report
-from metricopt_ext.methods.recipe import Setting
+from metricopt_ext.methods.recipe_settings import Setting
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality
 

@@ -12,7 +12,7 @@ import pytest
 
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.record import Outcome, SeedRecord, check_alike
-from metricopt_ext.methods.recipe import Setting
+from metricopt_ext.methods.recipe_settings import Setting
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from metricopt_ext.methods.recipe import Setting
+from metricopt_ext.methods.recipe_settings import Setting
 from metricopt_ext.methods.result import KEPT, MetricOptResult, Result
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.search import trust_region, visited
-from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchEnd
+from metricopt_ext.search.trust_region import GuidedTrustRegion, SearchResult
 from metricopt_ext.search.visited import MOST_JUDGED, MOST_POINTS, REFIT, Visited
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters, Spectrum
@@ -77,7 +77,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, judged: int, points: int) -> None:
     monkeypatch.setattr(visited, "MOST_POINTS", points)
 
 
-def assert_same(a: SearchEnd, b: SearchEnd) -> None:
+def assert_same(a: SearchResult, b: SearchResult) -> None:
     assert a.evaluations == b.evaluations
     for name in ("points", "predicted", "phi"):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
@@ -95,7 +95,7 @@ def test_up_to_the_limit_all_is_as_without_one_bit_for_bit(
 ) -> None:
     """120 queries leave 119 points for the last f."""
 
-    def ends() -> list[SearchEnd]:
+    def ends() -> list[SearchResult]:
         task = quadratic(8, noise=noise)
         return list(SEARCH.ends(task, task.origin(), [60, 120]))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import decide_among
 from metricopt_ext.methods.paper import END_QUERIES
-from metricopt_ext.methods.result import LearnedResult, Result, outcome
+from metricopt_ext.methods.result import Result, outcome
 from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
 from metricopt_ext.search.learned_objective import LearnedObjective
@@ -41,7 +41,7 @@ from metricopt_ext.value.fitting import measure
 from metricopt_ext.value.observations import Labeller, Observations
 from metricopt_ext.value.online import OnlineReptile
 from metricopt_ext.value.reptile import ReptileLearner
-from metricopt_ext.value.value_function import NeuralValueFunction
+from metricopt_ext.value.value_function import NeuralValueFunction, ValueFunction
 
 Estimator = Literal["combined", "reparameterised", "score"]
 ESTIMATORS = ("combined", "reparameterised", "score")
@@ -52,6 +52,33 @@ CHECKPOINT_FORMAT = "metricopt_ext/joint_training/1"
 UNROLLED = 2 * FRESH
 
 LEAST_ITERATIONS = 2
+
+
+@dataclass(frozen=True)
+class LearnedResult(Result):
+    """What `optimize_metric` did by learning an optimizer and a value function that trains it.
+
+    Attributes:
+        loss_finetune: Metric after the same number of steps on the loss alone.
+        path: The points that the optimizer visited, ``(T + 1) x d``.
+        learned: The optimizer and the value function.
+    """
+
+    loss_finetune: float
+    path: Tensor
+    learned: "JointlyLearned"
+
+    def products(self) -> dict[str, ValueFunction | UpdateRule]:
+        """Return what was learned, by the names of its files."""
+        return {"value_function": self.learned.f, "update_rule": self.learned.rule}
+
+    def lines(self) -> list[str]:
+        """Return what ``str`` joins."""
+        return [*super().lines(), f"value function ({self.learned.f.kind}): {self.learned.f.quality}"]
+
+    def beside(self) -> str:
+        """Return what is printed next to the outcome."""
+        return f" (loss-only {self.loss_finetune:.4f})"
 
 
 @dataclass(frozen=True)

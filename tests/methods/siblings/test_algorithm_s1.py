@@ -12,8 +12,7 @@ from torch import Tensor
 
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.result import LearnedResult
-from metricopt_ext.methods.siblings.algorithm_s1 import UNROLLED, AlgorithmS1
+from metricopt_ext.methods.siblings.algorithm_s1 import UNROLLED, AlgorithmS1, LearnedResult
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.search.learned_objective import LearnedObjective
 from metricopt_ext.search.learned_optimizer import LearnedOptimizer

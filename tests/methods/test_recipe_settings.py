@@ -1,0 +1,137 @@
+"""Recipes: their ranges, their budgets, and what on-policy tasks draw."""
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from metricopt_ext.errors import BudgetError
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.recipe_settings import LEAST_TASKS, Setting
+from metricopt_ext.search.direct import CMAES
+from metricopt_ext.value.labels import LinearLabels
+from metricopt_ext.value.learners import RidgeLearner
+
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("steps", 1, "steps is 1; it must be at least 2"),
+        ("evals", 1, "evals is 1; it must be at least 2"),
+        ("rounds", 0, "rounds is 0; it must be at least 1"),
+        ("folds", 1, "folds is 1; it must be at least 2"),
+        ("trials", -1, "trials is -1; it must be at least 0"),
+        ("lr", 0.0, "lr is 0.0; it must be above 0"),
+        ("lr", math.nan, "lr is nan"),
+        ("start_std", -0.5, "start_std is -0.5"),
+        ("explored_step", 0.0, "explored_step is 0.0"),
+        ("evals", 12, "evals is 12; a task of 10 steps has 11 points"),
+        ("settings", (), "settings is empty"),
+        ("settings", (0.0, 0.1, 0.2), "settings has 0.0; each must be a pair"),
+        ("settings", ((0.3, math.nan),), "metric_step is nan; it must be a finite number"),
+        ("settings", ((-0.3, 0.1),), "loss_weight is -0.3; it must be at least 0"),
+        ("settings", (("0.3", 0.1),), "loss_weight is '0.3'; it must be a finite number"),
+        ("explored_step", math.inf, "explored_step is inf; it must be a finite number"),
+        ("steps", 10.0, "steps is 10.0; it must be an integer"),
+        ("trials", True, "trials is True; it must be an integer"),
+        ("rounds", None, "rounds is None; it must be an integer"),
+        ("learners", (), "learners is empty; give at least one"),
+        ("learners", (RidgeLearner,), "learners is the class RidgeLearner; it must be an instance"),
+        ("learners", ("ridge", "neural"), "learners is 'ridge'; it must be an instance, e.g. RidgeLearner"),
+        ("labels", "gp", "labels is 'gp'; it must be an instance, e.g. GaussianProcessLabels"),
+        ("labels", LinearLabels, "labels is the class LinearLabels; it must be an instance"),
+    ],
+)
+def test_a_recipe_out_of_range_is_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(RECIPE, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"adapt_queries": 10}, "adapt_queries is 10; a task of 10 steps has 9 points between its ends"),
+        ({"adapt_queries": -1}, "adapt_queries is -1; it must be at least 0"),
+        ({"refine_queries": 9}, "refine is None and refine_queries is 9; give both or neither"),
+        ({"refine": CMAES()}, "and refine_queries is 0; give both or neither"),
+    ],
+)
+def test_queries_without_a_use_and_uses_without_queries_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(RECIPE, **change)
+
+
+def test_settings_may_be_given_as_pairs() -> None:
+    recipe = replace(RECIPE, settings=[(0.5, 0.1), Setting(0.0, 0.2)])
+    assert recipe.settings == (Setting(0.5, 0.1), Setting(0.0, 0.2))
+    assert [setting.metric_step for setting in recipe.settings] == [0.1, 0.2]
+    assert recipe == replace(RECIPE, settings=((0.5, 0.1), (0.0, 0.2)))
+
+
+def test_explored_settings_are_uniform_weights_and_log_uniform_steps() -> None:
+    n = 4000
+    weight, step = RECIPE.explored_settings(3, range(n)).double().unbind(1)
+    logs = (step / RECIPE.explored_step).log() / math.log(3)  # uniform in [-1, 1]
+    for drawn, low, high in ((weight, 0, 1), (logs, -1, 1)):
+        assert low <= float(drawn.min()) < low + 0.01
+        assert high - 0.01 < float(drawn.max()) <= high
+        assert scipy.stats.kstest(drawn.numpy(), scipy.stats.uniform(low, high - low).cdf).pvalue > 0.001
+    assert abs(np.corrcoef(weight, logs)[0, 1]) < 4 / n**0.5
+
+
+def test_explored_settings_belong_to_seed_and_index() -> None:
+    drawn = RECIPE.explored_settings(3, range(20))
+    assert torch.equal(RECIPE.explored_settings(3, [17, 2]), drawn[[17, 2]])
+    assert not torch.isclose(RECIPE.explored_settings(4, range(20)), drawn).any()
+    assert len(drawn.unique(dim=0)) == 20
+
+
+@pytest.mark.parametrize(
+    ("change", "choice", "start"),
+    [
+        ({}, 6, 5),
+        ({"trials": 0}, 3, 5),
+        ({"trials": 4}, 15, 5),
+        ({"settings": ((0.0, 0.1),)}, 0, 5),  # nothing to choose
+        ({"adapt_queries": 3}, 6, 5 + 3 + 1),  # and the adapted end
+        ({"refine": CMAES(), "refine_queries": 40}, 6, 45),
+    ],
+)
+def test_queries_that_are_planned_besides_collection(change: dict[str, Any], choice: int, start: int) -> None:
+    recipe = replace(RECIPE, **change)
+    assert (recipe.choice_queries, recipe.start_queries) == (choice, start)
+    fixed, per_task = choice + start, 2 * 3  # two rounds of three observations
+    for tasks in (4, 7, 50):
+        assert recipe.tasks_per_round(fixed + tasks * per_task, dim=4) == tasks
+        assert recipe.tasks_per_round(fixed + (tasks + 1) * per_task - 1, dim=4) == tasks
+    least = fixed + LEAST_TASKS * per_task
+    with pytest.raises(BudgetError, match=f"{least - 1} queries are too few for 2 rounds .* give at least {least},"):
+        recipe.tasks_per_round(least - 1, dim=4)
+
+
+def test_a_search_to_refine_with_needs_more_queries_in_more_dimensions() -> None:
+    least = CMAES().least_queries(64)
+    recipe = replace(RECIPE, refine=CMAES(), refine_queries=least - 1)
+    assert recipe.tasks_per_round(1000, dim=4) > 0
+    with pytest.raises(
+        BudgetError, match=rf"refine_queries is {least - 1}; CMAES\(.* in 64 dimensions needs .* {least}"
+    ):
+        recipe.tasks_per_round(1000, dim=64)
+
+
+def test_every_part_has_two_trajectories_where_there_are_enough() -> None:
+    recipe = replace(RECIPE, folds=4)
+    assert [recipe.folds_for(n) for n in (3, 4, 6, 8, 99)] == [2, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("pair", [(0.1,), (0.1, 0.2, 0.3)])
+def test_a_setting_is_a_pair(pair: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=r"settings has \(0\.1,.*; each must be a pair \(loss weight, metric step\)"):
+        Recipe(settings=(pair,))  # type: ignore[arg-type]

@@ -1,0 +1,65 @@
+"""What a strategy is: that each one keeps to it, and what is none."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from metricopt_ext.errors import BudgetError
+from metricopt_ext.methods.paper import Algorithm1
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.run_folder import RunFolder
+from metricopt_ext.methods.siblings.algorithm_s1 import AlgorithmS1
+from metricopt_ext.methods.strategy import Context, check_strategy
+from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.ngopt import NGOpt
+from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.search.turbo import TuRBO
+from metricopt_ext.tasks.cached_metric import CachedMetric
+from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.utils.progress import Watcher
+
+LEARNERS = [Recipe(), Algorithm1(), AlgorithmS1()]
+SEARCHES = [GuidedTrustRegion(), CMAES(), GuidedES(), RandomSearch(), NGOpt(), TuRBO()]
+
+
+@pytest.mark.parametrize("strategy", [*LEARNERS, *SEARCHES], ids=lambda strategy: type(strategy).__name__)
+def test_every_strategy_has_a_size_and_an_identity(strategy: Any) -> None:
+    check_strategy(strategy)
+    assert all(count > 0 for count in strategy.size(100_000, 8).values())
+    with pytest.raises(BudgetError, match="1 queries are too few"):
+        strategy.size(1, 8)
+    assert json.loads(json.dumps(strategy.identity()))
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=lambda search: type(search).__name__)
+def test_each_start_of_a_search_is_a_query_more(search: Any) -> None:
+    assert search.least_queries(8, 3) == search.least_queries(8) + 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (CMAES, "strategy is the class CMAES; it must be an instance"),
+        ("cmaes", "strategy is 'cmaes'; it must be a search"),
+        (print, "it must be a search"),
+    ],
+)
+def test_what_is_no_strategy_is_refused(wrong: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_strategy(wrong)
+
+
+def test_what_is_on_file_is_booked_and_told(quadratic: Callable[..., Any]) -> None:
+    class Noting(Watcher):
+        kept = 0
+
+        def on_file(self, queries: int) -> None:
+            self.kept = queries
+
+    task, watcher = quadratic(), Noting()
+    context = Context(task, 40, RunFolder(None, {}), watcher, {})
+    context.retell(TrajectoryStore(), CachedMetric(task.metric, None))
+    assert (watcher.kept, task.metric.ledger.spent) == (0, 0)
