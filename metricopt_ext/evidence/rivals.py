@@ -71,7 +71,7 @@ def usual_methods(
         result = optimize_metric(
             task,
             queries=config.queries,
-            strategy=strategy,  # type: ignore[arg-type]
+            strategy=strategy,
             starts=starts if isinstance(strategy, GuidedTrustRegion) else None,
             guard_confidence=config.guard.confidence,
             seed=seed,

@@ -16,7 +16,7 @@ from metricopt_ext.errors import BudgetError, ValueFunctionError
 from metricopt_ext.methods.guard import decide_among
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.recipe_settings import LEAST_TASKS, Setting
-from metricopt_ext.methods.result import MetricOptResult, Result, outcome
+from metricopt_ext.methods.result import MetricOptResult, outcome
 from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
 from metricopt_ext.search.guided_es import es_direction
@@ -60,7 +60,7 @@ class LossOptimizer:
 
 
 @dataclass(frozen=True)
-class Algorithm1(LearningStrategy):
+class Algorithm1(LearningStrategy[MetricOptResult]):
     """MetricOpt with SGD or Adam, as the paper's Algorithm 1 prints it.
 
     As printed it did not lower a metric whose optimum is known. On the quadratic problems of
@@ -165,7 +165,7 @@ class Algorithm1(LearningStrategy):
         """Return the settings, parts by their descriptions (see `LearningStrategy`)."""
         return {"paper": {name: described(value) for name, value in vars(self).items()}}
 
-    def run(self, context: Context) -> Result:
+    def run(self, context: Context) -> MetricOptResult:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
         task, watcher, seed = context.task, context.watcher, context.seed
         with context.folder.counted(task.metric, context.queries) as cached:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import overload
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
@@ -13,7 +14,7 @@ from metricopt_ext.methods.result import Result, SearchRun
 from metricopt_ext.methods.run_folder import KEPT_ASIDE, RunFolder, identity_of
 from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.starts import all_starts
-from metricopt_ext.methods.strategy import Context, Strategy, check_strategy
+from metricopt_ext.methods.strategy import Context, Learned, LearningStrategy, Strategy, check_strategy
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
@@ -24,6 +25,38 @@ from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.identity import fingerprint_of_code
 from metricopt_ext.utils.progress import Watcher, watched
 from metricopt_ext.utils.words import counted
+
+
+@overload
+def optimize_metric(
+    task: FinetuneTask,
+    *,
+    queries: int,
+    strategy: SearchStrategy | None = None,
+    starts: Mapping[str, Start] | None = None,
+    guard_confidence: float = CONFIDENCE,
+    kept_aside: Metric | None = None,
+    seed: int = 0,
+    output_dir: str | Path | None = None,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> SearchRun: ...
+
+
+@overload
+def optimize_metric(
+    task: FinetuneTask,
+    *,
+    queries: int,
+    strategy: LearningStrategy[Learned],
+    starts: Mapping[str, Start] | None = None,
+    guard_confidence: float = CONFIDENCE,
+    kept_aside: Metric | None = None,
+    seed: int = 0,
+    output_dir: str | Path | None = None,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> Learned: ...
 
 
 @undone_if_cut_short

@@ -5,7 +5,7 @@ from typing import Any
 
 from metricopt_ext.methods.guard import Decision
 from metricopt_ext.methods.recipe_settings import RecipeSettings
-from metricopt_ext.methods.result import MetricOptResult, Result, outcome
+from metricopt_ext.methods.result import MetricOptResult, outcome
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import choose_setting, tune_start
@@ -14,7 +14,7 @@ from metricopt_ext.utils.identity import described
 
 
 @dataclass(frozen=True)
-class Recipe(RecipeSettings, LearningStrategy):
+class Recipe(RecipeSettings, LearningStrategy[MetricOptResult]):
     """Learn f in rounds, the first on the loss alone, the others under the f so far; then finetune phi under f.
 
     Its fields are those of `RecipeSettings`.
@@ -28,7 +28,7 @@ class Recipe(RecipeSettings, LearningStrategy):
         """Return the settings, parts by their descriptions (see `LearningStrategy`)."""
         return {**asdict(self), **{name: described(getattr(self, name)) for name in ("labels", "learners", "refine")}}
 
-    def run(self, context: Context) -> Result:
+    def run(self, context: Context) -> MetricOptResult:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
         task, watcher, seed = context.task, context.watcher, context.seed
         with context.folder.counted(task.metric, context.queries) as cached:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.result import Result
@@ -15,6 +15,8 @@ from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.checks import check_instance
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.words import brief
+
+Learned = TypeVar("Learned", bound=Result, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Context:
                 told(cost)
 
 
-class LearningStrategy(ABC):
+class LearningStrategy(ABC, Generic[Learned]):
     """A strategy that learns from whole trainings of phi: `Recipe`, `Algorithm1`, `AlgorithmS1`.
 
     A subclass is a frozen dataclass of its settings.
@@ -69,11 +71,11 @@ class LearningStrategy(ABC):
         """Return what a run depends on, as JSON, to tell it from others."""
 
     @abstractmethod
-    def run(self, context: Context) -> Result:
+    def run(self, context: Context) -> Learned:
         """Learn, follow what was learned, and let the guard decide; the model is left unchanged."""
 
 
-Strategy = SearchStrategy | LearningStrategy
+Strategy = SearchStrategy | LearningStrategy[Any]
 
 
 def check_strategy(strategy: Any) -> None:
@@ -84,7 +86,7 @@ def check_strategy(strategy: Any) -> None:
     """
     if isinstance(strategy, type):
         check_instance("GuidedTrustRegion() or CMAES()", strategy=strategy)
-    if not isinstance(strategy, Strategy):
+    if not isinstance(strategy, SearchStrategy | LearningStrategy):
         raise ValueError(
             f"strategy is {brief(strategy)}; it must be a search, e.g. GuidedTrustRegion() or CMAES(), or a learner,"
             " e.g. Recipe()"

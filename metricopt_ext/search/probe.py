@@ -89,6 +89,7 @@ def loss_spectrum(task: FinetuneTask, start: Tensor, std: float, seed: int) -> S
 
 def _largest_scale(task: FinetuneTask, start: Tensor, directions: Tensor, seed: int) -> float:
     """Return the largest scale at which the median direction moves the outputs by at most `MOVEMENT`."""
+    assert task.batches is not None
     batch = task.batches(seed, 0, 0)
     still = _outputs(task, start, batch)
 
@@ -125,6 +126,7 @@ def movement(still: list[Tensor], moved: list[Tensor]) -> float:
 @torch.no_grad()
 def _outputs(task: FinetuneTask, phi: Tensor, batch: Any) -> list[Tensor]:
     """Return what the model puts out on a batch while the loss is computed, ``n x m`` tensors; if nothing, the loss."""
+    assert task.loss is not None
     found: list[Any] = []
     before = KeptModules(task.adapter.model)
     try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -92,11 +93,11 @@ class CachedMetric(Metric):
         return self.metric.judge(model)
 
 
-def _point_of(item: Tensor | nn.Module) -> Tensor:
+def _point_of(item: object) -> Tensor:
     """Return the phi, ``d``, of what is judged; that of a model without an adapter has no numbers."""
     if isinstance(item, Tensor):
         return item
     try:
-        return Adapter(item).phi.detach()
+        return Adapter(cast(nn.Module, item)).phi.detach()
     except AdapterError:
         return torch.zeros(0)

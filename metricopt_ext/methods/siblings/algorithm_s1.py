@@ -82,7 +82,7 @@ class LearnedResult(Result):
 
 
 @dataclass(frozen=True)
-class AlgorithmS1(LearningStrategy):
+class AlgorithmS1(LearningStrategy[LearnedResult]):
     """Joint training of a value function and an optimizer, and finetuning with the optimizer alone (Algorithm S1).
 
     A meta-iteration collects tasks under the optimizer as it is, adapts f to their metrics, and improves the optimizer
@@ -200,7 +200,7 @@ class AlgorithmS1(LearningStrategy):
         """Return the settings, parts by their descriptions (see `LearningStrategy`)."""
         return {"learned": {name: described(value) for name, value in vars(self).items()}}
 
-    def run(self, context: Context) -> Result:
+    def run(self, context: Context) -> LearnedResult:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
         task, watcher, seed = context.task, context.watcher, context.seed
         with context.folder.counted(task.metric, context.queries) as cached:

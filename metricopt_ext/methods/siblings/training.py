@@ -96,6 +96,8 @@ class TrainingTask:
             validation: See `TrainingTask`.
             build: See `TrainingTask`.
         """
+        if task.loss is None or task.batches is None:
+            raise ValueError("the task has no loss, which this method trains by; give FinetuneTask loss= and batches=")
         copied = task.copied().adapter
         copied.set_phi(task.origin())
         return cls(
