@@ -1,7 +1,9 @@
 """A guided search as a whole job: starts, guard, other buffers and resuming, on tasks known in closed form."""
 
 import copy
-from collections.abc import Callable
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -243,3 +245,107 @@ def test_each_number_of_queries_has_the_result_of_its_own_run(quadratic: Callabl
     for queries, result in zip((13, 20, 30), results, strict=True):
         assert_same_search(result, guided(quadratic(), queries=queries, starts=starts_of(task)))
     assert not task.adapter.phi.any()
+
+
+# --- Kept work belongs to its point ------------------------------------------------------------------------------
+
+
+def test_failures_count_over_resumes(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    """Those that fail do so by the point alone, one of five; the sixth ends a run, wherever it was stopped before."""
+
+    def run(folder: Path, stops: Sequence[int]) -> tuple[int, str]:
+        failed = 0
+
+        def metric(model: Any) -> float:
+            nonlocal failed
+            value = task.distance(model)
+            if task.adapter.phi.any() and int(value * 1e6) % 5 == 0:
+                failed += 1
+                raise ValueError("now and then")
+            return value
+
+        def judged(stop: int) -> Any:
+            def stopping(model: Any) -> float:
+                if len(answers) == stop:
+                    raise KeyboardInterrupt
+                answers.append(metric(model))
+                return answers[-1]
+
+            answers: list[float] = []
+            return task.judged_by(Metric(stopping, maximize=False, bounds=None, name="d", failures=5))
+
+        task = quadratic()
+        for at, stop in enumerate([*stops, -1]):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    search = judged(stop)
+                    optimize_metric(search, queries=90, seed=1, output_dir=folder, resume=at > 0, watcher=Watcher())
+                except KeyboardInterrupt:
+                    continue
+                except MetricError as error:
+                    return failed, str(error)
+        return failed, "a result"
+
+    whole = run(tmp_path / "whole", ())
+    assert whole[0] == 6
+    assert "now and then" in whole[1]
+    assert run(tmp_path / "stopped", (12,)) == run(tmp_path / "twice", (9, 7)) == whole
+
+
+def test_a_folder_that_is_removed_or_replaced_ends_the_run(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    for replaced in (False, True):
+        task, folder = quadratic(), tmp_path / "run"
+
+        def metric(model: Any, task: Any = task, folder: Path = folder, replaced: bool = replaced) -> float:
+            if task.problem.queries == 12:
+                shutil.rmtree(folder)
+                if replaced:
+                    with torch.enable_grad():
+                        optimize_metric(quadratic(), queries=24, seed=5, output_dir=folder, watcher=Watcher())
+            return float(task.distance(model))
+
+        broken = task.judged_by(Metric(metric, maximize=False, bounds=None, name="distance"))
+        with pytest.raises(FileFormatError, match="was removed or replaced while this run wrote to it, so the run"):
+            optimize_metric(broken, queries=24, seed=1, output_dir=folder, watcher=Watcher())
+        assert task.problem.queries == 13
+        assert folder.exists() == replaced
+        if replaced:  # what the other run left is whole
+            resumed = quadratic()
+            optimize_metric(resumed, queries=24, seed=5, output_dir=folder, resume=True, watcher=Watcher())
+            assert resumed.problem.queries == 0
+
+
+@pytest.mark.parametrize("damage", [b'{"format": 5, ', None, b"[]"])
+def test_work_without_its_identity_is_refused(quadratic: Callable[..., Any], tmp_path: Path, damage: Any) -> None:
+    optimize_metric(quadratic(), queries=24, seed=1, output_dir=tmp_path, watcher=Watcher())
+    identity = tmp_path / "identity.json"
+    identity.unlink() if damage is None else identity.write_bytes(damage)
+    for seed in (1, 2):
+        with pytest.raises(FileFormatError, match="so nobody can tell which run they are of; use another output") as e:
+            optimize_metric(quadratic(), queries=24, seed=seed, output_dir=tmp_path, resume=True, watcher=Watcher())
+        assert "delete" not in str(e.value)
+
+
+def test_a_loss_that_draws_without_a_seed_loses_no_query(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    def unseeded() -> Any:
+        task = quadratic()
+
+        def loss(model: Any, batch: Any) -> Any:
+            return task.problem.loss(model, batch) + torch.randn(4, dtype=torch.float64) @ model.metricopt.value()
+
+        return replace(task, loss=loss, population=1)
+
+    begun, resumed, said = unseeded(), unseeded(), []
+    begun.problem.fail_after = 25
+    with pytest.raises(MetricError, match="server is down"):
+        optimize_metric(begun, queries=40, output_dir=tmp_path, watcher=Watcher())
+
+    class Saying(Watcher):
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    result = optimize_metric(resumed, queries=40, output_dir=tmp_path, resume=True, watcher=Saying())
+    assert resumed.problem.queries == 15
+    assert [resumed.true_cost(point) for point in result.points] == pytest.approx(list(result.costs), rel=1e-12)
+    assert [line for line in said if "the search was told the kept ones" in line]
