@@ -51,7 +51,7 @@ from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.methods.siblings.unfinished import Unfinished
 from metricopt_ext.retrieval.data import load_stanford_online_products
 from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
-from metricopt_ext.tasks import cached_metric
+from metricopt_ext.tasks import kept_evaluations
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Metric
@@ -131,7 +131,7 @@ def picture(kind: str) -> bytes:
 def right_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let checksums fit whatever a file holds: who makes a hostile one makes them fit."""
     monkeypatch.setattr(files, "_checksum", lambda *_: "right")
-    monkeypatch.setattr(cached_metric, "_checksum", lambda *_: "right")
+    monkeypatch.setattr(kept_evaluations, "_checksum", lambda *_: "right")
 
 
 def described(path: Path) -> tuple[dict[str, torch.Tensor], str, Any]:
@@ -369,6 +369,11 @@ def read_sibling_training(path: Path) -> tuple[int, Any]:
     return Unfinished(sibling_task(), {"seed": 0}, path).go_on("stage", surrogate=SetLoss())
 
 
+ASKED = {"id": 1, "phi": [0.5, -0.25], "replaced": ""}
+TOLD = {"id": 0, "cost": 0.5, "halves": [0.4, 0.6], "noise": 0.1, "failed": False, "given_up": False, "asked": 2}
+FAILED = TOLD | {"id": 2, "cost": None, "halves": None, "noise": None, "failed": True}
+
+
 def evaluations(path: Path) -> CachedMetric:
     return CachedMetric(Metric(lambda net: 0.5, maximize=True, bounds=(0, 1), name="m"), path)
 
@@ -428,7 +433,8 @@ LOADERS: dict[str, Loader] = {
     "checkpoint to tune": Loader(with_norms(".safetensors"), write_moved),
     "torch checkpoint to tune": Loader(with_norms(".pt"), write_moved),
     "evaluations": Loader(
-        parsed("e.json", {"checksum": "right", "evaluations": [[0.5, [0.4, 0.6]], [0.5, None]]}), evaluations
+        parsed("e.json", {"checksum": "right", "open": [ASKED], "evaluations": [ASKED | TOLD, ASKED | FAILED]}),
+        evaluations,
     ),
     "identity": Loader(parsed("run.json", {"seed": 1}), lambda path: claim(path, {"seed": 1})),
     "record": Loader(write_record, SeedRecord.load),

@@ -168,6 +168,12 @@ def _read(path: Path, scale: CostScale) -> _File:
         kept = from_json(_File, read_json(path))
         if kept.checksum != _checksum(_content(kept.open, to_json([asdict(each) for each in kept.evaluations]))):
             raise ValueError("its checksum is another than when it was written")
+        points = [*kept.open, *kept.evaluations]
+        if len({point.id for point in points}) < len(points):
+            raise ValueError("two points have the same id")
+        for point in points:
+            if not all(map(math.isfinite, point.phi)):
+                raise ValueError(f"point {point.id} is not finite")
         for each in kept.evaluations:
             if each.noise is not None and not 0 <= each.noise < math.inf:
                 raise ValueError(f"{each.noise} is no standard error")

@@ -86,6 +86,7 @@ def written(path: Path, **changes: Any) -> None:
         ({"cost": None}, None, "has a cost although it failed or was given up, or has none"),
         ({"failed": True}, None, "has a cost although it failed or was given up, or has none"),
         ({"phi": "x"}, None, "phi"),
+        ({"phi": [0.5, float("nan")]}, None, "point 0 is not finite"),
         ({"cost": "x"}, None, "cost"),
     ],
 )
@@ -101,6 +102,16 @@ def test_an_answer_that_can_be_none_is_not_believed(
         KeptEvaluations(path, scale)
     assert "use another output folder" in str(caught.value)
     assert "delete" not in str(caught.value)
+
+
+def test_two_answers_to_one_point_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    written(path)
+    one = json.loads(path.read_text())["evaluations"]
+    content = _content([], to_json(one * 2))
+    path.write_text(f'{{"checksum": "{_checksum(content)}", {content}}}')
+    with pytest.raises(FileFormatError, match="two points have the same id"):
+        KeptEvaluations(path, UNBOUNDED)
 
 
 def test_a_changed_answer_is_not_believed(tmp_path: Path) -> None:

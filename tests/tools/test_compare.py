@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.search.guided_es import es_direction
+from metricopt_ext.search.guided_es import estimated_direction
 from metricopt_ext.utils.config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +125,7 @@ def test_a_failing_method_marks_its_cells_and_is_tried_again(
     def fail(*arguments: Any, **more: Any) -> Any:
         raise RuntimeError("no direction today")
 
-    monkeypatch.setattr("metricopt_ext.search.direct.es_direction", fail)
+    monkeypatch.setattr("metricopt_ext.search.direct.estimated_direction", fail)
     failed = run(tmp_path, "--seeds", "3-3")
     message = "seed 3: RuntimeError: no direction today"
     assert failed["methods"]["guided_es"]["errors"] == {"20": [message], "40": [message]}
@@ -134,7 +134,7 @@ def test_a_failing_method_marks_its_cells_and_is_tried_again(
     text = (tmp_path / "comparison.md").read_text()
     assert "| Guided ES on the metric | inputs |  | (1 of 1 failed) | (1 of 1 failed) |" in text
     assert "no direction" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.setattr("metricopt_ext.search.direct.es_direction", es_direction)
+    monkeypatch.setattr("metricopt_ext.search.direct.estimated_direction", estimated_direction)
     assert run(tmp_path, "--seeds", "3-3")["methods"]["guided_es"]["errors"] == {}
 
 
