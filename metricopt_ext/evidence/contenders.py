@@ -13,18 +13,14 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import MetricError
-from metricopt_ext.evidence.method import Meter, Reached, now
+from metricopt_ext.evidence.method import METHODS, Meter, Reached, now
 from metricopt_ext.evidence.method_config import FinetuneConfig
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.guard import CONFIDENCE, decide
 from metricopt_ext.methods.tuning import finetune
-from metricopt_ext.search.direct import CMAES, GuidedES
-from metricopt_ext.search.ngopt import NGOpt
 from metricopt_ext.search.optimizer import LossStep
-from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.strategy import SearchResult, SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.search.turbo import TuRBO
 from metricopt_ext.tasks.metric import Evaluation, Item, Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher
@@ -61,11 +57,9 @@ def usual_contenders(config: RunConfig) -> dict[str, Contender]:
 
     return {
         "loss_finetune_best": at_each_budget(best_step, least=lambda dim: 2),
-        "guided_es": searching(GuidedES(lr=config.finetune.lr)),
-        "cma_es": searching(CMAES()),
-        "random_search": searching(RandomSearch(), anytime=True),
-        "ngopt": searching(NGOpt()),
-        "turbo": searching(TuRBO(), anytime=True),
+        **{
+            name: searching(each.factory(config.finetune)) for name, each in METHODS.items() if each.factory is not None
+        },
         "ours": ours(config.guard.confidence, search if isinstance(search, GuidedTrustRegion) else None),
     }
 
@@ -119,14 +113,13 @@ def _kept(start: Tensor, end: SearchResult, confidence: float) -> Tensor:
     return end.phi if decision.kept == "search" else start
 
 
-def searching(search: SearchStrategy, anytime: bool = False) -> Contender:
+def searching(search: SearchStrategy) -> Contender:
     """Make a contender of a search on the metric.
 
     Args:
         search: The search.
-        anytime: Whether its queries do not depend on the budget.
     """
-    if not anytime:
+    if not search.anytime:
         return at_each_budget(
             lambda task, start, queries, seed: search(task, start, queries, seed=seed).phi, search.least_queries
         )

@@ -9,9 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.method_config import FinetuneConfig
 from metricopt_ext.evidence.passes import Passes, last_query, passes_of
 from metricopt_ext.methods.result import MetricOptResult, SearchRun
-from metricopt_ext.search.strategy import SearchResult
+from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.ngopt import NGOpt
+from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.strategy import SearchResult, SearchStrategy
+from metricopt_ext.search.turbo import TuRBO
 from metricopt_ext.tasks.task import FinetuneTask
 
 Kind = Literal["free", "queries"]
@@ -32,6 +37,8 @@ class Entry:
             batches.
         after: The method that it continues from: what that one spent counts as its own too.
         shared: Whether ranks share its work (`ranks`), by `optimize_metric`.
+        factory: Makes the search that it is, from the settings of finetuning; None of what is more than a search. With
+            it, an entry is all that a comparison needs.
     """
 
     title: str
@@ -40,6 +47,7 @@ class Entry:
     needs: Needs = "scores"
     after: str = ""
     shared: bool = False
+    factory: Callable[[FinetuneConfig], SearchStrategy] | None = None
 
 
 # Every method that a comparison can run, by name, in the order of tables.
@@ -53,11 +61,11 @@ METHODS: dict[str, Entry] = {
     "logit_adjustment_tuned": Entry("logit adjustment, tuned", "#7f95c4", "queries"),
     "batchnorm_validation": Entry("BatchNorm on validation", "#8a6fb0", "free", "inputs"),
     "loss_finetune_validation": Entry("loss on validation labels", "#4f8f8b", "free", "labels"),
-    "guided_es": Entry("Guided ES on the metric", "#2f6fa3", "queries"),
-    "cma_es": Entry("CMA-ES on the metric", "#6aa3cf", "queries"),
-    "random_search": Entry("random search", "#b7b7b7", "queries"),
-    "ngopt": Entry("NGOpt on the metric", "#3b8f6b", "queries"),
-    "turbo": Entry("TuRBO on the metric", "#8fbf8f", "queries"),
+    "guided_es": Entry("Guided ES on the metric", "#2f6fa3", "queries", factory=lambda config: GuidedES(lr=config.lr)),
+    "cma_es": Entry("CMA-ES on the metric", "#6aa3cf", "queries", factory=lambda config: CMAES()),
+    "random_search": Entry("random search", "#b7b7b7", "queries", factory=lambda config: RandomSearch()),
+    "ngopt": Entry("NGOpt on the metric", "#3b8f6b", "queries", factory=lambda config: NGOpt()),
+    "turbo": Entry("TuRBO on the metric", "#8fbf8f", "queries", factory=lambda config: TuRBO()),
     "best_start": Entry("best free start", "#555555", "queries"),
     "ours": Entry("MetricOpt, guided search", "#d7191c", "queries"),
     "transferred": Entry("f of another run", "#7f9c3c", "free", "another f"),

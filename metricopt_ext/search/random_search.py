@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class RandomSearch(SearchStrategy):
         std: Standard deviation of each coordinate, above 0.
     """
 
+    anytime: ClassVar[bool] = True
     std: float = 0.1
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -293,7 +293,12 @@ class SearchStrategy(ABC):
     """A way to search phi on a task's metric: `GuidedTrustRegion`, `CMAES`, `GuidedES` and others.
 
     A subclass is a frozen dataclass of its settings.
+
+    Attributes:
+        anytime: Whether its queries are the same whatever the budget, so that one run serves all budgets.
     """
+
+    anytime: ClassVar[bool] = False
 
     @abstractmethod
     def least_queries(self, dim: int, starts: int = 1) -> int:

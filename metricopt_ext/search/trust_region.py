@@ -7,7 +7,7 @@ the span of the last loss gradients; here the spectrum of loss gradients all aro
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ class GuidedTrustRegion(SearchStrategy):
         boldness: Largest tau.
     """
 
+    anytime: ClassVar[bool] = True
     design: int = 12
     batch: int = 8
     radius: float = 1.0

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class TuRBO(SearchStrategy):
         iterations: Maximum number of L-BFGS steps of each fit, at least 1.
     """
 
+    anytime: ClassVar[bool] = True
     half_width: float = 0.3
     batch: int = 8
     initial: int = 16

@@ -1,6 +1,7 @@
 """Contenders on a quadratic: where each stood at each budget, and that no query goes uncounted."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,13 +19,17 @@ from metricopt_ext.evidence.contenders import (
     usual_contenders,
     with_budget,
 )
-from metricopt_ext.evidence.method import METHODS
+from metricopt_ext.evidence.method import METHODS, Entry
 from metricopt_ext.evidence.passes import Passes, noticing
 from metricopt_ext.evidence.run_config import RunConfig
+from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.progress import Watcher
 
 BUDGETS = [20, 35, 60]
 
@@ -35,9 +40,10 @@ def run(contender: Contender, task: Any, seed: int = 3) -> list[Any]:
 
 def test_one_run_of_an_anytime_search_serves_all_budgets(quadratic: Callable[..., Any]) -> None:
     once = quadratic()
-    reached = run(searching(RandomSearch(), anytime=True), once)
+    reached = run(searching(RandomSearch()), once)
     assert once.queries == 60
-    each = run(searching(RandomSearch()), quadratic())
+    anew = at_each_budget(lambda task, start, queries, seed: RandomSearch()(task, start, queries, seed=seed).phi)
+    each = run(anew, quadratic())
     for a, b, budget in zip(reached, each, BUDGETS, strict=True):
         assert torch.equal(a.end, b.end)
         assert a.queries == b.queries == budget
@@ -48,7 +54,7 @@ def test_one_run_of_an_anytime_search_serves_all_budgets(quadratic: Callable[...
 def test_an_anytime_search_keeps_what_it_reached_before_the_metric_failed(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     task.problem.fail_after = 40
-    reached = searching(RandomSearch(), anytime=True).run(task, task.origin(), BUDGETS, 0)
+    reached = searching(RandomSearch()).run(task, task.origin(), BUDGETS, 0)
     assert [next(reached).queries, next(reached).queries] == [20, 35]
     with pytest.raises(MetricError, match="query 41 of 60"):
         next(reached)
@@ -144,3 +150,26 @@ def test_traces_and_tellings_leave_the_metric_as_it_is(quadratic: Callable[..., 
     with pytest.raises(BudgetError):
         limited.cost(task.goal, "search")
     assert task.metric.ledger.spent == 0
+
+
+@dataclass(frozen=True)
+class Nearby(SearchStrategy):
+    """A baseline in a few lines: one batch of small steps along the axes."""
+
+    def least_queries(self, dim: int, starts: int = 1) -> int:
+        return starts + 1
+
+    def begin(self, task: FinetuneTask, start: Tensor, queries: int, *, known: Any = (), seed: int = 0) -> DirectState:
+        def batches(state: DirectState) -> Batches:
+            yield start + 0.1 * torch.eye(len(start)).to(start).repeat(queries, 1)[: state.left]
+
+        return DirectState(start, queries, batches, known)
+
+
+def test_a_new_baseline_is_one_entry(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = Entry("small steps", "#123456", "queries", factory=lambda settings: Nearby())
+    monkeypatch.setitem(METHODS, "nearby", entry)
+    task = quadratic()
+    reached = run(usual_contenders(RunConfig())["nearby"], task)
+    assert [each.queries for each in reached] == BUDGETS
+    assert optimize_metric(quadratic(), queries=20, strategy=Nearby(), watcher=Watcher()).queries_per_start == 20

@@ -46,7 +46,7 @@ def experiment(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
         config_type = RunConfig
         built: ClassVar[list[int]] = []
         contenders_now: ClassVar[dict[str, Contender]] = {
-            "random_search": searching(RandomSearch(), anytime=True),
+            "random_search": searching(RandomSearch()),
             "cma_es": searching(CMAES()),
             "ngopt": Contender(failing, lambda dim: 1),
             "turbo": Contender(greedy, lambda dim: 1, anytime=True),
@@ -151,8 +151,8 @@ def test_only_what_is_missing_or_failed_is_run_again(experiment: Any, tmp_path: 
     run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
     folder = tmp_path / "seed-5"
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
-    experiment.contenders_now["ngopt"] = searching(RandomSearch(), anytime=True)
-    experiment.contenders_now["turbo"] = searching(RandomSearch(), anytime=True)
+    experiment.contenders_now["ngopt"] = searching(RandomSearch())
+    experiment.contenders_now["turbo"] = searching(RandomSearch())
     (folder / "cma_es.json").unlink()
     run_seed(experiment, RunConfig(), PLAN, tmp_path, 5, Watcher())
     after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
