@@ -74,6 +74,12 @@ def main() -> None:
     parser.add_argument(
         "--dim", type=int, default=16, metavar="N", help="number of directions in which the norms move; default 16"
     )
+    parser.add_argument(
+        "--gradients",
+        metavar="MODULE:FUNCTION",
+        help="FUNCTION(file, keys) returns gradients of a loss by key, as a dict; they tell which directions matter",
+    )
+    parser.add_argument("--gradients-folder", default="", metavar="DIR", help="where MODULE is, if it is not installed")
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds that one run of COMMAND may take")
     parser.add_argument("--failures", type=int, default=0, metavar="N", help="how many trials may fail; default none")
     parser.add_argument(
@@ -147,10 +153,12 @@ def run(arguments: argparse.Namespace, score: Any, holdout: Any) -> dict[str, An
     from metricopt_ext.evidence.checkpoint_run import CheckpointRun
     from metricopt_ext.utils.checkpoint_file import read_checkpoint
     from metricopt_ext.utils.identity import sole_writer
+    from metricopt_ext.utils.imports import import_named
     from metricopt_ext.utils.progress import Bars
     from metricopt_ext.utils.run_log import run_log, telling_warnings
 
     check_writable(arguments.output)
+    gradients = arguments.gradients
     file = read_checkpoint(arguments.checkpoint, arguments.entry)
     moved = chosen(file, arguments.layers, arguments.offsets)
     one = CheckpointRun(
@@ -162,6 +170,7 @@ def run(arguments: argparse.Namespace, score: Any, holdout: Any) -> dict[str, An
         maximize=not arguments.minimize,
         dim=arguments.dim,
         seed=arguments.seed,
+        gradients=gradients and import_named(gradients, arguments.gradients_folder, "--gradients-folder"),
     )
     with ExitStack() as held:
         held.enter_context(sole_writer(arguments.output_dir))
@@ -218,6 +227,7 @@ def identity(arguments: argparse.Namespace) -> dict[str, Any]:
         "dim",
         "seed",
         "queries",
+        "gradients",
     )
     return {name: getattr(arguments, name) for name in names}
 

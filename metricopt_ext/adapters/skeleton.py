@@ -1,7 +1,7 @@
 """An adapter of a checkpoint whose model is not at hand: FiLM on the norms that the names of its tensors tell."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
@@ -12,7 +12,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_outputs
 from metricopt_ext.adapters.modulation import FiLM, weight_of
 from metricopt_ext.adapters.signature import Outputs
-from metricopt_ext.errors import AdapterError
+from metricopt_ext.errors import AdapterError, ConfigError
 from metricopt_ext.utils.checkpoint_file import CheckpointFile
 from metricopt_ext.utils.words import brief, nearest, shortened
 
@@ -155,11 +155,54 @@ def moved_tensors(adapter: Adapter, phi: Tensor, file: CheckpointFile, moved: Se
     """
     if not phi.any():
         return {}
+    return {key: value.to(file.dtypes[key]) for key, value in _at(adapter, phi, moved).items()}
+
+
+def _at(adapter: Adapter, phi: Tensor, moved: Sequence[Moved]) -> dict[str, Tensor]:
+    """Return what moves at phi, ``d``, by key, in the skeleton's own types."""
     own = Adapter(copy.deepcopy(adapter.model))
     own.set_phi(phi)
     state = own.merge().state_dict()
-    values = {key: state[f"{each.layer}.{name}"] for each in moved for key, name in _names(each)}
-    return {key: value.to(file.dtypes[key]) for key, value in values.items()}
+    return {key: state[f"{each.layer}.{name}"] for each in moved for key, name in _names(each)}
+
+
+def gradients_in_phi(adapter: Adapter, moved: Sequence[Moved], gradients: Mapping[str, Tensor]) -> Tensor:
+    """Return gradients of a loss in phi, ``m x d``, from those in the tensors that move, which are linear in phi.
+
+    Args:
+        adapter: From `attach_checkpoint`; it is not changed.
+        moved: What moves.
+        gradients: By key, each of the tensor's shape, or ``m`` of them stacked.
+
+    Raises:
+        ConfigError: One is missing, unknown, of another shape or number, or not finite.
+    """
+    origin = torch.zeros_like(adapter.phi.detach())
+    still, count = _at(adapter, origin, moved), dict[str, int]()
+    if unknown := sorted(gradients.keys() - still.keys()):
+        raise ConfigError(
+            f"the gradients have {brief(unknown[0])}, which does not move; moved are {brief(list(still))}"
+        )
+    given: dict[str, Tensor] = {}
+    for key, value in still.items():
+        if key not in gradients:
+            raise ConfigError(f"the gradients lack {key!r}, which moves; give one of each key")
+        each = torch.as_tensor(gradients[key]).detach().double().cpu()
+        each = each[None] if each.shape == value.shape else each
+        if each.shape[1:] != value.shape or not each.isfinite().all():
+            shape = tuple(value.shape)
+            raise ConfigError(
+                f"the gradient of {key!r} is {tuple(each.shape)}; it must be finite and {shape}, or m x it"
+            )
+        given[key], count[key] = each, len(each)
+    if len(set(count.values())) > 1:
+        raise ConfigError(f"the gradients differ in number: {brief(count)}; give as many of each key")
+    columns = []
+    for direction in torch.eye(len(origin)).to(origin):
+        ahead = _at(adapter, direction, moved)
+        slopes = {key: (ahead[key] - still[key]).double() for key in still}
+        columns.append(torch.stack([(given[key] * slopes[key]).flatten(1).sum(1) for key in still]).sum(0))
+    return torch.stack(columns, 1).to(origin)
 
 
 def _names(moved: Moved) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Tunes a checkpoint for a score that a program prints: trial files, programs side by side, guard, tuned file."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.skeleton import Moved, attach_checkpoint, moved_tensors
+from metricopt_ext.adapters.skeleton import Moved, attach_checkpoint, gradients_in_phi, moved_tensors
 from metricopt_ext.errors import BudgetError, ConfigError, FileFormatError, MetricError
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.kept_aside import preferred, values_of_candidates
@@ -24,7 +24,7 @@ from metricopt_ext.utils.files import open_regular, opened_atomically, read_json
 from metricopt_ext.utils.identity import claim, fingerprint, fingerprint_of_files
 from metricopt_ext.utils.program import Programs
 from metricopt_ext.utils.progress import Watcher
-from metricopt_ext.utils.words import counted
+from metricopt_ext.utils.words import brief, counted
 
 IDENTITY, SEARCH, TRIALS = "run.json", "search", "trials"
 UNCHANGED = "0"  # the name of the trial that is the file as it was
@@ -80,6 +80,8 @@ class CheckpointRun:
         maximize: Whether higher is better.
         dim: Number of phi's coordinates for all norms together.
         seed: Seed of the directions and of the search.
+        gradients: ``gradients(path, keys)`` returns gradients of a loss by key, each of its tensor's shape or m of them
+            stacked; they shape the search. None takes all directions for alike.
     """
 
     def __init__(
@@ -93,10 +95,17 @@ class CheckpointRun:
         maximize: bool = True,
         dim: int = 16,
         seed: int = 0,
+        gradients: Callable[[str, list[str]], Mapping[str, Tensor]] | None = None,
     ) -> None:
         self.file, self.moved, self.score, self.holdout = file, list(moved), score, holdout
         self.folder, self.maximize, self.seed = folder, maximize, seed
         self.adapter: Adapter = attach_checkpoint(file, moved, dim=dim, seed=seed)
+        self.gradients: Tensor | None = None
+        if gradients is not None:
+            found = gradients(str(file.path), [key for each in moved for key in each.keys])
+            if not isinstance(found, Mapping):
+                raise ConfigError(f"the function of gradients returned {brief(found)}; it must be a dict by key")
+            self.gradients = gradients_in_phi(self.adapter, moved, found)
 
     def score_unchanged(self) -> Score:
         """Score the file as it was, but written by us.
@@ -201,6 +210,7 @@ class CheckpointRun:
                 resume=resume,
                 maximize=self.maximize,
                 name=NAME,
+                gradients=self.gradients,
             )
         except BudgetError as error:
             raise ConfigError(f"--queries {queries} with --repeats {self.score.repeats}: {error}") from error

@@ -300,6 +300,7 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         "adapter": task.adapter.signature.to_json(),
         "weights": fingerprint(task.adapter.base_state_dict()),
         "loss of the first batch": first_loss,
+        **({} if task.gradients is None else {"gradients": fingerprint({"gradients": task.gradients})}),
     }
 
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
@@ -44,6 +44,8 @@ class Search(Trials):
         maximize: Of an adapter alone: whether higher is better.
         bounds: Of an adapter alone: lowest and highest possible value; None if they are not known.
         name: Of an adapter alone: the metric's name.
+        gradients: Of an adapter alone: gradients of a loss in phi, ``m x d``, if some were computed elsewhere; their
+            directions shape f's kernel and the first design.
 
     Raises:
         ValueError: A number is out of range, or the strategy has no ask and tell, or arguments do not go together.
@@ -75,8 +77,9 @@ class Search(Trials):
         maximize: bool | None = None,
         bounds: tuple[float, float] | None = None,
         name: str | None = None,
+        gradients: Tensor | None = None,
     ) -> None:
-        task = _task_of(task, maximize, bounds, name)
+        task = _task_of(task, maximize, bounds, name, gradients)
         strategy = strategy or GuidedTrustRegion()
         check_search(strategy)
         check_integer(0, queries=queries, seed=seed)
@@ -142,9 +145,13 @@ def check_search(strategy: Any) -> None:
 
 
 def _task_of(
-    task: FinetuneTask | Adapter, maximize: bool | None, bounds: tuple[float, float] | None, name: str | None
+    task: FinetuneTask | Adapter,
+    maximize: bool | None,
+    bounds: tuple[float, float] | None,
+    name: str | None,
+    gradients: Tensor | None,
 ) -> FinetuneTask:
-    given = {"maximize": maximize, "bounds": bounds, "name": name}
+    given = {"maximize": maximize, "bounds": bounds, "name": name, "gradients": gradients}
     if isinstance(task, FinetuneTask):
         if several := [key for key, value in given.items() if value is not None]:
             raise ValueError(f"{several[0]} is given beside a task, whose metric has its own; leave it out")
@@ -154,7 +161,7 @@ def _task_of(
     if maximize is None:
         raise ValueError("maximize is missing: say whether higher values are better, maximize=True or maximize=False")
     metric = Metric(_told_from_outside, maximize=maximize, bounds=bounds, name=name or "metric")
-    return FinetuneTask(task, metric=metric)
+    return FinetuneTask(task, metric=metric, gradients=gradients)
 
 
 def _told_from_outside(model: nn.Module) -> float:

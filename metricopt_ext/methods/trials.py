@@ -445,7 +445,7 @@ def guarded(
         begun_at=begun,
         fit=fit,
         learns=end.learns,
-        plain=task.loss is None,
+        plain=task.loss is None and task.gradients is None,
         verdict=decision.verdict,
         points=end.points,
         split_half=correlation_of_halves(stacked_halves(end.evaluations)),

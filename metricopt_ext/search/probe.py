@@ -43,7 +43,7 @@ class Probe(NamedTuple):
 def probe(task: FinetuneTask, start: Tensor, seed: int) -> Probe:
     """Find scale and spectrum around a start, ``d``, by forward and backward passes on batches of the loss.
 
-    Without a loss, all directions are alike, and the scale is `UNPROBED`.
+    Without a loss the scale is `UNPROBED`, and all directions are alike unless the task has gradients.
 
     Raises:
         ConfigError: d is so large that the search's matrices would take more than a quarter of the free memory.
@@ -52,7 +52,8 @@ def probe(task: FinetuneTask, start: Tensor, seed: int) -> Probe:
     """
     check_dim(task.dim, start.device)
     if task.loss is None:
-        return Probe(UNPROBED, Spectrum.flat(task.dim, start.device))
+        given = task.gradients
+        return Probe(UNPROBED, Spectrum.flat(task.dim, start.device) if given is None else spectrum_of(given.to(start)))
     directions = torch.randn(DIRECTIONS, task.dim, generator=generator(seed, "probe"), dtype=torch.float64)
     anywhere = _largest_scale(task, start, directions.to(start), seed)
     spectrum = loss_spectrum(task, start, 2 * anywhere, seed)
@@ -80,10 +81,15 @@ def loss_spectrum(task: FinetuneTask, start: Tensor, std: float, seed: int) -> S
     """
     indices = range(GRADIENTS)
     _, gradients = task.loss_and_gradient(start + task.starts(std, seed, indices), seed, indices, 0)
+    return spectrum_of(gradients)
+
+
+def spectrum_of(gradients: Tensor) -> Spectrum:
+    """Return the eigen-decomposition of the mean outer product of unit gradients, from gradients, ``m x d``."""
     unit = normalize(gradients.double(), dim=1)
-    weights, basis = torch.linalg.eigh(unit.T @ unit / GRADIENTS)
+    weights, basis = torch.linalg.eigh(unit.T @ unit / len(gradients))
     if not weights.sum() > 0:
-        return Spectrum.flat(task.dim, start.device)  # the loss is flat everywhere
+        return Spectrum.flat(gradients.shape[1], gradients.device)  # the loss is flat everywhere
     return Spectrum(weights.clamp(min=0), basis)
 
 

@@ -100,6 +100,8 @@ class FinetuneTask:
             of: a search takes all directions of phi for alike then.
         batches: ``batches(seed, task, step) -> batch``, the same batch at every call with the same arguments
             (`TensorBatches`, `DatasetBatches`).
+        gradients: Of a task without a loss: gradients of one in phi that were computed elsewhere, ``m x d``; their
+            directions shape f's kernel and the first design.
         population: Maximum number of phi in one forward pass, at least 1. Use 1 for models that ``vmap`` can't handle
             (data-dependent control flow), or if one batch fills the machine anyway. It is also the unit of work:
             results can depend on it in the last bits.
@@ -110,13 +112,15 @@ class FinetuneTask:
     metric: Metric
     loss: Loss | None = None
     batches: Batches | None = None
+    gradients: Tensor | None = None
     population: int = 32
 
     def __post_init__(self) -> None:
         """Check the arguments, and on the first batch that phi acts (see `check_effect`).
 
         Raises:
-            ValueError: ``population`` is below 1, or one of ``loss`` and ``batches`` is given without the other.
+            ValueError: ``population`` is below 1, one of ``loss`` and ``batches`` is given without the other, or
+                ``gradients`` beside them, or of another shape, or not finite.
             TypeError: ``batches`` can't be replayed.
             AdapterError: The offsets act on a layer that does not give what the model returns, or a coordinate of phi
                 moves no output on the first batch.
@@ -126,6 +130,8 @@ class FinetuneTask:
         if (self.loss is None) != (self.batches is None):
             given, other = ("loss", "batches") if self.batches is None else ("batches", "loss")
             raise ValueError(f"{given} is given without {other}; give both, or neither for a search without a loss")
+        if self.gradients is not None:
+            self._check_gradients(self.gradients)
         if self.loss is None or self.batches is None:
             return
         if not callable(self.batches):
@@ -135,6 +141,14 @@ class FinetuneTask:
             )
         first = partial(self.batches, 0, 0, 0)
         check_effect(self.adapter, self.loss, first)
+
+    def _check_gradients(self, gradients: Tensor) -> None:
+        if self.loss is not None:
+            raise ValueError("gradients are given beside a loss, which has its own; leave one of them out")
+        if gradients.dim() != 2 or gradients.shape[1] != self.dim or not len(gradients):
+            raise ValueError(f"gradients are {tuple(gradients.shape)}; they must be m x {self.dim}, a row for each")
+        if not gradients.isfinite().all() or not gradients.any():
+            raise ValueError("gradients must be finite, and not all 0; give those of the loss that it was trained by")
 
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""

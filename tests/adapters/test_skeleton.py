@@ -11,8 +11,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.adapters.skeleton import LOGITS, Moved, attach_checkpoint, chosen, movable, moved_tensors
-from metricopt_ext.errors import AdapterError
+from metricopt_ext.adapters.skeleton import (
+    LOGITS,
+    Moved,
+    attach_checkpoint,
+    chosen,
+    gradients_in_phi,
+    movable,
+    moved_tensors,
+)
+from metricopt_ext.errors import AdapterError, ConfigError
 from metricopt_ext.utils.checkpoint_file import CheckpointFile, read_checkpoint
 
 
@@ -195,3 +203,48 @@ def test_the_matrices_are_seeded_and_named(tmp_path: Path) -> None:
     assert torch.equal(found[0], found[1])
     assert not torch.allclose(found[0], found[2])
     assert one.signature.generator == "normal/1, shifts by the weights"
+
+
+def test_gradients_in_phi_are_those_of_a_loss_on_what_moves(tmp_path: Path) -> None:
+    """Against finite differences of a loss that is linear in the tensors."""
+    file = saved(norm("bn1") | norm("model.norm", 4, bias=False) | {"head.bias": torch.arange(3.0)}, tmp_path)
+    moved = chosen(file, None, "head.bias")
+    adapter = attach_checkpoint(file, moved, dim=2, seed=0)
+    rng = torch.Generator().manual_seed(4)
+    given = {key: torch.randn(5, *file.tensor(key).shape, generator=rng) for each in moved for key in each.keys}
+    found = gradients_in_phi(adapter, moved, given)
+    assert found.shape == (5, adapter.dim)
+
+    def loss(phi: Tensor) -> Tensor:
+        at = moved_tensors(adapter, phi, file, moved) or {key: file.tensor(key) for key in given}
+        return sum((given[key] * at[key]).flatten(1).sum(1) for key in given)  # type: ignore[return-value]
+
+    origin = torch.zeros_like(adapter.phi.detach())
+    for i in range(adapter.dim):
+        step = origin.clone()
+        step[i] = 0.5
+        assert torch.allclose(found[:, i], (loss(step) - loss(origin)) / 0.5, atol=1e-4)
+    single = {key: value[0] for key, value in given.items()}
+    assert torch.allclose(gradients_in_phi(adapter, moved, single), found[:1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bn1.bias": None}, "the gradients lack 'bn1.bias'"),
+        ({"other": torch.zeros(3)}, "the gradients have 'other', which does not move"),
+        ({"bn1.bias": torch.zeros(4)}, r"the gradient of 'bn1.bias' is \(4,\); it must be finite and \(3,\)"),
+        ({"bn1.bias": torch.full((3,), torch.nan)}, "it must be finite"),
+        ({"bn1.bias": torch.zeros(2, 3)}, "the gradients differ in number"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = saved(norm("bn1"), tmp_path)
+    moved = chosen(file, None, None)
+    given = {"bn1.weight": torch.ones(3), "bn1.bias": torch.ones(3)} | change
+    with pytest.raises(ConfigError, match=message):
+        gradients_in_phi(
+            attach_checkpoint(file, moved, dim=2, seed=0),
+            moved,
+            {key: value for key, value in given.items() if value is not None},
+        )

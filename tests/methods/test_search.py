@@ -364,3 +364,23 @@ def test_a_told_value_is_on_disk_and_a_kill_loses_none(quadratic: Make, tmp_path
     search.tell(search.ask()[0].id, 1.25)
     kept = json.loads((tmp_path / "evaluations.json").read_text())["evaluations"]
     assert [(each["id"], each["cost"], each["phi"]) for each in kept] == [(0, 1.25, [0.0] * 4)]
+
+
+def test_gradients_from_elsewhere_shape_the_design() -> None:
+    along = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+
+    def design(**more: Any) -> torch.Tensor:
+        search = Search(attach_input_bias(nn.Linear(2, 3), dim=4), 40, maximize=True, **more)
+        search.tell(search.ask()[0].id, 1.0)
+        return torch.stack([trial.phi for trial in search.ask(99)])
+
+    plain, shaped = design(), design(gradients=along)
+    assert float(shaped[:, 0].square().sum() / shaped.square().sum()) > 0.99
+    assert float(plain[:, 0].square().sum() / plain.square().sum()) < 0.9
+    for wrong, message in (
+        (torch.ones(3), r"gradients are \(3,\); they must be m x 4"),
+        (torch.ones(2, 3), r"gradients are \(2, 3\); they must be m x 4"),
+        (torch.zeros(2, 4), "gradients must be finite, and not all 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            design(gradients=wrong)

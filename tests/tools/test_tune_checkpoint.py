@@ -196,6 +196,31 @@ def test_no_gain_leaves_the_same_bytes(folder: Path, capsys: pytest.CaptureFixtu
     )
 
 
+def test_gradients_of_a_loss_shape_the_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "own").mkdir()
+    code = """
+        import torch
+        from safetensors.torch import load_file
+
+        def gradients(path, keys):
+            assert keys == ["model.norm.weight", "model.norm.bias"]
+            return {key: torch.ones(4, *load_file(path)[key].shape) for key in keys}
+
+        def nothing(path, keys):
+            return {}
+    """
+    (folder / "own" / "losses_of_mine.py").write_text(textwrap.dedent(code))
+    command, where = program(folder, PRINT), ["--gradients-folder", "own"]
+    tune(*words(command, *PARSE, *HALVES, "--gradients", "losses_of_mine:gradients", *where, queries=14))
+    assert "all directions of phi counted alike" not in capsys.readouterr().out
+    tune(*words(command, *PARSE, *HALVES, queries=14, out="plain"))
+    assert "all directions of phi counted alike" in capsys.readouterr().out
+    tune(*words(command, *PARSE, "--gradients", "losses_of_mine:nothing", *where, out="other"), status=1)
+    assert "the gradients lack 'model.norm.weight', which moves" in capsys.readouterr().err
+    tune(*words(command, *PARSE, "--gradients", "nowhere_to_be_found:gradients", out="other"), status=1)
+    assert "nowhere_to_be_found" in capsys.readouterr().err
+
+
 def test_without_a_guard_it_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tune(*words(program(folder, PRINT), *PARSE))
     assert report()["guard"]["by"] == "none"
