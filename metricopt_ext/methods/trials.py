@@ -201,19 +201,23 @@ class Trials:
             ValueError: There is no such trial, it has another answer already, or a number is not finite or outside the
                 metric's bounds. Nothing has changed then.
         """
-        if halves is not None and len(halves) != 2:
-            raise ValueError(f"halves are {brief(halves)}; give two values, or None")
-        if noise is not None and not 0 <= noise < math.inf:
-            raise ValueError(f"noise is {noise!r}; it must be a standard error, at least 0 and finite, or None")
         metric, split = self.task.metric, None
         try:
             cost = metric.checked_cost(float(value))
             if halves is not None:
                 first, second = (metric.checked_cost(float(each), " on a half of its data") for each in halves)
                 split = first, second
-        except MetricError as error:
-            raise ValueError(str(error)) from error
-        self.tell_evaluation(id, Evaluation(cost, split, None if noise is None else noise / metric.scale))
+            error = None if noise is None else float(noise) / metric.scale
+        except (TypeError, ValueError) as wrong:
+            told = f"{brief(value)}, halves {brief(halves)}, noise {brief(noise)}"
+            raise ValueError(
+                f"{told}: tell a number, two for halves or None, and a number for noise or None"
+            ) from wrong
+        except MetricError as wrong:
+            raise ValueError(str(wrong)) from wrong
+        if error is not None and not 0 <= error < math.inf:
+            raise ValueError(f"noise is {noise!r}; it must be a standard error, at least 0 and finite, or None")
+        self.tell_evaluation(id, Evaluation(cost, split, error))
 
     def tell_evaluation(self, id: int, evaluation: Evaluation) -> None:
         """Tell the metric's evaluation at a trial, as a cost; see `tell`, as for the errors."""

@@ -272,7 +272,9 @@ def test_what_can_be_no_answer_changes_nothing(quadratic: Make, tmp_path: Path) 
         (lambda: search.tell(0, math.nan), "returned nan; it must be a finite number"),
         (lambda: search.tell(0, 51.0), r"outside its bounds \(0.0, 50.0\)"),
         (lambda: search.tell(0, 1.0, halves=(1.0, 60.0)), "on a half of its data, outside"),
-        (lambda: search.tell(0, 1.0, halves=(1.0,)), "give two values, or None"),  # type: ignore[arg-type]
+        (lambda: search.tell(0, 1.0, halves=(1.0,)), "two for halves or None"),  # type: ignore[arg-type]
+        (lambda: search.tell(0, None), "None, halves None, noise None: tell a number"),  # type: ignore[arg-type]
+        (lambda: search.tell(0, "much"), "'much', halves None"),  # type: ignore[arg-type]
         (lambda: search.tell(0, 1.0, noise=-1.0), "noise is -1.0"),
         (lambda: search.fail(0, "killed"), "trial 0 is the model as it was trained, so its value is needed"),
         (lambda: search.give_up(0), "trial 0 is a start"),
