@@ -398,7 +398,8 @@ class Trials:
     def outcome(self) -> SearchRun:
         """Return what `result` does, and leave the model and the folder as they are."""
         self._advance()
-        if self._kept.answered < self._least:
+        over = self._state is not None and not self._batch.trials  # one query early if the metric never varied
+        if self._kept.answered < self._least and not over:
             missing = self._least - self._kept.answered
             raise BudgetError(
                 f"{counted(missing, 'more trial')} must be told before there is a result:"

@@ -71,6 +71,16 @@ def test_points_of_other_tensors_are_not_told(quadratic: Callable[..., Any], tmp
         again.next_batch()
 
 
+def test_a_metric_that_never_varies_has_a_result_a_query_early(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    least = GuidedTrustRegion().least_queries(task.dim)
+    search = trials(task, least)
+    while batch := search.next_batch():
+        for trial, _ in batch:
+            search.tell_evaluation(trial.id, Evaluation(1.0))
+    assert sum(search.outcome().queries.values()) == least - 1
+
+
 def test_it_can_go_on_with_more_queries(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     search = trials(task, 10)
