@@ -17,6 +17,7 @@ EXTRAS = {
         *("pycocotools", "sklearn", "tensorboard", "torchvision", "yaml"),
     ),
     "compare": ("botorch", "nevergrad"),
+    "optuna": ("optuna",),
     "siblings": ("diffsort",),
 }
 DETECTRON2 = ("detectron2", "fvcore", "iopath")
