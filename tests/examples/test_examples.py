@@ -1,5 +1,6 @@
 """Each script of `examples`, run as it is on little training, and the counts of its marked lines."""
 
+import ast
 import re
 import runpy
 import sys
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+COMPARED = "three_ways.py"  # a comparison, and no script of a user that was changed
+EXAMPLES = sorted({path.name for path in (ROOT / "examples").glob("*.py")} - {COMPARED})
 LINES = 60
 
 # What makes a run short, and the checkpoint that it leaves.
@@ -81,3 +83,23 @@ def test_the_table_states_what_changed(script: str) -> None:
 
 def test_every_script_is_run() -> None:
     assert {command[0] for command, _ in RUNS.values()} | {f"{name}.py" for name in DETECTRON2} == set(EXAMPLES)
+
+
+@pytest.mark.slow
+def test_three_ways_do_one_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("optuna", reason="the extra `optuna` is not installed")
+    monkeypatch.setattr(sys, "argv", [COMPARED, "--queries", "20", "--seeds", "0"])
+    with torch.random.fork_rng():
+        script = runpy.run_path(str(ROOT / "examples" / COMPARED), run_name="__main__")
+    printed = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    rows = {cells[0].removeprefix("| "): cells[1] for cells in printed[1:]}
+    assert rows == {"the trained model": "0", **dict.fromkeys(script["WAYS"], "20")}
+    table = (ROOT / "docs/scorer.md").read_text()
+    assert not [name for name in rows if f"| {name} |" not in table]
+
+
+def test_each_of_the_three_ways_takes_forty_lines_at_most() -> None:
+    tree = ast.parse((ROOT / "examples" / COMPARED).read_text())
+    lines = {node.name: node.end_lineno - node.lineno + 1 for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert lines.keys() == {"by_cma", "by_optuna", "by_tpe", "by_sampler", "by_search"}
+    assert max(lines.values()) <= 40
