@@ -103,5 +103,6 @@ def preferred(result: Result, aside: Mapping[str, float], metric: CostScale, con
 def _cost(result: Result, task: FinetuneTask, name: str) -> float:
     """Return a candidate's cost on the data kept aside, in the model of the start that it belongs to."""
     start = result.start_of(name)
-    (evaluation,) = with_start(task, start).evaluate_at(start.phi[None], "kept aside", f"{name!r}; ")
+    judged = with_start(task, start).judged_by(task.metric.of(start))
+    (evaluation,) = judged.evaluate_at(start.phi[None], "kept aside", f"{name!r}; ")
     return evaluation.cost

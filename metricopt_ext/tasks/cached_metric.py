@@ -47,7 +47,7 @@ class CachedMetric(Metric):
         self.on_file = len(self._unused)
 
     def of(self, start: Start) -> "CachedMetric":
-        """Have it judge a model to which a start is applied from now on; returns itself."""
+        """Judge models to which a start is applied from now on; returns itself."""
         self._replaced = digest_of(start)
         return self
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, MetricError, RankError, UnguardedError, WeightsError
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_integer
@@ -236,6 +237,10 @@ class Metric(CostScale):
         metric = self.with_settings(require_guard=False)
         metric.ledger = self.ledger
         return metric
+
+    def of(self, start: Start) -> "Metric":
+        """Return the metric of models to which a start is applied; one that keeps its evaluations tells them apart."""
+        return self
 
     def cost(self, model: nn.Module, purpose: str) -> float:
         """Evaluate the metric on the model as it is and return the cost; see `evaluate`."""

@@ -1,5 +1,6 @@
 """What data kept aside change about a run, on tasks known in closed form."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result, SearchRun
 from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.search.direct import CMAES
+from metricopt_ext.tasks.kept_evaluations import digest_of
 from metricopt_ext.tasks.metric import Ledger, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher
@@ -92,7 +94,7 @@ def test_nothing_is_asked_about_a_model_that_was_left_as_it_was(
 
 
 @pytest.mark.parametrize("agrees", [True, False])
-def test_each_candidate_has_the_buffers_of_its_start(agrees: bool) -> None:
+def test_each_candidate_has_the_buffers_of_its_start(agrees: bool, tmp_path: Path) -> None:
     """The metric prefers BatchNorm statistics of the inputs; so do the data kept aside, or those of the training."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval()
@@ -113,8 +115,10 @@ def test_each_candidate_has_the_buffers_of_its_start(agrees: bool) -> None:
     start = batchnorm_start(task, x.split(16))
     assert start is not None
     metric = Metric(gap(inputs if agrees else trained), maximize=False, bounds=None, name="aside")
-    result = run(task, starts={"batchnorm": start}, kept_aside=metric)
+    result = run(task, starts={"batchnorm": start}, kept_aside=metric, output_dir=tmp_path)
     assert list(result.aside) == ["start", "batchnorm", "search"]
+    kept = json.loads((tmp_path / "kept_aside.json").read_text())["evaluations"]
+    assert [each["replaced"] == digest_of(start) for each in kept] == [False, True, True]
     assert result.chosen == ("search" if agrees else "start")
     assert torch.allclose(model[1].running_mean, inputs if agrees else trained, rtol=0, atol=1e-5)
     if agrees:
