@@ -1,5 +1,6 @@
 """tools/tune_checkpoint.py: programs that behave, and those that don't."""
 
+import functools
 import json
 import os
 import re
@@ -138,11 +139,12 @@ def test_the_result_does_not_depend_on_jobs(folder: Path) -> None:
 
 
 def started(*arguments: str) -> "subprocess.Popen[str]":
-    """Start the tool as a process of its own."""
+    """Start the tool as a process of its own, which Ctrl-C stops even where that is ignored around it."""
     command = [sys.executable, "-m", "metricopt_ext", "tune-checkpoint", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=heeding, **pipes)
 
 
 def until(condition: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
