@@ -132,9 +132,8 @@ class Trials:
         """
         check_integer(1, n=n)
         self._advance()
-        new = [each for each in self._batch.trials if each.id not in self._handed and each.id not in self._kept.told][
-            :n
-        ]
+        done = self._handed | self._kept.told.keys()
+        new = [trial for trial in self._batch.trials if trial.id not in done][:n]
         fresh = [trial for trial in new if trial.id not in self._kept.open]
         if fresh:
             self._kept.ask(self._kept_point(trial) for trial in fresh)
@@ -222,7 +221,8 @@ class Trials:
     def tell_evaluation(self, id: int, evaluation: Evaluation) -> None:
         """Tell the metric's evaluation at a trial, as a cost; see `tell`, as for the errors."""
         if not self._repeated(id, evaluation):
-            self._answer(KeptEvaluation.told(self._kept_point(self._trial(id)), evaluation, self.task.metric.repeats))
+            point = self._kept_point(self._trial(id))
+            self._kept.tell(KeptEvaluation.told(point, evaluation, self.task.metric.repeats))
 
     def fail(self, id: int, reason: str = "") -> None:
         """Say that a trial's evaluation failed: it counts as a query, and the worst value of the run stands in for it.
@@ -243,7 +243,7 @@ class Trials:
                 f"trial 0 is the model as it was trained, so its value is needed: it failed ({brief(reason) or 'no'}"
                 " reason given); mend the scorer, and tell its value"
             )
-        self._answer(KeptEvaluation.told(self._kept_point(trial), failed, self.task.metric.repeats))
+        self._kept.tell(KeptEvaluation.told(self._kept_point(trial), failed, self.task.metric.repeats))
 
     def give_up(self, id: int) -> None:
         """Wait for a trial no longer: it costs no query, and its batch closes without it.
@@ -256,7 +256,7 @@ class Trials:
         trial = self._trial(id)
         if id < len(self._starts):
             raise ValueError(f"trial {id} is a start, whose value is needed; tell it, or leave that start out")
-        self._answer(KeptEvaluation.without(self._kept_point(trial)))
+        self._kept.tell(KeptEvaluation.without(self._kept_point(trial)))
 
     def _repeated(self, id: int, evaluation: Evaluation | None) -> bool:
         """Whether a trial has this very answer already; another one is refused."""
@@ -281,9 +281,6 @@ class Trials:
 
     def _kept_point(self, trial: Trial) -> KeptPoint:
         return KeptPoint.of(trial.id, trial.phi, digest_of(self._starts[trial.start]))
-
-    def _answer(self, kept: KeptEvaluation) -> None:
-        self._kept.tell(kept)
 
     # --- Going on ------------------------------------------------------------------------------------------------
 

@@ -143,6 +143,7 @@ class SearchState(ABC):
         self._open: Tensor = start[None][:0]
         self._answers: dict[int, Answer] = {}
         self._closed: Answers | None = Answers()  # what the search has not been sent yet
+        self._begun = self._broken = False  # whether it was asked before, and whether that ended by an error
 
     @abstractmethod
     def batches(self) -> Batches:
@@ -155,15 +156,20 @@ class SearchState(ABC):
     def ask(self) -> Tensor:
         """Return the open batch, ``n x d``: the next one once all of the last is answered, empty if there is none."""
         if self._closed is not None:
-            closed, self._closed = self._closed, None
             if self._batches is None:
                 self._batches = self.batches()
-                self._open = next(self._batches, self.start[None][:0])
-            else:
-                try:
-                    self._open = self._batches.send(closed)
-                except StopIteration:
-                    self._open = self.start[None][:0]
+            elif self._broken:
+                raise RuntimeError("the search broke when it was asked last; begin it anew, and tell it what is known")
+            closed, self._closed = self._closed, None
+            self._broken = True
+            try:
+                self._open = self._batches.send(closed if self._begun else None)  # type: ignore[arg-type]
+            except StopIteration:
+                self._open = self.start[None][:0]
+            except BaseException:
+                self._closed = closed
+                raise
+            self._begun, self._broken = True, False
             if not len(self._open):
                 self._closed = Answers()  # more queries may be granted
         return self._open

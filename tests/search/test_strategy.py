@@ -10,7 +10,7 @@ import torch
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.ngopt import NGOpt
 from metricopt_ext.search.random_search import RandomSearch
-from metricopt_ext.search.strategy import Answer, Answers, SearchStrategy, falls
+from metricopt_ext.search.strategy import Answer, Answers, Batches, DirectState, SearchStrategy, falls
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.search.turbo import TuRBO
 from metricopt_ext.tasks.metric import Evaluation
@@ -91,6 +91,23 @@ def test_what_is_known_is_not_asked(quadratic: Callable[..., Any], search: Searc
     assert asked == 29
     with pytest.raises(ValueError, match="known has 1 point without the start"):
         search.begin(task, start, 31, known=known[:1])
+
+
+def test_a_search_that_broke_does_not_look_like_one_that_is_over(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+
+    def batches(state: DirectState) -> Batches:
+        yield state.start[None] + 1
+        raise FloatingPointError("the loss is not finite")
+
+    state = DirectState(task.origin(), 31, batches)
+    for _ in range(2):
+        state.ask()
+        state.tell(0, Evaluation(1.0))
+    with pytest.raises(FloatingPointError):
+        state.ask()
+    with pytest.raises(RuntimeError, match="the search broke when it was asked last"):
+        state.ask()
 
 
 def test_answers() -> None:
