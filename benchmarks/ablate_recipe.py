@@ -306,7 +306,7 @@ def ablate_seed(
     else:
         remember(DEFAULT, lambda: whole(file, overrides, folder, seed))
     for done, (name, added) in enumerate(chosen(runs_of(config), changes).items()):
-        watcher.query(done + 1, name)
+        watcher.stage(f"{name} (run {done + 1})")
         remember(name, lambda added=added: whole(file, [*overrides, *added], folder, seed))  # type: ignore[misc]
     watcher.done()
     return rows

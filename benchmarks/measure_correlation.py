@@ -88,7 +88,7 @@ def measure_correlation(config: ClassificationConfig, folder: Path) -> dict[str,
         open_run(folder, {**config.as_dict(), "computed_on": str(machine)}, resume=True, files=config.data_files())
         run = partial(run_seed, config, folder)
         most = reloss.training + reloss.heldout
-        rows = run_seeds(run, seeds, queries=most, workers=config.workers, threads=config.threads)
+        rows = run_seeds(run, seeds, queries=most, workers=config.workers, threads=config.threads, metric="Spearman")
     losses = list(rows[0]["correlations"])
     rivals = [name for name in losses if name != "ReLoss"]
     gains = {
@@ -150,7 +150,7 @@ def run_seed(config: ClassificationConfig, folder: Path, seed: int, watcher: Wat
     file = folder / f"seed-{seed}.json"
     watcher.stage("on file" if file.exists() else "random outputs")
     row = kept_json(file, KINDS, lambda: learn_and_judge(config, folder, seed, watcher))
-    watcher.query(row["batch_queries"], f"Spearman {row['correlations']['ReLoss']['spearman']:.4f}")
+    watcher.query(row["batch_queries"], row["correlations"]["ReLoss"]["spearman"])
     watcher.done()
     return row
 

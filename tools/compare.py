@@ -216,6 +216,7 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
             queries=total,
             workers=config.workers,
             threads=config.threads,
+            metric=about.metric,
         )
         described = {**asdict(config), "of_task": subject.as_dict()}
         return ranks.only_first(lambda: report(gather(folder, plan, about, described), folder)) or {}

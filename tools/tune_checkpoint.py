@@ -194,7 +194,7 @@ def run(arguments: argparse.Namespace, score: Any, holdout: Any) -> dict[str, An
                 jobs=arguments.jobs,
                 failures=arguments.failures,
                 resume=arguments.resume,
-                watcher=bars.watch("score", arguments.queries),
+                watcher=bars.watch("score", arguments.queries, "score"),
             )
         one.write(arguments.output, tuned)
         return report(arguments, one, tuned, time.monotonic() - began)

@@ -116,16 +116,17 @@ def meta_train(
                 trajectory = stored[round, index] if index not in missing else next(finished)
                 on_main_process(partial(_keep, runs, trajectory))
                 first, last = (metric.to_value(cost) for cost in trajectory.cost[[0, -1]].tolist())
-                spent, changed = (index + 1) * settings.metric.evals, f"{metric.name} {first:.4f} -> {last:.4f}"
-                watcher.query(spent, changed)
+                spent = (index + 1) * settings.metric.evals
+                watcher.query(spent, last)
                 LOGGER.info(
-                    f"Round {round + 1} of {meta.rounds}, run {index + 1} of {meta.rounds * meta.tasks}: {changed};"
-                    f" {queries - spent} of {queries} queries left"
+                    f"Round {round + 1} of {meta.rounds}, run {index + 1} of {meta.rounds * meta.tasks}: {metric.name}"
+                    f" {first:.4f} -> {last:.4f}; {queries - spent} of {queries} queries left"
                 )
             return [trajectory for trajectory in _stored(runs).values() if trajectory.round <= round]
 
         fit = learn_in_rounds(collect, recipe, tasks=meta.tasks, seed=settings.seed, watcher=watcher)
-        watcher.outcome(f"f's held-out Spearman {fit.f.quality.spearman:.2f}" if fit.f.quality else "")
+        if fit.f.quality:
+            watcher.say(f"f's held-out Spearman {fit.f.quality.spearman:.2f}")
         watcher.done()
     if comm.is_main_process():
         fit.f.save(path)
@@ -220,7 +221,7 @@ def _run(cfg: CfgNode, trainer_class: type[MetricOptTrainer], watcher: Watcher) 
 
             def show(trainer: Any) -> None:
                 values = values_of(recording)
-                watcher.query(earlier + len(values), f"{recording.metric.name} {values[-1]:.4f}")
+                watcher.query(earlier + len(values), values[-1])
 
             return [*hooks, CallbackHook(before_train=show, after_step=show)]
 
@@ -249,7 +250,7 @@ def progress(cfg: CfgNode, name: str, queries: int) -> Iterator[Watcher]:
     try:
         if comm.is_main_process():
             with Bars() as bars:
-                watcher = bars.watch(name, queries)
+                watcher = bars.watch(name, queries, name)
                 log = Path(cfg.OUTPUT_DIR) / "log.txt"
                 if log.exists():
                     watcher.say(f"the runs' log is in {log}")

@@ -1,6 +1,6 @@
 """Searches for phi with what a trainer class of Detectron2's has: its data loader, its loss and its evaluator."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import SearchRun
-from metricopt_ext.tasks.metric import Evaluation, Item, Metric
+from metricopt_ext.tasks.metric import Query
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.identity import claim
@@ -76,17 +76,17 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
             raise TypeError(f"{name}.build_metric returned None; it must return a metric to tune phi for")
         model = trainer_class.build_model(cfg)
         load_weights(model, cfg.MODEL.WEIGHTS)
-    written = WrittenMetric(metric, cfg.OUTPUT_DIR, queries)
+    written = Written(cfg.OUTPUT_DIR, metric.name, queries)
     with alone():  # its first batch is drawn as all others are
         task = FinetuneTask(
             Adapter(model),
             loss=training_loss,
             batches=LoaderBatches(cfg, trainer_class),
-            metric=written,
+            metric=metric.with_new_ledger(),
             population=1,
         )
     with closing(written), progress(cfg, metric.name, queries) as watcher:
-        with ranks.joined(), alone():
+        with ranks.joined(), alone(), task.metric.observed_by(written):
             run = optimize_metric(
                 task,
                 queries=queries,
@@ -164,29 +164,25 @@ class LoaderBatches:
         return self._latest
 
 
-class WrittenMetric(Metric):
-    """A metric each evaluation of which is told by Detectron2's log and writers, at the number of the query.
+class Written:
+    """An observer that has Detectron2's log and writers tell each value, at the number of the query.
 
     Args:
-        metric: The metric; its own ledger stays as it is.
         output_dir: Receives ``metrics.json`` and TensorBoard's events.
+        name: The metric's.
         queries: How often it will be evaluated.
     """
 
-    def __init__(self, metric: Metric, output_dir: str, queries: int) -> None:
-        super().__init__(metric.function, **metric.settings)
-        self.queries, self.storage = queries, EventStorage()
+    def __init__(self, output_dir: str, name: str, queries: int) -> None:
+        self.name, self.queries, self.storage = name, queries, EventStorage()
         writers = default_writers(output_dir, queries) if comm.is_main_process() else []
         self.writers = [writer for writer in writers if not isinstance(writer, CommonMetricPrinter)]  # the log has it
 
-    def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
-        """Evaluate the metric (see `Metric.each`), log and write its values."""
-        first = self.ledger.spent + 1
-        for number, evaluation in enumerate(super().each(judged, items, purpose), start=first):
-            value = self.to_value(evaluation.cost)
-            LOGGER.info("%s: %.4f at query %d of %d", self.name, value, number, self.queries)
-            self.write(number, {self.name: value})
-            yield evaluation
+    def __call__(self, query: Query) -> None:
+        """Log and write a query's value, unless it is on file, as the run that asked it wrote it."""
+        if not query.on_file:
+            LOGGER.info("%s: %.4f at query %d of %d", self.name, query.value, query.spent, self.queries)
+            self.write(query.spent, {self.name: query.value})
 
     def write(self, iteration: int, scalars: dict[str, float]) -> None:
         """Have the writers write some scalars."""

@@ -195,7 +195,7 @@ class CheckpointRun:
             aside = self._held_out(self.holdout, result)
             result = preferred(result, aside, _scale(self.maximize), CONFIDENCE)
             spent["held out"] = len(aside) * self.holdout.repeats
-        watcher.outcome(f"{NAME} {result.before:.4f} -> {result.after:.4f}")
+        watcher.outcome(result.before, result.after)
         watcher.done()
         return Tuned(result, spent, failed, result.ends[result.chosen])
 
@@ -223,7 +223,7 @@ class CheckpointRun:
         def tell(trial: int, found: Score | Failed) -> None:
             if isinstance(found, Score):
                 search.tell(trial, found.value, halves=found.halves, noise=found.noise)
-                watcher.query(search.spent * self.score.repeats, f"{NAME} {found.value:.4f}")
+                watcher.query(search.spent * self.score.repeats, found.value)
                 return
             log = self.log(str(trial))
             if search.failed >= failures:  # it stays open, so that --resume tries it again

@@ -165,7 +165,14 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
         seeds = range(config.seed, config.seed + config.seeds)
         run = partial(run_seed, experiment, config, folder, resume)
         records = run_seeds(
-            run, seeds, queries=config.queries, workers=config.workers, threads=config.threads, shared=True, log=log
+            run,
+            seeds,
+            queries=config.queries,
+            workers=config.workers,
+            threads=config.threads,
+            shared=True,
+            metric=subject.metric,
+            log=log,
         )
         check_alike(records)
         report = Report(subject.task, subject.metric, subject.maximize, records, config.as_dict())

@@ -21,7 +21,7 @@ from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.strategy import SearchResult, SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.metric import Evaluation, Item, Ledger, Metric
+from metricopt_ext.tasks.metric import Ledger, Query
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher
 
@@ -128,7 +128,8 @@ def searching(search: SearchStrategy) -> Contender:
         limited, stopped = with_budget(task, max(budgets)), None
         trace = Trace(limited)
         try:
-            search(limited.judged_by(trace), start, max(budgets), seed=seed)
+            with limited.metric.observed_by(trace):
+                search(limited, start, max(budgets), seed=seed)
         except MetricError as error:
             stopped = error  # what was reached before counts
         for queries in budgets:
@@ -168,33 +169,25 @@ class Point:
     reached: Reached
 
 
-class Trace(Metric):
-    """A metric that keeps the points at which it was evaluated.
+class Trace:
+    """An observer that keeps the points at which a metric was evaluated.
 
     Args:
-        task: Its metric, whose ledger is shared, is to judge its model; what is spent is counted from now on.
+        task: What it spends is counted from now on.
 
     Attributes:
         points: One for each query that was answered.
     """
 
     def __init__(self, task: FinetuneTask) -> None:
-        metric = task.metric
-        super().__init__(metric.function, **metric.settings, ledger=metric.ledger)
-        self.metric, self.meter = metric, Meter(task)
+        self.meter = Meter(task)
         self.points: list[Point] = []
 
-    def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
-        """Evaluate the metric (see `Metric.each`) and keep the points."""
-        for item, evaluation in zip(items, self.metric.each(judged, items, purpose), strict=True):
-            phi = Adapter(item).phi if isinstance(item, nn.Module) else item
-            assert isinstance(phi, Tensor)
-            self.points.append(Point(evaluation.cost, self.meter.reached(phi.detach().clone())))
-            yield evaluation
-
-    def judge(self, model: nn.Module) -> Evaluation:
-        """Have the metric itself judge the model; nothing is booked or kept."""
-        return self.metric.judge(model)
+    def __call__(self, query: Query) -> None:
+        """Keep a query."""
+        phi = Adapter(query.item).phi if isinstance(query.item, nn.Module) else query.item
+        assert phi is not None
+        self.points.append(Point(query.evaluation.cost, self.meter.reached(phi.detach().clone())))
 
     def best(self, queries: int) -> Reached:
         """Return what was reached by the first so many queries: the best phi, ``d``, the first of equals."""
@@ -202,45 +195,21 @@ class Trace(Metric):
         return replace(self.points[queries - 1].reached, end=best.reached.end)
 
 
-class Telling(Metric):
-    """A metric that tells each value, for a progress display.
-
-    Args:
-        metric: The metric; both share a ledger.
-        told: Called with each value, in the metric's units.
-    """
-
-    def __init__(self, metric: Metric, told: Callable[[float], None]) -> None:
-        super().__init__(metric.function, **metric.settings, ledger=metric.ledger)
-        self.told = told
-
-    def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
-        """Evaluate the metric (see `Metric.each`) and tell its values."""
-        for evaluation in super().each(judged, items, purpose):
-            self.told(self.to_value(evaluation.cost))
-            yield evaluation
-
-    def with_new_ledger(self) -> "Telling":
-        """Return the same metric with an empty ledger and no budget."""
-        return Telling(super().with_new_ledger(), self.told)
-
-
 class Spent:
-    """Passes what a `Telling` tells on to a watcher, with the number of queries.
+    """An observer that tells a watcher of the queries of several metrics, whatever their ledgers.
 
     Args:
         watcher: Notified of each query.
-        metric: The metric's name.
         queries: Those that were spent before.
     """
 
-    def __init__(self, watcher: Watcher, metric: str, queries: int = 0) -> None:
-        self.watcher, self.metric, self.queries = watcher, metric, queries
+    def __init__(self, watcher: Watcher, queries: int = 0) -> None:
+        self.watcher, self.queries = watcher, queries
 
-    def __call__(self, value: float) -> None:
-        """Count a query, whose value this is."""
+    def __call__(self, query: Query) -> None:
+        """Count a query."""
         self.queries += 1
-        self.watcher.query(self.queries, f"{self.metric} {value:.4f}")
+        self.watcher.query(self.queries, query.value)
 
 
 def with_budget(task: FinetuneTask, queries: int) -> FinetuneTask:

@@ -11,7 +11,7 @@ from typing import Any
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.evidence.compare import judge
-from metricopt_ext.evidence.contenders import Contender, Spent, Telling
+from metricopt_ext.evidence.contenders import Contender, Spent
 from metricopt_ext.evidence.contest_file import STARTS, read_row
 from metricopt_ext.evidence.experiment import Experiment, State
 from metricopt_ext.evidence.guarded import TRAINED, Candidate, Change, guarded
@@ -128,7 +128,7 @@ def run_seed(
         watcher.stage("train the model")
         experiment = experiment_type(config, folder, seed, watcher)
         experiment.task = made = counting(experiment.task)
-        spent = Spent(watcher, experiment.task.metric.name)
+        spent = Spent(watcher)
         watcher.stage("starts")
         began = now()
         free = {TRAINED: Start(experiment.task.origin()), **experiment.starts()}
@@ -171,7 +171,7 @@ def chosen_starts(found: dict[str, Start], wanted: Sequence[str]) -> dict[str, S
 
 def _fresh(task: FinetuneTask, spent: Spent) -> FinetuneTask:
     fresh = noticing(task)
-    return fresh.judged_by(Telling(fresh.metric, spent))
+    return fresh.judged_by(fresh.metric.with_observers(spent))
 
 
 def _passes(made: CountedTask, asked: FinetuneTask, starts: Mapping[str, Start]) -> Passes:

@@ -33,15 +33,15 @@ class QueryEvents(Watcher):
     def __init__(self, folder: Path, metric: str, maximize: bool, queries: int) -> None:
         self._folder, self._metric, self._total = folder, metric, queries
         self._better: Callable[[float, float], float] = max if maximize else min
-        self._queries, self._best = 0, -math.inf if maximize else math.inf
+        self._best = -math.inf if maximize else math.inf
         self._writer: Any = None
 
-    def observed(self, value: float) -> None:
+    def query(self, spent: int, value: float) -> None:
         """Write a query's value, the best and what is left."""
-        self._queries, self._best = self._queries + 1, self._better(value, self._best)
-        self._write(f"queries/{self._metric}", value, self._queries)
-        self._write("queries/best", self._best, self._queries)
-        self._write("queries/left", self._total - self._queries, self._queries)
+        self._best = self._better(value, self._best)
+        self._write(f"queries/{self._metric}", value, spent)
+        self._write("queries/best", self._best, spent)
+        self._write("queries/left", self._total - spent, spent)
 
     def quality(self, queries: int, spearman: float) -> None:
         """Write f's quality at the latest query that it knows of."""

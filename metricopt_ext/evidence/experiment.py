@@ -215,9 +215,9 @@ def run_seed(
     if record := ranks.on_first(lambda: SeedRecord.load(record_file) if resume and record_file.exists() else None):
         watcher.stage("on file")
         before, after = (record.outcomes[name][-1] for name in ("pretrained", "metricopt"))
-        metric = experiment_type.describe(config).metric
         watcher.on_file(after.queries_total)
-        watcher.query(after.queries_total, f"{metric} {before.validation:.4f} -> {after.validation:.4f}")
+        watcher.query(after.queries_total, after.validation)
+        watcher.outcome(before.validation, after.validation)
         watcher.done()
         return record
     watcher.stage("train the model")

@@ -11,7 +11,6 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.evidence.contenders import (
     Contender,
     Spent,
-    Telling,
     best_of_loss_finetune,
     loss_path,
     usual_contenders,
@@ -158,7 +157,7 @@ def following_start(contender: Contender, queries: int | str, seed: int, name: s
             start, asked = before.details.candidates[before.details.begun_at], len(before.details.candidates)
         budget = before.reached[-1].queries if isinstance(queries, str) else queries
         own, shown = with_start(task, start), Within(watcher, METHODS[name].title, budget)
-        told = own.judged_by(Telling(own.metric, Spent(shown, own.metric.name, asked)))
+        told = own.judged_by(own.metric.with_observers(Spent(shown, asked)))
         (reached,) = contender.run(told, start.phi, [budget - asked], seed)
         assert isinstance(reached.end, Tensor)
         own.adapter.set_phi(reached.end)

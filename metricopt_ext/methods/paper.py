@@ -5,7 +5,7 @@ arguments here. Everything else has the paper's value.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.rollout import Policy, collect, rollout
 from metricopt_ext.tasks.split_half import evaluations_where_used, split_half_correlation
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.telling import query_callback
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
@@ -116,7 +115,6 @@ class Algorithm1(LearningStrategy[MetricOptResult]):
         tasks: int,
         seed: int = 0,
         store: TrajectoryStore | None = None,
-        on_query: Callable[[float], None] = lambda cost: None,
     ) -> ValueFunction:
         """Learn f from loss-only trajectories (lines 1-8); ``tasks * evals`` queries.
 
@@ -138,7 +136,6 @@ class Algorithm1(LearningStrategy[MetricOptResult]):
             steps=self.steps,
             evals=self.evals,
             seed=seed,
-            on_query=on_query,
         )
         return ranks.on_first(lambda: self.learn(trajectories, seed))
 
@@ -172,9 +169,7 @@ class Algorithm1(LearningStrategy[MetricOptResult]):
             store, ledger, counted = context.folder.trajectories, cached.ledger, task.judged_by(cached)
             context.retell(store, cached)
             watcher.stage("meta-train")
-            f = self.meta_train(
-                task, tasks=context.size["tasks"], seed=seed, store=store, on_query=query_callback(task, watcher)
-            )
+            f = self.meta_train(task, tasks=context.size["tasks"], seed=seed, store=store)
             if f.quality is not None:
                 watcher.quality(store.queries, f.quality.spearman)
             watcher.stage("meta-test")
@@ -182,7 +177,7 @@ class Algorithm1(LearningStrategy[MetricOptResult]):
             loss_only = finetune(task, self.loss_only(), self.steps, seed)[-1]
             followed = self.meta_test(task, f, start, seed=seed, index=FRESH)[-1]
             before, ends = ledger.spent, {"start": start, "loss_finetune": loss_only, "metricopt": followed}
-            asked = evaluate_ends(counted, ends, watcher)
+            asked = evaluate_ends(counted, ends)
         decision = decide_among(asked, evaluations_where_used(list(store)), context.confidence)
         return MetricOptResult(
             **outcome(task.metric, asked, decision, ends),

@@ -19,6 +19,7 @@ from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.telling import telling
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
@@ -146,6 +147,7 @@ def optimize_metric(
         folder = RunFolder(output_dir, identity)
         run.enter_context(folder.writing(resume))
         shown = run.enter_context(watched(watcher, task.metric.name, queries))
+        run.enter_context(telling(task, shown))
         base = run.enter_context(ExitStack())
         base.enter_context(task.adapter.applied(Start(task.origin())))
         base.enter_context(task.keeping_weights())
@@ -161,7 +163,7 @@ def optimize_metric(
         base.close()
         task.adapter.apply(result.start_of(result.chosen))
         folder.keep(task, result.products())
-        shown.outcome(f"{result.metric} {result.before:.4f} -> {result.after:.4f}")
+        shown.outcome(result.before, result.after)
         shown.done()
     return result
 

@@ -37,7 +37,7 @@ class Recipe(RecipeSettings, LearningStrategy[MetricOptResult]):
             fit = meta_train(task, tasks=context.size["tasks"], recipe=self, seed=seed, store=store, watcher=watcher)
             counted = task.judged_by(cached)
             watcher.stage("choose settings")
-            setting = choose_setting(counted, fit, self, seed, watcher)
+            setting = choose_setting(counted, fit, self, seed)
             before = ledger.spent
             tuned = tune_start(
                 counted,

@@ -12,7 +12,7 @@ from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.rollout import Policy, collect
 from metricopt_ext.tasks.split_half import evaluations_where_used, seen_on_half
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.telling import query_callback
+from metricopt_ext.tasks.telling import telling
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils import ranks
@@ -56,7 +56,8 @@ def meta_train(
     store = TrajectoryStore() if store is None else store
     with ranks.sharing({"tasks": tasks, "seed": seed}):
         shown = Watcher() if watcher is None or ranks.rank() > 0 else watcher
-        return _meta_train(task, tasks, recipe, seed, store, shown)
+        with telling(task, shown):
+            return _meta_train(task, tasks, recipe, seed, store, shown)
 
 
 def _meta_train(
@@ -75,7 +76,6 @@ def _meta_train(
             steps=recipe.steps,
             evals=recipe.evals,
             seed=seed,
-            on_query=query_callback(task, watcher),
         )
         return [trajectory for trajectory in store if trajectory.round <= round]
 

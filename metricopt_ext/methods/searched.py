@@ -18,7 +18,7 @@ from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.telling import query_callback
+from metricopt_ext.tasks.telling import telling
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.progress import Watcher
 
@@ -64,8 +64,8 @@ def search_results(
     trials = ranks.only_first(
         lambda: Trials(task, search, candidates, numbers[0], evaluations, seed, confidence)  # the others only evaluate
     )
-    told = query_callback(task, watcher)
     with ExitStack() as held:
+        held.enter_context(telling(task, watcher))
         for model_task in {id(each.adapter.model): each for each in tasks.values()}.values():
             held.enter_context(model_task.keeping_weights())
         for queries in numbers:
@@ -74,7 +74,6 @@ def search_results(
             for asked, evaluation in _evaluated(tasks, trials, queries, watcher):
                 if trials is not None and asked.kept is None:
                     trials.tell_evaluation(asked.id, evaluation)
-                told(evaluation.cost)
             yield ranks.on_first(lambda: None if trials is None else trials.outcome())  # type: ignore[misc]
         if trials is not None and (moved := trials.moved()):
             watcher.say(moved)
@@ -105,7 +104,7 @@ def _evaluated(
         batch = [] if trials is None else trials.next_batch()
         return [Asked(trial.id, trial.start, trial.phi, kept) for trial, kept in batch]
 
-    metric, stage, known = tasks["start"].metric, "", 0
+    metric, stage, of_queries = tasks["start"].metric, "", 0
     while batch := ranks.on_first(next_batch):
         for name, group in groupby(batch, lambda asked: asked.start):
             same = list(group)
@@ -114,10 +113,8 @@ def _evaluated(
                 watcher.stage(stage)
             for asked in same:
                 if asked.kept is not None and not asked.kept.given_up:
-                    metric.ledger.spend(stage, metric.repeats)
-                    evaluation = asked.kept.evaluation or metric.stand_in()
-                    metric.saw(evaluation)
-                    yield asked, evaluation
+                    known = asked.kept.evaluation or metric.stand_in()
+                    yield from ((asked, each) for each in metric.repeat(known, stage, asked.phi))
             new = [asked for asked in same if asked.kept is None]
 
             def where(index: int, start: str = name if starting else "", new: list[Asked] = new) -> str:
@@ -126,6 +123,6 @@ def _evaluated(
             if new:
                 points = torch.stack([asked.phi for asked in new])
                 yield from zip(new, tasks[name].evaluate_each(points, stage, where), strict=True)
-        if trials is not None and (quality := trials.quality()) is not None and quality[0] > known:
-            known = quality[0]
+        if trials is not None and (quality := trials.quality()) is not None and quality[0] > of_queries:
+            of_queries = quality[0]
             watcher.quality(metric.ledger.spent, quality[1])

@@ -9,8 +9,8 @@ from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import RunFolder
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.cached_metric import CachedMetric
+from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.telling import query_callback
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.checks import check_instance
 from metricopt_ext.utils.progress import Watcher
@@ -42,14 +42,13 @@ class Context:
     seed: int = 0
 
     def retell(self, store: TrajectoryStore, cached: CachedMetric) -> None:
-        """Book the queries of trajectories on file, which are not collected again, and notify the watcher of them."""
-        repeats = self.task.metric.repeats
-        self.watcher.on_file((store.queries + cached.on_file) * repeats)
-        told = query_callback(self.task, self.watcher)
+        """Book the queries of trajectories on file, which are not collected again, and tell of them."""
+        metric = self.task.metric
+        self.watcher.on_file((store.queries + cached.on_file) * metric.repeats)
         for trajectory in store:
             for cost in trajectory.cost.tolist():
-                self.task.metric.ledger.spend("collect", repeats)
-                told(cost)
+                metric.ledger.spend("collect", metric.repeats)
+                metric.tell(Evaluation(cost), "collect", on_file=True)
 
 
 class LearningStrategy(ABC, Generic[Learned]):

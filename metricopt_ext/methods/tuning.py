@@ -13,7 +13,7 @@ from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.rollout import Policy, rollout
 from metricopt_ext.tasks.split_half import optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.telling import query_callback
+from metricopt_ext.tasks.telling import telling
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.progress import Watcher
@@ -93,6 +93,21 @@ def tune_start(
     setting = recipe.settings[0] if setting is None else checked_setting(setting)
     check_integer(0, index=index, seed=seed)
 
+    with telling(task, watcher):
+        return _tuned(task, fit, recipe, setting, start, index, guard_confidence, seed, watcher)
+
+
+def _tuned(
+    task: FinetuneTask,
+    fit: Fit,
+    recipe: RecipeSettings,
+    setting: Setting,
+    start: Tensor,
+    index: int,
+    guard_confidence: float,
+    seed: int,
+    watcher: Watcher,
+) -> Tuned:
     def follow(policy: Policy) -> Tensor:
         return finetune(task, policy, recipe.steps, seed, start, index)
 
@@ -106,31 +121,29 @@ def tune_start(
     visited = list(fit.visited)
     for name, phi in ends.items():
         same = next((other for other in evaluations if torch.equal(ends[other], phi)), None)
-        evaluations[name] = evaluations[same] if same else evaluate(task, phi, "guard", f"end guard, {name}", watcher)
+        evaluations[name] = evaluations[same] if same else evaluate(task, phi, "guard", f"end guard, {name}")
 
     crossed = []
     if fit.f.trusted:
         for half, f in enumerate(fit.half_fits):
             # With half the data f may look untrusted; not following it here would show no optimism at all.
             end = follow(replace(metric_policy(f, recipe, setting), even_untrusted=True))[-1]
-            crossed.append(evaluate(task, end, "guard", f"cross-check, half {half}", watcher))
+            crossed.append(evaluate(task, end, "guard", f"cross-check, half {half}"))
     led = optimism_of_gain(crossed)
 
     if recipe.adapt_queries and fit.f.trusted:
         watcher.stage("adapt f")
         steps = torch.linspace(0, recipe.steps, recipe.adapt_queries + 2).round().long()
-        inner = [
-            evaluate(task, path[step], "adapt", f"adapting f, step {step}", watcher) for step in steps[1:-1].tolist()
-        ]
+        inner = [evaluate(task, path[step], "adapt", f"adapting f, step {step}") for step in steps[1:-1].tolist()]
         along = [evaluations["start"], *inner, evaluations["metricopt"]]
         f = AdaptedValueFunction(fit.f, path[steps], torch.tensor([each.cost for each in along]))
         ends["adapted"] = follow(metric_policy(f, recipe, setting))[-1]
-        evaluations["adapted"] = evaluate(task, ends["adapted"], "guard", "end guard, adapted", watcher)
+        evaluations["adapted"] = evaluate(task, ends["adapted"], "guard", "end guard, adapted")
 
     if recipe.refine is not None:
         watcher.stage("refine on the metric")
         best = ends[min(evaluations, key=lambda name: evaluations[name].cost)]
-        found = recipe.refine(task, best, recipe.refine_queries, seed=seed, on_query=query_callback(task, watcher))
+        found = recipe.refine(task, best, recipe.refine_queries, seed=seed)
         ends["refined"], evaluations["refined"] = found.phi, found.evaluation
         visited += found.evaluations
     overstated = {name: led for name in ends if name not in WITHOUT_F}
@@ -139,12 +152,12 @@ def tune_start(
     return Tuned(ends, evaluations, decision.kept, decision.verdict)
 
 
-def evaluate_ends(task: FinetuneTask, ends: Mapping[str, Tensor], watcher: Watcher) -> dict[str, Evaluation]:
+def evaluate_ends(task: FinetuneTask, ends: Mapping[str, Tensor]) -> dict[str, Evaluation]:
     """Evaluate the metric at each end, ``d``, one query each."""
-    return {name: evaluate(task, phi, "guard", f"end guard, {name}", watcher) for name, phi in ends.items()}
+    return {name: evaluate(task, phi, "guard", f"end guard, {name}") for name, phi in ends.items()}
 
 
-def choose_setting(task: FinetuneTask, fit: Fit, recipe: RecipeSettings, seed: int, watcher: Watcher) -> Setting:
+def choose_setting(task: FinetuneTask, fit: Fit, recipe: RecipeSettings, seed: int) -> Setting:
     """Try each setting from phi = 0 and a few random starts; the lowest mean cost wins."""
     if len(recipe.settings) == 1 or not fit.f.trusted:
         return recipe.settings[0]
@@ -161,7 +174,6 @@ def choose_setting(task: FinetuneTask, fit: Fit, recipe: RecipeSettings, seed: i
     costs: list[float] = []
     for evaluation in task.evaluate_each(points[:, -1], "choose", lambda trial: f"choosing settings, trial {trial}"):
         costs.append(evaluation.cost)
-        query_callback(task, watcher)(evaluation.cost)
     return recipe.settings[int(torch.tensor(costs).view(m, n).mean(1).argmin())]
 
 
@@ -180,8 +192,7 @@ def metric_policy(f: ValueFunction, recipe: RecipeSettings, setting: Setting) ->
     return MetricOptStep(f, recipe.lr, metric_step, loss_weight, recipe.steps)
 
 
-def evaluate(task: FinetuneTask, phi: Tensor, purpose: str, where: str, watcher: Watcher) -> Evaluation:
-    """Evaluate the metric at one phi, ``d``, and notify the watcher."""
+def evaluate(task: FinetuneTask, phi: Tensor, purpose: str, where: str) -> Evaluation:
+    """Evaluate the metric at one phi, ``d``."""
     (evaluation,) = task.evaluate_at(phi[None], purpose, f"{where}; ")
-    query_callback(task, watcher)(evaluation.cost)
     return evaluation

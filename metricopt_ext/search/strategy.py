@@ -6,7 +6,7 @@ of it is answered does the search go on. So what it finds depends on the answers
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -21,8 +21,6 @@ from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.gp import GPValueFunction
-
-Told = Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -360,9 +358,7 @@ class SearchStrategy(ABC):
         """Return what the search depends on, as JSON, to tell a run from others."""
         return {"search": repr(self)}
 
-    def __call__(
-        self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0, on_query: Told | None = None
-    ) -> SearchResult:
+    def __call__(self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0) -> SearchResult:
         """Search on a task's own metric from a start, whose cost is the first query; returns where it ends.
 
         The model is left unchanged: the result's phi is not set.
@@ -372,7 +368,6 @@ class SearchStrategy(ABC):
             start: phi_0, ``d``.
             queries: Budget; exactly this many evaluations are made, and booked under "search".
             seed: Seed of all draws.
-            on_query: Called with each observed cost, for a progress bar.
 
         Raises:
             ValueError: The budget is below `least_queries`; nothing was evaluated.
@@ -381,9 +376,7 @@ class SearchStrategy(ABC):
         """
         check_budget(task, queries, self.least_queries(task.dim))
         state = self.begin(task, start, queries, seed=seed)
-        for evaluation in evaluated(task, state):
-            if on_query is not None:
-                on_query(evaluation.cost)
+        evaluate(task, state)
         return ranks.on_first(state.end)
 
 
@@ -430,8 +423,8 @@ def check_checkpoints(
         raise BudgetError(f"{counted(needed, 'query')} requested, {left} left in the metric's budget")
 
 
-def evaluated(task: FinetuneTask, state: SearchState) -> Iterator[Evaluation]:
-    """Ask the task's own metric until the search has nothing to ask; yield each evaluation, once the search knows it.
+def evaluate(task: FinetuneTask, state: SearchState) -> None:
+    """Ask the task's own metric until the search has nothing to ask.
 
     Of ranks that share the work the first alone goes on with the search, and all evaluate.
 
@@ -448,7 +441,6 @@ def evaluated(task: FinetuneTask, state: SearchState) -> Iterator[Evaluation]:
         ):
             if ranks.rank() == 0:
                 state.tell(index, evaluation)
-            yield evaluation
 
 
 def _numbered(before: int, queries: int, index: int) -> str:

@@ -20,10 +20,9 @@ from metricopt_ext.search.strategy import (
     SearchResult,
     SearchState,
     SearchStrategy,
-    Told,
     check_checkpoints,
     check_known,
-    evaluated,
+    evaluate,
     falls,
 )
 from metricopt_ext.search.visited import Visited
@@ -120,11 +119,9 @@ class GuidedTrustRegion(SearchStrategy):
         """Begin a search (see `SearchStrategy`)."""
         return GuidedState(self, task, start, queries, known, seed)
 
-    def __call__(
-        self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0, on_query: Told | None = None
-    ) -> SearchResult:
+    def __call__(self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0) -> SearchResult:
         """Search on a task's own metric (see `SearchStrategy`)."""
-        (end,) = self.ends(task, start, [queries], seed=seed, on_query=on_query)
+        (end,) = self.ends(task, start, [queries], seed=seed)
         return end
 
     def ends(
@@ -135,7 +132,6 @@ class GuidedTrustRegion(SearchStrategy):
         *,
         known: Sequence[tuple[Tensor, Evaluation]] = (),
         seed: int = 0,
-        on_query: Told | None = None,
     ) -> Iterator[SearchResult]:
         """Search from a start, and yield the end that a search of each number of queries has.
 
@@ -148,7 +144,6 @@ class GuidedTrustRegion(SearchStrategy):
             checkpoints: Numbers of evaluations, ascending; what is known counts among them.
             known: Points that were queried before, the start among them; without any, the start is the first query.
             seed: Seed of all draws.
-            on_query: Called with each observed cost.
 
         Raises:
             ValueError: A number is below `least_queries`, or they don't ascend, or ``known`` lacks the start; nothing
@@ -161,9 +156,7 @@ class GuidedTrustRegion(SearchStrategy):
         state = self.begin(task, start, checkpoints[0], known=known, seed=seed)
         for queries in checkpoints:
             state.queries = queries
-            for evaluation in evaluated(task, state):
-                if on_query is not None:
-                    on_query(evaluation.cost)
+            evaluate(task, state)
             yield ranks.on_first(state.end)
 
 

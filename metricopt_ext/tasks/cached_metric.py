@@ -35,7 +35,7 @@ class CachedMetric(Metric):
 
     def __init__(self, metric: Metric, path: Path | None, check: Callable[[], None] = lambda: None) -> None:
         super().__init__(metric.function, **metric.settings, ledger=metric.ledger)
-        self.metric = metric
+        self.metric, self.observers = metric, metric.observers
         self._kept: KeptEvaluations | None = None  # of ranks that share a run, the first alone has it
 
         def read() -> list[KeptEvaluation]:
@@ -57,21 +57,20 @@ class CachedMetric(Metric):
         at = 0
         while at < len(items):
             if (kept := self._take(points[at])) is not None:
-                self.ledger.spend(purpose, self.repeats)
-                evaluation = kept.evaluation or self.metric.stand_in()
-                self.metric.saw(evaluation)
-                yield evaluation
+                yield from self.repeat(kept.evaluation or self.metric.stand_in(), purpose, points[at])
                 at += 1
                 continue
             new = at + 1
             while new < len(items) and not self._on_file(points[new]):
                 new += 1
-            for point, evaluation in zip(points[at:new], self.metric.each(judged, items[at:new], purpose), strict=True):
+            found = self.metric.answers(judged, items[at:new], purpose)
+            for point, evaluation in zip(points[at:new], found, strict=True):
                 if self._kept is not None:
                     asked = KeptPoint.of(self._next, point, self._replaced)
                     self._kept.tell(KeptEvaluation.told(asked, evaluation, self.repeats))
                 self._next += 1
                 yield evaluation
+                self.tell(evaluation, purpose, point)
             at = new
 
     def _on_file(self, point: Tensor) -> bool:
@@ -87,6 +86,10 @@ class CachedMetric(Metric):
         if kept.replaced != self._replaced or len(kept.phi) != len(point):
             return False
         return same_point(kept.at(point), point)
+
+    def saw(self, evaluation: Evaluation) -> None:
+        """Have the metric itself note an evaluation."""
+        self.metric.saw(evaluation)
 
     def judge(self, model: nn.Module) -> Evaluation:
         """Have the metric itself judge the model; nothing is booked or stored."""

@@ -5,6 +5,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
 from statistics import mean, stdev
 from typing import Any, NamedTuple, TypeVar
@@ -91,6 +92,29 @@ class Evaluation(NamedTuple):
     halves: tuple[float, float] | None = None
     noise: float | None = None
     failed: bool = False
+
+
+class Query(NamedTuple):
+    """A query that was answered, as its metric's observers are told of it.
+
+    Attributes:
+        item: What was judged: a model, or phi, ``d``; None of a trajectory on file, whose points are not looked up.
+        evaluation: The answer, as costs.
+        value: The metric's value, in its own units.
+        purpose: What the ledger booked it under.
+        spent: Queries in the ledger by now, this one and its repeats among them.
+        on_file: Whether an interrupted run had asked it, and its answer was on file.
+    """
+
+    item: nn.Module | Tensor | None
+    evaluation: Evaluation
+    value: float
+    purpose: str
+    spent: int
+    on_file: bool = False
+
+
+Observer = Callable[[Query], None]
 
 
 class CostScale:
@@ -182,6 +206,8 @@ class Metric(CostScale):
 
     Attributes:
         takes_model: Whether ``function`` takes the model, and so can judge a copy of it.
+        observers: Each is told of every `Query`, once whoever asked has the answer, and has kept what it keeps.
+            Metrics that are made of this one begin with the same.
         failed: How many evaluations have failed.
 
     Example:
@@ -213,6 +239,7 @@ class Metric(CostScale):
         self.function, self.timeout, self.repeats, self.failures = function, timeout, repeats, failures
         self.require_guard = require_guard
         self.takes_model = _takes_model(function)
+        self.observers: list[Observer] = []
         self.failed = 0
         self._worst: Evaluation | None = None
         self._reported = self._halved = self._lacked = False
@@ -226,11 +253,30 @@ class Metric(CostScale):
 
     def with_new_ledger(self) -> "Metric":
         """Return the same metric with an empty ledger and no budget."""
-        return Metric(self.function, **self.settings)
+        return self.with_settings()
 
     def with_settings(self, **changes: Any) -> "Metric":
         """Return the same metric, with an empty ledger and other ``settings``."""
-        return Metric(self.function, **{**self.settings, **changes})
+        metric = Metric(self.function, **{**self.settings, **changes})
+        metric.observers = list(self.observers)
+        return metric
+
+    def with_observers(self, *observers: Observer) -> "Metric":
+        """Return the same metric, with the same ledger, and more observers."""
+        metric = self.with_settings()
+        metric.ledger = self.ledger
+        metric.observers += observers
+        return metric
+
+    @contextmanager
+    def observed_by(self, *observers: Observer) -> Iterator[None]:
+        """Have observers told of what is asked inside the ``with`` block, each once, however often it is named."""
+        before = list(self.observers)
+        self.observers += [each for each in observers if each not in before]
+        try:
+            yield
+        finally:
+            self.observers[:] = before
 
     def guarded_otherwise(self) -> "Metric":
         """Return the same metric, with the same ledger, for a run in which something else tells chance."""
@@ -279,6 +325,28 @@ class Metric(CostScale):
             WeightsError: As from `judge`, however many may fail.
             RankError: Ranks that share the work find different values of the first item.
         """
+        for item, evaluation in zip(items, self.answers(judged, items, purpose), strict=True):
+            yield evaluation
+            self.tell(evaluation, purpose, item)
+
+    def repeat(self, evaluation: Evaluation, purpose: str, item: Item | None = None) -> Iterator[Evaluation]:
+        """Yield an evaluation that is on file, which is booked and told like a new one; see `each`."""
+        self.ledger.spend(purpose, self.repeats)
+        self.saw(evaluation)
+        yield evaluation
+        self.tell(evaluation, purpose, item, on_file=True)
+
+    def tell(self, evaluation: Evaluation, purpose: str, item: Any = None, *, on_file: bool = False) -> None:
+        """Tell the observers of a query that was answered, booked and kept (see `Query`)."""
+        if self.observers:
+            query = Query(item, evaluation, self.to_value(evaluation.cost), purpose, self.ledger.spent, on_file)
+            for observer in tuple(self.observers):
+                observer(query)
+
+    def answers(
+        self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str
+    ) -> Iterator[Evaluation]:
+        """Yield the evaluations that `each` passes on, and tell nobody."""
 
         def tried(item: Item) -> Evaluation | MetricError:
             try:

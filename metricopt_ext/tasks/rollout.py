@@ -1,7 +1,6 @@
 """Rollouts: finetuning a population of phi for T steps, and observing the metric along them (Algorithm 1, line 3)."""
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Protocol
 
 import torch
@@ -87,7 +86,6 @@ def collect(
     steps: int,
     evals: int,
     seed: int,
-    on_query: Callable[[float], None] = lambda cost: None,
 ) -> list[Trajectory]:
     """Run one round of tasks and observe the metric K times along each (Algorithm 1, line 3).
 
@@ -105,7 +103,6 @@ def collect(
         steps: T.
         evals: K.
         seed: The run's seed.
-        on_query: Called with each observed cost, for a progress bar.
 
     Returns:
         The trajectories in the order of ``indices``.
@@ -137,12 +134,8 @@ def collect(
             return f"round {round}, task {index}, step {step}; {len(store)} finished trajectories are kept"
 
         points = torch.cat([phi[observed] for _, phi, _, observed in missing])
-        evaluations = task.evaluate_each(points, "collect", where)
-        for index, phi, loss, observed in missing:
-            own = []
-            for evaluation in islice(evaluations, evals):
-                own.append(evaluation)
-                on_query(evaluation.cost)
+        of_each = zip(*[task.evaluate_each(points, "collect", where)] * evals, strict=False)  # K at a time
+        for (index, phi, loss, observed), own in zip(missing, of_each, strict=True):
             signature = task.adapter.signature
             store.add(Trajectory.of(round, index, phi.cpu(), loss.cpu(), observed, own, signature))
     return [trajectory for index in indices if (trajectory := store.get(round, index)) is not None]

@@ -281,6 +281,7 @@ class FinetuneTask:
                 yield next(evaluations)
             except MetricError as error:
                 raise type(error)(f"{error} ({where(i)}, |phi| = {point.norm():.3g})") from error
+        next(evaluations, None)  # the last is told of, too
 
     @contextmanager
     def keeping_weights(self) -> Iterator[None]:

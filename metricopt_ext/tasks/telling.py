@@ -1,17 +1,30 @@
-"""Telling a watcher of a task's queries."""
+"""A watcher of a run as an observer of its metric."""
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
+from metricopt_ext.tasks.metric import Query
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher
 
 
-def query_callback(task: FinetuneTask, watcher: Watcher) -> Callable[[float], None]:
-    """Return a function that notifies a watcher of an observed cost and of the queries spent."""
+@dataclass(frozen=True)
+class Telling:
+    """Tells a watcher of each query.
 
-    def told(cost: float) -> None:
-        value = task.metric.to_value(cost)
-        watcher.query(task.metric.ledger.spent, f"{task.metric.name} {value:.4f}")
-        watcher.observed(value)
+    Attributes:
+        watcher: Gets the number of queries that have been spent, and the metric's value.
+        before: Queries that were spent before, under another ledger.
+    """
 
-    return told
+    watcher: Watcher
+    before: int = 0
+
+    def __call__(self, query: Query) -> None:
+        """Tell of a query."""
+        self.watcher.query(self.before + query.spent, query.value)
+
+
+def telling(task: FinetuneTask, watcher: Watcher | None) -> AbstractContextManager[None]:
+    """Have a watcher told of a task's queries inside the ``with`` block, once even where it is told already."""
+    return task.metric.observed_by(*([] if watcher is None else [Telling(watcher)]))

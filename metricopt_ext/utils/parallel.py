@@ -31,6 +31,7 @@ def run_seeds(
     workers: int,
     threads: int,
     shared: bool = False,
+    metric: str = "",
     log: Callable[[str], None] | None = None,
 ) -> list[Record]:
     """Run every seed and return what they return, in the order of the seeds.
@@ -48,6 +49,7 @@ def run_seeds(
         threads: CPU threads of each worker, at least 1. Small models run fastest on one thread, and the same
             number everywhere makes runs repeatable to the last bit.
         shared: Whether ranks can share a seed, which they do where there are fewer seeds than ranks.
+        metric: The metric's name, for the progress bars.
         log: Receives the lines about the progress, and the warnings; of several ranks, those of this rank's seeds.
 
     Raises:
@@ -57,17 +59,17 @@ def run_seeds(
     if workers < 1 or threads < 1:
         raise ConfigError(f"workers={workers}, threads={threads}: both must be at least 1")
     if ranks.world() > 1:
-        return _run_on_ranks(run, seeds, queries, threads, shared, log)
+        return _run_on_ranks(run, seeds, queries, threads, shared, metric, log)
     with Bars(log=log) as bars:
         at_once = min(workers, len(seeds))
         if len(seeds) > 1:
             bars.expect("all seeds", len(seeds), queries, at_once)
         if at_once == 1:
             with num_threads(threads):
-                return [_told(run, seed, bars.watch(_name(seed), queries)) for seed in seeds]
+                return [_told(run, seed, bars.watch(_name(seed), queries, metric)) for seed in seeds]
         context = multiprocessing.get_context("spawn")
         queue: Any = context.SimpleQueue()
-        watchers = {_name(seed): bars.watch(_name(seed), queries) for seed in seeds}
+        watchers = {_name(seed): bars.watch(_name(seed), queries, metric) for seed in seeds}
         relaying = threading.Thread(target=relay, args=(queue, watchers), daemon=True)
         relaying.start()
         setting = queue, threads, torch.are_deterministic_algorithms_enabled()
@@ -94,6 +96,7 @@ def _run_on_ranks(
     queries: int,
     threads: int,
     shared: bool,
+    metric: str,
     log: Callable[[str], None] | None,
 ) -> list[Record]:
     together = shared and len(seeds) < ranks.world()
@@ -105,7 +108,7 @@ def _run_on_ranks(
             bars.expect(name, len(own), queries, 1)
 
         def watched(seed: int) -> Record:
-            return _told(run, seed, Watcher() if silent else bars.watch(_name(seed), queries))
+            return _told(run, seed, Watcher() if silent else bars.watch(_name(seed), queries, metric))
 
         return [watched(seed) for seed in seeds] if together else list(ranks.each(watched, seeds))
 

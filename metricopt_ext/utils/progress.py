@@ -23,11 +23,8 @@ class Watcher:
     def on_file(self, queries: int) -> None:
         """An interrupted run goes on: the first of the queries that follow are read from its files."""
 
-    def query(self, spent: int, seen: str) -> None:
-        """A metric query was made: how many have been spent, and the value it returned."""
-
-    def observed(self, value: float) -> None:
-        """The same query's value as a number, in the metric's own units."""
+    def query(self, spent: int, value: float) -> None:
+        """A metric query was answered: how many have been spent, and the metric's value in its own units."""
 
     def quality(self, queries: int, spearman: float) -> None:
         """It became known how good the f of as many queries is: its Spearman correlation with the metric elsewhere."""
@@ -42,54 +39,30 @@ class Watcher:
         """A training has taken some steps in some seconds, and others are left: return whether it is to go on."""
         return True
 
-    def outcome(self, seen: str) -> None:
-        """The model that is kept was chosen: its metric before and after."""
+    def outcome(self, before: float, after: float) -> None:
+        """The model that is kept was chosen: the metric before and after, in its own units."""
 
     def done(self) -> None:
         """The run is over, even if queries are left unspent."""
 
 
+def _passed(method: str) -> Any:
+    """Return a method that passes on what it is told."""
+
+    def told(self: "_Passing", *arguments: Any) -> None:
+        self._pass(method, *arguments)
+
+    return told
+
+
 class _Passing(Watcher):
     """Passes everything on."""
 
+    stage, on_file, query, quality = (_passed(each) for each in ("stage", "on_file", "query", "quality"))
+    say, warning, outcome, done = (_passed(each) for each in ("say", "warning", "outcome", "done"))
+
     @abstractmethod
     def _pass(self, method: str, *arguments: Any) -> None: ...
-
-    def stage(self, description: str) -> None:
-        """Pass on."""
-        self._pass("stage", description)
-
-    def on_file(self, queries: int) -> None:
-        """Pass on."""
-        self._pass("on_file", queries)
-
-    def query(self, spent: int, seen: str) -> None:
-        """Pass on."""
-        self._pass("query", spent, seen)
-
-    def observed(self, value: float) -> None:
-        """Pass on."""
-        self._pass("observed", value)
-
-    def quality(self, queries: int, spearman: float) -> None:
-        """Pass on."""
-        self._pass("quality", queries, spearman)
-
-    def say(self, line: str) -> None:
-        """Pass on."""
-        self._pass("say", line)
-
-    def warning(self, line: str) -> None:
-        """Pass on."""
-        self._pass("warning", line)
-
-    def outcome(self, seen: str) -> None:
-        """Pass on."""
-        self._pass("outcome", seen)
-
-    def done(self) -> None:
-        """Pass on."""
-        self._pass("done")
 
 
 class Several(_Passing):
@@ -121,7 +94,7 @@ class Within(Watcher):
         """Say it under the part's name, unless something was said just before."""
         self._tell(description)
 
-    def query(self, spent: int, seen: str) -> None:
+    def query(self, spent: int, value: float) -> None:
         """Say how many of the part's queries have been spent, unless something was said just before."""
         self._tell(f"{spent} of {self._total} queries")
 
@@ -166,7 +139,7 @@ class Bars(AbstractContextManager["Bars"]):
 
     Example:
         >>> with Bars() as bars:
-        ...     bars.watch("seed 0", total=600).query(1, "accuracy 0.71")  # doctest: +SKIP
+        ...     bars.watch("seed 0", total=600, metric="accuracy").query(1, 0.71)  # doctest: +SKIP
     """
 
     def __init__(
@@ -181,15 +154,14 @@ class Bars(AbstractContextManager["Bars"]):
         self._progress = _bars_on(self._console) if self._console.is_interactive and not lines else None
         self._whole: _Whole | None = None
 
-    def watch(self, name: str, total: int) -> Watcher:
-        """Show a run of ``total`` queries."""
+    def watch(self, name: str, total: int, metric: str = "") -> Watcher:
+        """Show a run of ``total`` queries of a metric."""
+        run = name, metric, Pace(total, self._clock)
         shown: list[Watcher] = [
-            _Lines(self._print, name, total, self._clock)
-            if self._progress is None
-            else _Bar(self._progress, name, total, self._clock)
+            _Lines(self._print, *run, self._clock) if self._progress is None else _Bar(self._progress, *run)
         ]
         if self._log is not None:
-            shown.append(_Logged(self._log, name, total, self._clock))
+            shown.append(_Logged(self._log, name, metric, Pace(total, self._clock), self._clock))
         if self._whole is not None:
             shown.append(self._whole.next())
         return Several(*shown)
@@ -249,7 +221,7 @@ def _bars_on(console: Any) -> Any:
 
 @contextmanager
 def watched(watcher: Watcher | None, name: str, total: int) -> Iterator[Watcher]:
-    """Yield the watcher or, if there is none, one that shows a run of ``total`` queries on the terminal.
+    """Yield the watcher or, if there is none, one that shows a run of ``total`` queries of the metric of that name.
 
     Of ranks that share the run, the first alone shows it.
     """
@@ -260,7 +232,7 @@ def watched(watcher: Watcher | None, name: str, total: int) -> Iterator[Watcher]
         yield watcher
         return
     with Bars() as bars:
-        yield bars.watch(name, total)
+        yield bars.watch(name, total, name)
 
 
 def _print_on(console: Any, line: str) -> None:
@@ -279,10 +251,10 @@ class _Timed(Watcher):
     def on_file(self, queries: int) -> None:
         self._pace.on_file(queries)
 
-    def query(self, spent: int, seen: str) -> None:
+    def query(self, spent: int, value: float) -> None:
         self._pace.query(spent)
 
-    def outcome(self, seen: str) -> None:
+    def outcome(self, before: float, after: float) -> None:
         self._pace.end()
 
     def done(self) -> None:
@@ -290,25 +262,34 @@ class _Timed(Watcher):
 
 
 class _Shown(_Timed):
-    """What is shown of one run, with about how long its queries take."""
+    """What is shown of one run: its stage, the metric, and about how long its queries take."""
 
-    def __init__(self, tell: Callable[[str], None], name: str, total: int, clock: Callable[[], float]) -> None:
-        super().__init__(Pace(total, clock))
-        self._print, self._name = tell, name
+    def __init__(self, tell: Callable[[str], None], name: str, metric: str, pace: Pace) -> None:
+        super().__init__(pace)
+        self._print, self._name, self._metric = tell, name, metric
+        self._seen = ""
+
+    def query(self, spent: int, value: float) -> None:
+        super().query(spent, value)
+        self._seen = f"{self._metric} {value:.4f}".strip()
+
+    def outcome(self, before: float, after: float) -> None:
+        super().outcome(before, after)
+        self._seen = f"{self._metric} {before:.4f} -> {after:.4f}".strip()
 
     def say(self, line: str) -> None:
         self._print(f"{self._name}  {line}".strip())
 
-    def _with_time(self, seen: str) -> str:
+    def _with_time(self) -> str:
         left = self._pace.seconds_left
-        return seen if left is None else f"{seen}; about {duration(left)} left"
+        return self._seen if left is None else f"{self._seen}; about {duration(left)} left"
 
 
 class _Bar(_Shown):
-    def __init__(self, progress: Any, name: str, total: int, clock: Callable[[], float]) -> None:
-        super().__init__(lambda line: _print_on(progress.console, line), name, total, clock)
+    def __init__(self, progress: Any, name: str, metric: str, pace: Pace) -> None:
+        super().__init__(lambda line: _print_on(progress.console, line), name, metric, pace)
         self._progress = progress
-        self._task = progress.add_task("waiting", total=total, name=plain(name), seen="", start=False)
+        self._task = progress.add_task("waiting", total=pace.total, name=plain(name), seen="", start=False)
 
     def stage(self, description: str) -> None:
         super().stage(description)
@@ -316,13 +297,13 @@ class _Bar(_Shown):
         self._progress.tasks[self._task].stop_time = None  # rivals or new starts may follow a run that is done
         self._progress.update(self._task, description=plain(description))
 
-    def query(self, spent: int, seen: str) -> None:
-        super().query(spent, seen)
-        self._progress.update(self._task, completed=spent, seen=plain(self._with_time(seen)))
+    def query(self, spent: int, value: float) -> None:
+        super().query(spent, value)
+        self._progress.update(self._task, completed=spent, seen=plain(self._with_time()))
 
-    def outcome(self, seen: str) -> None:
-        super().outcome(seen)
-        self._progress.update(self._task, seen=plain(seen))
+    def outcome(self, before: float, after: float) -> None:
+        super().outcome(before, after)
+        self._progress.update(self._task, seen=plain(self._seen))
 
     def done(self) -> None:
         super().done()
@@ -331,11 +312,12 @@ class _Bar(_Shown):
 
 
 class _Lines(_Shown):
-    def __init__(self, tell: Callable[[str], None], name: str, total: int, clock: Callable[[], float]) -> None:
-        super().__init__(tell, name, total, clock)
+    def __init__(
+        self, tell: Callable[[str], None], name: str, metric: str, pace: Pace, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(tell, name, metric, pace)
         self._clock = clock
-        self._stage, self._seen = "waiting", ""
-        self._told: tuple[int, str] | None = (0, "")
+        self._stage, self._told = "waiting", (0, "")
         self._when = clock()
 
     def stage(self, description: str) -> None:
@@ -343,25 +325,20 @@ class _Lines(_Shown):
         self._stage = description
         self._tell()
 
-    def query(self, spent: int, seen: str) -> None:
-        super().query(spent, seen)
-        self._seen = seen
-        if spent - (self._told or (0,))[0] >= self._pace.total / 10 or self._clock() - self._when >= INTERVAL:
+    def query(self, spent: int, value: float) -> None:
+        super().query(spent, value)
+        if spent - self._told[0] >= self._pace.total / 10 or self._clock() - self._when >= INTERVAL:
             self._tell()
-
-    def outcome(self, seen: str) -> None:
-        super().outcome(seen)
-        self._seen = seen
 
     def done(self) -> None:
         super().done()
-        self._told = None  # the last line says how it ended, whatever was said before
+        self._told = (-1, "")  # the last line says how it ended, whatever was said before
         self.stage("done")
 
     def _tell(self) -> None:
         spent, total = self._pace.spent, self._pace.total
         news = (spent, self._seen)
-        queries = f"; {spent} of {total} queries spent, {total - spent} left; {self._with_time(self._seen)}"
+        queries = f"; {spent} of {total} queries spent, {total - spent} left; {self._with_time()}"
         self.say(self._stage + (queries if news != self._told else ""))
         self._told, self._when = news, self._clock()
 
@@ -380,8 +357,8 @@ class _Part(_Timed):
         super().__init__(pace)
         self._whole = whole
 
-    def query(self, spent: int, seen: str) -> None:
-        super().query(spent, seen)
+    def query(self, spent: int, value: float) -> None:
+        super().query(spent, value)
         self._whole.show()
 
     def done(self) -> None:

@@ -367,7 +367,8 @@ def test_a_metric_may_have_any_name(
     assert f"seed 3  done; {outcome}" in shown
     go(folder, Hostile, config, resume=True)
     again = capsys.readouterr().out
-    assert f"seed 3  on file; {outcome}" in again
+    assert f"seed 3  on file; {last} {seen} {after.validation:.4f}\n" in again
+    assert f"seed 3  done; {outcome}" in again
     files = [shown, again, *((folder / file).read_text() for file in ("log.txt", "report.md", "report.html"))]
     for text in files:
         assert text.replace("\n", "").replace("─", "").isprintable()

@@ -11,7 +11,6 @@ from torch import Tensor
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.evidence.contenders import (
     Contender,
-    Telling,
     Trace,
     at_each_budget,
     ours,
@@ -136,12 +135,14 @@ def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
     }
 
 
-def test_traces_and_tellings_leave_the_metric_as_it_is(quadratic: Callable[..., Any]) -> None:
+def test_what_was_reached_is_traced(quadratic: Callable[..., Any]) -> None:
     task, told = quadratic(), []
-    limited = with_budget(task.judged_by(Telling(task.metric, told.append)), 3)
+    observed = task.metric.with_observers(lambda query: told.append(query.value))
+    limited = with_budget(task.judged_by(observed), 3)
     trace = Trace(limited)
     points = [task.goal + 1, task.goal, task.goal]
-    costs = limited.judged_by(trace).costs_at(torch.stack(points), "search")
+    with limited.metric.observed_by(trace):
+        costs = limited.costs_at(torch.stack(points), "search")
     assert told == costs.tolist() == [point.cost for point in trace.points] == [task.true_cost(p) for p in points]
     best = [trace.best(queries) for queries in (1, 2, 3)]
     ends: list[Tensor] = [each.end for each in best]

@@ -28,8 +28,8 @@ def test_each_query_is_written_once_with_the_best_so_far_and_what_is_left(
     values = [0.5, 0.25, 0.75]
     for number in (2, 3):  # a resumed run tells of all from the first on
         with query_events(tmp_path / "queries", "f[1]", maximize, 10) as events:
-            for value in values[:number]:
-                events.observed(value)
+            for spent, value in enumerate(values[:number], 1):
+                events.query(spent, value)
             events.quality(number, 0.125 * number)
     assert scalars(tmp_path / "queries") == {
         "queries/f[1]": list(enumerate(values, 1)),
@@ -42,7 +42,7 @@ def test_each_query_is_written_once_with_the_best_so_far_and_what_is_left(
 def test_events_are_in_their_file_although_the_run_failed(tmp_path: Path) -> None:
     def fail() -> None:
         with query_events(tmp_path, "accuracy", True, 10) as events:
-            events.observed(0.5)
+            events.query(1, 0.5)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -52,7 +52,7 @@ def test_events_are_in_their_file_although_the_run_failed(tmp_path: Path) -> Non
 
 def test_a_run_that_tells_of_nothing_leaves_earlier_events(tmp_path: Path) -> None:
     with query_events(tmp_path, "accuracy", True, 10) as events:
-        events.observed(0.5)
+        events.query(1, 0.5)
     with query_events(tmp_path, "accuracy", True, 10) as events:
         events.stage("on file")
         events.done()

@@ -90,7 +90,7 @@ def test_one_that_takes_long_says_how_far_it_is(
         def stage(self, description: str) -> None:
             self.told.append(description)
 
-        def query(self, spent: int, seen: str) -> None:
+        def query(self, spent: int, value: float) -> None:
             raise AssertionError("these are not the run's queries")
 
     monkeypatch.setattr(progress, "INTERVAL", 0.0)

@@ -325,7 +325,7 @@ def test_an_interrupted_run_leaves_the_weights_as_they_were(
     before = task.problem.layer.weight.detach().clone()
 
     class Stop(Watcher):
-        def query(self, spent: int, seen: str) -> None:
+        def query(self, spent: int, value: float) -> None:
             if spent == 9:
                 raise KeyboardInterrupt
 
@@ -394,23 +394,23 @@ def test_the_watcher_learns_of_every_query_and_stage(
         def stage(self, description: str) -> None:
             stages.append(description)
 
-        def query(self, count: int, last: str) -> None:
+        def query(self, count: int, value: float) -> None:
             spent.append(count)
-            seen.append(last)
+            seen.append(value)
 
-        def outcome(self, last: str) -> None:
-            stages.append(last)
+        def outcome(self, before: float, after: float) -> None:
+            stages.append((before, after))
 
         def done(self) -> None:
             stages.append("done")
 
     result = go(quadratic(), watcher=Recorder())
     assert spent == list(range(1, SPENT + 1))
-    assert seen[-3] == f"distance {result.before:.4f}"
+    assert seen[-3] == result.before
     assert stages[0] == "round 1/2, loss only"
     assert re.fullmatch(r"round 2/2, f at -?[01]\.\d\d", stages[1])
+    assert stages[2:] == ["choose settings", "finetune", "guard", (result.before, result.after), "done"]
     kept = f"distance {result.before:.4f} -> {result.after:.4f}"
-    assert stages[2:] == ["choose settings", "finetune", "guard", kept, "done"]
     go(quadratic(), watcher=None)
     assert f"distance  done; 45 of 47 queries spent, 2 left; {kept}\n" in capsys.readouterr().out
 
@@ -428,10 +428,8 @@ class Numbers(Watcher):
         assert not self.spent
         self.kept = queries
 
-    def query(self, spent: int, seen: str) -> None:
+    def query(self, spent: int, value: float) -> None:
         self.spent.append(spent)
-
-    def observed(self, value: float) -> None:
         self.values.append(value)
 
     def quality(self, queries: int, spearman: float) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.cached_metric import CachedMetric
-from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric
+from metricopt_ext.tasks.metric import Evaluation, Ledger, Metric, Query
 
 
 def counting(stop: int = 99, halves: bool = False, **settings: int) -> Metric:
@@ -41,12 +41,15 @@ def ask(metric: Metric, *points: float, purpose: str = "x") -> list[Evaluation]:
 def test_what_is_on_file_of_a_point_is_answered_and_booked_but_not_asked(tmp_path: Path, halves: bool) -> None:
     path = tmp_path / "evaluations.json"
     broken = CachedMetric(counting(3, halves), path)
-    told = ask(broken, 5, 6, 7)
+    seen: list[Query] = []
+    with broken.metric.observed_by(seen.append):
+        told = ask(broken, 5, 6, 7)
     with pytest.raises(MetricError, match="down"):
         ask(broken, 8)
     metric = counting(halves=halves)
     again = CachedMetric(metric, path)
     assert again.on_file == 3
+    metric.observers.append(seen.append)
     assert ask(again, 7, 5, purpose="first") == [told[2], told[0]]  # by the point, whatever the order
     assert ask(again, 8, 6, 9, purpose="second") == [
         *ask(counting(halves=halves), 8),
@@ -54,6 +57,8 @@ def test_what_is_on_file_of_a_point_is_answered_and_booked_but_not_asked(tmp_pat
         Evaluation(0.1, told[1].halves),
     ]
     assert metric.ledger.spent_on == {"first": 2, "second": 3}
+    assert [query.on_file for query in seen] == [False] * 3 + [True, True, False, True, False]
+    assert [query.spent for query in seen] == [1, 2, 3, 1, 2, 3, 4, 5]
     kept = json.loads(path.read_text())["evaluations"]
     assert [(each["phi"], each["cost"], each["asked"]) for each in kept] == [
         ([5.0], 0.0, 1),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from metricopt_ext.errors import BudgetError, DataError, MetricError, UnguardedError, WeightsError
-from metricopt_ext.tasks.metric import Evaluation, Halved, Ledger, Metric, noise_of, with_halves
+from metricopt_ext.tasks.metric import Evaluation, Halved, Ledger, Metric, Query, noise_of, with_halves
 
 
 def constant(value: Any) -> Callable[[], Any]:
@@ -732,3 +732,46 @@ def test_ranks_must_find_the_same_and_not_wait_for_each_other(torchrun: Any) -> 
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert output.count("is done") == 2
+
+
+def test_observers_are_told_of_a_query_once_whoever_asked_has_the_answer() -> None:
+    values, told = iter([0.25, 0.75]), []
+    metric = Metric(lambda: next(values), maximize=True, bounds=(0, 2))
+    model = nn.Identity()
+    with metric.observed_by(told.append):
+        answers = metric.each(metric.judge, [model, model], "search")
+        assert (next(answers).cost, told) == (0.875, [])  # the first is told once the second is asked for
+        assert next(answers).cost == 0.625
+        assert [(query.value, query.spent) for query in told] == [(0.25, 1)]
+        assert list(answers) == []
+    assert [tuple(query) for query in told] == [
+        (model, Evaluation(0.875), 0.25, "search", 1, False),
+        (model, Evaluation(0.625), 0.75, "search", 2, False),
+    ]
+
+
+def test_an_observer_is_told_inside_its_block_alone_and_once() -> None:
+    told: list[Query] = []
+    metric = Metric(lambda: 0.5, maximize=True)
+    with metric.observed_by(told.append), metric.observed_by(told.append):
+        metric.cost(nn.Identity(), "a")
+        metric.with_new_ledger().cost(nn.Identity(), "of a copy")
+    metric.cost(nn.Identity(), "b")
+    assert [(query.purpose, query.spent) for query in told] == [("a", 1), ("of a copy", 1)]
+
+
+def test_a_metric_with_observers_shares_the_ledger() -> None:
+    told: list[Query] = []
+    metric = Metric(lambda: 0.5, maximize=True)
+    metric.with_observers(told.append).cost(nn.Identity(), "a")
+    assert metric.ledger.spent == len(told) == 1
+    assert metric.observers == []
+
+
+def test_what_is_on_file_is_booked_and_told_as_such() -> None:
+    told: list[Query] = []
+    metric = Metric(lambda: 0.5, maximize=True, repeats=2)
+    with metric.observed_by(told.append):
+        assert list(metric.repeat(Evaluation(0.25), "search")) == [Evaluation(0.25)]
+    assert [tuple(query) for query in told] == [(None, Evaluation(0.25), 0.75, "search", 2, True)]
+    assert metric.ledger.spent_on == {"search": 2}

@@ -3,22 +3,36 @@
 from collections.abc import Callable
 from typing import Any
 
-from metricopt_ext.tasks.telling import query_callback
+from metricopt_ext.tasks.telling import Telling, telling
 from metricopt_ext.utils.progress import Watcher
 
 
-def test_a_query_is_told_in_words_and_as_a_number(quadratic: Callable[..., Any]) -> None:
-    heard: list[Any] = []
+class Listening(Watcher):
+    """Keeps what it is told of queries."""
 
-    class Listening(Watcher):
-        def query(self, spent: int, seen: str) -> None:
-            heard.append((spent, seen))
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, float]] = []
 
-        def observed(self, value: float) -> None:
-            heard.append(value)
+    def query(self, spent: int, value: float) -> None:
+        self.heard.append((spent, value))
 
+
+def test_a_watcher_is_told_of_each_query_as_numbers_and_once(quadratic: Callable[..., Any]) -> None:
+    task, watcher = quadratic(), Listening()
+    with telling(task, watcher), telling(task, watcher):  # as where a run tells, and a part of it
+        task.cost(task.origin(), "x")
+    task.cost(task.origin(), "x")
+    assert watcher.heard == [(1, task.true_cost(task.origin()))]
+
+
+def test_no_watcher_is_told_nothing(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
-    told = query_callback(task, Listening())
-    told(task.cost(task.origin(), "x"))
-    value = task.true_cost(task.origin())
-    assert heard == [(1, f"distance {value:.4f}"), value]
+    with telling(task, None):
+        assert task.metric.observers == []
+
+
+def test_queries_under_an_earlier_ledger_count(quadratic: Callable[..., Any]) -> None:
+    task, watcher = quadratic(), Listening()
+    with task.metric.observed_by(Telling(watcher, before=5)):
+        task.cost(task.origin(), "x")
+    assert [spent for spent, _ in watcher.heard] == [6]

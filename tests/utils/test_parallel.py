@@ -137,12 +137,12 @@ from metricopt_ext.utils.parallel import run_seeds
 def run(seed, watcher):
     watcher.stage("working")
     warnings.warn(f"odd {seed}")
-    watcher.query(1, "accuracy 0.5")
+    watcher.query(1, 0.5)
     watcher.done()
 
 if __name__ == "__main__":
     log = []
-    run_seeds(run, [0, 1], queries=1, workers=int(sys.argv[1]), threads=1, log=log.append)
+    run_seeds(run, [0, 1], queries=1, workers=int(sys.argv[1]), threads=1, metric="accuracy", log=log.append)
     print("logged", *sorted(log), sep="\\n")
 """
 
@@ -158,9 +158,9 @@ def test_the_log_has_what_workers_tell_and_their_warnings(workers: int, tmp_path
     lines = [
         line.format(seed)
         for seed in (0, 1)
-        for line in ("seed {0}  done; 1 of 1 queries spent, 0 left; accuracy 0.5", "seed {0}  working")
+        for line in ("seed {0}  done; 1 of 1 queries spent, 0 left; accuracy 0.5000", "seed {0}  working")
     ]
-    told = [f"seed {seed}  working; 1 of 1 queries spent, 0 left; accuracy 0.5" for seed in (0, 1)]
+    told = [f"seed {seed}  working; 1 of 1 queries spent, 0 left; accuracy 0.5000" for seed in (0, 1)]
     warned = [f"seed {seed}  warning: UserWarning: odd {seed}" for seed in (0, 1)]
     assert logged.splitlines() == sorted([*lines, *told, *warned])
     assert sorted(shown.splitlines()) == sorted([*lines, *told])

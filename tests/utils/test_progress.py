@@ -21,14 +21,11 @@ class Recorder(Watcher):
     def stage(self, description: str) -> None:
         self.told.append(("stage", description))
 
-    def query(self, spent: int, seen: str) -> None:
-        self.told.append(("query", spent, seen))
+    def query(self, spent: int, value: float) -> None:
+        self.told.append(("query", spent, value))
 
     def on_file(self, queries: int) -> None:
         self.told.append(("on_file", queries))
-
-    def observed(self, value: float) -> None:
-        self.told.append(("observed", value))
 
     def quality(self, queries: int, spearman: float) -> None:
         self.told.append(("quality", queries, spearman))
@@ -39,8 +36,8 @@ class Recorder(Watcher):
     def warning(self, line: str) -> None:
         self.told.append(("warning", line))
 
-    def outcome(self, seen: str) -> None:
-        self.told.append(("outcome", seen))
+    def outcome(self, before: float, after: float) -> None:
+        self.told.append(("outcome", before, after))
 
     def done(self) -> None:
         self.told.append(("done",))
@@ -49,22 +46,20 @@ class Recorder(Watcher):
 def tell_everything(watcher: Watcher) -> list[tuple[object, ...]]:
     watcher.stage("guard")
     watcher.on_file(2)
-    watcher.query(3, "accuracy 0.71")
-    watcher.observed(0.71)
+    watcher.query(3, 0.71)
     watcher.quality(3, 0.5)
     watcher.say("value function: 50 %")
     watcher.warning("UserWarning: odd")
-    watcher.outcome("accuracy 0.60 -> 0.71")
+    watcher.outcome(0.6, 0.71)
     watcher.done()
     return [
         ("stage", "guard"),
         ("on_file", 2),
-        ("query", 3, "accuracy 0.71"),
-        ("observed", 0.71),
+        ("query", 3, 0.71),
         ("quality", 3, 0.5),
         ("say", "value function: 50 %"),
         ("warning", "UserWarning: odd"),
-        ("outcome", "accuracy 0.60 -> 0.71"),
+        ("outcome", 0.6, 0.71),
         ("done",),
     ]
 
@@ -110,9 +105,9 @@ def on_screen(bars: Bars, columns: int = 120) -> str:
 
 def test_each_run_has_a_bar_with_stage_queries_and_metric() -> None:
     bars = Bars(terminal(120))
-    first, second = bars.watch("seed 0", total=600), bars.watch("seed 1", total=600)
+    first, second = (bars.watch(f"seed {seed}", 600, "accuracy") for seed in (0, 1))
     first.stage("round 1/6, loss only")
-    first.query(45, "accuracy 0.7100")
+    first.query(45, 0.7100)
     one, two = on_screen(bars).splitlines()
     assert one.split()[:6] == ["seed", "0", "round", "1/6,", "loss", "only"]
     assert "45/600 queries accuracy 0.7100" in one
@@ -128,9 +123,9 @@ def test_each_run_has_a_bar_with_stage_queries_and_metric() -> None:
 
 def test_a_bar_ends_with_the_outcome_whatever_the_last_query_returned() -> None:
     bars = Bars(terminal(120))
-    watcher = bars.watch("seed 0", total=600)
-    watcher.query(597, "accuracy 0.5500")
-    watcher.outcome("accuracy 0.6000 -> 0.7100")
+    watcher = bars.watch("seed 0", 600, "accuracy")
+    watcher.query(597, 0.5500)
+    watcher.outcome(0.6000, 0.7100)
     watcher.done()
     watcher.stage("other methods")
     shown = on_screen(bars)
@@ -143,10 +138,10 @@ def test_a_bar_ends_with_the_outcome_whatever_the_last_query_returned() -> None:
 def test_bars_cut_no_number_off(columns: int) -> None:
     bars = Bars(terminal(columns))
     for seed in (300, 301):
-        watcher = bars.watch(f"seed {seed}", total=1000)
+        watcher = bars.watch(f"seed {seed}", 1000, "mean Recall@1,2,4")
         watcher.stage("round 10/12, loss only")
-        watcher.query(987, "mean Recall@1,2,4 0.7624")
-        watcher.outcome("mean Recall@1,2,4 0.7624 -> 0.8441")
+        watcher.query(987, 0.7624)
+        watcher.outcome(0.7624, 0.8441)
     shown = on_screen(bars, columns)
     assert "…" not in shown
     assert all(len(line) <= columns for line in shown.splitlines())
@@ -157,49 +152,49 @@ def test_bars_cut_no_number_off(columns: int) -> None:
 def test_bars_stay_on_the_screen_and_lines_stand_above_them() -> None:
     console = terminal(120)
     with Bars(console) as bars:
-        watcher = bars.watch("seed 3", total=9)
+        watcher = bars.watch("seed 3", 9, "recall")
         watcher.stage("guard")
-        watcher.query(7, "recall 0.50")
+        watcher.query(7, 0.5)
         watcher.say("value function: " + 200 * "x")  # no line is cut
         watcher.done()
         bars.watch("", total=9).say("without a name")
     shown = console.file.getvalue()
     assert "seed 3  value function: " + 200 * "x" + "\n" in shown
     assert "without a name\n" in shown
-    assert shown.index("value function") < shown.rindex("7/9 queries recall 0.50")
+    assert shown.index("value function") < shown.rindex("7/9 queries recall 0.5000")
 
 
 @pytest.mark.parametrize("console", [terminal(120), Console(file=io.StringIO(), width=120)], ids=["bars", "lines"])
 def test_brackets_and_colons_of_names_are_shown_as_they_are(console: Any) -> None:
     with Bars(console) as bars:
-        watcher = bars.watch("run [/red][a]", total=9)
-        watcher.query(7, "recall[/k] 0.50")
+        watcher = bars.watch("run [/red][a]", 9, "[/red]f[1] :key:")
+        watcher.query(7, 0.5)
         watcher.say("value function of :key: [/c]")
-        watcher.outcome("[/red]f[1] :key: 0.50 -> 0.60")
+        watcher.outcome(0.5, 0.6)
         watcher.done()
         watcher.stage("guard [/b]")
     shown = console.file.getvalue()
     assert "run [/red][a]  value function of :key: [/c]\n" in shown
     assert "guard [/b]" in shown
-    assert "[/red]f[1] :key: 0.50 -> 0.60" in shown
+    assert "[/red]f[1] :key: 0.5000 -> 0.6000" in shown
 
 
 @pytest.mark.parametrize("console", [terminal(200), Console(file=io.StringIO(), width=200)], ids=["bars", "lines"])
 def test_what_a_terminal_would_obey_is_written_out(console: Any) -> None:
     hostile, written_out = "\x1b]0;owned\r\x07\u202e.", r"\x1b]0;owned\r\x07\u202e."
     with Bars(console) as bars:
-        watcher = bars.watch(f"run {hostile}", total=9)
+        watcher = bars.watch(f"run {hostile}", 9, f"f1 {hostile}")
         watcher.stage(f"stage {hostile}")
-        watcher.query(7, f"recall {hostile} 0.50")
+        watcher.query(7, 0.5)
         watcher.say(f"value function of {hostile}")
-        watcher.outcome(f"f1 {hostile} 0.50 -> 0.60")
+        watcher.outcome(0.5, 0.6)
         watcher.stage(f"guard {hostile}")
     shown = console.file.getvalue()
     assert "\x1b]0;" not in shown
     assert "\u202e" not in shown
     assert f"run {written_out}  value function of {written_out}\n" in shown
     assert f"guard {written_out}" in shown
-    assert f"f1 {written_out} 0.50 -> 0.60" in shown
+    assert f"f1 {written_out} 0.5000 -> 0.6000" in shown
 
 
 # --- Without a terminal ------------------------------------------------------------------------------------------
@@ -214,7 +209,7 @@ def lines_of(tell: Callable[[Watcher, Callable[[float], None]], None], total: in
         now += seconds
 
     with Bars(Console(file=(file := io.StringIO()), width=40), clock=lambda: now) as bars:
-        tell(bars.watch("seed 0", total), wait)
+        tell(bars.watch("seed 0", total, "accuracy"), wait)
     return file.getvalue().splitlines()
 
 
@@ -222,9 +217,9 @@ def test_without_a_terminal_each_stage_is_a_line_and_the_last_has_the_outcome() 
     def tell(watcher: Watcher, wait: Callable[[float], None]) -> None:
         watcher.stage("train the model")
         watcher.stage("round 1/6, loss only")
-        watcher.query(1, "accuracy 0.7100")
+        watcher.query(1, 0.7100)
         watcher.stage("guard")
-        watcher.outcome("accuracy 0.6000 -> 0.7100")
+        watcher.outcome(0.6000, 0.7100)
         watcher.done()
         watcher.stage("other methods")
         watcher.done()
@@ -252,10 +247,10 @@ def test_without_a_terminal_queries_are_told_now_and_then(total: int, seconds: f
     def tell(watcher: Watcher, wait: Callable[[float], None]) -> None:
         for spent in range(1, 200):
             wait(seconds)
-            watcher.query(spent, f"accuracy 0.{spent:03d}")
+            watcher.query(spent, spent / 1000)
 
     assert [line.partition("; about")[0] for line in lines_of(tell, total)] == [
-        f"seed 0  waiting; {spent} of {total} queries spent, {total - spent} left; accuracy 0.{spent:03d}"
+        f"seed 0  waiting; {spent} of {total} queries spent, {total - spent} left; accuracy {spent / 1000:.4f}"
         for spent in told
     ]
 
@@ -270,32 +265,32 @@ def test_lines_and_bars_say_how_long_a_runs_queries_take() -> None:
         watcher.stage("search")
         watcher.on_file(20)
         for spent in range(1, 21):  # read from files in no time, which is not the queries' either
-            watcher.query(spent, "a")
+            watcher.query(spent, 0.5)
         for spent in range(21, 24):
             wait(30)
-            watcher.query(spent, "a")
-        watcher.outcome("a -> b")
+            watcher.query(spent, 0.5)
+        watcher.outcome(0.5, 0.6)
         watcher.done()
 
     lines = lines_of(tell, 31)
     assert lines[-4:] == [
-        "seed 0  search; 21 of 31 queries spent, 10 left; a",
-        "seed 0  search; 22 of 31 queries spent, 9 left; a",
-        "seed 0  search; 23 of 31 queries spent, 8 left; a; about 4 min left",  # 8 of 30 seconds
-        "seed 0  done; 23 of 31 queries spent, 8 left; a -> b",
+        "seed 0  search; 21 of 31 queries spent, 10 left; accuracy 0.5000",
+        "seed 0  search; 22 of 31 queries spent, 9 left; accuracy 0.5000",
+        "seed 0  search; 23 of 31 queries spent, 8 left; accuracy 0.5000; about 4 min left",  # 8 of 30 seconds
+        "seed 0  done; 23 of 31 queries spent, 8 left; accuracy 0.5000 -> 0.6000",
     ]
     assert not any("about" in line for line in lines[:-2])
 
     now = [0.0]
     bars = Bars(terminal(120), clock=lambda: now[0])
-    tell(bars.watch("seed 0", 31), lambda seconds: now.__setitem__(0, now[0] + seconds))
-    assert "a -> b" in on_screen(bars)
-    watcher = bars.watch("seed 1", 31)
+    tell(bars.watch("seed 0", 31, "accuracy"), lambda seconds: now.__setitem__(0, now[0] + seconds))
+    assert "accuracy 0.5000 -> 0.6000" in on_screen(bars)
+    watcher = bars.watch("seed 1", 31, "accuracy")
     for spent in (1, 2, 3):
         now[0] += 10
         assert "left" not in on_screen(bars)
-        watcher.query(spent, "a")
-    assert "3/31 queries a; about 5 min left" in on_screen(bars)  # 28 of 10 seconds
+        watcher.query(spent, 0.5)
+    assert "3/31 queries accuracy 0.5000; about 5 min left" in on_screen(bars)  # 28 of 10 seconds
 
 
 def test_several_runs_are_told_of_as_a_whole_every_half_minute() -> None:
@@ -305,8 +300,8 @@ def test_several_runs_are_told_of_as_a_whole_every_half_minute() -> None:
         first, second = bars.watch("seed 0", 10), bars.watch("seed 1", 10)
         for spent in range(1, 6):
             now[0] += 11
-            first.query(spent, "a")
-            second.query(spent, "a")
+            first.query(spent, 0.5)
+            second.query(spent, 0.5)
         second.done()
     for lines in (file.getvalue().splitlines(), log):
         # At 33 s, when the first has made 3 queries and the second 2, and not again before 63 s: 7 + 8 + 10 queries of
@@ -320,14 +315,14 @@ def test_several_runs_have_a_row_of_their_own_below_which_stand_theirs() -> None
     now = [0.0]
     bars = Bars(terminal(120), clock=lambda: now[0])
     bars.expect("all seeds", 2, 10, 1)
-    first = bars.watch("seed 0", 10)
+    first = bars.watch("seed 0", 10, "accuracy")
     for spent in (1, 2, 3):
         now[0] += 60
-        first.query(spent, "a")
+        first.query(spent, 0.5)
     whole, one = on_screen(bars).splitlines()
     assert whole.startswith("all seeds")
     assert "3/20 queries about 17 min of queries left" in " ".join(whole.split())
-    assert "3/10 queries a; about 7 min left" in one
+    assert "3/10 queries accuracy 0.5000; about 7 min left" in one
     first.done()
     bars.watch("seed 1", 10)
     assert "about 10 min of queries left" in on_screen(bars).splitlines()[0]  # what seed 0 left unspent is not to come
@@ -337,13 +332,13 @@ def test_several_runs_have_a_row_of_their_own_below_which_stand_theirs() -> None
 def test_a_log_has_the_lines_and_warnings_whatever_is_drawn(console: Any) -> None:
     log: list[str] = []
     with Bars(console, log=log.append) as bars:
-        tell_everything(bars.watch("seed 0", 3))
+        tell_everything(bars.watch("seed 0", 3, "accuracy"))
     assert log == [
         "seed 0  guard",
-        "seed 0  guard; 3 of 3 queries spent, 0 left; accuracy 0.71",
+        "seed 0  guard; 3 of 3 queries spent, 0 left; accuracy 0.7100",
         "seed 0  value function: 50 %",
         "seed 0  warning: UserWarning: odd",
-        "seed 0  done; 3 of 3 queries spent, 0 left; accuracy 0.60 -> 0.71",
+        "seed 0  done; 3 of 3 queries spent, 0 left; accuracy 0.6000 -> 0.7100",
     ]
     assert "UserWarning" not in console.file.getvalue()  # Python has shown it
 
@@ -356,7 +351,7 @@ def test_a_part_of_a_run_speaks_of_itself_seldom_and_never_of_the_run_s_queries(
     run.told.clear()
     for second in range(100):
         now[0] = float(second)
-        part.query(second, "accuracy 0.71")
+        part.query(second, 0.71)
     now[0] = 100.0
     part.stage("guard")  # ten seconds after the last query that was told
     now[0] = 3 * INTERVAL + 30.0

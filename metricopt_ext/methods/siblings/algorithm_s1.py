@@ -4,7 +4,7 @@ The paper leaves open what the inputs of Eq. 5 are scaled by, where the metric a
 and the rate of Adam on the optimizer's weights; `AlgorithmS1` says how they are read here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.split_half import evaluations_where_used
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.telling import query_callback
+from metricopt_ext.tasks.telling import telling
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
@@ -219,7 +219,7 @@ class AlgorithmS1(LearningStrategy[LearnedResult]):
             path = self.meta_test(counted, learned.rule, task.origin(), seed=seed)
             loss_only = finetune(task, LossStep(self.lr), self.steps, seed)[-1]
             ends = {"start": task.origin(), "loss_finetune": loss_only, "learned": path[-1]}
-            asked = evaluate_ends(counted, ends, watcher)
+            asked = evaluate_ends(counted, ends)
         decision = decide_among(asked, evaluations_where_used(list(store)), context.confidence)
         return LearnedResult(
             **outcome(task.metric, asked, decision, ends),
@@ -272,13 +272,13 @@ class AlgorithmS1(LearningStrategy[LearnedResult]):
         if checkpoint is not None:
             training.load(checkpoint)
         watcher = watcher or Watcher()
-        on_query = query_callback(task, watcher)
-        while training.iteration < iterations:
-            if training.iteration % max(1, iterations // 10) == 0:
-                watcher.stage(f"optimizer {training.iteration}/{iterations}")
-            training.advance(on_query)
-            if checkpoint is not None and ranks.rank() == 0:
-                training.save(checkpoint)
+        with telling(task, watcher):
+            while training.iteration < iterations:
+                if training.iteration % max(1, iterations // 10) == 0:
+                    watcher.stage(f"optimizer {training.iteration}/{iterations}")
+                training.advance()
+                if checkpoint is not None and ranks.rank() == 0:
+                    training.save(checkpoint)
         return training.result()
 
     def meta_test(
@@ -315,7 +315,6 @@ class AlgorithmS1(LearningStrategy[LearnedResult]):
         *,
         iteration: int,
         seed: int,
-        on_query: Callable[[float], None] = lambda cost: None,
     ) -> list[Trajectory]:
         """Observe the metric K times along each task of a meta-iteration, under the optimizer (line 3)."""
         indices = range(iteration * self.tasks, (iteration + 1) * self.tasks)
@@ -338,7 +337,6 @@ class AlgorithmS1(LearningStrategy[LearnedResult]):
                 )
                 evaluations[row] += task.evaluate_at(phi[row][None], "collect", where)
                 costs[row] = evaluations[row][-1].cost
-                on_query(evaluations[row][-1].cost)
             return costs.to(phi)
 
         starts = task.starts(self.start_std, seed, indices)
@@ -478,10 +476,10 @@ class _Training:
         self.predicted: list[Tensor] = []
         self.objectives: list[float] = []
 
-    def advance(self, on_query: Callable[[float], None]) -> None:
+    def advance(self) -> None:
         """Run one meta-iteration (lines 3-7); of ranks, all observe the metric, and the first one learns."""
         new = self.settings.collect(  # line 3
-            self.task, self.rule, self.store, iteration=self.iteration, seed=self.seed, on_query=on_query
+            self.task, self.rule, self.store, iteration=self.iteration, seed=self.seed
         )
         state = ranks.on_first(lambda: self._learned(new))
         if ranks.rank() > 0:

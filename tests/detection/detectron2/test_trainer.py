@@ -689,10 +689,10 @@ class Seen(Watcher):
     """Remembers what a bar would show."""
 
     def __init__(self) -> None:
-        self.queries: list[tuple[int, str]] = []
+        self.queries: list[tuple[int, float]] = []
 
-    def query(self, spent: int, seen: str) -> None:
-        self.queries.append((spent, seen))
+    def query(self, spent: int, value: float) -> None:
+        self.queries.append((spent, value))
 
 
 def test_meta_training_tells_its_progress(
@@ -703,7 +703,7 @@ def test_meta_training_tells_its_progress(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     watcher = Seen()
-    monkeypatch.setattr(Bars, "watch", lambda self, name, total: watcher if name == "miss" else Watcher())
+    monkeypatch.setattr(Bars, "watch", lambda self, name, total, metric: watcher if name == "miss" else Watcher())
     cfg = to_meta_train()
 
     def judge(model: Any) -> float:
@@ -718,7 +718,7 @@ def test_meta_training_tells_its_progress(
     assert {spent for spent, _ in watcher.queries} == set(range(1, 25))
     folder = Path(cfg.OUTPUT_DIR) / "trajectories"
     store = TrajectoryStore(folder, json.loads((folder / "identity.json").read_text()))
-    shown = [f"miss {10 * cost:.4f}" for trajectory in store for cost in trajectory.cost.tolist()]
+    shown = [10 * cost for trajectory in store for cost in trajectory.cost.tolist()]
     assert list(dict(watcher.queries).values())[:2] == shown[:2]
 
     said = [record.getMessage() for record in logged if record.getMessage().startswith("Round")]

@@ -53,7 +53,8 @@ def test_line_3_observes_the_metric_along_the_optimizer_s_own_tasks(
     task, store, told = quadratic(3), TrajectoryStore(), []
     settings = replace(QUICK, sees_metric=sees_metric)
     rule = settings.new_rule(3, 0)
-    trajectories = settings.collect(task, rule, store, iteration=4, seed=2, on_query=told.append)
+    with task.metric.observed_by(told.append):
+        trajectories = settings.collect(task, rule, store, iteration=4, seed=2)
     assert [t.index for t in trajectories] == [8, 9]
     assert task.queries == len(told) == 2 * 3
     assert task.metric.ledger.spent_on == {"collect": 6}
