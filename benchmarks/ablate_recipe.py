@@ -35,7 +35,7 @@ from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.methods.paper import END_QUERIES, Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.result import MetricOptResult
+from metricopt_ext.methods.result import RecipeDetails, Result
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.plain import in_markdown
@@ -291,16 +291,17 @@ def ablate_seed(
     if isinstance(recipe, Recipe):
         ready = ClassificationExperiment(config, folder, seed)
         result = run(ready, seed)
+        assert result.fit is not None
         spent = sum(result.queries.values())
-        folds = recipe.folds_for(len(result.trajectories))
-        trivial = trivial_predictors(result.trajectories, folds=folds, seed=seed)
+        folds = recipe.folds_for(len(result.details.trajectories))
+        trivial = trivial_predictors(result.details.trajectories, folds=folds, seed=seed)
         known = {name: quality.spearman for name, quality in trivial.items()}
         rows[DEFAULT] = Row(spearman(result.fit), test_metric(ready, result.ends["metricopt"]), spent, known)
         for name, change in chosen(FITS, changes).items():
             changed = replace(recipe, **change)
             remember(name, lambda changed=changed: fitted(ready, result, changed, seed))  # type: ignore[misc]
         for name, (rule, change, setting) in chosen(STEPS, changes).items():
-            weight, metric_step = setting or result.setting
+            weight, metric_step = setting or result.details.setting
             policy = rule(result.fit.f, recipe.lr, metric_step, weight, recipe.steps, **change)
             remember(name, lambda policy=policy: Row(None, followed(ready, policy, recipe, seed), spent))  # type: ignore[misc]
     else:
@@ -332,7 +333,7 @@ def observing(config: ClassificationConfig, share: float) -> list[str]:
     return [f"method.evals={evals}", f"queries={queries}", *(["method.labels=observed"] if share == 1 else [])]
 
 
-def run(ready: ClassificationExperiment, seed: int) -> MetricOptResult:
+def run(ready: ClassificationExperiment, seed: int) -> Result[RecipeDetails]:
     """Run the whole strategy on separately counted queries."""
     task, strategy = ready.task.judged_by(ready.task.metric.with_new_ledger()), ready.config.build_strategy()
     assert isinstance(strategy, (Recipe, Algorithm1))
@@ -344,13 +345,14 @@ def whole(file: str, overrides: list[str], folder: Path, seed: int) -> Row:
     config = load_config(ClassificationConfig, file, overrides)
     ready = ClassificationExperiment(config, folder, seed)
     result = run(ready, seed)
+    assert result.fit is not None
     return Row(spearman(result.fit), test_metric(ready, result.ends["metricopt"]), sum(result.queries.values()))
 
 
-def fitted(ready: ClassificationExperiment, result: MetricOptResult, recipe: Recipe, seed: int) -> Row:
+def fitted(ready: ClassificationExperiment, result: Result[RecipeDetails], recipe: Recipe, seed: int) -> Row:
     """Fit a value function to the default's trajectories in another way, and follow it whether trusted or not."""
-    fit = recipe.fit(result.trajectories, seed)
-    policy = replace(metric_policy(fit.f, recipe, result.setting), even_untrusted=True)
+    fit = recipe.fit(result.details.trajectories, seed)
+    policy = replace(metric_policy(fit.f, recipe, result.details.setting), even_untrusted=True)
     return Row(spearman(fit), followed(ready, policy, recipe, seed), sum(result.queries.values()))
 
 

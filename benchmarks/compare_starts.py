@@ -35,7 +35,7 @@ from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.report import spread
 from metricopt_ext.evidence.style import direction, markdown_table, new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.result import MetricOptResult
+from metricopt_ext.methods.recipe_settings import Setting
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import FRESH, tune_start
 from metricopt_ext.plain import in_markdown
@@ -50,6 +50,7 @@ from metricopt_ext.utils.machine import Machine, deterministic
 from metricopt_ext.utils.parallel import run_seeds
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.words import counted
+from metricopt_ext.value.fitting import Fit
 
 NEW = FRESH + 1000  # the task index of the first new start
 BUDGETS = (25, 50, 100, 200, 400, 800)
@@ -136,10 +137,11 @@ def run_seed(
         result = optimize_metric(
             task, queries=config.queries, strategy=recipe, seed=seed, output_dir=folder, resume=True, watcher=watcher
         )
+        assert result.fit is not None
         assert result.fit.f.quality is not None
         row["queries_once"] = sum(result.queries.values()) - result.queries_per_start
         row["spearman"] = result.fit.f.quality.spearman
-        runs = runs_of(ready, result, plan.budgets)
+        runs = runs_of(ready, result.fit, result.details.setting, plan.budgets)
 
         def points(name: str, number: int) -> list[tuple[int, float]]:
             start = task.starts(recipe.start_std, seed, [NEW + number])[0]
@@ -157,7 +159,7 @@ def run_seed(
 
 
 def runs_of(
-    ready: Experiment[Any], result: MetricOptResult, budgets: Sequence[int]
+    ready: Experiment[Any], fit: Fit, setting: Setting, budgets: Sequence[int]
 ) -> dict[str, tuple[Contender, Sequence[int]]]:
     """Return every method with its numbers of queries per start; the n-th start is run with the seed + n."""
     config, recipe, refine = ready.config, ready.config.build_strategy(), CMAES()
@@ -166,9 +168,9 @@ def runs_of(
     def tuned(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
         outcome = tune_start(
             task,
-            result.fit,
+            fit,
             recipe=replace(recipe, refine=refine, refine_queries=queries - guard) if queries > guard else recipe,
-            setting=result.setting,
+            setting=setting,
             start=start,
             index=NEW + seed - ready.seed,
             guard_confidence=config.guard.confidence,

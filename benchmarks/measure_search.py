@@ -31,7 +31,7 @@ from metricopt_ext.evidence.report import paired_interval, spread, versions
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.evidence.style import direction, markdown_table, print_table
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.starts import with_start
@@ -198,7 +198,7 @@ def search_both(
 
 def search(
     experiment: Experiment[Any], more: dict[str, Start], budgets: Sequence[int], watcher: Watcher
-) -> list[SearchRun]:
+) -> list[Result]:
     """Search an experiment's model from its own starts and more."""
     task, config = experiment.task, experiment.config
     search = config.build_strategy()
@@ -218,7 +218,7 @@ def search(
     )
 
 
-def followed(experiment: Experiment[Any], run: SearchRun) -> float | None:
+def followed(experiment: Experiment[Any], run: Result) -> float | None:
     """Return the test metric where following a search's f from phi = 0 ends; None if it is not to be trusted."""
     if run.fit is None or not run.fit.f.trusted:
         return None
@@ -228,7 +228,7 @@ def followed(experiment: Experiment[Any], run: SearchRun) -> float | None:
     return judge(task.judged_by(experiment.test_metric), path[-1])
 
 
-def tested(experiment: Experiment[Any], run: SearchRun, name: str) -> float:
+def tested(experiment: Experiment[Any], run: Result, name: str) -> float:
     """Return the test metric of one of a search's ends."""
     begun = run.begun_at if name == "search" else name
     task = with_start(experiment.task, run.candidates[begun])

@@ -85,7 +85,7 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         classes_: The labels, ``c``.
         model_: The network, on ``n x features`` as they come, float64; an ordinary torch module, whose first layer
             standardises in float64.
-        run_: What the search did (`SearchRun`); None without queries.
+        run_: What the search did (`Result`); None without queries.
 
     Raises:
         ValueError: From ``fit``, before training: there are fewer than two classes or too few rows, a number is out of

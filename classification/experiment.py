@@ -51,7 +51,7 @@ from metricopt_ext.evidence.method import End, Method, ending_at, ending_path, f
 from metricopt_ext.evidence.rivals import at_budget
 from metricopt_ext.evidence.siblings import SiblingsConfig, learned_losses, plot_histories, sibling_method
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.result import MetricOptResult
+from metricopt_ext.methods.result import RecipeDetails, Result
 from metricopt_ext.methods.second_round import run_second_round
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.methods.tuning import finetune
@@ -290,16 +290,17 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         policy = MetricOptStep(f, lr, settings.metric_step, settings.loss_weight, steps, even_untrusted=True)
         return finetune(task, policy, steps, self.seed)
 
-    def _second_round(self, task: FinetuneTask, result: MetricOptResult) -> nn.Module:
+    def _second_round(self, task: FinetuneTask, result: Result[RecipeDetails]) -> nn.Module:
         """Return the merged model of a second round."""
         config, seed, again = self.config, self.seed, task.copied()
         recipe, settings = config.build_strategy(), config.second_round
         assert isinstance(recipe, Recipe)  # the settings are checked
         assert settings is not None
+        assert result.fit is not None
         again.adapter.set_phi(result.ends[result.chosen])
 
         def train_theta(model: nn.Module) -> None:
             train(model, self.splits.train, settings, config.model.balanced, seed)
 
-        run_second_round(again, result.fit, train_theta, recipe=recipe, setting=result.setting, seed=seed)
+        run_second_round(again, result.fit, train_theta, recipe=recipe, setting=result.details.setting, seed=seed)
         return again.adapter.merge()

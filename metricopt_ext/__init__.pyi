@@ -13,14 +13,14 @@ from .methods.paper import Algorithm1 as Algorithm1
 from .methods.pipeline import optimize_metric as optimize_metric
 from .methods.recipe import Recipe as Recipe
 from .methods.recipe_settings import Setting as Setting
-from .methods.result import MetricOptResult as MetricOptResult
+from .methods.result import RecipeDetails as RecipeDetails
 from .methods.result import Result as Result
-from .methods.result import SearchRun as SearchRun
+from .methods.result import SearchDetails as SearchDetails
 from .methods.rounds import meta_train as meta_train
 from .methods.run_folder import load_run as load_run
 from .methods.search import Search as Search
 from .methods.siblings.algorithm_s1 import AlgorithmS1 as AlgorithmS1
-from .methods.siblings.algorithm_s1 import LearnedResult as LearnedResult
+from .methods.siblings.algorithm_s1 import LearnedDetails as LearnedDetails
 from .methods.starts import batchnorm_start as batchnorm_start
 from .methods.trials import Trial as Trial
 from .methods.tuning import Tuned as Tuned

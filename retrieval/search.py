@@ -11,7 +11,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.data.halves import class_halves
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.result import Result
 from metricopt_ext.retrieval.task import refuse_memory
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask
@@ -41,7 +41,7 @@ def search_with_trainer(
     test_collate_fn: Any = None,
     seed: int = 0,
     **options: Any,
-) -> SearchRun:
+) -> Result:
     """Find a better phi by a guided search, from a trainer and a tester as they are (see `optimize_metric`).
 
     The loss's gradients come from the trainer's own loss, miners and batches, the metric from the tester. The model
@@ -90,7 +90,7 @@ def search_with_trainer(
     )
     models = KeptModules(*trainer.models.values())  # the loss and the metric are of all of them
     try:
-        run: SearchRun = optimize_metric(task, queries=queries, seed=seed, **options)
+        run: Result = optimize_metric(task, queries=queries, seed=seed, **options)
         return run
     except BaseException:
         models.put_back()

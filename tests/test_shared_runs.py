@@ -78,7 +78,8 @@ def run(name):
         kept |= {f"f {name}": value for name, value in fit.f.state_dict().items()}
         kept |= {"quality": repr(fit.f.quality), "predicted": fit.predicted}
     if name == "learned":
-        kept |= {"path": run.path, "rule": run.learned.rule.weights.detach(), "quality": repr(run.learned.f.quality)}
+        learned = run.details.learned
+        kept |= {"path": run.path, "rule": learned.rule.weights.detach(), "quality": repr(learned.f.quality)}
     return kept
 
 with errors_in_one_line(keeps=out), ranks.joined():

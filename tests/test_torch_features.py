@@ -65,7 +65,7 @@ def followed(wrap: Callable[[nn.Module], Any] = lambda model: model, parts: Any 
     return phi
 
 
-def searched(forward: Callable[[nn.Module], Callable[[Tensor], Tensor]], **options: Any) -> tuple[Tensor, mo.SearchRun]:
+def searched(forward: Callable[[nn.Module], Callable[[Tensor], Tensor]], **options: Any) -> tuple[Tensor, mo.Result]:
     """Where phi is after a search whose metric, a likelihood, is asked through what a script made of the model."""
     adapter = mo.attach_film(make_model(), dim=D)
     called = forward(adapter.model)

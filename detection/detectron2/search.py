@@ -23,7 +23,7 @@ from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.result import Result
 from metricopt_ext.tasks.metric import Query
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import ranks
@@ -34,7 +34,7 @@ from metricopt_ext.utils.seeding import generator, seeded_streams
 FOLDER, MERGED = "search", "model_merged.pth"  # in OUTPUT_DIR
 
 
-def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrainer] = MetricOptTrainer) -> SearchRun:
+def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrainer] = MetricOptTrainer) -> Result:
     """Find a phi of a higher AP50 for a trained detector, by a guided search (see `optimize_metric`).
 
     AP50 on ``METRIC.SET`` is evaluated ``SEARCH.QUERIES`` times, logged, and written in percent at the number of the

@@ -23,7 +23,6 @@ from metricopt_ext.evidence.method import End, Method
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.rivals import usual_methods
 from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
@@ -239,14 +238,11 @@ def run_seed(
 def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord:
     """Set MetricOpt's end, and write the record, the first seed's pictures and the tuned model."""
     config, folder, seed, task = experiment.config, experiment.folder, experiment.seed, experiment.task
-    result = comparison.results["metricopt"].details
+    result = comparison.results["metricopt"].result
     assert result is not None
     task.adapter.apply(result.start_of(result.chosen))
     to_value = task.metric.to_value
-    if isinstance(result, SearchRun):
-        setting, searched = None, [to_value(cost) for cost in result.costs]
-    else:
-        setting, searched = result.setting, []
+    searched = [] if result.details.finetunes else [to_value(cost) for cost in result.costs]
     correlations = experiment.correlations([each.reached[-1].end for each in comparison.results.values()])
     if correlations is not None and config.pictures and seed == config.seed:
         correlations.plot(folder / "correlations.png")
@@ -256,7 +252,7 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
         quality=None if result.fit is None else result.fit.f.quality,
         candidates={} if result.fit is None else result.fit.candidates,
         kept=result.chosen,
-        setting=setting,
+        setting=getattr(result.details, "setting", None),
         split_half=None if math.isnan(result.split_half) else result.split_half,
         chance=result.chance,
         guard=result.guard,

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method_config import FinetuneConfig
 from metricopt_ext.evidence.passes import Passes, last_query, passes_of
-from metricopt_ext.methods.result import MetricOptResult, SearchRun
+from metricopt_ext.methods.result import Result
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.ngopt import NGOpt
 from metricopt_ext.search.random_search import RandomSearch
@@ -126,12 +126,12 @@ class MethodResult:
     Attributes:
         reached: Where it stood at each number of queries that it reports, in ascending order; at least one.
         path: The visited phi, ``(T + 1) x d``, for a plot along finetuning; None if there is none.
-        details: What `optimize_metric` returned, for methods that continue from it.
+        result: What `optimize_metric` returned, for methods that continue from it.
     """
 
     reached: tuple[Reached, ...]
     path: Tensor | None = None
-    details: MetricOptResult | SearchRun | None = None
+    result: Result[Any] | None = None
 
 
 # A method runs on a task whose metric counts its queries alone, given the results of the methods before it; it returns
@@ -195,12 +195,12 @@ def ending_path(run: Callable[[FinetuneTask], Tensor]) -> Method:
     return method
 
 
-def following_metricopt(run: Callable[[FinetuneTask, MetricOptResult], End]) -> Method:
+def following_metricopt(run: Callable[[FinetuneTask, Result[Any]], End]) -> Method:
     """Make a method from a function that continues from MetricOpt's result and returns an end."""
 
     def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
-        meter, result = Meter(task), earlier["metricopt"].details
-        assert isinstance(result, MetricOptResult)  # the settings are checked: it follows a recipe
+        meter, result = Meter(task), earlier["metricopt"].result
+        assert result is not None  # the settings are checked: it follows a recipe
         return MethodResult((meter.reached(run(task, result)),))
 
     return method

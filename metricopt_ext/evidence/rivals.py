@@ -27,14 +27,10 @@ from metricopt_ext.evidence.method import (
 )
 from metricopt_ext.evidence.run_config import VARIANTS, RunConfig
 from metricopt_ext.evidence.variants import variant_method
-from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
-from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
 from metricopt_ext.search.direct import CMAES
-from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher, Within
@@ -71,7 +67,7 @@ def usual_methods(
             task,
             queries=config.queries,
             strategy=strategy,
-            starts=starts if isinstance(strategy, GuidedTrustRegion) else None,
+            starts=starts if runner_of(strategy).takes_starts else None,
             guard_confidence=config.guard.confidence,
             seed=seed,
             output_dir=folder,
@@ -79,18 +75,11 @@ def usual_methods(
             watcher=shown,
         )
         shown.stage("other methods")
-        if isinstance(result, SearchRun):
-            phi = result.ends[result.chosen]
-            end = task.copied().adapter.model if result.start_of(result.chosen).replaced else phi
-            task.adapter.apply(Start(phi))  # the other methods begin from the base
-            return MethodResult((meter.reached(end),), details=result)
-        spent = replace(meter.reached(result.ends[result.chosen]), queries_per_start=result.queries_per_start)
-        if isinstance(strategy, Algorithm1):
-            path = strategy.meta_test(task, result.fit.f, task.origin(), seed=seed, index=FRESH)
-        else:
-            assert isinstance(strategy, Recipe)
-            path = finetune(task, metric_policy(result.fit.f, strategy, result.setting), strategy.steps, seed)
-        return MethodResult((spent,), path, result)
+        phi = result.ends[result.chosen]
+        end = task.copied().adapter.model if result.start_of(result.chosen).replaced else phi
+        task.adapter.apply(Start(phi))  # the other methods begin from the base
+        spent = replace(meter.reached(end), queries_per_start=result.queries_per_start)
+        return MethodResult((spent,), result.path if result.details.finetunes else None, result)
 
     def loss_finetune(task: FinetuneTask) -> Tensor:
         return loss_path(task, config.finetune, seed)
@@ -153,8 +142,8 @@ def following_start(contender: Contender, queries: int | str, seed: int, name: s
 
     def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
         before, start, asked = earlier["metricopt"], Start(task.origin()), 0
-        if isinstance(before.details, SearchRun):
-            start, asked = before.details.candidates[before.details.begun_at], len(before.details.candidates)
+        if before.result is not None and not before.result.details.finetunes:
+            start, asked = before.result.candidates[before.result.begun_at], len(before.result.candidates)
         budget = before.reached[-1].queries if isinstance(queries, str) else queries
         own, shown = with_start(task, start), Within(watcher, METHODS[name].title, budget)
         told = own.judged_by(own.metric.with_observers(Spent(shown, asked)))

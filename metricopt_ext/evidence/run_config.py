@@ -9,7 +9,7 @@ from metricopt_ext.data.images import MAX_PIXELS, Limits
 from metricopt_ext.data.labelled import MAX_BYTES
 from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.data.training import OPTIMIZERS
-from metricopt_ext.errors import BudgetError, ConfigError
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method_config import (
     FinetuneConfig,
     LearnedConfig,
@@ -248,13 +248,7 @@ class RunConfig:
             self.learned.build(self.finetune).iterations(self.learned.queries or self.queries)
         if self.paper:
             self.paper.build(self.finetune).tasks(self.queries)
-        strategy = self.build_strategy()
-        if isinstance(strategy, Recipe):
-            strategy.tasks_per_round(self.queries, dim)
-        elif isinstance(strategy, Algorithm1):
-            strategy.tasks(self.queries)
-        elif self.queries < (least := strategy.least_queries(dim) + len(self.starts)):
-            raise BudgetError(f"queries={self.queries}: the search needs at least {least} for these settings")
+        self.build_strategy().size(self.queries, dim, 1 + len(self.starts))
 
     def _searched(self) -> int:
         if isinstance(self.search_queries, str) and self.search_queries != "same":

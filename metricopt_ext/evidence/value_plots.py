@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.style import new_figure, save_figure
-from metricopt_ext.methods.result import MetricOptResult, SearchRun
+from metricopt_ext.methods.result import RecipeDetails, Result
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory
@@ -21,7 +21,7 @@ from metricopt_ext.value.value_function import NeuralValueFunction, ValueFunctio
 
 def draw_value_function(
     task: FinetuneTask,
-    result: MetricOptResult | SearchRun,
+    result: Result[Any],
     paths: Mapping[str, Tensor],
     folder: Path,
     *,
@@ -32,23 +32,25 @@ def draw_value_function(
     Args:
         task: Its metric is evaluated ``grid * grid`` times, for the landscape; give it its own ledger.
         result: What `optimize_metric` returned.
-        paths: Visited phi by method, ``(T + 1) x d`` each; a search's own path is added.
+        paths: Visited phi by method, ``(T + 1) x d`` each; the run's own path is added.
         folder: Where the PNG files go.
         grid: Points along each side of the landscape.
     """
     if result.fit is None:
         return []
-    if isinstance(result, SearchRun):
-        there = with_start(task, result.candidates[result.begun_at])
-        shown = {**paths, "metricopt": result.path()}
-        return [plot_landscape(there, result.fit.f, shown, folder / "landscape.png", grid=grid)]
-    f, trajectories = result.fit.f, result.trajectories
+    f = result.fit.f
+    there = with_start(task, result.candidates[result.begun_at])
+    shown = {**paths, "metricopt": result.path}
+    landscape = plot_landscape(there, f, shown, folder / "landscape.png", grid=grid)
+    if not isinstance(result.details, RecipeDetails):
+        return [landscape]
+    trajectories = result.details.trajectories
     process = GaussianProcess.fit(trajectories)
     some = trajectories[:: max(1, len(trajectories) // 6)][:6]
     note = f"Gaussian process, leave-one-out {process.leave_one_out(trajectories)}".partition(" (")[0]
     drawn = [
         plot_interpolation(some, process.posterior(some), task.metric, folder / "interpolation.png", note),
-        plot_landscape(task, f, paths, folder / "landscape.png", grid=grid),
+        landscape,
     ]
     if isinstance(f, NeuralValueFunction):
         drawn.append(plot_embedding(f, Observations.of(trajectories), task.metric, folder / "embedding.png"))

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from metricopt_ext.evidence.method import METHODS, Meter, Method, MethodResult
 from metricopt_ext.evidence.method_config import LearnedConfig, PaperSettings
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.siblings.algorithm_s1 import LearnedResult
+from metricopt_ext.methods.result import Result
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher, Within
 
@@ -41,7 +42,7 @@ def variant_method(
     def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
         meter = Meter(task)
         watcher.stage(METHODS[name].title)
-        result = optimize_metric(
+        result: Result[Any] = optimize_metric(
             task,
             queries=queries,
             strategy=strategy,
@@ -52,6 +53,6 @@ def variant_method(
             watcher=Within(watcher, METHODS[name].title, queries),
         )
         reached = replace(meter.reached(result.ends[result.chosen]), queries_per_start=result.queries_per_start)
-        return MethodResult((reached,), result.path if isinstance(result, LearnedResult) else None)
+        return MethodResult((reached,), result.path)
 
     return method

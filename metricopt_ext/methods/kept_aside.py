@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import judge_held_out
-from metricopt_ext.methods.result import Result, SearchRun
+from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.starts import all_starts, with_start
 from metricopt_ext.tasks.metric import CostScale, Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -35,7 +36,7 @@ def check_kept_aside(task: FinetuneTask, metric: Metric, starts: Mapping[str, St
         raise BudgetError(f"kept_aside takes up to {needed} queries, {metric.ledger.left} are left in its budget")
 
 
-def confirmed(result: Result, task: FinetuneTask, confidence: float) -> Result:
+def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Result[Own]:
     """Return a run's result with what data kept aside prefer: what the guard kept, or a candidate that it had before.
 
     The search has fitted phi to the data that its metric sees, both halves of them, so these can't tell what carries
@@ -59,15 +60,12 @@ def confirmed(result: Result, task: FinetuneTask, confidence: float) -> Result:
     )
 
 
-def values_of_candidates(result: Result) -> dict[str, float]:
+def values_of_candidates(result: Result[Any]) -> dict[str, float]:
     """Return what data kept aside choose from, by name, with its value on the data that the search sees."""
-    values = {"start": result.before}
-    if isinstance(result, SearchRun):
-        values[result.begun_at] = result.starts[result.begun_at]
-    return {**values, result.chosen: result.after}
+    return {"start": result.before, result.begun_at: result.starts[result.begun_at], result.chosen: result.after}
 
 
-def preferred(result: Result, aside: Mapping[str, float], metric: CostScale, confidence: float) -> Result:
+def preferred(result: Result[Own], aside: Mapping[str, float], metric: CostScale, confidence: float) -> Result[Own]:
     """Return a run's result with what data kept aside prefer; see `confirmed`.
 
     Args:
@@ -100,7 +98,7 @@ def preferred(result: Result, aside: Mapping[str, float], metric: CostScale, con
     )
 
 
-def _cost(result: Result, task: FinetuneTask, name: str) -> float:
+def _cost(result: Result[Any], task: FinetuneTask, name: str) -> float:
     """Return a candidate's cost on the data kept aside, in the model of the start that it belongs to."""
     start = result.start_of(name)
     judged = with_start(task, start).judged_by(task.metric.of(start))

@@ -16,7 +16,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
-from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import RunFolder
 from metricopt_ext.tasks.batches import DatasetBatches
 from metricopt_ext.tasks.metric import Metric
@@ -67,7 +67,7 @@ class SearchPhi(L.Callback):
     """
 
     adapter: Adapter
-    run: SearchRun
+    run: Result
 
     def __init__(
         self,

@@ -16,12 +16,12 @@ from metricopt_ext.errors import BudgetError, ValueFunctionError
 from metricopt_ext.methods.guard import decide_among
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.recipe_settings import LEAST_TASKS, Setting
-from metricopt_ext.methods.result import MetricOptResult, outcome
+from metricopt_ext.methods.result import RecipeDetails, Result, of_learner, outcome
 from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.rollout import Policy, collect, rollout
-from metricopt_ext.tasks.split_half import evaluations_where_used, split_half_correlation
+from metricopt_ext.tasks.split_half import evaluations_where_used
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils import ranks
@@ -59,7 +59,7 @@ class LossOptimizer:
 
 
 @dataclass(frozen=True)
-class Algorithm1(LearningStrategy[MetricOptResult]):
+class Algorithm1(LearningStrategy[RecipeDetails]):
     """MetricOpt with SGD or Adam, as the paper's Algorithm 1 prints it.
 
     As printed it did not lower a metric whose optimum is known. On the quadratic problems of
@@ -162,7 +162,7 @@ class Algorithm1(LearningStrategy[MetricOptResult]):
         """Return the settings, parts by their descriptions (see `LearningStrategy`)."""
         return {"paper": {name: described(value) for name, value in vars(self).items()}}
 
-    def run(self, context: Context) -> MetricOptResult:
+    def run(self, context: Context) -> Result[RecipeDetails]:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
         task, watcher, seed = context.task, context.watcher, context.seed
         with context.folder.counted(task.metric, context.queries) as cached:
@@ -175,19 +175,20 @@ class Algorithm1(LearningStrategy[MetricOptResult]):
             watcher.stage("meta-test")
             start = task.origin()
             loss_only = finetune(task, self.loss_only(), self.steps, seed)[-1]
-            followed = self.meta_test(task, f, start, seed=seed, index=FRESH)[-1]
-            before, ends = ledger.spent, {"start": start, "loss_finetune": loss_only, "metricopt": followed}
+            path = self.meta_test(task, f, start, seed=seed, index=FRESH)
+            before, ends = ledger.spent, {"start": start, "loss_finetune": loss_only, "metricopt": path[-1]}
             asked = evaluate_ends(counted, ends)
         decision = decide_among(asked, evaluations_where_used(list(store)), context.confidence)
-        return MetricOptResult(
+        return Result(
             **outcome(task.metric, asked, decision, ends),
+            **of_learner(task.metric, asked, task.origin(), list(store)),
             queries=dict(ledger.spent_on),
             queries_per_start=ledger.spent - before,
-            loss_finetune=task.metric.to_value(asked["loss_finetune"].cost),
-            setting=Setting(0.0, self.metric_rate),
-            split_half=split_half_correlation(list(store)),
             fit=Fit(f),
-            trajectories=tuple(store),
+            path=path,
+            details=RecipeDetails(
+                task.metric.to_value(asked["loss_finetune"].cost), Setting(0.0, self.metric_rate), tuple(store)
+            ),
         )
 
     def learn(self, trajectories: Sequence[Trajectory], seed: int = 0) -> ValueFunction:

@@ -3,20 +3,18 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import overload
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.kept_aside import check_kept_aside, confirmed
-from metricopt_ext.methods.result import Result, SearchRun
+from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.run_folder import KEPT_ASIDE, RunFolder, identity_of
-from metricopt_ext.methods.searched import search_results
+from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import all_starts
-from metricopt_ext.methods.strategy import Context, Learned, LearningStrategy, Strategy, check_strategy
+from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.search.strategy import SearchStrategy
-from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.telling import telling
@@ -28,44 +26,12 @@ from metricopt_ext.utils.progress import Watcher, watched
 from metricopt_ext.utils.words import counted
 
 
-@overload
-def optimize_metric(
-    task: FinetuneTask,
-    *,
-    queries: int,
-    strategy: SearchStrategy | None = None,
-    starts: Mapping[str, Start] | None = None,
-    guard_confidence: float = CONFIDENCE,
-    kept_aside: Metric | None = None,
-    seed: int = 0,
-    output_dir: str | Path | None = None,
-    resume: bool = False,
-    watcher: Watcher | None = None,
-) -> SearchRun: ...
-
-
-@overload
-def optimize_metric(
-    task: FinetuneTask,
-    *,
-    queries: int,
-    strategy: LearningStrategy[Learned],
-    starts: Mapping[str, Start] | None = None,
-    guard_confidence: float = CONFIDENCE,
-    kept_aside: Metric | None = None,
-    seed: int = 0,
-    output_dir: str | Path | None = None,
-    resume: bool = False,
-    watcher: Watcher | None = None,
-) -> Learned: ...
-
-
 @undone_if_cut_short
 def optimize_metric(
     task: FinetuneTask,
     *,
     queries: int,
-    strategy: Strategy | None = None,
+    strategy: SearchStrategy | LearningStrategy[Own] | None = None,
     starts: Mapping[str, Start] | None = None,
     guard_confidence: float = CONFIDENCE,
     kept_aside: Metric | None = None,
@@ -73,7 +39,7 @@ def optimize_metric(
     output_dir: str | Path | None = None,
     resume: bool = False,
     watcher: Watcher | None = None,
-) -> Result:
+) -> Result[Own]:
     """Finetune a frozen model's phi for its metric within a number of metric queries.
 
     By default a guided trust-region search learns f from every query and follows it (`GuidedTrustRegion`), from the
@@ -123,7 +89,6 @@ def optimize_metric(
         OSError: ``output_dir`` can't be written to, as where the disk is full; what was written before is in it.
         RankError: The metric has another value on another rank, waits for the other ranks itself, or a rank has ended.
     """
-    strategy = strategy or GuidedTrustRegion()
     size = check_plan(
         task.adapter,
         task.metric,
@@ -133,13 +98,14 @@ def optimize_metric(
         guard_confidence=guard_confidence,
         seed=seed,
     )
+    runner = runner_of(strategy)
     starts = all_starts(task, starts or {})  # copies, as the model's own phi may be among them
     del starts["start"]
     if kept_aside is not None:
-        check_kept_aside(task, kept_aside, starts or {})
+        check_kept_aside(task, kept_aside, starts)
         task = task.judged_by(task.metric.guarded_otherwise()) if task.metric.require_guard else task
     kept = output_dir is not None or ranks.several()
-    identity = identity_of(strategy, task, starts or {}, seed=seed, size=size) if kept else {}
+    identity = identity_of(runner, task, starts, seed=seed, size=size) if kept else {}
     if kept and kept_aside is not None:
         identity["kept aside"] = [fingerprint_of_code(kept_aside.function), guard_confidence]
     with ExitStack() as run:
@@ -151,11 +117,7 @@ def optimize_metric(
         base = run.enter_context(ExitStack())
         base.enter_context(task.adapter.applied(Start(task.origin())))
         base.enter_context(task.keeping_weights())
-        context = Context(task, queries, folder, shown, size, guard_confidence, seed)
-        if isinstance(strategy, SearchStrategy):
-            result: Result = _searched(strategy, context, starts or {})
-        else:
-            result = strategy.run(context)
+        result = runner.run(Context(task, queries, folder, shown, size, guard_confidence, seed, starts))
         if kept_aside is not None:
             shown.stage("data kept aside")
             result = confirmed(result, task.judged_by(folder.cached(kept_aside, KEPT_ASIDE)), guard_confidence)
@@ -173,7 +135,7 @@ def check_plan(
     metric: Metric,
     *,
     queries: int,
-    strategy: Strategy | None = None,
+    strategy: SearchStrategy | LearningStrategy[Own] | None = None,
     starts: Mapping[str, Start] | None = None,
     guard_confidence: float = CONFIDENCE,
     seed: int = 0,
@@ -195,37 +157,17 @@ def check_plan(
     Raises:
         ValueError, BudgetError: As from `optimize_metric`.
     """
-    strategy = strategy or GuidedTrustRegion()
     check_integer(0, queries=queries, seed=seed)
     deviates(guard_confidence)  # refuses what is out of range
-    check_strategy(strategy)
-    if starts and not isinstance(strategy, SearchStrategy):
+    runner = runner_of(strategy)
+    if starts and not runner.takes_starts:
         raise ValueError(f"starts are {list(starts)}; only a search begins from the best of several")
     if queries > metric.ledger.left:
         asked = counted(queries, "query")
         raise BudgetError(f"{asked} requested, {metric.ledger.left} left in the metric's own budget")
     try:
-        return strategy.size(queries // metric.repeats, adapter.dim, 1 + len(starts or ()))
+        return runner.size(queries // metric.repeats, adapter.dim, 1 + len(starts or ()))
     except BudgetError as error:
         if metric.repeats == 1:
             raise
         raise BudgetError(f"{error} (each an evaluation of {metric.repeats} queries: its repeats)") from error
-
-
-def _searched(search: SearchStrategy, context: Context, starts: Mapping[str, Start]) -> SearchRun:
-    """Search on the task's own metric, and tell what is on file again."""
-    task, folder, watcher = context.task, context.folder, context.watcher
-    kept = ranks.only_first(lambda: folder.kept_evaluations(task.metric))
-    watcher.on_file(0 if kept is None else kept.answered * task.metric.repeats)
-    with folder.own_ledger(task.metric, context.queries):
-        (result,) = search_results(
-            task,
-            [context.queries],
-            search,
-            starts=starts,
-            confidence=context.confidence,
-            seed=context.seed,
-            watcher=watcher,
-            kept=kept,
-        )
-    return result

@@ -5,16 +5,15 @@ from typing import Any
 
 from metricopt_ext.methods.guard import Decision
 from metricopt_ext.methods.recipe_settings import RecipeSettings
-from metricopt_ext.methods.result import MetricOptResult, outcome
+from metricopt_ext.methods.result import RecipeDetails, Result, of_learner, outcome
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import choose_setting, tune_start
-from metricopt_ext.tasks.split_half import split_half_correlation
 from metricopt_ext.utils.identity import described
 
 
 @dataclass(frozen=True)
-class Recipe(RecipeSettings, LearningStrategy[MetricOptResult]):
+class Recipe(RecipeSettings, LearningStrategy[RecipeDetails]):
     """Learn f in rounds, the first on the loss alone, the others under the f so far; then finetune phi under f.
 
     Its fields are those of `RecipeSettings`.
@@ -28,7 +27,7 @@ class Recipe(RecipeSettings, LearningStrategy[MetricOptResult]):
         """Return the settings, parts by their descriptions (see `LearningStrategy`)."""
         return {**asdict(self), **{name: described(getattr(self, name)) for name in ("labels", "learners", "refine")}}
 
-    def run(self, context: Context) -> MetricOptResult:
+    def run(self, context: Context) -> Result[RecipeDetails]:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
         task, watcher, seed = context.task, context.watcher, context.seed
         with context.folder.counted(task.metric, context.queries) as cached:
@@ -48,13 +47,12 @@ class Recipe(RecipeSettings, LearningStrategy[MetricOptResult]):
                 seed=seed,
                 watcher=watcher,
             )
-        return MetricOptResult(
+        return Result(
             **outcome(task.metric, tuned.evaluations, Decision(tuned.chosen, tuned.verdict), tuned.ends),
+            **of_learner(task.metric, tuned.evaluations, task.origin(), list(store)),
             queries=dict(ledger.spent_on),
             queries_per_start=ledger.spent - before,
-            loss_finetune=task.metric.to_value(tuned.evaluations["loss_finetune"].cost),
-            setting=setting,
-            split_half=split_half_correlation(list(store)),
             fit=fit,
-            trajectories=tuple(store),
+            path=tuned.path,
+            details=RecipeDetails(task.metric.to_value(tuned.evaluations["loss_finetune"].cost), setting, tuple(store)),
         )

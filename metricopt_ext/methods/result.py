@@ -1,18 +1,20 @@
 """What a run did, in the metric's own units and in words."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import Decision, Guard, Verdict, check_guarded
 from metricopt_ext.methods.recipe_settings import Setting
 from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.split_half import split_half_correlation
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import ValueFunction
@@ -36,8 +38,93 @@ def kept(name: str) -> str:
     return KEPT.get(name, f"the start {name!r}")
 
 
+class Details:
+    """What a strategy alone has to tell of a run; its own details are a frozen dataclass of this kind.
+
+    Attributes:
+        finetunes: Whether phi follows a path step by step, at no query a step, which a plot along finetuning shows.
+    """
+
+    finetunes: ClassVar[bool] = False
+
+    def lines(self, result: "Result[Any]") -> list[str]:
+        """Return what ``str`` of the result says at its end."""
+        return []
+
+    def beside(self) -> str:
+        """Return what is printed next to the outcome."""
+        return ""
+
+    def products(self) -> dict[str, UpdateRule]:
+        """Return what was learned besides f, by the names of its files."""
+        return {}
+
+
 @dataclass(frozen=True)
-class Result:
+class SearchDetails(Details):
+    """What a search has to tell.
+
+    Attributes:
+        learns: Whether it learns an f.
+        plain: Whether there was no loss, so that all directions of phi counted alike.
+        widened: How many times wider than probed the design had to be for the metric to react.
+    """
+
+    learns: bool
+    plain: bool
+    widened: float
+
+    def lines(self, result: "Result[Any]") -> list[str]:
+        """Return how far phi was moved, and how good f is."""
+        lines = ["without a loss, all directions of phi counted alike"] if self.plain and self.learns else []
+        if self.widened > 1:
+            lines.append(f"the metric did not react at first, so phi was moved {self.widened:.0f} times as far")
+        if self.widened < 1:
+            lines.append(f"the metric reacted strongly, so phi was moved {1 / self.widened:.0f} times less far")
+        if not self.learns:
+            return lines
+        if result.fit is None:
+            return [
+                *lines,
+                "the metric never varied, so there is no value function: modulate more layers, or train first",
+            ]
+        quality = result.fit.f.quality or "of unknown quality, as it predicted none of the points"
+        return [*lines, f"value function ({result.fit.f.kind}): {quality}"]
+
+
+@dataclass(frozen=True)
+class RecipeDetails(Details):
+    """What a learner has to tell that follows f by finetuning: a `Recipe`, or `Algorithm1`.
+
+    Attributes:
+        loss_finetune: Metric after the same number of steps on the loss alone.
+        setting: The (loss weight, metric step) used.
+        trajectories: The trajectories that f was learned from.
+    """
+
+    finetunes: ClassVar[bool] = True
+
+    loss_finetune: float
+    setting: Setting
+    trajectories: tuple[Trajectory, ...]
+
+    def lines(self, result: "Result[Any]") -> list[str]:
+        """Return how good f is, and how much the metric's halves have in common."""
+        assert result.fit is not None
+        known = not math.isnan(result.split_half)
+        halves = f"; the metric's halves correlate at {result.split_half:.2f}" if known else ""
+        return [f"value function ({result.fit.f.kind}): {result.fit.f.quality}{halves}"]
+
+    def beside(self) -> str:
+        """Return what the loss alone comes to."""
+        return f" (loss-only {self.loss_finetune:.4f})"
+
+
+Own = TypeVar("Own", bound=Details, default=SearchDetails)
+
+
+@dataclass(frozen=True)
+class Result(Generic[Own]):
     """What `optimize_metric` did, in the metric's own units.
 
     Attributes:
@@ -52,6 +139,16 @@ class Result:
         queries: Queries spent, by purpose.
         queries_per_start: Queries that another start would cost.
         ends: End point phi, ``d``, of each candidate.
+        starts: Metric of each candidate that the run could begin from, ``"start"`` (phi = 0) among them.
+        begun_at: The candidate that it began from, the best of them.
+        candidates: What the run could begin from.
+        verdict: What the guard thinks of the best end.
+        fit: f with its held-out quality, and its predictions beside what was found; None without an f.
+        split_half: Correlation of the metric's halves over the points that were asked; NaN if it does not report them.
+        points: The phi at which the metric was asked before the guard decided, ``n x d``.
+        costs: The metric there as a cost, ``n``.
+        path: Where the run stood, ``m x d``: from where it began, to its end.
+        details: What its strategy alone has to tell.
         needed: What a gain must exceed, besides the optimism, for the guard to believe it; None of an unguarded run.
         guard: What told a gain from chance: ``"halves"`` of the metric's data, ``"repeats"`` of each evaluation,
             ``"held-out"`` data, or ``"none"``: the run is unguarded, and any gain was kept.
@@ -68,6 +165,16 @@ class Result:
     queries: dict[str, int]
     queries_per_start: int
     ends: dict[str, Tensor]
+    starts: dict[str, float]
+    begun_at: str
+    candidates: Mapping[str, Start]
+    verdict: Verdict
+    fit: Fit | None
+    split_half: float
+    points: Tensor
+    costs: tuple[float, ...]
+    path: Tensor
+    details: Own
     needed: float | None = field(kw_only=True)
     guard: Guard = field(kw_only=True)
     aside: dict[str, float] = field(kw_only=True, default_factory=dict)
@@ -80,7 +187,7 @@ class Result:
         """Return what ``str`` joins."""
         spent = ", ".join(f"{purpose} {n}" for purpose, n in self.queries.items())
         unguarded = ", unguarded" if self.guard == "none" else ""
-        changed = f"{self.before:.4f} -> {self.after:.4f}{self.beside()}{unguarded}"
+        changed = f"{self.before:.4f} -> {self.after:.4f}{self.details.beside()}{unguarded}"
         lines = [f"{self.metric}: {changed}; kept {kept(self.chosen)}"]
         if self.best != self.after:
             lines.append(f"the best candidate has {self.best:.4f}, but {self.doubt()}")
@@ -95,15 +202,19 @@ class Result:
                 " on all of its data and on two random halves of them, or give it repeats if it is noisy, or the run"
                 " data that the search does not see"
             )
-        return lines
+        if len(self.starts) > 1:
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in self.starts.items())
+            lines.append(f"the search began from {kept(self.begun_at)}, the best of the starts ({shown})")
+        return lines + self.details.lines(self)
 
     def start_of(self, name: str) -> Start:
-        """Return one of ``ends`` as a start for `Adapter.apply`, with all that belongs to its phi."""
-        return Start(self.ends[name])
+        """Return one of ``ends`` as a start for `Adapter.apply`, with what its own start replaces."""
+        return replace(self.candidates[name if name in self.candidates else self.begun_at], phi=self.ends[name])
 
     def products(self) -> dict[str, ValueFunction | UpdateRule]:
         """Return what was learned, by the names of its files."""
-        return {}
+        f: dict[str, ValueFunction | UpdateRule] = {} if self.fit is None else {"value_function": self.fit.f}
+        return {**f, **self.details.products()}
 
     @property
     def overruled(self) -> bool:
@@ -114,14 +225,12 @@ class Result:
         """Say why the best candidate was not kept."""
         if self.overruled:
             return "the data kept aside do not confirm it"
+        if self.verdict.gain - self.verdict.optimism > (self.verdict.needed or 0):
+            return "f, which knows all points that were asked, does not expect it to be that much better"
         return (
             f"with so little data up to {(self.needed or 0) + self.optimism:.4f} of a gain may be chance and optimism."
             " Use more data to see smaller gains"
         )
-
-    def beside(self) -> str:
-        """Return what is printed next to the outcome."""
-        return ""
 
 
 def outcome(
@@ -151,113 +260,26 @@ def outcome(
         "needed": None if verdict.needed is None else verdict.needed * metric.scale,
         "ends": ends,
         "guard": verdict.guard,
+        "verdict": verdict,
     }
 
 
-@dataclass(frozen=True)
-class MetricOptResult(Result):
-    """What `optimize_metric` did by learning and following a value function.
+def of_learner(
+    metric: Metric, candidates: Mapping[str, Evaluation], origin: Tensor, store: Sequence[Trajectory]
+) -> dict[str, Any]:
+    """Return the fields of a `Result` that follow from a learner's origin and from the trajectories that it observed.
 
-    Attributes:
-        loss_finetune: Metric after the same number of steps on the loss alone.
-        setting: The (loss weight, metric step) used.
-        split_half: Correlation of the metric's halves over random phi; NaN if it does not report them.
-        fit: The value function with its held-out quality.
-        trajectories: The trajectories it was learned from.
+    Args:
+        metric: The run's.
+        candidates: Evaluations by name, ``"start"`` among them.
+        origin: phi = 0, ``d``, from where it begins.
+        store: The trajectories.
     """
-
-    loss_finetune: float
-    setting: Setting
-    split_half: float
-    fit: Fit
-    trajectories: tuple[Trajectory, ...]
-
-    def products(self) -> dict[str, ValueFunction | UpdateRule]:
-        """Return what was learned, by the names of its files."""
-        return {"value_function": self.fit.f}
-
-    def lines(self) -> list[str]:
-        """Return what ``str`` joins."""
-        halves = "" if math.isnan(self.split_half) else f"; the metric's halves correlate at {self.split_half:.2f}"
-        return [*super().lines(), f"value function ({self.fit.f.kind}): {self.fit.f.quality}{halves}"]
-
-    def beside(self) -> str:
-        """Return what is printed next to the outcome."""
-        return f" (loss-only {self.loss_finetune:.4f})"
-
-
-@dataclass(frozen=True)
-class SearchRun(Result):
-    """What a search did.
-
-    Attributes:
-        starts: Metric of each candidate that the search could begin from, ``"start"`` (phi = 0) among them.
-        begun_at: The candidate that it began from, the best of them.
-        fit: f, a Gaussian process, with its quality on what it predicted before each query; its predictions and what
-            was found. None without an f.
-        learns: Whether the search learns an f.
-        plain: Whether there was no loss, so that all directions of phi counted alike.
-        verdict: What the guard thinks of the search's end; of the start that it began from if the metric never varied.
-        split_half: Correlation of the metric's halves over the visited phi; NaN if it does not report them.
-        points: The visited phi, ``n x d``.
-        costs: The metric there as a cost, ``n``.
-        widened: How many times wider than probed the design had to be for the metric to react.
-        candidates: What the search could begin from.
-    """
-
-    starts: dict[str, float]
-    begun_at: str
-    fit: Fit | None
-    learns: bool
-    plain: bool
-    verdict: Verdict
-    split_half: float
-    points: Tensor
-    costs: tuple[float, ...]
-    widened: float
-    candidates: Mapping[str, Start]
-
-    def products(self) -> dict[str, ValueFunction | UpdateRule]:
-        """Return what was learned, by the names of its files."""
-        return {} if self.fit is None else {"value_function": self.fit.f}
-
-    def doubt(self) -> str:
-        """Say why the best candidate was not kept."""
-        by_queries = self.verdict.gain - self.verdict.optimism > (self.verdict.needed or 0)
-        if by_queries and not self.overruled:
-            return "f, which knows all points that were asked, does not expect it to be that much better"
-        return super().doubt()
-
-    def start_of(self, name: str) -> Start:
-        """Return an end as a start, with what the start replaces that it belongs to."""
-        return replace(self.candidates[self.begun_at if name == "search" else name], phi=self.ends[name])
-
-    def path(self) -> Tensor:
-        """Return where the search stood, ``m x d``: where it began, each point that was the best so far, its end."""
-        best, stood = math.inf, [self.ends[self.begun_at]]
-        for point, cost in zip(self.points, self.costs, strict=True):
-            if cost < best:
-                best = cost
-                stood.append(point)
-        return torch.stack([*stood, self.ends["search"]])
-
-    def lines(self) -> list[str]:
-        """Return what ``str`` joins."""
-        lines = super().lines()
-        if len(self.starts) > 1:
-            shown = ", ".join(f"{name} {value:.4f}" for name, value in self.starts.items())
-            lines.append(f"the search began from {kept(self.begun_at)}, the best of the starts ({shown})")
-        if self.plain and self.learns:
-            lines.append("without a loss, all directions of phi counted alike")
-        if self.widened > 1:
-            lines.append(f"the metric did not react at first, so phi was moved {self.widened:.0f} times as far")
-        if self.widened < 1:
-            lines.append(f"the metric reacted strongly, so phi was moved {1 / self.widened:.0f} times less far")
-        if not self.learns:
-            return lines
-        if self.fit is None:
-            lines.append("the metric never varied, so there is no value function: modulate more layers, or train first")
-        else:
-            quality = self.fit.f.quality or "of unknown quality, as it predicted none of the points"
-            lines.append(f"value function ({self.fit.f.kind}): {quality}")
-        return lines
+    return {
+        "starts": {"start": metric.to_value(candidates["start"].cost)},
+        "begun_at": "start",
+        "candidates": {"start": Start(origin)},
+        "split_half": split_half_correlation(store),
+        "points": torch.cat([trajectory.observed_phi for trajectory in store]),
+        "costs": tuple(cost for trajectory in store for cost in trajectory.cost.tolist()),
+    }

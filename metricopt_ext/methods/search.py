@@ -11,7 +11,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
-from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import RunFolder, identity_of
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import check_strategy
@@ -103,7 +103,7 @@ class Search(Trials):
             self._run.close()
             raise
 
-    def result(self) -> SearchRun:
+    def result(self) -> Result:
         """Return what the guard makes of all that was told; what it keeps is applied to the model and written.
 
         It can be asked for at any time once `least_queries` were told; the search goes on as if it had not been.

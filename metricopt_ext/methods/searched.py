@@ -3,15 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import CONFIDENCE
-from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.result import Own, Result, SearchDetails
 from metricopt_ext.methods.starts import all_starts, with_start
+from metricopt_ext.methods.strategy import Context, LearningStrategy, check_strategy
 from metricopt_ext.methods.trials import Trials
 from metricopt_ext.search.strategy import SearchStrategy, check_checkpoints
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -21,6 +22,56 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.telling import telling
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.progress import Watcher
+
+
+class SearchLoop(LearningStrategy[SearchDetails]):
+    """Runs a search on a task's own metric, for `optimize_metric`.
+
+    Args:
+        search: The search.
+    """
+
+    takes_starts: ClassVar[bool] = True
+
+    def __init__(self, search: SearchStrategy) -> None:
+        self.search = search
+
+    def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
+        """Return the search's (see `LearningStrategy`)."""
+        return self.search.size(evaluations, dim, starts)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the search's (see `LearningStrategy`)."""
+        return self.search.identity()
+
+    def run(self, context: Context) -> Result:
+        """Search, and tell what is on file again (see `LearningStrategy`)."""
+        task, folder, watcher = context.task, context.folder, context.watcher
+        kept = ranks.only_first(lambda: folder.kept_evaluations(task.metric))
+        watcher.on_file(0 if kept is None else kept.answered * task.metric.repeats)
+        with folder.own_ledger(task.metric, context.queries):
+            (result,) = search_results(
+                task,
+                [context.queries],
+                self.search,
+                starts=context.starts,
+                confidence=context.confidence,
+                seed=context.seed,
+                watcher=watcher,
+                kept=kept,
+            )
+        return result
+
+
+def runner_of(strategy: SearchStrategy | LearningStrategy[Own] | None) -> LearningStrategy[Own]:
+    """Return what runs a strategy: a learner itself, or the loop that asks and tells a search; by default a guided one.
+
+    Raises:
+        ValueError: It is no strategy.
+    """
+    strategy = GuidedTrustRegion() if strategy is None else strategy
+    check_strategy(strategy)
+    return SearchLoop(strategy) if isinstance(strategy, SearchStrategy) else strategy  # type: ignore[return-value]
 
 
 def search_results(
@@ -33,7 +84,7 @@ def search_results(
     seed: int = 0,
     watcher: Watcher | None = None,
     kept: KeptEvaluations | None = None,
-) -> Iterator[SearchRun]:
+) -> Iterator[Result]:
     """Run a search once, and yield the guarded result that each number of queries would have had.
 
     Each checkpoint before the last costs a guided search a query more, that of its own end. The model is left
@@ -74,7 +125,7 @@ def search_results(
             for asked, evaluation in _evaluated(tasks, trials, queries, watcher):
                 if trials is not None and asked.kept is None:
                     trials.tell_evaluation(asked.id, evaluation)
-            yield ranks.on_first(lambda: None if trials is None else trials.outcome())  # type: ignore[misc]
+            yield ranks.on_first(lambda: None if trials is None else trials.outcome())  # type: ignore[arg-type, return-value]
         if trials is not None and (moved := trials.moved()):
             watcher.say(moved)
 

@@ -1,11 +1,13 @@
 """What finds phi within a budget: a search, which is asked and told, or a learner, which needs whole trainings."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import CONFIDENCE
-from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.run_folder import RunFolder
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.cached_metric import CachedMetric
@@ -15,8 +17,6 @@ from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.checks import check_instance
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.words import brief
-
-Learned = TypeVar("Learned", bound=Result, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Context:
         size: What `LearningStrategy.size` makes of the budget.
         confidence: How sure the guard must be, at least 0.5 and below 1.
         seed: Seed of all draws.
+        starts: What a strategy that takes starts may begin from besides phi = 0.
     """
 
     task: FinetuneTask
@@ -40,6 +41,7 @@ class Context:
     size: dict[str, int]
     confidence: float = CONFIDENCE
     seed: int = 0
+    starts: Mapping[str, Start] = field(default_factory=dict)
 
     def retell(self, store: TrajectoryStore, cached: CachedMetric) -> None:
         """Book the queries of trajectories on file, which are not collected again, and tell of them."""
@@ -51,11 +53,16 @@ class Context:
                 metric.tell(Evaluation(cost), "collect", on_file=True)
 
 
-class LearningStrategy(ABC, Generic[Learned]):
+class LearningStrategy(ABC, Generic[Own]):
     """A strategy that learns from whole trainings of phi: `Recipe`, `Algorithm1`, `AlgorithmS1`.
 
     A subclass is a frozen dataclass of its settings.
+
+    Attributes:
+        takes_starts: Whether a run may begin from the best of several starts.
     """
+
+    takes_starts: ClassVar[bool] = False
 
     @abstractmethod
     def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
@@ -70,7 +77,7 @@ class LearningStrategy(ABC, Generic[Learned]):
         """Return what a run depends on, as JSON, to tell it from others."""
 
     @abstractmethod
-    def run(self, context: Context) -> Learned:
+    def run(self, context: Context) -> Result[Own]:
         """Learn, follow what was learned, and let the guard decide; the model is left unchanged."""
 
 

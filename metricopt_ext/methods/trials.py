@@ -13,7 +13,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.guard import CONFIDENCE, decide
-from metricopt_ext.methods.result import SearchRun, outcome
+from metricopt_ext.methods.result import Result, SearchDetails, outcome
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.search.strategy import SearchResult, SearchState, SearchStrategy
 from metricopt_ext.tasks.kept_evaluations import SAME, KeptEvaluation, KeptEvaluations, KeptPoint, digest_of
@@ -392,7 +392,7 @@ class Trials:
 
     # --- The end -------------------------------------------------------------------------------------------------
 
-    def outcome(self) -> SearchRun:
+    def outcome(self) -> Result:
         """Return what `result` does, and leave the model and the folder as they are."""
         self._advance()
         over = self._state is not None and not self._batch.trials  # one query early if the metric never varied
@@ -416,7 +416,7 @@ def guarded(
     begun: str,
     end: SearchResult,
     confidence: float,
-) -> SearchRun:
+) -> Result:
     """Keep the start that the search began from if it gains on phi = 0, and the end if it gains on what was kept.
 
     Args:
@@ -439,19 +439,29 @@ def guarded(
     evaluations = elsewhere + end.queries
     ends = {**{name: start.phi for name, start in starts.items()}, "search": end.phi}
     fit = None if end.f is None else Fit(end.f, {}, end.predicted[:, 0], end.predicted[:, 1])
-    return SearchRun(
+    return Result(
         **outcome(task.metric, candidates, decision, ends),
         queries={"starts": len(starts) * repeats, "search": (evaluations - len(starts)) * repeats},
         queries_per_start=evaluations * repeats,
         starts={name: value(each.cost) for name, each in asked.items()},
         begun_at=begun,
         fit=fit,
-        learns=end.learns,
-        plain=task.loss is None and task.gradients is None,
-        verdict=decision.verdict,
         points=end.points,
         split_half=correlation_of_halves(stacked_halves(end.evaluations)),
         costs=tuple(each.cost for each in end.evaluations),
-        widened=end.widened,
+        path=path_of(starts[begun].phi, end),
         candidates=starts,
+        details=SearchDetails(
+            learns=end.learns, plain=task.loss is None and task.gradients is None, widened=end.widened
+        ),
     )
+
+
+def path_of(start: Tensor, end: SearchResult) -> Tensor:
+    """Return where a search stood, ``m x d``: where it began, each point that was the best so far, and its end."""
+    best, stood = math.inf, [start]
+    for point, evaluation in zip(end.points, end.evaluations, strict=True):
+        if evaluation.cost < best:
+            best = evaluation.cost
+            stood.append(point)
+    return torch.stack([*stood, end.phi])

@@ -37,12 +37,14 @@ class Tuned:
         evaluations: The metric's evaluation of each of them.
         chosen: The candidate to keep.
         verdict: What the guard thinks of the best of the others than the start.
+        path: The phi visited from the start to MetricOpt's end, ``(T + 1) x d``.
     """
 
     ends: dict[str, Tensor]
     evaluations: dict[str, Evaluation]
     chosen: str
     verdict: Verdict
+    path: Tensor
 
     @property
     def best(self) -> str:
@@ -149,7 +151,7 @@ def _tuned(
     overstated = {name: led for name in ends if name not in WITHOUT_F}
     decision = decide_among(evaluations, visited, guard_confidence, overstated)
     check_guarded(task.metric, decision.verdict)
-    return Tuned(ends, evaluations, decision.kept, decision.verdict)
+    return Tuned(ends, evaluations, decision.kept, decision.verdict, path)
 
 
 def evaluate_ends(task: FinetuneTask, ends: Mapping[str, Tensor]) -> dict[str, Evaluation]:

@@ -131,7 +131,7 @@ def test_points_are_means_over_the_starts_of_what_each_method_finds(
         path = finetune(task, LossStep(0.1), 6, seed, start)
         guided = GuidedTrustRegion().ends(task, start, [12, 30], seed=seed)
         tuned = [
-            tune_start(task, result.fit, recipe=own, setting=result.setting, start=start, index=index, seed=5)
+            tune_start(task, result.fit, recipe=own, setting=result.details.setting, start=start, index=index, seed=5)
             for own in (recipe, *(replace(recipe, refine=CMAES(), refine_queries=n) for n in (12, 30)))
         ]
         found = {

@@ -78,7 +78,7 @@ def test_outcomes_are_what_the_ends_are_worth(quadratic: Callable[..., Any], tmp
         assert outcome.test == pytest.approx(hidden.at(phi), rel=1e-12)
     assert not torch.equal(best, path[-1])
     assert hidden.calls == hidden.metric.ledger.spent == len(ends)
-    steered = finetune(twin, metric_policy(alone.fit.f, RECIPE, alone.setting), 10, seed=3)
+    steered = finetune(twin, metric_policy(alone.fit.f, RECIPE, alone.details.setting), 10, seed=3)
     on_loss = [twin.true_cost(phi) for phi in path]
     assert comparison.curves == {
         "loss_finetune": on_loss,

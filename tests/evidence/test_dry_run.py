@@ -181,7 +181,7 @@ def test_what_a_run_would_refuse_is_refused(toy: Any, tmp_path: Path) -> None:
 
     refused: list[tuple[Any, RunConfig, type[Exception], str]] = [
         (toy, settings(method=RecipeConfig(labels="none")), ConfigError, "method: labels is 'none'"),
-        (toy, settings(queries=9), BudgetError, "queries=9: the search needs at least"),
+        (toy, settings(queries=9), BudgetError, "9 queries are too few: GuidedTrustRegion"),
         (Broken, settings(), AdapterError, "it must return a scalar tensor"),
     ]
     for experiment, config, error, message in refused:

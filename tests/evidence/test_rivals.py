@@ -12,7 +12,6 @@ from metricopt_ext.evidence.method import METHODS, MethodResult, Reached
 from metricopt_ext.evidence.method_config import FinetuneConfig, RefinedConfig
 from metricopt_ext.evidence.rivals import at_budget, usual_methods
 from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.methods.result import SearchRun
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.tasks.batches import TensorBatches
@@ -81,8 +80,8 @@ def test_searches_begin_where_metricopt_s_own_did_and_pay_for_the_choice(
     usual = usual_methods(config, 5, starts=starts, inputs=[], batches=task.batches)
     ours = usual["metricopt"](task.judged_by(task.metric.with_new_ledger()), {})
     assert ours is not None
-    assert isinstance(ours.details, SearchRun)
-    assert ours.details.begun_at == "near"
+    assert ours.result is not None
+    assert ours.result.begun_at == "near"
     before = task.queries
     theirs = usual["cma_es"](task, {"metricopt": ours})
     assert theirs is not None

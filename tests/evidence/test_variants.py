@@ -43,7 +43,7 @@ def test_the_learned_optimizer_runs_where_it_is_asked_for(quadratic: Callable[..
     assert reached.queries == task.queries == sum(expected.queries.values()) <= 30
     assert reached.queries_per_start == expected.queries_per_start == 5
     kept = load_update_rule(tmp_path / "metricopt_learned" / "update_rule.safetensors")
-    assert torch.equal(kept.weights, expected.learned.rule.weights)
+    assert torch.equal(kept.weights, expected.details.learned.rule.weights)
     again = variant_method("metricopt_learned", CONFIG, 5, folder=tmp_path, resume=True)(quadratic(3), {})
     assert again is not None
     assert torch.equal(again.path, result.path)  # type: ignore[arg-type]

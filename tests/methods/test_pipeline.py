@@ -30,7 +30,7 @@ from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.result import MetricOptResult
+from metricopt_ext.methods.result import RecipeDetails, Result
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import LossStep
@@ -50,13 +50,14 @@ RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners
 COLLECTED, CHOOSING, SPENT, QUERIES = 36, 6, 45, 47
 
 
-def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **arguments: Any) -> MetricOptResult:
+def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **arguments: Any) -> Result[RecipeDetails]:
     return optimize_metric(task, queries=queries, strategy=recipe, **{"watcher": Watcher(), **arguments})
 
 
-def assert_same(a: MetricOptResult, b: MetricOptResult) -> None:
-    for name in ("metric", "before", "after", "loss_finetune", "chosen", "setting", "queries", "queries_per_start"):
+def assert_same(a: Result[RecipeDetails], b: Result[RecipeDetails]) -> None:
+    for name in ("metric", "before", "after", "chosen", "queries", "queries_per_start"):
         assert getattr(a, name) == getattr(b, name), name
+    assert (a.details.loss_finetune, a.details.setting) == (b.details.loss_finetune, b.details.setting)
     assert str(a) == str(b)
     assert a.fit.f.quality == b.fit.f.quality
     assert a.fit.candidates == b.fit.candidates
@@ -86,9 +87,9 @@ def test_the_metric_gets_better_than_the_loss_can_make_it(
         result = go(task, queries=119, recipe=replace(RECIPE, learners=(learner,)), seed=seed)
         assert sign * result.before == pytest.approx(float((task.goal**2).sum()), rel=1e-12)
         assert sign * result.after == task.true_cost(task.adapter.phi.detach())
-        assert sign * result.loss_finetune == task.true_cost(result.ends["loss_finetune"])
+        assert sign * result.details.loss_finetune == task.true_cost(result.ends["loss_finetune"])
         assert torch.equal(task.adapter.phi, result.ends[result.chosen])
-        of_finetune.append(result.after / result.loss_finetune)
+        of_finetune.append(result.after / result.details.loss_finetune)
         of_best.append(sign * result.after / min(map(task.true_cost, flow)))
     assert mean(of_finetune) < 0.6  # at worst 0.36 ± 0.05
     assert mean(of_best) < 0.6  # at worst 0.35 ± 0.02
@@ -120,7 +121,7 @@ def test_the_guard_keeps_a_start_that_nothing_beats(quadratic: Callable[..., Any
     task.problem.goal = torch.zeros_like(task.goal)
     result = go(task, output_dir=tmp_path)
     assert (result.chosen, result.before, result.after) == ("start", 0.0, 0.0)
-    assert result.loss_finetune > 0.1
+    assert result.details.loss_finetune > 0.1
     assert not task.adapter.phi.any()
     assert not load_adapter(nn.Linear(2, 3).double(), tmp_path / "adapter.safetensors").phi.any()
     assert "kept the model as it was" in str(result)
@@ -176,7 +177,7 @@ def test_every_query_is_booked_and_none_is_beyond_the_budget(
 def test_a_single_setting_needs_no_choice(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     result = go(task, recipe=replace(RECIPE, settings=((0.1, 0.2),)))
-    assert result.setting == (0.1, 0.2)
+    assert result.details.setting == (0.1, 0.2)
     assert result.queries == {"collect": 42, "guard": 3}
     assert task.queries == 45
 
@@ -515,7 +516,7 @@ def test_the_setting_with_the_least_mean_metric_is_chosen(quadratic: Callable[..
             for start, index in zip(starts, [FRESH + 1 + trials, *indices], strict=True)
         ]
         means[setting] = sum(map(task.true_cost, ends)) / len(ends)
-    assert result.setting == min(means, key=lambda setting: means[setting])
+    assert result.details.setting == min(means, key=lambda setting: means[setting])
     assert sorted(means.values())[1] > 1.01 * min(means.values())
 
 

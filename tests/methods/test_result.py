@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.methods.guard import Verdict
 from metricopt_ext.methods.recipe_settings import Setting
-from metricopt_ext.methods.result import KEPT, MetricOptResult, Result
+from metricopt_ext.methods.result import KEPT, RecipeDetails, Result, SearchDetails
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 
@@ -27,18 +29,28 @@ def searched(**change: Any) -> Result:
         "queries_per_start": 100,
         "ends": {"search": torch.zeros(2)},
         "guard": "halves",
+        "starts": {"start": 0.5},
+        "begun_at": "start",
+        "candidates": {"start": Start(torch.zeros(2))},
+        "verdict": Verdict(0.25, 0.0, 0.0, 1.0, 1, 0.0),
+        "fit": None,
+        "split_half": math.nan,
+        "points": torch.zeros(1, 2),
+        "costs": (0.5,),
+        "path": torch.zeros(2, 2),
+        "details": SearchDetails(learns=False, plain=False, widened=1.0),
     }
     return Result(**{**given, **change})
 
 
-def learned(quality: Quality | None = None, **change: Any) -> MetricOptResult:
+def learned(quality: Quality | None = None, **change: Any) -> Result[RecipeDetails]:
     f = RidgeValueFunction(2, 2)
     f.quality = quality or Quality(
         spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40, near_mae=0.01, headroom=0.1
     )
-    more = {"loss_finetune": 0.625, "setting": Setting(0.3, 0.15), "split_half": math.nan}
     plain = {**vars(searched()), "chosen": "metricopt", "queries": {"collect": 36, "choose": 6, "guard": 3}}
-    return MetricOptResult(**{**plain, "queries_per_start": 3, **more, "fit": Fit(f), "trajectories": (), **change})
+    details = RecipeDetails(0.625, Setting(0.3, 0.15), ())
+    return Result(**{**plain, "queries_per_start": 3, "fit": Fit(f), "details": details, **change})
 
 
 def test_a_search_tells_its_outcome_and_cost() -> None:
@@ -78,7 +90,9 @@ def test_an_unguarded_run_says_so_first_and_what_would_guard_it(make: Any) -> No
 
 @pytest.mark.parametrize("make", [searched, learned])
 def test_a_gain_that_may_be_chance_is_told_with_what_would_not_be(make: Any) -> None:
-    lines = make(after=0.5, best=0.75, chosen="start", chance=0.125, needed=0.25, optimism=0.0625).lines()
+    verdict = Verdict(0.25, 0.0625, 0.125, 1.0, 1, 0.25)
+    found = make(after=0.5, best=0.75, chosen="start", chance=0.125, needed=0.25, optimism=0.0625, verdict=verdict)
+    lines = found.lines()
     assert lines[0].endswith("; kept the model as it was")
     assert lines[1].startswith(
         "the best candidate has 0.7500, but with so little data up to 0.3125 of a gain may be chance and"

@@ -188,7 +188,7 @@ def test_a_design_that_ruins_the_model_is_narrowed() -> None:
         for trial in trials:
             search.tell(trial.id, 0.9 * math.exp(-float((trial.phi / 0.002).square().sum())))
     result = search.result()
-    assert result.widened < 1 / 4
+    assert result.details.widened < 1 / 4
     assert "phi was moved" in str(result)
 
 

@@ -17,7 +17,7 @@ from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError, MetricError
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import load_run
 from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.starts import batchnorm_start
@@ -30,7 +30,7 @@ from metricopt_ext.value.loading import load_value_function
 NEAR = {"near": 0.8, "far": -3.0}  # starts at so much of the goal
 
 
-def guided(task: Any, *, queries: int = 30, **arguments: Any) -> SearchRun:
+def guided(task: Any, *, queries: int = 30, **arguments: Any) -> Result:
     return optimize_metric(task, queries=queries, **{"watcher": Watcher(), **arguments})
 
 
@@ -38,9 +38,9 @@ def starts_of(task: Any, **shares: float) -> dict[str, Start]:
     return {name: Start(share * task.goal) for name, share in (shares or NEAR).items()}
 
 
-def assert_same_search(a: SearchRun, b: SearchRun) -> None:
+def assert_same_search(a: Result, b: Result) -> None:
     assert str(a) == str(b)
-    for name in ("before", "after", "best", "chosen", "queries", "starts", "begun_at", "verdict", "costs", "widened"):
+    for name in ("before", "after", "best", "chosen", "queries", "starts", "begun_at", "verdict", "costs", "details"):
         assert getattr(a, name) == getattr(b, name), name
     assert torch.equal(a.points, b.points)
     assert all(torch.equal(phi, b.ends[name]) for name, phi in a.ends.items())
@@ -231,7 +231,7 @@ def test_a_flat_metric_is_told(quadratic: Callable[..., Any], tmp_path: Path) ->
         "constant: 0.2500 -> 0.2500, unguarded; kept the model as it was",
         "queries: 29 (starts 1, search 28); 29 for each further start",
         result.lines()[2],
-        f"the metric did not react at first, so phi was moved {result.widened:.0f} times as far",
+        f"the metric did not react at first, so phi was moved {result.details.widened:.0f} times as far",
         "the metric never varied, so there is no value function: modulate more layers, or train first",
     ]
     assert "nobody can tell; let the metric return" in result.lines()[2]

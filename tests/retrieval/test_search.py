@@ -96,7 +96,7 @@ def make_trainer(trunk: nn.Module, kind: Any = trainers.MetricLossOnly, **option
     )
 
 
-def search(trainer: Any, tester: Any, adapter: mo.Adapter, queries: int = QUERIES, **options: Any) -> mo.SearchRun:
+def search(trainer: Any, tester: Any, adapter: mo.Adapter, queries: int = QUERIES, **options: Any) -> mo.Result:
     options = {"dataset_dict": {"val": pairs(7, 4.0)}, "metric": "recall_at_1", "watcher": Watcher(), **options}
     return search_with_trainer(trainer, tester, adapter, queries=queries, **options)
 

@@ -188,7 +188,18 @@ def test_the_package_itself_needs_nine_distributions() -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
     needed_always = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {line.partition(">")[0] for line in needed_always}
-    assert names == {"cma", "filelock", "gpytorch", "lazy-loader", "numpy", "rich", "safetensors", "scipy", "torch"}
+    assert names == {
+        "cma",
+        "filelock",
+        "gpytorch",
+        "lazy-loader",
+        "numpy",
+        "rich",
+        "safetensors",
+        "scipy",
+        "torch",
+        "typing-extensions",
+    }
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import decide_among
 from metricopt_ext.methods.paper import END_QUERIES
-from metricopt_ext.methods.result import Result, outcome
+from metricopt_ext.methods.result import Details, Result, of_learner, outcome
 from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
 from metricopt_ext.search.learned_objective import LearnedObjective
@@ -37,11 +37,11 @@ from metricopt_ext.utils.identity import described
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
-from metricopt_ext.value.fitting import measure
+from metricopt_ext.value.fitting import Fit, measure
 from metricopt_ext.value.observations import Labeller, Observations
 from metricopt_ext.value.online import OnlineReptile
 from metricopt_ext.value.reptile import ReptileLearner
-from metricopt_ext.value.value_function import NeuralValueFunction, ValueFunction
+from metricopt_ext.value.value_function import NeuralValueFunction
 
 Estimator = Literal["combined", "reparameterised", "score"]
 ESTIMATORS = ("combined", "reparameterised", "score")
@@ -55,34 +55,34 @@ LEAST_ITERATIONS = 2
 
 
 @dataclass(frozen=True)
-class LearnedResult(Result):
-    """What `optimize_metric` did by learning an optimizer and a value function that trains it.
+class LearnedDetails(Details):
+    """What `AlgorithmS1` has to tell.
 
     Attributes:
         loss_finetune: Metric after the same number of steps on the loss alone.
-        path: The points that the optimizer visited, ``(T + 1) x d``.
-        learned: The optimizer and the value function.
+        learned: The optimizer, and the value function that trained it.
     """
 
+    finetunes: ClassVar[bool] = True
+
     loss_finetune: float
-    path: Tensor
     learned: "JointlyLearned"
 
-    def products(self) -> dict[str, ValueFunction | UpdateRule]:
-        """Return what was learned, by the names of its files."""
-        return {"value_function": self.learned.f, "update_rule": self.learned.rule}
-
-    def lines(self) -> list[str]:
-        """Return what ``str`` joins."""
-        return [*super().lines(), f"value function ({self.learned.f.kind}): {self.learned.f.quality}"]
+    def lines(self, result: Result[Any]) -> list[str]:
+        """Return how good f is."""
+        return [f"value function ({self.learned.f.kind}): {self.learned.f.quality}"]
 
     def beside(self) -> str:
-        """Return what is printed next to the outcome."""
+        """Return what the loss alone comes to."""
         return f" (loss-only {self.loss_finetune:.4f})"
+
+    def products(self) -> dict[str, UpdateRule]:
+        """Return the optimizer, by the name of its file."""
+        return {"update_rule": self.learned.rule}
 
 
 @dataclass(frozen=True)
-class AlgorithmS1(LearningStrategy[LearnedResult]):
+class AlgorithmS1(LearningStrategy[LearnedDetails]):
     """Joint training of a value function and an optimizer, and finetuning with the optimizer alone (Algorithm S1).
 
     A meta-iteration collects tasks under the optimizer as it is, adapts f to their metrics, and improves the optimizer
@@ -200,7 +200,7 @@ class AlgorithmS1(LearningStrategy[LearnedResult]):
         """Return the settings, parts by their descriptions (see `LearningStrategy`)."""
         return {"learned": {name: described(value) for name, value in vars(self).items()}}
 
-    def run(self, context: Context) -> LearnedResult:
+    def run(self, context: Context) -> Result[LearnedDetails]:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
         task, watcher, seed = context.task, context.watcher, context.seed
         with context.folder.counted(task.metric, context.queries) as cached:
@@ -221,13 +221,14 @@ class AlgorithmS1(LearningStrategy[LearnedResult]):
             ends = {"start": task.origin(), "loss_finetune": loss_only, "learned": path[-1]}
             asked = evaluate_ends(counted, ends)
         decision = decide_among(asked, evaluations_where_used(list(store)), context.confidence)
-        return LearnedResult(
+        return Result(
             **outcome(task.metric, asked, decision, ends),
+            **of_learner(task.metric, asked, task.origin(), list(store)),
             queries=dict(ledger.spent_on),
             queries_per_start=ledger.spent - before,
-            loss_finetune=task.metric.to_value(asked["loss_finetune"].cost),
+            fit=Fit(learned.f),
             path=path,
-            learned=learned,
+            details=LearnedDetails(task.metric.to_value(asked["loss_finetune"].cost), learned),
         )
 
     def new_rule(self, dim: int, seed: int) -> UpdateRule:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.siblings.algorithm_s1 import UNROLLED, AlgorithmS1, LearnedResult
+from metricopt_ext.methods.siblings.algorithm_s1 import UNROLLED, AlgorithmS1, LearnedDetails
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.search.learned_objective import LearnedObjective
 from metricopt_ext.search.learned_optimizer import LearnedOptimizer
@@ -275,7 +275,7 @@ def test_every_query_is_counted(quadratic: Callable[..., Any], sees_metric: bool
     result = optimize_metric(
         task, queries=2 * 6 + per_start + 5, strategy=settings, output_dir=tmp_path, watcher=Watcher()
     )
-    assert isinstance(result, LearnedResult)
+    assert isinstance(result.details, LearnedDetails)
     spent = {"collect": 12, **({"meta_test": 2} if sees_metric else {}), "guard": 3}
     assert result.queries == task.metric.ledger.spent_on == spent
     assert task.queries == sum(spent.values())
@@ -284,9 +284,11 @@ def test_every_query_is_counted(quadratic: Callable[..., Any], sees_metric: bool
     assert torch.equal(result.path[-1], result.ends["learned"])
     assert result.before == task.true_cost(task.origin())
     assert result.after == min(task.true_cost(phi) for phi in result.ends.values()) == result.best
-    assert torch.equal(load_update_rule(tmp_path / "update_rule.safetensors").weights, result.learned.rule.weights)
+    assert torch.equal(
+        load_update_rule(tmp_path / "update_rule.safetensors").weights, result.details.learned.rule.weights
+    )
     f = load_value_function(tmp_path / "value_function.safetensors")
-    assert torch.equal(f(result.path), result.learned.f(result.path))
+    assert torch.equal(f(result.path), result.details.learned.f(result.path))
     assert "value function (neural)" in str(result)
 
 
@@ -316,11 +318,11 @@ def test_a_run_that_was_interrupted_ends_the_same(
     with pytest.raises(FileFormatError, match=r"learned\.rate was"):
         optimize_metric(task, output_dir=tmp_path, resume=True, **{**options, "strategy": replace(QUICK, rate=0.5)})
     resumed = optimize_metric(task, output_dir=tmp_path, resume=True, **options)
-    assert torch.equal(resumed.learned.rule.weights, whole.learned.rule.weights)
+    assert torch.equal(resumed.details.learned.rule.weights, whole.details.learned.rule.weights)
     assert torch.equal(resumed.path, whole.path)
     assert resumed.queries == whole.queries
-    assert resumed.learned.objectives == whole.learned.objectives
-    assert resumed.learned.f.quality == whole.learned.f.quality
+    assert resumed.details.learned.objectives == whole.details.learned.objectives
+    assert resumed.details.learned.f.quality == whole.details.learned.f.quality
     assert task.queries <= 1 + 29 + 2 * 3  # the tasks in flight at most are observed again
 
 
