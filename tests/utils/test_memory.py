@@ -23,11 +23,34 @@ def free(monkeypatch: pytest.MonkeyPatch, number: int | None) -> None:
 def test_linux_tells_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "meminfo"
     monkeypatch.setattr(memory, "MEMINFO", table)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
     assert free_memory(CPU) is None
     table.write_text("MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    3000000 kB\n")
     assert free_memory(CPU) == 3_000_000 * 1024
     table.write_text("MemTotal:       16000000 kB\n")  # as kernels before 3.14
     assert free_memory(CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "used"),
+    [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")],
+)
+def test_a_container_has_what_its_limit_leaves(
+    limit: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    (tmp_path / "meminfo").write_text("MemAvailable:    3000000 kB\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / used).write_text("1000\n")
+    for written, free in (
+        ("5000\n", 4000),
+        ("900\n", 0),
+        ("max\n", 3_000_000 * 1024),
+        (f"{2**63}\n", 3_000_000 * 1024),
+    ):
+        (tmp_path / limit).write_text(written)
+        assert free_memory(CPU) == free
 
 
 def test_a_gpu_tells_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
