@@ -42,7 +42,7 @@ from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.pretrained import pretrained
-from metricopt_ext.data.splits import Splits
+from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.batch_metric import BatchMetric
@@ -56,12 +56,13 @@ from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
 SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
-LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled | Table]] = {  # by the settings and the bounds
-    "a9a": lambda data, limits: load_a9a(data.root, max_bytes=limits["max_bytes"]),
-    "csv": lambda data, limits: _read_csv(data, limits),
-    "image_folder": lambda data, limits: load_image_folder(data.root, data.image_size or None, **limits),
-    "libsvm": lambda data, limits: read_libsvm(data.root, max_bytes=limits["max_bytes"]),
-    **{name: lambda data, limits, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
+# by the settings, the bounds and the columns that the metric is given
+LOADERS: dict[str, Callable[[DataConfig, Limits, Sequence[str]], Labelled | Table]] = {
+    "a9a": lambda data, limits, _: load_a9a(data.root, max_bytes=limits["max_bytes"]),
+    "csv": lambda data, limits, columns: _read_csv(data, limits, columns),
+    "image_folder": lambda data, limits, _: load_image_folder(data.root, data.image_size or None, **limits),
+    "libsvm": lambda data, limits, columns: read_libsvm(data.root, columns=columns, max_bytes=limits["max_bytes"]),
+    **{name: lambda data, limits, _, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
 }
 
 
@@ -98,6 +99,22 @@ def predict_classes(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
     return (logits > 0).long() if logits.dim() == 1 else logits.argmax(1)
 
 
+def value_of(spec: MetricSpec, logits: Tensor, part: Split, rows: Tensor | None = None) -> float:
+    """Return a metric's value on a part of the data, or on some rows of it.
+
+    Args:
+        spec: The metric; it is given what ``spec.columns`` names of the part's columns, of the same rows.
+        logits: Those of the whole part, ``n`` or ``n x c``.
+        part: Inputs, labels and columns.
+        rows: Indices, which may repeat; None for all rows.
+    """
+    columns = [part.columns[name] for name in spec.columns]
+    if rows is None:
+        return spec.function(logits, part.y, *columns)
+    places = rows.numpy(force=True)
+    return spec.function(logits[rows], part.y[rows], *(column[places] for column in columns))
+
+
 def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] | str = ()) -> Metric:
     """Make the black box: a classifier's metric on one part of the data.
 
@@ -111,11 +128,7 @@ def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] | str =
     def function(model: nn.Module) -> Any:
         logits = predict(model, part.x)
 
-        def value_on(half: Tensor | None) -> float:
-            rows = slice(None) if half is None else half
-            return spec.function(logits[rows], part.y[rows])
-
-        return with_halves(value_on, halves)
+        return with_halves(lambda half: value_of(spec, logits, part, half), halves)
 
     return Metric(
         function,
@@ -170,6 +183,7 @@ def build_metric(config: MetricConfig) -> MetricSpec:
             bounds=own.bounds,
             name=own.name,
             scores=getattr(config, "scores", "labels"),
+            columns=getattr(config, "columns", ()),
         )
     except ConfigError:
         raise
@@ -177,23 +191,26 @@ def build_metric(config: MetricConfig) -> MetricSpec:
         raise ConfigError(f"metric.name={config.name!r}: {error}") from error
 
 
-def try_metric(config: MetricConfig, labels: Tensor, num_classes: int) -> None:
+def try_metric(config: MetricConfig, part: Split, num_classes: int) -> None:
     """Evaluate the metric on made-up predictions, every second of them right, before work is done for it.
 
     Args:
         config: The metric's settings.
-        labels: True labels, ``n`` in 0..num_classes-1.
+        part: Has true labels, ``n`` in 0..num_classes-1, and the columns that the metric is given.
         num_classes: Number of classes.
 
     Raises:
         ConfigError: The metric fails; the message says why.
     """
-    metric = build_metric(config)
+    metric, labels = build_metric(config), part.y
     predicted = (labels + torch.arange(len(labels), device=labels.device) % 2) % num_classes
     try:
-        metric.function(F.one_hot(predicted, num_classes).float(), labels)
+        value_of(metric, F.one_hot(predicted, num_classes).float(), part)
     except Exception as error:
-        keys = "; see metric.kwargs (its arguments), metric.scores (what it is given) and metric.bounds (its range)"
+        keys = (
+            "; see metric.kwargs (its arguments), metric.scores and metric.columns (what it is given) and metric.bounds"
+            " (its range)"
+        )
         raise ConfigError(
             f"metric.name={config.name} fails on made-up predictions of {num_classes} classes: {str(error).rstrip('.')}"
             f"{keys if ':' in config.name else ''}"
@@ -209,6 +226,7 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
     """
     with config_section("data"):
         splits = _divided(config, seed)
+    _check_columns(splits, config)
     if config.data.positive:
         splits = with_positive(splits, config.data.positive)
     if config.data.imbalance != 1 or config.data.largest_class:
@@ -221,13 +239,26 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
     elif isinstance(splits.train, Unscaled):
         splits = single_precision(splits)
     if splits.train.x.dtype == torch.uint8:
-        splits = splits.map(lambda part, name: Split(part.x.float() / 255, part.y))
+        splits = splits.map(lambda part, name: replace(part, x=part.x.float() / 255))
     with config_section("shift"):
         splits = _shifted(splits, config, seed)
     splits = _normalised(splits, config)
     if config.data.metric_on == "train":
         return replace(splits, validation=train_subset(splits, seed))
     return splits
+
+
+def _check_columns(splits: Splits, config: ClassificationConfig) -> None:
+    """Reject parts that lack a column which the metric is to be given."""
+    for name in PARTS:
+        having = getattr(splits, name).columns
+        for column in config.metric_columns:
+            if column not in having:
+                found = ", ".join(having) or "none"
+                raise ConfigError(
+                    f"metric.columns={config.metric_columns}: the {name} part of data.name={config.data.name} has no"
+                    f" column {column!r}; its columns are: {found}"
+                )
 
 
 def _normalised(splits: Splits, config: ClassificationConfig) -> Splits:
@@ -242,7 +273,7 @@ def _normalised(splits: Splits, config: ClassificationConfig) -> Splits:
 
     def change(part: Split, name: str) -> Split:
         centre, spread = (part.x.new_tensor(values).view(-1, 1, 1) for values in (mean, std))
-        return Split((part.x - centre) / spread, part.y)
+        return replace(part, x=(part.x - centre) / spread)
 
     return splits.map(change)
 
@@ -387,22 +418,24 @@ def _divided(config: ClassificationConfig, seed: int) -> Splits:
         rest, validation = hold_out(train, data.validation_size, seed)
         return Splits(rest, validation, test, train.class_names)
     if weights is None:
-        whole = LOADERS[data.name](data, limits)
+        whole = LOADERS[data.name](data, limits, config.metric_columns)
         if isinstance(whole, Table):
-            parts = divided(Unscaled(whole.x, whole.y), whole.class_names, data.fractions, seed)
+            rows = Unscaled(whole.x, whole.y, columns=whole.columns)
+            parts = divided(rows, whole.class_names, data.fractions, seed)
             return replace(parts, reading=whole.reading)
     else:
         whole = load_image_folder(data.root, cropped(weights), **limits)
     return split(whole.x, whole.y, data.fractions, seed, class_names=whole.class_names)
 
 
-def _read_csv(data: DataConfig, limits: Limits) -> Table:
+def _read_csv(data: DataConfig, limits: Limits, columns: Sequence[str]) -> Table:
     assert isinstance(data, TableConfig)  # data.name=csv brings it
     return read_csv(
         data.root,
         data.target,
         drop=data.drop,
         categories=data.categories,
+        columns=columns,
         delimiter=data.delimiter,
         decimal=data.decimal,
         encoding=data.encoding,

@@ -8,6 +8,7 @@ from typing import Any
 from metricopt_ext.classification.published import published
 from metricopt_ext.classification.tables import read_csv
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.method_config import brought_by, either
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.evidence.siblings import SiblingsConfig
@@ -142,6 +143,9 @@ class OwnClassifierMetricConfig(OwnMetricConfig, MetricConfig):
     """The same with what a function of the user's own, ``metric.name=MODULE:FUNCTION``, takes."""
 
     scores: str = "labels"  # its predictions, as labels, probabilities or logits
+    # What else it is given, FUNCTION(labels, predictions, *columns): columns of the same rows, such as their weight or
+    # region, in this order. They are no inputs of the model
+    columns: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -207,6 +211,27 @@ class ClassificationConfig(RunConfig):
             return f"{key} is a key of data.name={TABLE}; this run has data.name={self.data.name}"
         return super().why_absent(key)
 
+    @property
+    def metric_columns(self) -> list[str]:
+        """The columns that the metric is given, in order."""
+        return self.metric.columns if isinstance(self.metric, OwnClassifierMetricConfig) else []
+
+    def _check_columns(self) -> None:
+        """Reject columns that can't be given to the metric, or not everywhere."""
+        columns = self.metric_columns
+        if repeated := [name for name in columns if columns.count(name) > 1]:
+            raise ConfigError(f"metric.columns={columns} has {repeated[0]!r} twice")
+        if isinstance(self.data, TableConfig) and self.data.target in columns:
+            raise ConfigError(
+                f"metric.columns={columns} has data.target={self.data.target!r}, which the metric is given anyway"
+            )
+        asking = [name for name in self.trained_methods if METHODS[name].needs == "batch metric"]
+        if columns and asking:
+            raise ConfigError(
+                f"methods=[{asking[0]}] asks the metric on batches of train examples, of which metric.columns={columns}"
+                " are not known; leave out one of the two"
+            )
+
     def data_files(self) -> list[Path]:
         """Return the file or folder of the data, or nothing."""
         return [Path(self.data.root)] if self.data.root else []
@@ -241,6 +266,7 @@ class ClassificationConfig(RunConfig):
             raise ConfigError(f"data.metric_on={self.data.metric_on!r} must be validation or train")
         if isinstance(self.metric, OwnMetricConfig):
             self.metric.check()
+        self._check_columns()
         self.model.check()
         if self.adapter.temperature and not self.adapter.acts_on_logits:
             raise ConfigError("adapter.temperature=true needs adapter.outputs=true, or adapter.kind=outputs")

@@ -117,7 +117,7 @@ def imputed(splits: Splits, how: str) -> Splits:
 
     def fill(part: Split, name: str) -> Split:
         filled = torch.from_numpy(imputer.transform(part.x.double().numpy(force=True)))
-        return Unscaled(filled.to(part.x.device), part.y)
+        return Unscaled(filled.to(part.x.device), part.y, columns=part.columns)
 
     missing = {name: int(getattr(splits, name).x.isnan().sum()) for name in PARTS}
     said = ""
@@ -175,7 +175,7 @@ def _rounded(splits: Splits, change: Callable[[Tensor], Tensor], remedy: str) ->
     def rounded(part: Split, name: str) -> Split:
         x = change(part.x).float()
         check_told_apart(part.x, x, names, remedy, distinct=name == "train")
-        return Split(x, part.y)
+        return Split(x, part.y, columns=part.columns)
 
     return splits.map(rounded)
 

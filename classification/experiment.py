@@ -1,9 +1,12 @@
 """One seed of a classification run: train a classifier, finetune it for the metric, and run the rivals."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,8 +28,10 @@ from metricopt_ext.classification.build import (
     try_metric,
     tuned_part,
     untrained,
+    value_of,
 )
 from metricopt_ext.classification.config import ClassificationConfig, TransferConfig
+from metricopt_ext.classification.groups import groups_of, metric_halves, strata
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import METRICS, check_split
 from metricopt_ext.classification.offsets import (
@@ -38,7 +43,6 @@ from metricopt_ext.classification.offsets import (
     tune_threshold,
 )
 from metricopt_ext.classification.pictures import plot_examples
-from metricopt_ext.data.halves import stratified_halves
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.rare import Rare, rare_groups
@@ -107,7 +111,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         for name in PARTS:
             check_split(getattr(splits, name).y, splits.num_classes, name)
         for part in (splits.validation, splits.test):
-            try_metric(config.metric, part.y, splits.num_classes)
+            try_metric(config.metric, part, splits.num_classes)
         self._batches(splits.train)  # refuses a size before anything is trained, as do the siblings'
         if config.trained_methods:
             self._sibling_batches()
@@ -119,7 +123,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             attach(model, config, seed, splits.train.x),
             loss=classification_loss,
             batches=self._batches(splits.train),
-            metric=model_metric(metric, splits.validation, stratified_halves(splits.validation.y, seed)),
+            metric=model_metric(metric, splits.validation, metric_halves(splits.validation, metric, seed)),
             population=config.population,
         )
         for name in config.trained_methods:
@@ -132,10 +136,14 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         return plot_histories(folder, seeds)
 
     def rare(self) -> Rare | None:
-        """Return the classes of which validation has few examples."""
+        """Return the classes of which validation has few examples, or else such values of a metric's column."""
         part = self.splits.validation
         counts = torch.bincount(part.y, minlength=self.splits.num_classes).tolist()
-        return rare_groups("class", dict(zip(self.splits.class_names, counts, strict=True)))
+        found = rare_groups("class", dict(zip(self.splits.class_names, counts, strict=True)))
+        for name in groups_of(part, build_metric(self.config.metric)):
+            values, sizes = np.unique(part.columns[name], return_counts=True)
+            found = found or rare_groups(f"{name} value", dict(zip(map(str, values), sizes.tolist(), strict=True)))
+        return found
 
     def validation(self) -> tuple[Sequence[Tensor], Batches]:
         """Return the validation inputs in parts, and labelled batches of them."""
@@ -216,12 +224,13 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """
         part, spec = self.splits.test, build_metric(self.config.metric)
         first, second = (scores_at(each.task.adapter, each.phi, part.x) for each in (before, after))
-        classes = [(part.y == label).nonzero().flatten() for label in part.y.unique()]
+        kind = strata(part, spec)
+        alike = [(kind == each).nonzero().flatten() for each in kind.unique()]
 
         def difference(rows: Tensor) -> float:
-            return spec.function(second[rows], part.y[rows]) - spec.function(first[rows], part.y[rows])
+            return value_of(spec, second, part, rows) - value_of(spec, first, part, rows)
 
-        return error_of(difference, within_groups(classes, generator(self.seed, "test_error")))
+        return error_of(difference, within_groups(alike, generator(self.seed, "test_error")))
 
     def correlations(self, ends: Sequence[End]) -> CorrelationReport:
         """Correlate cross-entropy, and what the sibling methods learned, with the metric on test batches.
@@ -230,10 +239,16 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """
         part, losses = self.splits.test, learned_losses(self.folder, self.config.trained_methods)
         rows = stratified_parts(part.y, self._siblings.batch_size, self.seed)[:MOST_PARTS]
-        batches = [(part.x[each], part.y[each]) for each in rows]
-        outputs = ((self._scores(end, x), y) for end in ends for x, y in batches)
-        metric = batch_metric(build_metric(self.config.metric))
-        return correlation_report({"cross-entropy": cross_entropy, **losses}, metric, outputs)
+        batches = [part.take(each) for each in rows]
+        spec, judged = build_metric(self.config.metric), batches[:1]
+
+        def outputs() -> Iterator[tuple[Tensor, Tensor]]:
+            for end, batch in product(ends, batches):
+                judged[0] = batch  # whose columns the metric is given
+                yield self._scores(end, batch.x), batch.y
+
+        known = replace(spec, function=lambda scores, labels: value_of(spec, scores, judged[0]), columns=())
+        return correlation_report({"cross-entropy": cross_entropy, **losses}, batch_metric(known), outputs())
 
     @torch.no_grad()
     def _scores(self, end: End, x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Classifiers whose first layers stay as trained: what those compute for an example is computed once, and kept."""
 
 from collections import OrderedDict
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ class Rest(nn.Sequential):
         layers = nn.Sequential(*(self._modules[name] for name in self.before))
 
         def computed(part: Split, name: str) -> Split:
-            return Split(torch.cat([layers(x) for x in part.x.split(part_size(part.x))]), part.y)
+            return replace(part, x=torch.cat([layers(x) for x in part.x.split(part_size(part.x))]))
 
         with evaluating(layers):
             return splits.map(computed)

@@ -7,6 +7,7 @@ labels are ``n`` integers in 0..c-1. Two columns count as binary, with class 1 t
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from torch import Tensor
 from metricopt_ext.errors import DataError
 from metricopt_ext.tasks.own_metric import number_within
 
-MetricFunction = Callable[[Tensor, Tensor], float]
+MetricFunction = Callable[..., float]
+WEIGHTS = "sample_weight"  # what scikit-learn calls the weights of rows
+
 Matrix = Tensor | npt.NDArray[Any] | Sequence[Any]
 
 
@@ -32,8 +35,10 @@ class MetricSpec:
         maximize: Whether larger is better.
         bounds: Smallest and largest value the metric can take.
         function: ``function(logits, labels) -> float``, with logits ``n x c`` or ``n``, and labels ``n``. It raises
-            `DataError` on an empty set, unequal lengths, NaN logits and labels outside 0..c-1.
+            `DataError` on an empty set, unequal lengths, NaN logits and labels outside 0..c-1. One with ``columns`` is
+            called as ``function(logits, labels, *columns)``.
         description: One line for help texts.
+        columns: Names of the further arrays of the same rows that the function takes, in order; see `Split.columns`.
     """
 
     name: str
@@ -41,6 +46,7 @@ class MetricSpec:
     bounds: tuple[float, float]
     function: MetricFunction
     description: str
+    columns: tuple[str, ...] = ()
 
 
 def _check(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -354,12 +360,13 @@ def from_callable(
     bounds: tuple[float, float] = (0.0, 1.0),
     name: str | None = None,
     scores: Literal["labels", "probabilities", "logits"] = "labels",
+    columns: Sequence[str] = (),
 ) -> MetricSpec:
     """Make a metric from a third-party function.
 
     A torchmetrics function (or a ``functools.partial`` of one) or metric object is called as ``fn(preds, target)`` on
     tensors, and an object is reset around each call. Anything else is called like scikit-learn's metrics,
-    ``fn(y_true, y_pred)`` on numpy arrays.
+    ``fn(y_true, y_pred)`` on numpy arrays. Columns come after these two; see `_with_columns`.
 
     Args:
         fn: The function. It must return one finite number within ``bounds``.
@@ -368,9 +375,10 @@ def from_callable(
         name: Name of the metric; by default that of ``fn``.
         scores: What ``fn`` gets as predictions: the predicted classes (``n``), or the probabilities or logits
             (``n x c``; for two classes, ``n`` for class 1).
+        columns: Names of further arrays of the same rows that ``fn`` gets, ``n`` each.
 
     Raises:
-        ValueError: For unknown ``scores`` or bounds out of order.
+        ValueError: For unknown ``scores``, bounds out of order, or columns that ``fn`` has no arguments for.
         MetricError: From the metric, for a result that is not one number, not finite or out of bounds.
     """
     if scores not in ("labels", "probabilities", "logits"):
@@ -394,23 +402,72 @@ def from_callable(
             return logit.sigmoid() if scores == "probabilities" else logit
         return logits.double().softmax(1) if scores == "probabilities" else logits
 
-    def evaluate(predicted: Tensor, labels: Tensor) -> Any:
+    call = _with_columns(fn, label, columns, takes_tensors)
+
+    def evaluate(predicted: Tensor, labels: Tensor, *own: npt.NDArray[Any]) -> Any:
         if not takes_tensors:
-            return fn(labels.numpy(force=True).copy(), predicted.numpy(force=True).copy())  # it may work in place
+            # copies, as it may work in place
+            return call(labels.numpy(force=True).copy(), predicted.numpy(force=True).copy(), *map(_copied, own))
+        given = [_as_tensor(each, name).to(labels.device) for each, name in zip(own, columns, strict=True)]
         if not stateful:
-            return fn(predicted, labels)
+            return call(predicted, labels, *given)
         metric: Any = fn
         metric.reset()
-        metric.update(predicted.to(metric.device), labels.to(metric.device))
+        metric.update(*(each.to(metric.device) for each in (predicted, labels, *given)))
         value = metric.compute()
         metric.reset()
         return value
 
-    def function(logits: Tensor, labels: Tensor) -> float:
+    def function(logits: Tensor, labels: Tensor, *own: npt.NDArray[Any]) -> float:
         logits, labels, num_classes = _check(logits, labels)
-        return number_within(evaluate(predictions(logits, num_classes), labels), (low, high), label)
+        return number_within(evaluate(predictions(logits, num_classes), labels, *own), (low, high), label)
 
-    return MetricSpec(label, maximize, (low, high), function, f"{label} of the {scores}")
+    return MetricSpec(label, maximize, (low, high), function, f"{label} of the {scores}", tuple(columns))
+
+
+def _copied(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return column.copy()
+
+
+def _as_tensor(column: npt.NDArray[Any], name: str) -> Tensor:
+    if column.dtype == object:
+        raise DataError(f"column {name!r} holds texts, and torchmetrics takes numbers; number them in the data")
+    return torch.from_numpy(column.copy())
+
+
+def _with_columns(
+    fn: Callable[..., Any], label: str, columns: Sequence[str], takes_tensors: bool
+) -> Callable[..., Any]:
+    """Return what gives columns to a function: in their order, after labels and predictions.
+
+    One that has no place for them may have arguments of their names, to be given by name, as scikit-learn's have
+    ``sample_weight``; a single column is given as this, whatever its name.
+
+    Raises:
+        ValueError: It has no arguments for them.
+    """
+    if not columns or takes_tensors:
+        return fn
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin may have none
+        return fn
+    by_name = {name: name for name in columns}
+    if len(columns) == 1 and WEIGHTS in signature.parameters:
+        by_name = {columns[0]: WEIGHTS}
+    try:
+        signature.bind(None, None, *columns)
+        return fn
+    except TypeError as error:
+        try:
+            signature.bind(None, None, **dict.fromkeys(by_name.values()))
+        except TypeError:
+            given = ", ".join(columns)
+            raise ValueError(
+                f"{label} is to be called as {label}(labels, predictions, {given}), but {error}; give it an argument"
+                " for each of metric.columns"
+            ) from error
+    return lambda labels, predicted, *own: fn(labels, predicted, **dict(zip(by_name.values(), own, strict=True)))
 
 
 def check_split(labels: Tensor, num_classes: int, where: str = "validation", *, all_classes: bool = False) -> None:

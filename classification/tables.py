@@ -23,7 +23,7 @@ import torch
 
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
 from metricopt_ext.data.precision import check_told_apart
-from metricopt_ext.data.reading import Column, Reading
+from metricopt_ext.data.reading import METRICS, Column, Reading
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing, open_regular, read_at_most
 from metricopt_ext.utils.words import brief, counted
@@ -40,6 +40,7 @@ DELIMITERS = (",", ";", "\t", "|")  # looked for without a delimiter
 _BLANK = {"", "?"}  # how tables mark a missing value
 # and a missing number, in lower case
 _MISSING = {*_BLANK, "-", "--", ".", "#n/a", "#na", "<na>", "n.a.", "n/a", "na", "nan", "none", "null"}
+QUERY = "qid"  # the query's id in a row of a LIBSVM file
 _SHOWN = 3  # bad cells of a column that are named
 _TELLING = 10  # rows from which on values of their own are worth a look
 _CLASSES = 100  # of numbers that are not whole so many may be classes
@@ -68,11 +69,27 @@ def load_libsvm(
 
 
 def read_libsvm(
-    paths: StrPath | Sequence[StrPath], num_features: int | None = None, *, max_bytes: int = MAX_BYTES
+    paths: StrPath | Sequence[StrPath],
+    num_features: int | None = None,
+    *,
+    columns: Sequence[str] = (),
+    max_bytes: int = MAX_BYTES,
 ) -> Table:
-    """Read files as `load_libsvm` does, with all digits of their numbers."""
+    """Read files as `load_libsvm` does, with all digits of their numbers.
+
+    Args:
+        paths: As in `load_libsvm`.
+        num_features: As in `load_libsvm`.
+        columns: What else is kept of each row (`Split.columns`): such files have ``qid`` alone, the query's id.
+        max_bytes: As in `load_libsvm`.
+
+    Raises:
+        DataError: As from `load_libsvm`, and for another column, or a row without its ``qid``.
+    """
     from sklearn.datasets import load_svmlight_files
 
+    if unknown := [name for name in columns if name != QUERY]:
+        raise DataError(f"LIBSVM data has no column {unknown[0]!r} for metric.columns; it may have {QUERY} alone")
     files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     named, left = ", ".join(map(str, files)), max_bytes // TEXT_SHARE
     texts = []
@@ -80,12 +97,16 @@ def read_libsvm(
         texts.append(_text(existing(file), left))
         left -= len(texts[-1])
     try:
-        loaded = load_svmlight_files(list(map(io.BytesIO, texts)), dtype=np.float64, zero_based=True)
+        loaded = load_svmlight_files(
+            list(map(io.BytesIO, texts)), dtype=np.float64, zero_based=True, query_id=bool(columns)
+        )
     except Exception as error:  # it indexes and converts whatever it reads, with errors of many types
         raise DataError(f"cannot read {named} as LIBSVM data{_bad_row(files, texts)}: {brief(error)}") from error
     queries = any(re.search(rb"^[^#\n]*\sqid:", text, re.MULTILINE) for text in texts)
     del texts
-    parts, numbers = loaded[::2], np.concatenate(loaded[1::2])
+    each = 3 if columns else 2
+    parts, numbers = loaded[::each], np.concatenate(loaded[1::each])
+    ids = {name: _query_ids(named, loaded[2::3], parts) for name in columns}
     if len(numbers) == 0:
         raise DataError(f"{named} holds no examples")
 
@@ -124,10 +145,22 @@ def read_libsvm(
             f" {parted[0]:g}; number the classes by whole numbers"
         )
     said = f"LIBSVM data, {counted(rows, 'example')} of {counted(features, 'feature')}, indices from {first}"
-    if queries:
+    if queries and not columns:
         said += "; query ids (qid) are left out"
     names = tuple(np.format_float_positional(label, trim="-") for label in labels)  # with all their digits
-    return Table(torch.from_numpy(x), torch.from_numpy(y), names, Reading(said))
+    return Table(torch.from_numpy(x), torch.from_numpy(y), names, Reading(said), columns=ids)
+
+
+def _query_ids(named: str, ids: Sequence[Array], parts: Sequence[Any]) -> Array:
+    """The query's id of each row; scikit-learn returns those that are there."""
+    for found, part in zip(ids, parts, strict=True):
+        if len(found) != part.shape[0]:
+            raise DataError(
+                f"{named}: metric.columns has {QUERY}, which {len(found)} of {part.shape[0]} rows give; each must have"
+                " one, as in 1 qid:7 1:0.5"
+            )
+    joined: Array = np.concatenate(ids)
+    return joined
 
 
 def load_a9a(root: StrPath, *, max_bytes: int = MAX_BYTES) -> Labelled:
@@ -167,6 +200,7 @@ def read_csv(
     *,
     drop: Sequence[str] = (),
     categories: Sequence[str] = (),
+    columns: Sequence[str] = (),
     delimiter: str = "",
     decimal: str = "",
     encoding: str = "",
@@ -186,6 +220,8 @@ def read_csv(
             NA or none comes after numbers.
         drop: Names of columns to leave out.
         categories: Names of columns whose cells are values as they stand, numbers or not.
+        columns: Names of columns that are no inputs, but are kept for a metric (`Split.columns`): as whole numbers,
+            numbers or texts.
         delimiter: Character between cells; whitespace around cells is ignored. Empty: the one of `DELIMITERS` that
             gives the header the target and as many cells as each row.
         decimal: ``"."`` or ``","``; thousands are then parted by the other one, a space or an apostrophe. Empty: a
@@ -207,16 +243,21 @@ def read_csv(
     rows, delimiter = _rows(path, text, delimiter, target)
     del text
     header = rows[0][1]
-    _check_header(path, header, target, [*drop, *categories])
+    _check_header(path, header, target, [*drop, *categories, *columns])
     lines = [line for line, _ in rows[1:]]
-    columns = list(zip(header, zip(*(row for _, row in rows[1:]), strict=True), strict=True))
+    cells = list(zip(header, zip(*(row for _, row in rows[1:]), strict=True), strict=True))
     del rows
-    labels, names_of_classes = _labels(path, target, dict(columns)[target], lines, header, target in categories)
+    labels, names_of_classes = _labels(path, target, dict(cells)[target], lines, header, target in categories)
     read = _Columns(path, lines, decimal, missing, max_categories, max_bytes)
 
     features: list[Array] = []
     said: list[Column] = []
-    for name, column in columns:
+    kept: dict[str, Array] = {}
+    for name, column in cells:
+        if name in columns:
+            kept[name], how = read.of_rows(name, column, name in categories)
+            said.append(how)
+            continue
         if name == target or name in drop:
             said.append(labels if name == target else Column(name, "left out", values=len(set(column))))
             continue
@@ -231,7 +272,7 @@ def read_csv(
             " quantity (or raise data.max_categories)"
         )
     places = {value: place for place, value in enumerate(names_of_classes)}
-    y = np.array([places[cell] for cell in dict(columns)[target]])
+    y = np.array([places[cell] for cell in dict(cells)[target]])
     # float32, at half the memory, where it holds all numbers
     with np.errstate(over="ignore"):
         exact = all(part.dtype == bool or np.array_equal(part.astype(np.float32), part) for part in features)
@@ -243,7 +284,8 @@ def read_csv(
         f"{encoding}, cells parted by {delimiter!r}, decimal {'comma' if decimal == ',' else 'point'},"
         f" {counted(len(lines), 'row')}"
     )
-    return Table(torch.from_numpy(x), torch.from_numpy(y), tuple(names_of_classes), Reading(found, said))
+    names = tuple(names_of_classes)
+    return Table(torch.from_numpy(x), torch.from_numpy(y), names, Reading(found, said), columns=kept)
 
 
 def _labelled(table: Table) -> Labelled:
@@ -482,6 +524,7 @@ def _forms(point: str, parts: str) -> list[re.Pattern[str]]:
 
 _WITH_POINT, _WITH_COMMA = _forms(".", ","), _forms(",", ".")
 _NOTATIONS = {"": _WITH_POINT[:1], ".": _WITH_POINT, ",": _WITH_COMMA}  # by the decimal sign that is given
+_WHOLE = re.compile(r"[+-]?[0-9]+")
 _INFINITE = re.compile(r"[+-]?inf(?:inity)?", re.IGNORECASE)
 
 
@@ -551,6 +594,33 @@ class _Columns:
         bad = [i for i, cell in enumerate(column) if cell not in numbers]
         values = np.array([numbers.get(cell, np.nan) for cell in column])
         return self._numbers(name, column, values, "".join(signs), bad)
+
+    def of_rows(self, name: str, column: Sequence[str], as_they_are: bool) -> tuple[Array, Column]:
+        """Return what a column says of each row for a metric, ``n``, which is no input, and how it was read.
+
+        It is one of numbers by the rule for inputs, int64 if all are whole, and else one of texts, which may be empty.
+        """
+        cells = {} if as_they_are else {cell: _cell(cell, self._decimal) for cell in set(column) - _BLANK}
+        given = [cell for cell in column if cell in cells and cell.lower() not in _MISSING]
+        if not given or sum(cells[cell] is not None for cell in given) < NUMERIC * len(given):
+            empty = [i for i, cell in enumerate(column) if not cell]
+            how = Column(name, METRICS, 0, len(set(column)), len(empty), [self._at(column, i) for i in empty[:_SHOWN]])
+            return np.array(column, dtype=object), how
+        self._check_notation(name, column, {cell: cells[cell] for cell in given})
+        numbers = {cell: found.value for cell, found in cells.items() if found is not None}
+        for i, cell in enumerate(column):
+            if not np.isfinite(numbers.get(cell, np.nan)):
+                raise DataError(
+                    f"{self._path}: column {name!r} of metric.columns must be a finite number in each row, got"
+                    f" {self._at(column, i)}; fill it in, or leave out the row, or take all its cells as texts"
+                    f" (data.categories=[{name}])"
+                )
+        if all(_WHOLE.fullmatch(cell) for cell in numbers):
+            whole = np.array([int(cell) for cell in column])  # all digits, as ids may have many
+            values = whole if whole.dtype == np.int64 else np.array(column, dtype=object)
+        else:
+            values = np.array([numbers[cell] for cell in column])
+        return values, Column(name, METRICS, 0, len(np.unique(values)))
 
     def _numbers(
         self, name: str, column: Sequence[str], values: Array, sign: str, bad: Sequence[int]

@@ -51,12 +51,14 @@ def class_halves(y: Tensor, seed: int) -> Halves:
     return first.to(y.device), second.to(y.device)
 
 
-def stratified_halves(y: Tensor, seed: int) -> Halves:
+def stratified_halves(y: Tensor, seed: int, within: Tensor | None = None) -> Halves:
     """Divide examples at random into two halves with the same number of each class, give or take one.
 
     Args:
         y: Labels, ``n``.
         seed: Seed of the division.
+        within: Numbers of groups within the classes, ``n``, those of a class next to each other; each half has the same
+            number of each group too, give or take one.
 
     Returns:
         The halves; none if a class has a single example, as one half would lack it.
@@ -69,5 +71,6 @@ def stratified_halves(y: Tensor, seed: int) -> Halves:
             f"{single} of {len(counts)} classes {'has' if single == 1 else 'have'} a single example, and both need one"
         )
     order = torch.randperm(len(y), generator=generator(seed, "halves")).to(y.device)
-    order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
+    kinds = y if within is None else within
+    order = order[kinds[order].argsort(stable=True)]  # class by class, in random order within each
     return order[::2].sort().values, order[1::2].sort().values

@@ -1,7 +1,10 @@
 """Examples with their class labels, in memory."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -37,6 +40,8 @@ class Split:
     Attributes:
         x: Inputs, ``n x ...``: finite float32, or uint8 images.
         y: Labels, ``n`` int64.
+        columns: What else is known of each row, such as its weight or its region, by name: arrays of ``n``. A metric
+            may be given them; a model never is.
 
     Raises:
         DataError: For other types, unequal lengths, or inputs that are not finite.
@@ -44,10 +49,14 @@ class Split:
 
     x: Tensor
     y: Tensor
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check types and lengths."""
         self._check_x()
+        for name, column in self.columns.items():
+            if column.shape != (len(self.x),):
+                raise DataError(f"column {name!r} must have {len(self.x)} values, one per row of x, got {column.shape}")
         if self.y.dtype != torch.int64 or self.y.shape != self.x.shape[:1]:
             raise DataError(
                 f"y must hold {len(self.x)} int64 labels, one per row of x, "
@@ -70,7 +79,11 @@ class Split:
 
     def take(self, rows: Tensor) -> "Split":
         """The examples at these positions, or where these booleans are true."""
-        return Split(self.x[rows], self.y[rows])
+        return Split(self.x[rows], self.y[rows], columns=self._columns_at(rows))
+
+    def _columns_at(self, rows: Tensor) -> dict[str, npt.NDArray[Any]]:
+        places = rows.numpy(force=True)
+        return {name: column[places] for name, column in self.columns.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +116,7 @@ class Unscaled(Split):
 
     def take(self, rows: Tensor) -> "Unscaled":
         """The rows at these positions, or where these booleans are true."""
-        return Unscaled(self.x[rows], self.y[rows])
+        return Unscaled(self.x[rows], self.y[rows], columns=self._columns_at(rows))
 
 
 @dataclass(frozen=True, eq=False)

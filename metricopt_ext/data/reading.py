@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from metricopt_ext.utils.words import brief, counted
 
 HEADER = ["column", "read as", "inputs", "values", "bad cells"]
+METRICS = "for the metric"  # how a column was read that the metric is given, and the model is not
 MOST = 30  # columns that are shown one by one; report.json has all
 
 
@@ -14,7 +15,8 @@ class Column:
 
     Attributes:
         name: Its name.
-        kind: ``"number"``, ``"category"``, ``"class"`` (the target) or ``"left out"``.
+        kind: ``"number"``, ``"category"``, ``"class"`` (the target), ``"for the metric"`` or
+            ``"left out"``.
         inputs: How many inputs it became.
         values: How many different values it has.
         bad: How many cells hold no value of this kind: missing ones, or text among numbers.

@@ -68,7 +68,7 @@ class Splits:
 
     def to(self, device: torch.device) -> "Splits":
         """Return all parts on a device."""
-        return self.map(lambda part, name: Split(part.x.to(device), part.y.to(device)))
+        return self.map(lambda part, name: replace(part, x=part.x.to(device), y=part.y.to(device)))
 
     def shifted(self, shift: ImageShift, seed: int) -> "Splits":
         """Return the images of validation and test shifted, as floats in [0, 1]; train stays as it is.
@@ -83,7 +83,7 @@ class Splits:
             if name not in drawn:
                 return part
             x = part.x.float() / 255 if part.x.dtype == torch.uint8 else part.x
-            return Split(shift(x, seed=drawn[name]), part.y)
+            return replace(part, x=shift(x, seed=drawn[name]))
 
         return self.map(change)
 

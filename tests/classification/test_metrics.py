@@ -328,6 +328,36 @@ def test_from_callable_takes_torchmetrics_in_their_order() -> None:
     )
 
 
+def test_from_callable_gives_columns_by_place_or_by_name() -> None:
+    logits, labels = _case("binary", 0)
+    weight = np.random.default_rng(0).random(len(labels))
+    expected = skm.f1_score(labels, logits.argmax(1), sample_weight=weight)
+    by_name = from_callable(skm.f1_score, maximize=True, columns=["importance"])  # scikit-learn's sample_weight
+    assert by_name.columns == ("importance",)
+    assert by_name.function(logits, labels, weight) == pytest.approx(expected)
+    by_place = from_callable(lambda y, p, w: skm.f1_score(y, p, sample_weight=w), maximize=True, columns=["any"])
+    assert by_place.function(logits, labels, weight) == pytest.approx(expected)
+
+    def two(y: Any, p: Any, *, b: Any, a: Any) -> float:
+        return float((a - b).max())
+
+    assert from_callable(two, maximize=True, columns=["a", "b"]).function(logits, labels, weight, 0 * weight) < 1
+    for columns in (["importance", "region"], ["a"]):
+        with pytest.raises(ValueError, match=r"called as (f1_score|two)\(labels, predictions, .*of metric\.columns"):
+            from_callable(skm.f1_score if len(columns) == 2 else two, maximize=True, columns=columns)
+
+
+def test_from_callable_gives_torchmetrics_columns_as_tensors() -> None:
+    logits, labels = _case("binary", 0)
+    queries = np.arange(len(labels)) % 3
+    spec = from_callable(torchmetrics.retrieval.RetrievalMAP(), maximize=True, scores="probabilities", columns=["qid"])
+    scores = logits.double().softmax(1)[:, 1]
+    each = [skm.average_precision_score(labels[queries == q], scores[queries == q]) for q in range(3)]
+    assert spec.function(logits, labels, queries) == pytest.approx(np.mean(each), abs=1e-6)
+    with pytest.raises(DataError, match="column 'qid' holds texts, and torchmetrics takes numbers"):
+        spec.function(logits, labels, queries.astype(str).astype(object))
+
+
 def test_from_callable_forgives_rounding_but_nothing_else() -> None:
     logits, labels = _case("binary", 0)
     assert from_callable(lambda y, p: 1 + 1e-7, maximize=True).function(logits, labels) == 1

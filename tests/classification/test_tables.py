@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -476,3 +477,50 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path, suffix: str) -> None:
     os.mkfifo(tmp_path / f"t.{suffix}")
     with pytest.raises(DataError, match=r"cannot read .*not a regular file"):
         load_csv(tmp_path / f"t.{suffix}", "y")
+
+
+def test_columns_for_a_metric_are_no_inputs(tmp_path: Path) -> None:
+    rows = [
+        f"{i / 10},{'n' if i % 2 else ''},{9007199254740993 + i},{i}%,00{i},{'yes' if i % 3 else 'no'}"
+        for i in range(30)
+    ]
+    (path := tmp_path / "t.csv").write_text("\n".join(["size,region,id,share,code,y", *rows]))
+    table = read_csv(path, "y", columns=["share", "region", "id", "code"], categories=["code"])
+    assert table.x.shape == (30, 1)
+    assert {name: values.dtype for name, values in table.columns.items()} == {
+        "region": object,
+        "id": np.int64,
+        "share": np.float64,
+        "code": object,
+    }
+    assert table.columns["region"].tolist() == ["", "n"] * 15
+    assert table.columns["id"].tolist() == [9007199254740993 + i for i in range(30)]
+    assert table.columns["share"].tolist() == list(range(30))
+    assert table.columns["code"][7] == "007"
+    kinds = {column.name: column.kind for column in table.reading.columns}
+    assert [name for name, kind in kinds.items() if kind == "for the metric"] == ["region", "id", "share", "code"]
+
+
+def test_a_number_for_a_metric_must_be_there(tmp_path: Path) -> None:
+    rows = [f"{i},{i if i != 4 else '?'},{'ab'[i % 2]}" for i in range(20)]
+    (path := tmp_path / "t.csv").write_text("\n".join(["size,weight,y", *rows]))
+    for missing in (False, True):  # what fills in inputs does not fill in weights
+        message = (
+            r"column 'weight' of metric.columns must be a finite number in each row, got '\?' in row 6; fill it in"
+        )
+        with pytest.raises(DataError, match=message):
+            read_csv(path, "y", columns=["weight"], missing=missing)
+    texts = read_csv(path, "y", columns=["weight"], categories=["weight"]).columns["weight"]
+    assert (texts[4], texts[5]) == ("?", "5")
+
+
+def test_query_ids_of_libsvm_files_are_kept_on_request(tmp_path: Path) -> None:
+    path = tmp_path / "ranked"
+    path.write_text("1 qid:7 1:0.5\n0 qid:7 2:1\n1 qid:9 1:1\n")
+    assert read_libsvm(path, columns=["qid"]).columns["qid"].tolist() == [7, 7, 9]
+    assert not read_libsvm(path).columns
+    with pytest.raises(DataError, match=r"has no column 'weight' for metric.columns; it may have qid alone"):
+        read_libsvm(path, columns=["weight"])
+    path.write_text("1 qid:7 1:0.5\n0 2:1\n1 qid:9 1:1\n")
+    with pytest.raises(DataError, match=r"metric.columns has qid, which 2 of 3 rows give; each must have one"):
+        read_libsvm(path, columns=["qid"])

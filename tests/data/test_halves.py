@@ -73,3 +73,13 @@ def test_halves_have_the_same_make_up() -> None:
     assert stratified_halves(torch.tensor([0, 0, 1]), seed=0) == f"1 of 2 classes has {why}"
     assert stratified_halves(torch.tensor([0, 0, 1, 5]), seed=0) == f"2 of 3 classes have {why}"
     assert stratified_halves(y[:0], seed=0) == "there are no examples"
+
+
+def test_halves_have_the_same_make_up_within_classes() -> None:
+    y = torch.tensor([0, 1]).repeat(20)
+    groups = 3 * y + torch.arange(40) % 3
+    halves = stratified_halves(y, 2, groups)
+    assert not isinstance(halves, str)
+    first, second = (torch.bincount(groups[half], minlength=6) for half in halves)
+    assert (first - second).abs().max() <= 1
+    assert torch.bincount(y[halves[0]]).tolist() == [10, 10]

@@ -442,7 +442,7 @@ MLP = ["model.name=tabular_mlp", "adapter.kind=input_bias", "adapter.layers=[]"]
 def test_arguments_of_metrics(metric: list[str], reference: Any) -> None:
     config = config_of(*WINE, *MLP, *metric)
     part = load_splits(config, 0).validation
-    build.try_metric(config.metric, part.y, 3)
+    build.try_metric(config.metric, part, 3)
     torch.manual_seed(0)
     model = build_model("tabular_mlp", torch.Size((13,)), 3).eval()
     found = model_metric(build.build_metric(config.metric), part).cost(model, "test")
