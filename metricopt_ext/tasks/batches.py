@@ -53,18 +53,22 @@ class TensorBatches:
         y: Targets, ``n x ...``.
         batch_size: Examples per batch.
         balanced: Whether every class in ``y``, ``n``, gets an equal share of the batch.
+        more: Further tensors of the same examples, ``n x ...``, such as their weights, that batches have after y.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, batch_size: int, *, balanced: bool = False) -> None:
-        if len(x) != len(y):
-            raise DataError(f"{counted(len(x), 'input')} for {counted(len(y), 'target')}")
-        self.x, self.y = x, y
+    def __init__(
+        self, x: Tensor, y: Tensor, batch_size: int, *, balanced: bool = False, more: Sequence[Tensor] = ()
+    ) -> None:
+        for each in (y, *more):
+            if len(x) != len(each):
+                raise DataError(f"{counted(len(x), 'input')} for {counted(len(each), 'target')}")
+        self.x, self.y, self.more = x, y, tuple(more)
         self.sample = IndexSampler(len(x), batch_size, y if balanced else None)
 
-    def __call__(self, seed: int, task: int, step: int) -> tuple[Tensor, Tensor]:
-        """Return inputs ``batch_size x ...`` and targets ``batch_size x ...``."""
+    def __call__(self, seed: int, task: int, step: int) -> tuple[Tensor, ...]:
+        """Return inputs ``batch_size x ...``, targets ``batch_size x ...``, and what else there is of them."""
         index = self.sample(seed, task, step).to(self.x.device)
-        return self.x[index], self.y[index]
+        return self.x[index], self.y[index], *(each[index] for each in self.more)
 
 
 class BlockBatches:

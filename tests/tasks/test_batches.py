@@ -168,3 +168,14 @@ def test_batches_that_cannot_be() -> None:
             ClassBatches(inputs, labels, **{"classes": 2, "samples": 2, **wrong})  # type: ignore[arg-type]
     with pytest.raises(DataError, match="3 inputs for 4 labels"):
         ClassBatches(inputs[:3], labels, 2, 2)
+
+
+def test_further_tensors_go_with_their_examples() -> None:
+    x = torch.arange(20.0)[:, None]
+    batches = TensorBatches(x, torch.arange(20), 6, more=[2 * x, x + 1])
+    inputs, targets, twice, above = batches(0, 1, 2)
+    assert (targets == inputs[:, 0]).all()
+    assert (twice == 2 * inputs).all()
+    assert (above == inputs + 1).all()
+    with pytest.raises(DataError, match="20 inputs for 3 targets"):
+        TensorBatches(x, torch.arange(20), 6, more=[x[:3]])

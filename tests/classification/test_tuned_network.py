@@ -1,0 +1,54 @@
+"""What the estimators share: rows standardised in float64, and predictions that do not depend on each other."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import make_classification
+from sklearn.preprocessing import StandardScaler
+
+from metricopt_ext.classification.estimator import MetricClassifier
+from metricopt_ext.classification.tuned_network import CHUNK, Standardised
+
+SMALL: dict[str, Any] = {"dim": 2, "hidden": (8,), "epochs": 30, "batch_size": 16, "lr": 0.02, "random_state": 0}
+
+
+def table() -> tuple[Any, Any]:
+    X, y = make_classification(300, 6, n_informative=4, n_classes=3, class_sep=0.7, random_state=0)
+    return X, np.array(["a", "b", "c"])[y]
+
+
+def test_large_numbers_keep_their_differences() -> None:
+    seconds, late = 1_700_000_064 + np.arange(400.0), np.arange(400) >= 200
+    classifier = MetricClassifier(queries=0, **{**SMALL, "epochs": 60}).fit(seconds[:, None], late)
+    assert classifier.score(seconds[:, None], late) >= 0.97
+    with torch.no_grad():
+        scaled = classifier.model_[0](torch.from_numpy(seconds[:, None]))
+    assert scaled.dtype == torch.float32
+    assert len(scaled.unique()) == 400
+
+
+def test_features_are_standardised_as_by_scikit_learn() -> None:
+    X = np.column_stack([table()[0], np.full(300, 7.0), 1e-9 * table()[0][:, 0]])
+    scaled = Standardised(torch.from_numpy(X))(torch.from_numpy(X)).numpy()
+    np.testing.assert_allclose(scaled, StandardScaler().fit_transform(X), rtol=1e-6, atol=1e-6)
+
+
+def test_what_float32_cannot_hold_is_refused() -> None:
+    X, y = table()
+    with pytest.raises(ValueError, match="can't tell the values of column 1 apart"):
+        MetricClassifier(queries=0, **SMALL).fit(np.vstack([X, np.full((1, 6), 1e30)]), [*y, "a"])
+    classifier = MetricClassifier(queries=0, **SMALL).fit(X, y)
+    with pytest.raises(ValueError, match="row 1 of X has a value too large"):
+        classifier.predict(np.vstack([X[0], np.full(6, 1e300)]))
+
+
+def test_a_rows_prediction_is_its_own() -> None:
+    X, y = table()
+    classifier = MetricClassifier(queries=0, **SMALL).fit(X, y)
+    whole = classifier.decision_function(X)
+    assert len(X) > CHUNK
+    one_by_one = np.concatenate([classifier.decision_function(row[None]) for row in X])
+    np.testing.assert_allclose(one_by_one, whole, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(classifier.model_(torch.from_numpy(X)).detach().numpy(), whole, rtol=0, atol=1e-5)
