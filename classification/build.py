@@ -26,25 +26,29 @@ from metricopt_ext.classification.data import (
     imputed,
     load_cifar10,
     load_sklearn,
+    ordered,
     single_precision,
     split,
     standardise,
     with_positive,
 )
 from metricopt_ext.classification.kept_features import Rest
-from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
+from metricopt_ext.classification.metrics import METRICS, MetricSpec, check_split, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.published import cropped, load_published, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
 from metricopt_ext.classification.tables import load_a9a, read_csv, read_libsvm
+from metricopt_ext.classification.target_metrics import prepared_by, target_metric
+from metricopt_ext.classification.targets import Target, beyond
 from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.parts import part_size
+from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.training import train_supervised
-from metricopt_ext.errors import ConfigError
+from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
@@ -55,13 +59,15 @@ from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 
-SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
+SKLEARN_SETS = ("breast_cancer", "diabetes", "digits", "iris", "wine")
 # by the settings, the bounds and the columns that the metric is given
 LOADERS: dict[str, Callable[[DataConfig, Limits, Sequence[str]], Labelled | Table]] = {
     "a9a": lambda data, limits, _: load_a9a(data.root, max_bytes=limits["max_bytes"]),
     "csv": lambda data, limits, columns: _read_csv(data, limits, columns),
     "image_folder": lambda data, limits, _: load_image_folder(data.root, data.image_size or None, **limits),
-    "libsvm": lambda data, limits, columns: read_libsvm(data.root, columns=columns, max_bytes=limits["max_bytes"]),
+    "libsvm": lambda data, limits, columns: read_libsvm(
+        data.root, columns=columns, quantity=data.kind == "regression", max_bytes=limits["max_bytes"]
+    ),
     **{name: lambda data, limits, _, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
 }
 
@@ -97,6 +103,45 @@ def predict_classes(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
     with adapter.using(phi) as model:
         logits = predict(model, x)
     return (logits > 0).long() if logits.dim() == 1 else logits.argmax(1)
+
+
+def loss_of(target: Target) -> Callable[[nn.Module, Any], Tensor]:
+    """Return the loss of a model on a batch, inputs ``n x ...`` and labels, for what it predicts."""
+    if target.kind == "classes":
+        return classification_loss
+    return lambda model, batch: target.loss(model(batch[0]), batch[1])
+
+
+def target_in(config: ClassificationConfig, splits: Splits) -> Target:
+    """Return what is predicted; of quantities the error counts in standard deviations of train's."""
+    if config.data.kind != "regression":
+        return Target(config.data.kind, splits.num_classes)
+    spread = float(splits.train.y.std(correction=0))
+    if spread == 0:
+        raise DataError(f"the target is {float(splits.train.y[0]):g} in each row of train; there is nothing to predict")
+    check_told_apart(
+        splits.train.y[:, None],
+        splits.train.y[:, None].float(),
+        ["the target"],
+        "subtract what all values have in common",
+    )
+    return Target("regression", 1, spread)
+
+
+def check_part(part: Split, target: Target, name: str) -> None:
+    """Make sure that a metric is meaningful on a part's labels (see `check_split`).
+
+    Raises:
+        DataError: It has one class, no label, or one quantity alone.
+    """
+    if target.kind == "multilabel":
+        if not bool((part.y == 1).any()):
+            raise DataError(f"no example of the {name} split has a label")
+    elif target.kind == "regression":
+        if len(part) and bool((part.y == part.y[0]).all()):
+            raise DataError(f"the {name} split must hold targets that differ, got {float(part.y[0]):g} everywhere")
+    else:
+        check_split(part.y, target.count, name)
 
 
 def value_of(spec: MetricSpec, logits: Tensor, part: Split, rows: Tensor | None = None) -> float:
@@ -150,6 +195,8 @@ def stratified_parts(y: Tensor, size: int, seed: int) -> list[Tensor]:
         The indices of each part.
     """
     order = torch.randperm(len(y), generator=generator(seed, "parts")).to(y.device)
+    if y.dim() > 1 or y.is_floating_point():  # no classes
+        return list(order.chunk(max(1, len(y) // size)))
     order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
     parts = max(1, min(len(y) // size, int(y.unique(return_counts=True)[1].min())))
     return [order[i::parts] for i in range(parts)]
@@ -160,13 +207,19 @@ def batch_metric(spec: MetricSpec) -> BatchMetric:
     return BatchMetric(spec.function, maximize=spec.maximize, bounds=spec.bounds, name=spec.name)
 
 
-def build_metric(config: MetricConfig) -> MetricSpec:
+def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
     """Return the metric that the settings name; a module that they name is imported, which runs it.
+
+    Args:
+        config: The metric's settings.
+        kind: What is predicted (`targets.KINDS`).
 
     Raises:
         ConfigError: There is no such metric, or its settings are incomplete.
     """
     own = own_metric(config.name, config)
+    if own is None and kind != "classes":
+        return target_metric(config.name, kind)
     if config.name in METRICS:
         return METRICS[config.name]
     try:
@@ -184,6 +237,7 @@ def build_metric(config: MetricConfig) -> MetricSpec:
             name=own.name,
             scores=getattr(config, "scores", "labels"),
             columns=getattr(config, "columns", ()),
+            prepared=None if kind == "classes" else prepared_by(kind, getattr(config, "scores", "labels")),
         )
     except ConfigError:
         raise
@@ -191,30 +245,49 @@ def build_metric(config: MetricConfig) -> MetricSpec:
         raise ConfigError(f"metric.name={config.name!r}: {error}") from error
 
 
-def try_metric(config: MetricConfig, part: Split, num_classes: int) -> None:
+def try_metric(config: MetricConfig, part: Split, num_classes: int, target: Target | None = None) -> None:
     """Evaluate the metric on made-up predictions, every second of them right, before work is done for it.
 
     Args:
         config: The metric's settings.
         part: Has true labels, ``n`` in 0..num_classes-1, and the columns that the metric is given.
         num_classes: Number of classes.
+        target: What is predicted, if not classes.
 
     Raises:
         ConfigError: The metric fails; the message says why.
     """
-    metric, labels = build_metric(config), part.y
-    predicted = (labels + torch.arange(len(labels), device=labels.device) % 2) % num_classes
+    target = target or Target("classes", num_classes)
+    metric = build_metric(config, target.kind)
     try:
-        value_of(metric, F.one_hot(predicted, num_classes).float(), part)
+        value_of(metric, _made_up(part.y, target), part)
     except Exception as error:
         keys = (
             "; see metric.kwargs (its arguments), metric.scores and metric.columns (what it is given) and metric.bounds"
             " (its range)"
         )
         raise ConfigError(
-            f"metric.name={config.name} fails on made-up predictions of {num_classes} classes: {str(error).rstrip('.')}"
+            f"metric.name={config.name} fails on made-up predictions of {_what(target)}: {str(error).rstrip('.')}"
             f"{keys if ':' in config.name else ''}"
         ) from error
+
+
+def _what(target: Target) -> str:
+    named = {"classes": "classes", "multilabel": "labels each", "ordinal": "ranks"}
+    return f"{target.count} {named[target.kind]}" if target.kind in named else "quantities"
+
+
+def _made_up(labels: Tensor, target: Target) -> Tensor:
+    """Outputs of which every second is right."""
+    wrong = torch.arange(len(labels), device=labels.device) % 2
+    if target.kind == "regression":
+        return (labels + target.scale * wrong).float()
+    if target.kind == "multilabel":
+        return 2 * (labels ^ wrong[:, None]).float() - 1
+    predicted = (labels + wrong) % target.count
+    if target.kind == "ordinal":
+        return 2 * beyond(predicted, target.count).float() - 1
+    return F.one_hot(predicted, target.count).float()
 
 
 def load_splits(config: ClassificationConfig, seed: int) -> Splits:
@@ -227,6 +300,8 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
     with config_section("data"):
         splits = _divided(config, seed)
     _check_columns(splits, config)
+    if config.data.kind == "ordinal":
+        splits = ordered(splits, config.data.order)
     if config.data.positive:
         splits = with_positive(splits, config.data.positive)
     if config.data.imbalance != 1 or config.data.largest_class:
@@ -285,7 +360,8 @@ def train_subset(splits: Splits, seed: int) -> Split:
     """
     y = splits.train.y
     order = torch.randperm(len(y), generator=generator(seed, "train subset")).to(y.device)
-    order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
+    if y.dim() == 1:  # several labels have no order
+        order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
     places = torch.linspace(0, len(y) - 1, min(len(splits.validation), len(y))).round().long().to(y.device)
     return splits.train.take(order[places].sort().values)
 
@@ -301,9 +377,20 @@ def classifier(
     settings = config.model
     own: dict[str, Any] = {name: getattr(settings, name) for name in ("optimizer", "weight_decay", "bfloat16")}
     own["watcher"] = watcher
+    target = target_in(config, splits)
+
+    def trained(model: nn.Module, file: Path) -> None:
+        if target.kind != "regression":
+            train(model, splits.train, settings, settings.balanced, seed, target, checkpoint=file, **own)
+            return
+        last, mean = last_linear(model), float(splits.train.y.mean())
+        part = replace(splits.train, y=(splits.train.y - mean) / target.scale)
+        train(model, part, settings, False, seed, Target("regression", 1), checkpoint=file, **own)
+        in_units_of(last, mean, target.scale)
+
     return pretrained(
-        lambda: build_model(settings.name, splits.train.x.shape[1:], splits.num_classes),
-        lambda model, file: train(model, splits.train, settings, settings.balanced, seed, checkpoint=file, **own),
+        lambda: built(config, splits),
+        trained,
         check=lambda model: _check_adapter(attach(tuned_part(model, config), config, seed), config),
         weights=settings.weights,
         folder=folder,
@@ -311,6 +398,32 @@ def classifier(
         device=splits.train.x.device,
         load=lambda model, weights: _load(model, settings.name, weights),
     )
+
+
+def built(config: ClassificationConfig, splits: Splits) -> nn.Module:
+    """Return the classifier with weights drawn from torch's global stream, an output for each logit."""
+    target = target_in(config, splits)
+    own = target.kind == "classes"
+    return build_model(config.model.name, splits.train.x.shape[1:], target.outputs, one_logit=own)
+
+
+def last_linear(model: nn.Module) -> nn.Linear:
+    """Return the layer of a model that gives its one number.
+
+    Raises:
+        ConfigError: Its last linear layer gives several, or it has none.
+    """
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not linear or linear[-1].out_features != 1 or linear[-1].bias is None:
+        raise ConfigError("data.kind=regression needs a model whose last layer is linear, with a bias and one output")
+    return linear[-1]
+
+
+@torch.no_grad()
+def in_units_of(layer: nn.Linear, mean: float, spread: float) -> None:
+    """Have a layer that gives ``(y - mean) / spread`` give y."""
+    layer.weight.mul_(spread)
+    layer.bias.mul_(spread).add_(mean)
 
 
 def _load(model: nn.Module, name: str, weights: str) -> None:
@@ -326,7 +439,7 @@ def untrained(config: ClassificationConfig, splits: Splits, seed: int) -> nn.Mod
     """Return the classifier with random weights of a seed, all of them trainable."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "untrained").initial_seed())
-        model = build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes)
+        model = built(config, splits)
     return model.to(splits.train.x.device)
 
 
@@ -336,19 +449,23 @@ def train(
     config: ModelConfig | SecondRoundConfig,
     balanced: bool,
     seed: int,
+    target: Target | None = None,
     **options: Any,
 ) -> None:
-    """Train a model's trainable parameters by cross-entropy, on batches balanced by class or not.
+    """Train a model's trainable parameters by the target's loss, cross-entropy by default, on balanced batches or not.
 
     Further options are those of `train_supervised`.
     """
     batches = TensorBatches(part.x, part.y, config.batch_size, balanced=balanced)
     steps = max(1, config.epochs * len(part) // config.batch_size)
     options |= {"steps": steps, "lr": config.lr, "seed": seed, "augment": config.augment}
-    train_supervised(model, classification_loss, batches, **options)
+    loss = classification_loss if target is None else loss_of(target)
+    train_supervised(model, loss, batches, **options)
 
 
-def attach(model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor | None = None) -> Adapter:
+def attach(
+    model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor | None = None, scale: float = 1.0
+) -> Adapter:
     """Attach the adapter that the settings describe.
 
     Args:
@@ -356,7 +473,8 @@ def attach(model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor 
         config: The settings.
         seed: Seed of the adapter's matrices.
         x: Train inputs, ``n x ...``, on which the scale of the logits' offsets is measured beside the matrices'
-            coordinates (see `output_scale`); None for a scale of 1.
+            coordinates (see `output_scale`); None for ``scale``.
+        scale: How far a unit of an offset moves an output where that is not measured.
 
     Raises:
         AdapterError: The model lacks the layers.
@@ -367,7 +485,7 @@ def attach(model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor 
     if settings.kind == "outputs":
         if len(settings.layers) > 1:
             raise ConfigError(f"adapter.layers={settings.layers}: one layer gives the logits")
-        return attach_outputs(model, Outputs(layer, temperature=settings.temperature))
+        return attach_outputs(model, Outputs(layer, scale=scale, temperature=settings.temperature))
     if settings.kind == "input_bias" and len(settings.layers) > 1:
         raise ConfigError(f"adapter.layers={settings.layers}: an input bias acts on one linear layer")
     if settings.kind not in ("film", "input_bias"):
@@ -380,7 +498,6 @@ def attach(model: nn.Module, config: ClassificationConfig, seed: int, x: Tensor 
 
     if not settings.outputs:
         return attached(None)
-    scale = 1.0
     if x is not None:
         probed = attached(None)
         scale = output_scale(probed, x)
@@ -436,6 +553,8 @@ def _read_csv(data: DataConfig, limits: Limits, columns: Sequence[str]) -> Table
         drop=data.drop,
         categories=data.categories,
         columns=columns,
+        targets=data.targets,
+        quantity=data.kind == "regression",
         delimiter=data.delimiter,
         decimal=data.decimal,
         encoding=data.encoding,

@@ -7,6 +7,7 @@ from typing import Any
 
 from metricopt_ext.classification.published import published
 from metricopt_ext.classification.tables import read_csv
+from metricopt_ext.classification.targets import KINDS
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.method_config import brought_by, either
@@ -29,9 +30,12 @@ FOR_CLASSIFIERS = tuple(name for name in SIBLINGS if name not in FOR_EMBEDDINGS)
 class DataConfig:
     """Where examples come from and how they are divided."""
 
-    # a9a, cifar10, csv, image_folder, libsvm, or scikit-learn's breast_cancer, digits, iris, wine
+    # a9a, cifar10, csv, image_folder, libsvm, or scikit-learn's breast_cancer, diabetes, digits, iris, wine
     name: str = MISSING
     root: str = ""  # the file, or the folder that holds the set; not needed for scikit-learn's
+    # what is predicted: classes, multilabel (several labels each), ordinal (classes in order) or regression (numbers)
+    kind: str = "classes"
+    order: list[str] = field(default_factory=list)  # ordinal: the classes from the lowest on; empty: by number
     positive: str = ""  # two classes: the one that metrics count as 1; empty: the last by number or alphabet
     image_size: int = 0  # image_folder: pixels per side; 0 if all images have the same size
     # images: what pixels in [0, 1] are normalised by, one number for each channel, as your own checkpoint was trained;
@@ -54,7 +58,8 @@ class DataConfig:
 class TableConfig(DataConfig):
     """The same with what a table, ``data.name=csv``, needs."""
 
-    target: str = ""  # the column of classes
+    target: str = ""  # the column of classes, or of quantities
+    targets: list[str] = field(default_factory=list)  # multilabel: in its place a column of 0 and 1 for each label
     drop: list[str] = field(default_factory=list)  # columns to leave out
     categories: list[str] = field(default_factory=list)  # columns whose cells are values as they stand, such as codes
     max_categories: int = default_of(read_csv, "max_categories")  # most values of a text column, each one input
@@ -72,7 +77,18 @@ class TableConfig(DataConfig):
             ConfigError: A value is out of range.
         """
         check_at_least(2, {"data.max_categories": self.max_categories})
-        if not self.target:
+        if (self.kind == "multilabel") != bool(self.targets) or len(self.targets) == 1:
+            raise ConfigError(
+                f"data.targets={self.targets} and data.kind={self.kind}: several labels each are data.kind=multilabel"
+                " with two columns or more, data.targets=[A,B,...]; anything else has data.target=COLUMN"
+            )
+        if self.targets and self.target:
+            raise ConfigError(f"data.target={self.target!r} and data.targets={self.targets}: leave one of them out")
+        if repeated := [name for name in self.targets if self.targets.count(name) > 1]:
+            raise ConfigError(f"data.targets={self.targets} has {repeated[0]!r} twice")
+        if both := [name for name in self.targets if name in self.drop]:
+            raise ConfigError(f"data.drop={self.drop} must not have {both[0]!r} of data.targets")
+        if not self.target and not self.targets:
             raise ConfigError("data.name=csv needs data.target=COLUMN, the name of the column of classes")
         if self.missing not in ("", *MISSING_NUMBERS):
             raise ConfigError(f"data.missing={self.missing!r} must be {either(MISSING_NUMBERS)}, or empty")
@@ -98,7 +114,7 @@ class ModelConfig(TrainingConfig):
     # images get their preprocessing, for training too
     weights: str = ""
     batch_size: int = 100
-    balanced: bool = False  # while training: every class gets an equal share of a batch
+    balanced: bool = False  # while training: every class, or label, gets an equal share of a batch; not of quantities
     bfloat16: bool = False  # images: train in half the precision, on processors that have it in about half the time
 
 
@@ -147,6 +163,15 @@ class OwnClassifierMetricConfig(OwnMetricConfig, MetricConfig):
     # region, in this order. They are no inputs of the model
     columns: list[str] = field(default_factory=list)
 
+    def check(self) -> None:
+        """Reject bounds that are none; an empty list is for values of which none are known.
+
+        Raises:
+            ConfigError: The message names them.
+        """
+        if self.bounds:
+            super().check()
+
 
 @dataclass
 class ClassifierShiftConfig(ShiftConfig):
@@ -182,7 +207,7 @@ class SecondRoundConfig:
 class ClassificationConfig(RunConfig):
     """A whole run of `tools/finetune_classifier.py`."""
 
-    CHOICES = (*RunConfig.CHOICES, "data.name")
+    CHOICES = (*RunConfig.CHOICES, "data.name", "data.kind")
     OWN_METRIC = OwnClassifierMetricConfig
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -202,6 +227,8 @@ class ClassificationConfig(RunConfig):
         made, name = super().chosen(choices), choices.get("data.name")
         if isinstance(name, str):
             made.data = (TableConfig if name == TABLE else DataConfig)(name)  # type: ignore[attr-defined]
+        if choices.get("data.kind") in ("multilabel", "ordinal"):
+            made.starts.append("thresholds")
         return made
 
     def why_absent(self, key: str) -> str:
@@ -216,15 +243,43 @@ class ClassificationConfig(RunConfig):
         """The columns that the metric is given, in order."""
         return self.metric.columns if isinstance(self.metric, OwnClassifierMetricConfig) else []
 
+    def _check_kind(self) -> None:
+        """Reject what only classes have, where something else is predicted."""
+        data = self.data
+        if data.kind not in KINDS:
+            raise ConfigError(f"data.kind={data.kind!r} must be {either(KINDS)}")
+        if data.order and data.kind != "ordinal":
+            raise ConfigError(f"data.order={data.order} is for data.kind=ordinal; this run has {data.kind}")
+        if data.kind == "multilabel" and not isinstance(data, TableConfig):
+            raise ConfigError(
+                f"data.kind=multilabel needs data.name={TABLE} with data.targets; {data.name} has one label"
+            )
+        quantities = data.kind == "regression" or data.name == "diabetes"
+        if quantities and (data.kind != "regression" or data.name not in (TABLE, "libsvm", "diabetes")):
+            raise ConfigError(
+                f"data.name={data.name} and data.kind={data.kind}: {TABLE}, libsvm and diabetes have quantities"
+            )
+        if data.kind == "classes":
+            return
+        if data.positive:
+            raise ConfigError(f"data.positive={data.positive!r} is for two classes, not for data.kind={data.kind}")
+        if self.trained_methods:
+            raise ConfigError(f"methods=[{self.trained_methods[0]}] is for classes, not for data.kind={data.kind}")
+        if data.kind != "ordinal" and (data.imbalance != 1 or data.largest_class or self.shift.kind == "class_ratio"):
+            raise ConfigError(
+                f"data.imbalance, data.largest_class and shift.kind=class_ratio are for classes; data.kind={data.kind}"
+            )
+        if self.adapter.temperature and data.kind == "regression":
+            raise ConfigError("adapter.temperature=true scales logits about 0; data.kind=regression has a quantity")
+
     def _check_columns(self) -> None:
         """Reject columns that can't be given to the metric, or not everywhere."""
         columns = self.metric_columns
         if repeated := [name for name in columns if columns.count(name) > 1]:
             raise ConfigError(f"metric.columns={columns} has {repeated[0]!r} twice")
-        if isinstance(self.data, TableConfig) and self.data.target in columns:
-            raise ConfigError(
-                f"metric.columns={columns} has data.target={self.data.target!r}, which the metric is given anyway"
-            )
+        targets = [self.data.target, *self.data.targets] if isinstance(self.data, TableConfig) else []
+        if both := [name for name in targets if name in columns]:
+            raise ConfigError(f"metric.columns={columns} has data.target={both[0]!r}, which the metric is given anyway")
         asking = [name for name in self.trained_methods if METHODS[name].needs == "batch metric"]
         if columns and asking:
             raise ConfigError(
@@ -244,6 +299,7 @@ class ClassificationConfig(RunConfig):
             ValueFunctionError: It was fitted for another dimension.
         """
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
+        self._check_kind()
         if isinstance(self.data, TableConfig):
             self.data.check()
         check_at_least(0, {"data.image_size": self.data.image_size})

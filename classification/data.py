@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.images import MAX_PIXELS, load_image_folder
+from metricopt_ext.data.label_parts import label_parts
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Split, Unscaled
 from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.data.reading import Column, Reading
@@ -17,10 +18,11 @@ from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.files import existing
+from metricopt_ext.utils.words import brief
 
 StrPath = str | os.PathLike[str]
 
-_SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
+_SKLEARN_SETS = ("breast_cancer", "diabetes", "digits", "iris", "wine")
 
 
 def split(
@@ -34,7 +36,7 @@ def split(
 
     Args:
         x: Inputs, ``n x ...``.
-        y: Labels, ``n`` int64 from 0.
+        y: Labels, ``n`` int64 from 0, or another kind of `Split.y`.
         fractions: Shares of train, validation and test, above 0 and summing to 1.
         seed: Seed of the shuffle.
         class_names: A name for each class; by default their numbers, up to the largest label.
@@ -44,7 +46,10 @@ def split(
         DataError: For a set too small to divide this way.
     """
     whole = Split(x, y)
-    names = tuple(class_names) if class_names is not None else tuple(map(str, range(len(y.bincount()))))
+    if class_names is None:
+        count = 0 if y.is_floating_point() else y.shape[1] if y.ndim == 2 else len(y.bincount())
+        class_names = tuple(map(str, range(count)))
+    names = tuple(class_names)
     return divided(whole, names, fractions, seed)
 
 
@@ -55,16 +60,30 @@ def divided(
     check_fractions(fractions)
     if len(whole) == 0:
         raise DataError("the set to split is empty")
-    y = whole.y
+    _check_parts(whole.y, names)
+    _, validation, test = (round(share * len(whole)) for share in fractions)
+    rest, test_part = hold_out(whole, test, seed)
+    train_part, validation_part = hold_out(rest, validation, seed)
+    return Splits(train_part, validation_part, test_part, names)
+
+
+def _check_parts(y: Tensor, names: Sequence[str]) -> None:
+    """Reject labels that can't be in three parts."""
+    if y.is_floating_point():
+        return
+    if y.ndim == 2:
+        for name, count in zip(names, y.sum(0).tolist(), strict=True):
+            if min(count, len(y) - count) < len(PARTS):
+                raise DataError(
+                    f"label {name!r} is in {count} of {len(y)} examples; train, validation and test need one with it"
+                    " and one without it each"
+                )
+        return
     single = (y.bincount() == 1).nonzero().flatten().tolist()
     if single:
         raise DataError(
             f"class {names[single[0]]!r} has a single example, which can't be in train, validation and test"
         )
-    _, validation, test = (round(share * len(whole)) for share in fractions)
-    rest, test_part = hold_out(whole, test, seed)
-    train_part, validation_part = hold_out(rest, validation, seed)
-    return Splits(train_part, validation_part, test_part, names)
 
 
 def hold_out(data: Split, size: int | float, seed: int = 0) -> tuple[Split, Split]:
@@ -86,7 +105,10 @@ def hold_out(data: Split, size: int | float, seed: int = 0) -> tuple[Split, Spli
     count = round(size * len(data)) if isinstance(size, float) else size
     if not 0 < count < len(data):
         raise DataError(f"holding out a part must leave neither part empty, got {count} of {len(data)} examples")
-    labels = data.y.numpy(force=True)
+    if data.y.ndim == 2:
+        rest, held = label_parts(data.y, [len(data) - count, count], seed)
+        return data.take(rest), data.take(held)
+    labels = None if data.y.is_floating_point() else data.y.numpy(force=True)
     try:
         rest, held = train_test_split(np.arange(len(data)), test_size=count, random_state=seed, stratify=labels)
     except ValueError as error:
@@ -196,6 +218,35 @@ def with_positive(splits: Splits, name: str) -> Splits:
     return replace(splits.map(lambda part, _: replace(part, y=1 - part.y)), class_names=names[::-1])
 
 
+def ordered(splits: Splits, order: Sequence[str]) -> Splits:
+    """Number classes in this order, as ranks; without one in their own, if all of them are numbers.
+
+    Raises:
+        DataError: There are fewer than three, the order has other classes, or words are to be in order by themselves.
+    """
+    names = splits.class_names
+    if len(names) < 3:
+        raise DataError(f"data.kind=ordinal needs three ranks or more, got {brief(list(names))}; two are classes")
+    if not order:
+        try:
+            numbers = [float(name) for name in names]
+        except ValueError:
+            shown = ",".join(names[:5]) + (",..." if len(names) > 5 else "")
+            raise DataError(
+                f"data.kind=ordinal: classes {brief(list(names))} are no numbers, so their order is not known; give it,"
+                f" from the lowest rank on: data.order=[{shown}]"
+            ) from None
+        order = [names[i] for i in np.argsort(numbers, kind="stable")]
+    if sorted(order) != sorted(names):
+        wrong = [name for name in [*order, *names] if (name in order) != (name in names)] or list(order)
+        raise DataError(
+            f"data.order={list(order)} must have each class once, {brief(list(names))}; look at {wrong[0]!r}"
+        )
+    places = torch.tensor([list(order).index(name) for name in names])
+    changed = splits.map(lambda part, _: replace(part, y=places.to(part.y.device)[part.y]))
+    return replace(changed, class_names=tuple(order))
+
+
 def load_cifar10(
     root: StrPath,
     limit_per_class: int | None = None,
@@ -239,7 +290,7 @@ def load_sklearn(name: str) -> Labelled:
     """Load a real data set that comes with scikit-learn.
 
     Args:
-        name: ``breast_cancer``, ``digits``, ``iris`` or ``wine``.
+        name: ``breast_cancer``, ``digits``, ``iris`` or ``wine``; ``diabetes``, whose labels are quantities.
 
     Returns:
         Inputs ``n x d`` float32; for digits, ``n x 1 x 8 x 8`` in [0, 1].
@@ -255,6 +306,8 @@ def load_sklearn(name: str) -> Labelled:
     x = torch.tensor(bunch.data, dtype=torch.float32)
     if name == "digits":
         x = x.view(-1, 1, 8, 8) / 16
+    if name == "diabetes":
+        return Labelled(x, torch.tensor(bunch.target, dtype=torch.float64), ())
     return Labelled(x, torch.tensor(bunch.target, dtype=torch.int64), tuple(map(str, bunch.target_names)))
 
 

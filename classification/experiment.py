@@ -15,15 +15,16 @@ from metricopt_ext.classification.build import (
     attach,
     batch_metric,
     build_metric,
-    classification_loss,
+    check_part,
     classifier,
     cross_entropy,
     load_splits,
+    loss_of,
     model_metric,
     predict,
-    predict_classes,
     scores_at,
     stratified_parts,
+    target_in,
     train,
     try_metric,
     tuned_part,
@@ -33,7 +34,8 @@ from metricopt_ext.classification.build import (
 from metricopt_ext.classification.config import ClassificationConfig, TransferConfig
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
 from metricopt_ext.classification.kept_features import Rest
-from metricopt_ext.classification.metrics import METRICS, check_split
+from metricopt_ext.classification.metrics import MetricSpec
+from metricopt_ext.classification.nelder_mead import tune_cut_points, tune_line
 from metricopt_ext.classification.offsets import (
     adjust_logits,
     prior_offsets,
@@ -43,6 +45,7 @@ from metricopt_ext.classification.offsets import (
     tune_threshold,
 )
 from metricopt_ext.classification.pictures import plot_examples
+from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.rare import Rare, rare_groups
@@ -73,6 +76,7 @@ from metricopt_ext.value.rotated import RotatedValueFunction
 from metricopt_ext.value.value_function import ValueFunction
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
+RIVALS = {"multilabel": "label_thresholds", "ordinal": "cut_points", "regression": "recalibration"}
 MOST_PARTS = 20  # batches of test data on which losses are correlated with the metric
 MOST_STRENGTHS = 101  # candidates for the strength of logit adjustment
 
@@ -82,21 +86,23 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
     Attributes:
         inputs: The splits as they were loaded.
+        target: What is predicted.
         splits: The same with what is kept of the inputs, if the first layers stay as trained (``adapter.keep_before``).
     """
 
     config_type = ClassificationConfig
     inputs: Splits
     splits: Splits
+    target: Target
 
     @classmethod
     def describe(cls, config: ClassificationConfig) -> Subject:
         """Return what a run is about."""
-        metric, data = build_metric(config.metric), config.data.name
+        metric, data = build_metric(config.metric, config.data.kind), config.data.name
         shown = data if config.data.imbalance == 1 else f"long-tailed {data}"
         shown = shown if config.shift.kind == "none" else f"shifted {shown}"
         arguments = ", ".join(f"{name}={value}" for name, value in getattr(config.metric, "kwargs", {}).items())
-        explained = metric.description if config.metric.name in METRICS else arguments
+        explained = arguments if ":" in config.metric.name else metric.description
         title = f"{config.model.name} on {shown}"
         return Subject(f"classification/{data}", title, metric.name, metric.maximize, explained)
 
@@ -108,20 +114,21 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         if self.reading is not None and seed == config.seed:
             for line in self.reading.lines():
                 self.watcher.say(line)
+        self.target = target = target_in(config, splits)
         for name in PARTS:
-            check_split(getattr(splits, name).y, splits.num_classes, name)
+            check_part(getattr(splits, name), target, name)
         for part in (splits.validation, splits.test):
-            try_metric(config.metric, part, splits.num_classes)
+            try_metric(config.metric, part, splits.num_classes, target)
         self._batches(splits.train)  # refuses a size before anything is trained, as do the siblings'
         if config.trained_methods:
             self._sibling_batches()
-        metric = build_metric(config.metric)
+        metric = self._metric
         model = tuned_part(classifier(config, splits, seed, self.folder, self.watcher), config)
         if isinstance(model, Rest):
             self.splits = splits = model.features(splits)
         task = FinetuneTask(
-            attach(model, config, seed, splits.train.x),
-            loss=classification_loss,
+            attach(model, config, seed, splits.train.x, target.scale),
+            loss=loss_of(target),
             batches=self._batches(splits.train),
             metric=model_metric(metric, splits.validation, metric_halves(splits.validation, metric, seed)),
             population=config.population,
@@ -137,10 +144,13 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
     def rare(self) -> Rare | None:
         """Return the classes of which validation has few examples, or else such values of a metric's column."""
-        part = self.splits.validation
-        counts = torch.bincount(part.y, minlength=self.splits.num_classes).tolist()
-        found = rare_groups("class", dict(zip(self.splits.class_names, counts, strict=True)))
-        for name in groups_of(part, build_metric(self.config.metric)):
+        part, found = self.splits.validation, None
+        if self.target.kind != "regression":
+            several = self.target.kind == "multilabel"
+            counts = part.y.sum(0) if several else torch.bincount(part.y, minlength=self.splits.num_classes)
+            named = dict(zip(self.splits.class_names, counts.tolist(), strict=True))
+            found = rare_groups("label" if several else "class", named)
+        for name in groups_of(part, self._metric):
             values, sizes = np.unique(part.columns[name], return_counts=True)
             found = found or rare_groups(f"{name} value", dict(zip(map(str, values), sizes.tolist(), strict=True)))
         return found
@@ -154,11 +164,13 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """Return the usual methods, what adds constants to the logits, and any others that the settings select."""
         config, x = self.config, self.splits.validation.x
         methods, contenders = super().methods(resume, watcher), self.contenders(config, self)
-        budgets = {"threshold": default_of(tune_threshold, "evals"), "class_offsets": config.queries}
-        counts = torch.bincount(self.splits.train.y, minlength=self.splits.num_classes)
-        if counts.min() > 0:  # a class that training lacks has no prior
-            methods["logit_adjustment"] = ending_at(lambda task: adjust_logits(task, x, counts))
-            budgets["logit_adjustment_tuned"] = default_of(tune_adjustment, "evals")
+        budgets = {RIVALS[self.target.kind]: config.queries} if self.target.kind in RIVALS else {}
+        if self.target.kind == "classes":
+            budgets = {"threshold": default_of(tune_threshold, "evals"), "class_offsets": config.queries}
+            counts = torch.bincount(self.splits.train.y, minlength=self.splits.num_classes)
+            if counts.min() > 0:  # a class that training lacks has no prior
+                methods["logit_adjustment"] = ending_at(lambda task: adjust_logits(task, x, counts))
+                budgets["logit_adjustment_tuned"] = default_of(tune_adjustment, "evals")
         methods |= {name: at_budget(contenders[name], queries, self.seed) for name, queries in budgets.items()}
         if transfer := config.transfer:
             f = load_value_function(transfer.value_function, self.task.dim).to(self.task.adapter.phi.device)
@@ -198,18 +210,42 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             counts, evals = splits.train.y.bincount(minlength=splits.num_classes), min(queries, MOST_STRENGTHS)
             return tune_adjustment(task, splits.validation.x, counts, evals=evals)  # from the trained model itself
 
+        def label_thresholds(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module | None:
+            return class_offsets(task, start, queries, seed) if kind == "multilabel" else None
+
+        def cut_points(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module | None:
+            return tune_cut_points(task, queries, start=start) if kind == "ordinal" else None
+
+        def recalibration(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module | None:
+            assert isinstance(subject, ClassificationExperiment)
+            x = subject.splits.validation.x
+            return tune_line(task, x, queries, start=start) if kind == "regression" else None
+
+        kind = config.data.kind
         more = {"threshold": threshold, "class_offsets": class_offsets, "logit_adjustment_tuned": adjusted}
+        if kind != "classes":
+            more = {
+                "label_thresholds": label_thresholds,
+                "cut_points": cut_points,
+                "recalibration": recalibration,
+            }
         contenders = {name: at_each_budget(run, least=lambda dim: 2) for name, run in more.items()}
         return {**super().contenders(config, subject), **contenders}
 
     def start(self, name: str) -> Start | None:
         """Return one of `run_config.STARTS`, or None if it does not apply; see `Experiment.start`."""
         adapter, strength = self.task.adapter, PRIORS.get(name)
-        if strength is None:
+        if strength is None and name != "thresholds":
             return super().start(name)
         if adapter.outputs is None:
             return None
         phi = self.task.origin()
+        if self.target.kind != "classes" or strength is None:
+            offsets = self._label_offsets(strength)
+            if offsets is None:
+                return None
+            phi[adapter.offsets] = offsets.to(phi) / adapter.outputs.scale
+            return Start(phi)
         counts = self.splits.train.y.bincount(minlength=self.splits.num_classes)
         if not counts.min() > 0:
             return None  # a class without examples has no prior
@@ -217,12 +253,30 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         phi[adapter.offsets] = strength * prior_offsets(counts, one_logit=size == 1).to(phi) / adapter.outputs.scale
         return Start(phi)
 
+    def _label_offsets(self, strength: float | None) -> Tensor | None:
+        """Return offsets of the logits of labels or ranks, ``c``, by their shares in train; None for other targets.
+
+        Args:
+            strength: Of minus the log-odds; None for thresholds that predict as many as there are.
+        """
+        train = self.splits.train
+        shares = self.target.shares(train.y)
+        if not len(shares):
+            return None
+        if strength is None:
+            return matching_offsets(scores_at(self.task.adapter, self.task.origin(), train.x), shares)
+        return None if bool(((shares == 0) | (shares == 1)).any()) else -strength * shares.logit()
+
+    @property
+    def _metric(self) -> MetricSpec:
+        return build_metric(self.config.metric, self.config.data.kind)
+
     def test_error(self, before: State, after: State) -> float:
         """Return the standard error of the test metric's difference between two states.
 
         Both are judged on the same examples, resampled within classes.
         """
-        part, spec = self.splits.test, build_metric(self.config.metric)
+        part, spec = self.splits.test, self._metric
         first, second = (scores_at(each.task.adapter, each.phi, part.x) for each in (before, after))
         kind = strata(part, spec)
         alike = [(kind == each).nonzero().flatten() for each in kind.unique()]
@@ -240,7 +294,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         part, losses = self.splits.test, learned_losses(self.folder, self.config.trained_methods)
         rows = stratified_parts(part.y, self._siblings.batch_size, self.seed)[:MOST_PARTS]
         batches = [part.take(each) for each in rows]
-        spec, judged = build_metric(self.config.metric), batches[:1]
+        spec, judged = self._metric, batches[:1]
 
         def outputs() -> Iterator[tuple[Tensor, Tensor]]:
             for end, batch in product(ends, batches):
@@ -248,7 +302,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
                 yield self._scores(end, batch.x), batch.y
 
         known = replace(spec, function=lambda scores, labels: value_of(spec, scores, judged[0]), columns=())
-        return correlation_report({"cross-entropy": cross_entropy, **losses}, batch_metric(known), outputs())
+        own = {self.target.loss_name: cross_entropy if self.target.kind == "classes" else self.target.loss}
+        return correlation_report({**own, **losses}, batch_metric(known), outputs())
 
     @torch.no_grad()
     def _scores(self, end: End, x: Tensor) -> Tensor:
@@ -261,10 +316,10 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """Write the tuned classifier, and draw some test images, with their classes before and after."""
         super().finish()
         images, x, adapter = self.inputs.test, self.splits.test.x, self.task.adapter
-        if images.x.dim() == 4:
+        if images.x.dim() == 4 and self.target.kind in ("classes", "ordinal"):
             with self.as_trained():
-                before = predict_classes(adapter, self.task.origin(), x)
-            after = predict_classes(adapter, adapter.phi.detach(), x)
+                before = self.target.decide(scores_at(adapter, self.task.origin(), x))
+            after = self.target.decide(scores_at(adapter, adapter.phi.detach(), x))
             plot_examples(images, before, after, self.splits.class_names, self.folder / "examples.png", self.seed)
 
     @property
@@ -279,7 +334,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             task,
             trains="phi" if config.trains == "phi" else "model",
             predict=lambda model, batch: (model(batch[0]), batch[1]),
-            batch_metric=batch_metric(build_metric(self.config.metric)),
+            batch_metric=batch_metric(self._metric),
             batches=self._sibling_batches(),
             validation=self._batches(splits.validation),
             build=lambda seed: tuned_part(untrained(self.config, self.inputs, seed), self.config),
@@ -297,7 +352,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         return threshold_of(model, task.metric, self.splits.validation.x, evals) if evals else None
 
     def _batches(self, part: Split) -> TensorBatches:
-        return TensorBatches(part.x, part.y, self.config.batch_size, balanced=self.config.balanced)
+        balanced = self.config.balanced and self.target.kind != "regression"
+        return TensorBatches(part.x, part.y, self.config.batch_size, balanced=balanced)
 
     def _follow(self, task: FinetuneTask, settings: TransferConfig, f: ValueFunction) -> Tensor:
         """Return the end of finetuning under another run's f, trusted or not."""
@@ -315,7 +371,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         again.adapter.set_phi(result.ends[result.chosen])
 
         def train_theta(model: nn.Module) -> None:
-            train(model, self.splits.train, settings, config.model.balanced, seed)
+            balanced = config.model.balanced and self.target.kind != "regression"
+            train(model, self.splits.train, settings, balanced, seed, self.target)
 
         run_second_round(again, result.fit, train_theta, recipe=recipe, setting=result.details.setting, seed=seed)
         return again.adapter.merge()

@@ -8,6 +8,7 @@ labels are ``n`` integers in 0..c-1. Two columns count as binary, with class 1 t
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class MetricSpec:
     Attributes:
         name: Name shown to users.
         maximize: Whether larger is better.
-        bounds: Smallest and largest value the metric can take.
+        bounds: Smallest and largest value the metric can take; None if there are none.
         function: ``function(logits, labels) -> float``, with logits ``n x c`` or ``n``, and labels ``n``. It raises
             `DataError` on an empty set, unequal lengths, NaN logits and labels outside 0..c-1. One with ``columns`` is
             called as ``function(logits, labels, *columns)``.
@@ -43,7 +44,7 @@ class MetricSpec:
 
     name: str
     maximize: bool
-    bounds: tuple[float, float]
+    bounds: tuple[float, float] | None
     function: MetricFunction
     description: str
     columns: tuple[str, ...] = ()
@@ -361,6 +362,7 @@ def from_callable(
     name: str | None = None,
     scores: Literal["labels", "probabilities", "logits"] = "labels",
     columns: Sequence[str] = (),
+    prepared: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> MetricSpec:
     """Make a metric from a third-party function.
 
@@ -376,6 +378,8 @@ def from_callable(
         scores: What ``fn`` gets as predictions: the predicted classes (``n``), or the probabilities or logits
             (``n x c``; for two classes, ``n`` for class 1).
         columns: Names of further arrays of the same rows that ``fn`` gets, ``n`` each.
+        prepared: Returns what ``fn`` gets as predictions and labels for logits and labels, in place of those of
+            classes.
 
     Raises:
         ValueError: For unknown ``scores``, bounds out of order, or columns that ``fn`` has no arguments for.
@@ -419,10 +423,15 @@ def from_callable(
         return value
 
     def function(logits: Tensor, labels: Tensor, *own: npt.NDArray[Any]) -> float:
-        logits, labels, num_classes = _check(logits, labels)
-        return number_within(evaluate(predictions(logits, num_classes), labels, *own), (low, high), label)
+        if prepared is None:
+            logits, labels, num_classes = _check(logits, labels)
+            predicted = predictions(logits, num_classes)
+        else:
+            predicted, labels = prepared(logits, labels)
+        return number_within(evaluate(predicted, labels, *own), (low, high), label)
 
-    return MetricSpec(label, maximize, (low, high), function, f"{label} of the {scores}", tuple(columns))
+    known = None if math.isinf(high - low) else (low, high)
+    return MetricSpec(label, maximize, known, function, f"{label} of the {scores}", tuple(columns))
 
 
 def _copied(column: npt.NDArray[Any]) -> npt.NDArray[Any]:

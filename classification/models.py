@@ -162,7 +162,7 @@ class Halving(nn.Sequential):
         self.relu = nn.ReLU()
 
 
-def build_model(name: str, input_shape: torch.Size, classes: int) -> nn.Module:
+def build_model(name: str, input_shape: torch.Size, classes: int, *, one_logit: bool = True) -> nn.Module:
     """Build an untrained classifier.
 
     Args:
@@ -170,7 +170,8 @@ def build_model(name: str, input_shape: torch.Size, classes: int) -> nn.Module:
             ``cifar_resnet9`` (24 channels wide with ``w24`` after it), or the name of a torchvision classifier, e.g.
             ``resnet18``.
         input_shape: Shape of one input: ``features`` or ``channels x h x w``.
-        classes: Number of classes c. Two classes give the MLP one logit.
+        classes: Number of classes c, or of other outputs. Two classes give the MLP one logit.
+        one_logit: False for two outputs that are no classes.
 
     Raises:
         ConfigError: There is no such model, or it doesn't take inputs of this shape.
@@ -178,7 +179,7 @@ def build_model(name: str, input_shape: torch.Size, classes: int) -> nn.Module:
     if name == "tabular_mlp":
         if len(input_shape) != 1:
             raise ConfigError(f"model.name=tabular_mlp takes vectors, but the data has shape {tuple(input_shape)}")
-        return TabularMLP(input_shape[0], 1 if classes == 2 else classes)
+        return TabularMLP(input_shape[0], 1 if classes == 2 and one_logit else classes)
     if len(input_shape) != 3:
         raise ConfigError(f"model.name={name} takes images, but the data has shape {tuple(input_shape)}")
     if name == "small_cnn":

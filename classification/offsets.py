@@ -82,7 +82,7 @@ def tune_threshold(
         evals: Number of thresholds tried, one query each; the model's own, 0, is the first.
         start: Another phi, ``d``, that is merged into the model.
     """
-    return threshold_of(_original(task, start), task.metric, x, evals)
+    return threshold_of(merged(task, start), task.metric, x, evals)
 
 
 @torch.no_grad()
@@ -140,7 +140,7 @@ def tune_offsets(
     """
     check_integer(1, rounds=rounds, budget=1 if budget is None else budget)
     check_integer(2, points=points)
-    original = _original(task, start)
+    original = merged(task, start)
     logits, model = original(x[:1]), Remembered(original)
     if logits.dim() == 1:
         return None
@@ -197,7 +197,7 @@ def adjust_logits(task: FinetuneTask, x: Tensor, counts: Tensor, strength: float
         counts: Number of train examples of each class, ``C``.
         strength: Factor on the offsets.
     """
-    model = _original(task)
+    model = merged(task)
     return WithOffsets(model, strength * prior_offsets(counts, one_logit=model(x[:1]).dim() == 1))
 
 
@@ -226,7 +226,7 @@ def tune_adjustment(task: FinetuneTask, x: Tensor, counts: Tensor, evals: int = 
     return WithOffsets(full.model, strengths[costs.index(min(costs))] * full.offsets)
 
 
-def _original(task: FinetuneTask, start: Tensor | None = None) -> nn.Module:
+def merged(task: FinetuneTask, start: Tensor | None = None) -> nn.Module:
     """Return a copy of the task's model at phi = 0, or with another phi, ``d``, merged into it."""
     adapter = Adapter(copy.deepcopy(task.adapter.model))
     if start is None:

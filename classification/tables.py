@@ -41,6 +41,8 @@ _BLANK = {"", "?"}  # how tables mark a missing value
 # and a missing number, in lower case
 _MISSING = {*_BLANK, "-", "--", ".", "#n/a", "#na", "<na>", "n.a.", "n/a", "na", "nan", "none", "null"}
 QUERY = "qid"  # the query's id in a row of a LIBSVM file
+# how a column says whether a row has a label, in lower case
+_PRESENT = {"1": 1, "1.0": 1, "true": 1, "yes": 1, "y": 1, "0": 0, "0.0": 0, "false": 0, "no": 0, "n": 0}
 _SHOWN = 3  # bad cells of a column that are named
 _TELLING = 10  # rows from which on values of their own are worth a look
 _CLASSES = 100  # of numbers that are not whole so many may be classes
@@ -73,6 +75,7 @@ def read_libsvm(
     num_features: int | None = None,
     *,
     columns: Sequence[str] = (),
+    quantity: bool = False,
     max_bytes: int = MAX_BYTES,
 ) -> Table:
     """Read files as `load_libsvm` does, with all digits of their numbers.
@@ -81,6 +84,7 @@ def read_libsvm(
         paths: As in `load_libsvm`.
         num_features: As in `load_libsvm`.
         columns: What else is kept of each row (`Split.columns`): such files have ``qid`` alone, the query's id.
+        quantity: Whether the labels are numbers to predict, and no classes; y is then ``n`` float64.
         max_bytes: As in `load_libsvm`.
 
     Raises:
@@ -138,11 +142,11 @@ def read_libsvm(
             f"{named}: labels must be numbers below 2^53, beyond which float64 can't tell them apart, got"
             f" {wrong[0]:.17g}"
         )
-    labels, y = np.unique(numbers, return_inverse=True)
+    labels, y = (numbers[:0], numbers) if quantity else np.unique(numbers, return_inverse=True)
     if len(labels) > _CLASSES and (parted := labels[labels % 1 != 0]).size:
         raise DataError(
             f"{named}: labels must be classes, but seem to be a quantity: {len(labels)} different ones, such as"
-            f" {parted[0]:g}; number the classes by whole numbers"
+            f" {parted[0]:g}; number the classes by whole numbers, or set data.kind=regression to predict them"
         )
     said = f"LIBSVM data, {counted(rows, 'example')} of {counted(features, 'feature')}, indices from {first}"
     if queries and not columns:
@@ -201,6 +205,8 @@ def read_csv(
     drop: Sequence[str] = (),
     categories: Sequence[str] = (),
     columns: Sequence[str] = (),
+    targets: Sequence[str] = (),
+    quantity: bool = False,
     delimiter: str = "",
     decimal: str = "",
     encoding: str = "",
@@ -222,6 +228,9 @@ def read_csv(
         categories: Names of columns whose cells are values as they stand, numbers or not.
         columns: Names of columns that are no inputs, but are kept for a metric (`Split.columns`): as whole numbers,
             numbers or texts.
+        targets: In place of ``target``, names of two columns or more, each a label that a row has or not: 1 or 0, yes
+            or no, true or false. y is then ``n x k``, and the classes' names are those of the labels.
+        quantity: Whether the target is a number to predict, and no class; y is then ``n`` float64.
         delimiter: Character between cells; whitespace around cells is ignored. Empty: the one of `DELIMITERS` that
             gives the header the target and as many cells as each row.
         decimal: ``"."`` or ``","``; thousands are then parted by the other one, a space or an apostrophe. Empty: a
@@ -240,15 +249,25 @@ def read_csv(
             values, or more bytes than allowed.
     """
     text, encoding = _decoded(path, _text(existing(path), max_bytes // TEXT_SHARE), encoding)
-    rows, delimiter = _rows(path, text, delimiter, target)
+    targets = list(targets) or [target]
+    rows, delimiter = _rows(path, text, delimiter, targets[0])
     del text
     header = rows[0][1]
-    _check_header(path, header, target, [*drop, *categories, *columns])
+    _check_header(path, header, targets[0], [*targets[1:], *drop, *categories, *columns])
     lines = [line for line, _ in rows[1:]]
     cells = list(zip(header, zip(*(row for _, row in rows[1:]), strict=True), strict=True))
     del rows
-    labels, names_of_classes = _labels(path, target, dict(cells)[target], lines, header, target in categories)
+    named = dict(cells)
+    labels: dict[str, Column] = {}
+    names_of_classes: list[str] = []
+    if not quantity and len(targets) == 1:
+        labels[target], names_of_classes = _labels(path, target, named[target], lines, header, target in categories)
     read = _Columns(path, lines, decimal, missing, max_categories, max_bytes)
+    y = np.zeros(0)
+    if quantity:
+        y, labels[target] = read.quantity(target, named[target])
+    elif len(targets) > 1:
+        y = np.stack([read.present(name, named[name]) for name in targets], 1)
 
     features: list[Array] = []
     said: list[Column] = []
@@ -258,8 +277,9 @@ def read_csv(
             kept[name], how = read.of_rows(name, column, name in categories)
             said.append(how)
             continue
-        if name == target or name in drop:
-            said.append(labels if name == target else Column(name, "left out", values=len(set(column))))
+        if name in targets or name in drop:
+            how = labels.get(name, Column(name, "class" if name in targets else "left out", values=len(set(column))))
+            said.append(how)
             continue
         values, how = read.column(name, column, name in categories)
         features.append(values)
@@ -269,10 +289,11 @@ def read_csv(
     if len(names_of_classes) > max_categories:
         raise DataError(
             f"{path}: {_too_many('target', target, names_of_classes, max_categories)}; it must hold classes, not a"
-            " quantity (or raise data.max_categories)"
+            " quantity (or raise data.max_categories, or set data.kind=regression to predict it)"
         )
-    places = {value: place for place, value in enumerate(names_of_classes)}
-    y = np.array([places[cell] for cell in dict(cells)[target]])
+    if not quantity and len(targets) == 1:
+        places = {value: place for place, value in enumerate(names_of_classes)}
+        y = np.array([places[cell] for cell in named[target]])
     # float32, at half the memory, where it holds all numbers
     with np.errstate(over="ignore"):
         exact = all(part.dtype == bool or np.array_equal(part.astype(np.float32), part) for part in features)
@@ -284,7 +305,7 @@ def read_csv(
         f"{encoding}, cells parted by {delimiter!r}, decimal {'comma' if decimal == ',' else 'point'},"
         f" {counted(len(lines), 'row')}"
     )
-    names = tuple(names_of_classes)
+    names = tuple(names_of_classes if len(targets) == 1 else targets)
     return Table(torch.from_numpy(x), torch.from_numpy(y), names, Reading(found, said), columns=kept)
 
 
@@ -621,6 +642,30 @@ class _Columns:
         else:
             values = np.array([numbers[cell] for cell in column])
         return values, Column(name, METRICS, 0, len(np.unique(values)))
+
+    def quantity(self, name: str, column: Sequence[str]) -> tuple[Array, Column]:
+        """Return a target's numbers, ``n`` float64, and how it was read; all must be there."""
+        cells = {cell: None if cell.lower() in _MISSING else _cell(cell, self._decimal) for cell in set(column)}
+        self._check_notation(name, column, cells)
+        numbers = {cell: found.value for cell, found in cells.items() if found is not None}
+        for i, cell in enumerate(column):
+            if not np.isfinite(numbers.get(cell, np.nan)):
+                raise DataError(
+                    f"{self._path}: the target {name!r} must be a finite number in each row, got {self._at(column, i)};"
+                    " leave out the row, or data.kind=classes is for words"
+                )
+        values = np.array([numbers[cell] for cell in column])
+        return values, Column(name, "quantity", 0, len(np.unique(values)))
+
+    def present(self, name: str, column: Sequence[str]) -> Array:
+        """Return in which rows a label is, ``n`` int64 of 0 and 1."""
+        for i, cell in enumerate(column):
+            if cell.casefold() not in _PRESENT:
+                raise DataError(
+                    f"{self._path}: {name!r} of data.targets must be 1 or 0 in each row, yes or no, true or false,"
+                    f" got {self._at(column, i)}; give each label a column of its own"
+                )
+        return np.array([_PRESENT[cell.casefold()] for cell in column])
 
     def _numbers(
         self, name: str, column: Sequence[str], values: Array, sign: str, bad: Sequence[int]

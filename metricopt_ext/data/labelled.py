@@ -39,7 +39,8 @@ class Split:
 
     Attributes:
         x: Inputs, ``n x ...``: finite float32, or uint8 images.
-        y: Labels, ``n`` int64.
+        y: Labels, ``n`` int64; of several labels each (multi-label) ``n x k`` int64, 0 or 1; or quantities, ``n``
+            finite float64.
         columns: What else is known of each row, such as its weight or its region, by name: arrays of ``n``. A metric
             may be given them; a model never is.
 
@@ -57,7 +58,13 @@ class Split:
         for name, column in self.columns.items():
             if column.shape != (len(self.x),):
                 raise DataError(f"column {name!r} must have {len(self.x)} values, one per row of x, got {column.shape}")
-        if self.y.dtype != torch.int64 or self.y.shape != self.x.shape[:1]:
+        several = self.y.dtype == torch.int64 and self.y.ndim == 2 and len(self.y) == len(self.x)
+        if several and bool(((self.y != 0) & (self.y != 1)).any()):
+            raise DataError(f"y of shape {tuple(self.y.shape)} must hold 0 and 1 for each label")
+        if self.y.is_floating_point() and not bool(self.y.isfinite().all()):
+            raise DataError("y must be finite, got NaN or infinity")
+        known = self.y.dtype in (torch.int64, torch.float64) and self.y.shape == self.x.shape[:1]
+        if not (several or known):
             raise DataError(
                 f"y must hold {len(self.x)} int64 labels, one per row of x, "
                 f"got {self.y.dtype} of shape {tuple(self.y.shape)}"

@@ -22,7 +22,8 @@ class Splits:
         train: What the surrogate loss is computed on.
         validation: What the metric is queried on.
         test: What the result is reported on.
-        class_names: The names of all c classes; labels index them.
+        class_names: The names of all c classes; labels index them. Of several labels each, the names of the k labels;
+            of quantities, none.
         reading: How the file that they come from was read; None where there is nothing to say.
 
     Raises:
@@ -38,7 +39,8 @@ class Splits:
 
     def __post_init__(self) -> None:
         """Check that the parts fit together."""
-        if self.num_classes < 2:
+        quantities, several = self.train.y.is_floating_point(), self.train.y.ndim == 2
+        if self.num_classes < 2 and not quantities:
             raise DataError(f"a set needs at least two classes, got {self.num_classes}")
         for name in PARTS:
             part: Split = getattr(self, name)
@@ -47,6 +49,12 @@ class Splits:
             shape, wanted = tuple(part.x.shape[1:]), tuple(self.train.x.shape[1:])
             if shape != wanted:
                 raise DataError(f"the {name} inputs must be of shape n x {wanted} like those of train, got {shape}")
+            if part.y.dtype != self.train.y.dtype or part.y.shape[1:] != self.train.y.shape[1:]:
+                raise DataError(f"the {name} labels must be of the kind of train's, got {part.y.dtype}")
+            if several and part.y.shape[1] != self.num_classes:
+                raise DataError(f"the {name} part has {part.y.shape[1]} labels each, but {self.num_classes} names")
+            if quantities or several:
+                continue
             wrong = [label for label in part.y.unique().tolist() if not 0 <= label < self.num_classes]
             if wrong:
                 raise DataError(f"the {name} labels must be in 0..{self.num_classes - 1}, got {wrong[0]}")

@@ -33,7 +33,7 @@ from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.config import as_plain, config_section, known_keys
 
-STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice")
+STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice", "thresholds")
 VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
 
 
@@ -125,8 +125,9 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     # What the search may begin from besides the model as it is, where it applies; each costs a query. loss_finetune,
     # batchnorm (re-estimated on the validation inputs), prior and prior_twice (classifiers with outputs in phi: logits
-    # adjusted by the class shares, with strength 1 and 2).
-    starts: list[str] = field(default_factory=lambda: list(STARTS))
+    # adjusted by the class shares, with strength 1 and 2), thresholds (of several labels, or cut points of ranks, with
+    # outputs in phi: those at which as many train examples are predicted as there are; on where data.kind has them).
+    starts: list[str] = field(default_factory=lambda: [each for each in STARTS if each != "thresholds"])
     queries: int = 600  # MetricOpt's metric queries in total
     population: int = 32  # tasks computed together
     best_evals: int = 51  # queries of the rival "loss finetune + best"

@@ -30,6 +30,7 @@ KEPT = {
     "batchnorm": "BatchNorm re-estimated",
     "prior": "logits adjusted by the priors",
     "prior_twice": "logits adjusted by the priors, twice as strongly",
+    "thresholds": "thresholds that predict as many as there are",
 }
 
 

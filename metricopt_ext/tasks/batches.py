@@ -20,7 +20,9 @@ class IndexSampler:
     Args:
         size: Number of examples n.
         batch_size: Indices per batch; rounded down to a multiple of the number of classes if ``labels`` are given.
-        labels: Class labels, ``n``; if given, every class gets an equal share of the batch (paper, section 4.2).
+        labels: Class labels, ``n``; if given, every class gets an equal share of the batch (paper, section 4.2). Of
+            several labels each, ``n x k`` of 0 and 1, every label draws an equal share from the examples that have it,
+            and so do those without any; an example may be drawn for each of its labels.
     """
 
     def __init__(self, size: int, batch_size: int, labels: Tensor | None = None) -> None:
@@ -31,7 +33,7 @@ class IndexSampler:
         if labels is not None:
             if len(labels) != size:
                 raise DataError(f"{counted(len(labels), 'label')} for {counted(size, 'example')}")
-            self.groups = [(labels.cpu() == label).nonzero().squeeze(1) for label in labels.unique().tolist()]
+            self.groups = _groups(labels.cpu())
         if batch_size < len(self.groups):
             raise DataError(
                 f"batch_size is {batch_size}, too small for one example of each of {len(self.groups)} classes"
@@ -45,6 +47,14 @@ class IndexSampler:
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
+def _groups(labels: Tensor) -> list[Tensor]:
+    """The examples of each class, or with each label and without any; groups that nothing is in are left out."""
+    if labels.dim() == 1:
+        return [(labels == label).nonzero().squeeze(1) for label in labels.unique().tolist()]
+    having = [*(labels.T == 1), ~(labels == 1).any(1)]
+    return [each.nonzero().squeeze(1) for each in having if each.any()]
+
+
 class TensorBatches:
     """Batches ``(x, y)`` from tensors in memory.
 
@@ -52,7 +62,7 @@ class TensorBatches:
         x: Inputs, ``n x ...``.
         y: Targets, ``n x ...``.
         batch_size: Examples per batch.
-        balanced: Whether every class in ``y``, ``n``, gets an equal share of the batch.
+        balanced: Whether every class in ``y``, ``n``, or label, ``n x k``, gets an equal share of the batch.
         more: Further tensors of the same examples, ``n x ...``, such as their weights, that batches have after y.
     """
 

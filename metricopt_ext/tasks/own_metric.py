@@ -38,7 +38,7 @@ class OwnMetric(NamedTuple):
     function: Callable[..., Any]
     name: str
     maximize: bool
-    bounds: tuple[float, float]
+    bounds: tuple[float, float]  # infinite where none are known
 
 
 def own_metric(name: str, config: Any) -> OwnMetric | None:
@@ -63,7 +63,8 @@ def own_metric(name: str, config: Any) -> OwnMetric | None:
         found = import_named(name, config.folder, "metric.folder")
         made = isinstance(found, type)
         function = found(**config.kwargs) if made else partial(found, **config.kwargs) if config.kwargs else found
-        return OwnMetric(function, attribute, config.maximize, (config.bounds[0], config.bounds[1]))
+        low, high = config.bounds or (-math.inf, math.inf)
+        return OwnMetric(function, attribute, config.maximize, (low, high))
     except ConfigError:
         raise
     except ModuleNotFoundError as error:

@@ -41,7 +41,7 @@ def test_keys_of_a_table_are_there_for_a_table() -> None:
     assert (table.data.name, getattr(table.data, "target", None)) == ("csv", "{y")
     other = load_config(ClassificationConfig, None, ["data.name=iris", "model.name=tabular_mlp"])
     own = set(leaf_keys(table)) - set(leaf_keys(other))
-    names = ("target", "drop", "categories", "max_categories", "missing", "delimiter", "decimal", "encoding")
+    names = ("target", "targets", "drop", "categories", "max_categories", "missing", "delimiter", "decimal", "encoding")
     assert own == {f"data.{name}" for name in names}
     message = re.escape("data.missing is a key of data.name=csv; this run has data.name=iris")
     with pytest.raises(ConfigError, match=message):

@@ -20,6 +20,7 @@ from metricopt_ext.classification.data import (
     imputed,
     load_cifar10,
     load_sklearn,
+    ordered,
     single_precision,
     split,
     standardise,
@@ -300,3 +301,65 @@ def test_parts_too_small_for_a_class_ratio_are_named() -> None:
         shift_class_ratio(_splits([30, 30], [9, 9]), [0.95, 0.05])
     with pytest.raises(DataError, match=r"the validation part is too small .* of \[9, 0\] examples .* keep \[0, 0\]"):
         shift_class_ratio(_splits([9, 0], [9, 9]), [0.5, 0.5])
+
+
+def ranked(names: tuple[str, ...]) -> Splits:
+    part = Split(torch.zeros(6, 1), torch.arange(6) % len(names))
+    return Splits(part, part, part, names)
+
+
+def test_ranks_are_in_the_order_that_is_given_or_by_number() -> None:
+    changed = ordered(ranked(("bad", "fair", "awful")), ["awful", "bad", "fair"])
+    assert changed.class_names == ("awful", "bad", "fair")
+    assert changed.test.y.tolist() == [1, 2, 0, 1, 2, 0]
+    by_number = ordered(ranked(("10", "9", "-1")), [])
+    assert by_number.class_names == ("-1", "9", "10")
+    assert by_number.train.y.tolist() == [2, 1, 0, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("names", "order", "message"),
+    [
+        (
+            ("low", "mid", "top"),
+            [],
+            r"are no numbers, so their order is not known; give it.*data.order=\[low,mid,top\]",
+        ),
+        (("low", "mid", "top"), ["low", "mid", "high"], r"must have each class once, .*; look at 'high'"),
+        (("low", "mid", "top"), ["low", "mid"], r"must have each class once, .*; look at 'top'"),
+        (("low", "mid", "top"), ["low", "mid", "top", "top"], "must have each class once"),
+        (("0", "1"), [], "needs three ranks or more"),
+    ],
+)
+def test_an_order_that_is_none_is_refused(names: tuple[str, ...], order: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ordered(ranked(names), order)
+
+
+def test_several_labels_are_divided_by_their_shares() -> None:
+    y = (torch.rand(200, 3, generator=torch.Generator().manual_seed(0)) < torch.tensor([0.5, 0.2, 0.05])).long()
+    parts = split(torch.arange(200.0)[:, None], y, (0.6, 0.2, 0.2), class_names=("a", "b", "c"))
+    for part, share in ((parts.train, 0.6), (parts.validation, 0.2), (parts.test, 0.2)):
+        assert len(part) == 200 * share
+        assert (part.y.sum(0) - share * y.sum(0)).abs().max() <= 2
+    assert parts.num_classes == 3
+    y[:, 2] = 0
+    y[:2, 2] = 1
+    with pytest.raises(DataError, match=r"label 'c' is in 2 of 200 examples; train, validation and test need one with"):
+        split(torch.zeros(200, 1), y, class_names=("a", "b", "c"))
+    with pytest.raises(DataError, match="must hold 0 and 1 for each label"):
+        Split(torch.zeros(200, 1), y + 1)
+
+
+def test_quantities_are_divided_at_random() -> None:
+    y = torch.arange(50, dtype=torch.float64)
+    parts = split(y.float()[:, None], y)
+    assert sorted(torch.cat([parts.train.y, parts.validation.y, parts.test.y]).tolist()) == y.tolist()
+    assert parts.class_names == ()
+    with pytest.raises(DataError, match="y must be finite"):
+        Split(torch.zeros(2, 1), torch.tensor([0.0, torch.inf], dtype=torch.float64))
+    with pytest.raises(DataError, match=r"the validation labels must be of the kind of train's, got torch.int64"):
+        Splits(parts.train, Split(torch.zeros(3, 1), torch.tensor([0, 1, 0])), parts.test, ())
+    diabetes = load_sklearn("diabetes")
+    assert diabetes.y.dtype == torch.float64
+    assert (diabetes.x.shape, diabetes.class_names) == ((442, 10), ())

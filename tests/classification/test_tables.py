@@ -524,3 +524,41 @@ def test_query_ids_of_libsvm_files_are_kept_on_request(tmp_path: Path) -> None:
     path.write_text("1 qid:7 1:0.5\n0 2:1\n1 qid:9 1:1\n")
     with pytest.raises(DataError, match=r"metric.columns has qid, which 2 of 3 rows give; each must have one"):
         read_libsvm(path, columns=["qid"])
+
+
+def test_columns_of_labels_are_read_as_one_target(tmp_path: Path) -> None:
+    content = "size,red,blue,round\n" + "\n".join(f"{i},{i % 2},{['no', 'Yes'][i % 3 > 0]},{i < 2}" for i in range(12))
+    (tmp_path / "t.csv").write_text(content)
+    table = read_csv(tmp_path / "t.csv", "", targets=["red", "round", "blue"])
+    assert table.class_names == ("red", "round", "blue")
+    assert table.x.shape == (12, 1)
+    assert table.y.tolist() == [[i % 2, int(i < 2), int(i % 3 > 0)] for i in range(12)]
+    assert [column.kind for column in table.reading.columns] == ["number", "class", "class", "class"]
+    (tmp_path / "t.csv").write_text(content.replace("Yes", "maybe", 1))
+    with pytest.raises(DataError, match=r"'blue' of data.targets must be 1 or 0 in each row.*got 'maybe' in row 3"):
+        read_csv(tmp_path / "t.csv", "", targets=["red", "blue"])
+    with pytest.raises(DataError, match="must have one column 'green', got 0"):
+        read_csv(tmp_path / "t.csv", "", targets=["red", "green"])
+
+
+def test_a_target_of_quantities_keeps_its_digits(tmp_path: Path) -> None:
+    prices = [f"${1000 + i / 7:.6f}" for i in range(300)]
+    content = "size,price\n" + "\n".join(f"{i},{price}" for i, price in enumerate(prices))
+    (tmp_path / "t.csv").write_text(content)
+    table = read_csv(tmp_path / "t.csv", "price", quantity=True)
+    assert table.y.dtype == torch.float64
+    assert table.y.tolist() == [float(price[1:]) for price in prices]
+    assert (table.class_names, table.reading.columns[1].kind) == ((), "quantity")
+    with pytest.raises(DataError, match=r"set data.kind=regression to predict it"):
+        read_csv(tmp_path / "t.csv", "price")
+    (tmp_path / "t.csv").write_text(content.replace(prices[4], "NA"))
+    with pytest.raises(DataError, match=r"the target 'price' must be a finite number in each row, got 'NA' in row 6"):
+        read_csv(tmp_path / "t.csv", "price", quantity=True)
+
+
+def test_labels_of_libsvm_files_may_be_quantities(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("".join(f"{i / 8} 1:{i}\n" for i in range(200)))
+    table = read_libsvm(tmp_path / "data", quantity=True)
+    assert table.y.tolist() == [i / 8 for i in range(200)]
+    with pytest.raises(DataError, match=r"or set data.kind=regression to predict them"):
+        read_libsvm(tmp_path / "data")

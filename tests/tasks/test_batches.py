@@ -179,3 +179,19 @@ def test_further_tensors_go_with_their_examples() -> None:
     assert (above == inputs + 1).all()
     with pytest.raises(DataError, match="20 inputs for 3 targets"):
         TensorBatches(x, torch.arange(20), 6, more=[x[:3]])
+
+
+def test_batches_balanced_by_several_labels_have_each_of_them() -> None:
+    y = torch.zeros(400, 3, dtype=torch.int64)
+    y[:200, 0] = 1
+    y[:8, 1] = 1  # rare, and always beside the first
+    y[200:210, 2] = 1
+    sample = IndexSampler(400, 40, y)
+    assert [len(group) for group in sample.groups] == [200, 8, 10, 190]  # the last without any label
+    drawn = torch.cat([sample(0, 0, step).view(4, 10) for step in range(50)], 1)
+    for label in range(3):
+        assert (y[drawn[label], label] == 1).all()
+    assert not y[drawn[3]].any()
+    with pytest.raises(DataError, match="too small for one example of each of 4"):
+        IndexSampler(400, 3, y)
+    assert len(IndexSampler(200, 4, y[:200]).groups) == 2  # nothing has the third, or none
