@@ -1,15 +1,20 @@
-"""Mean IoU of a network for semantic segmentation as the black-box metric."""
+"""Metrics of a network for semantic segmentation as the black box: mean IoU, and the F-measure of boundaries."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.classification.metrics import macro
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.utils.checks import check_above
 
+DIAGONAL_SHARE = 0.0075  # of an image, within which boundaries are the same
 IGNORED = 255  # the label of pixels that don't count, in VOC's files and others
 
 
@@ -40,31 +45,14 @@ def mean_iou_metric(
         DataError: There are no images, images and labels don't fit together, or a label is out of range.
         MetricError: From the metric, for a network whose output has another shape or is NaN.
     """
-    if not images or len(images) != len(labels):
-        raise DataError(f"there are {len(images)} images and {len(labels)} label maps; give one map for each image")
-    for index, (image, label) in enumerate(zip(images, labels, strict=True)):
-        if label.is_floating_point() or label.shape != image.shape[-2:]:
-            raise DataError(
-                f"label map {index} is {label.dtype} of shape {tuple(label.shape)}; it must be integers of shape"
-                f" {tuple(image.shape[-2:])}, one for each pixel"
-            )
-        wrong = label[((label < 0) | (label >= classes)) & (label != ignored)]
-        if len(wrong):
-            raise DataError(f"label map {index} holds {int(wrong[0])}; labels are 0..{classes - 1} or {ignored}")
+    _check_maps(images, labels, classes, ignored)
 
     def confusion(model: nn.Module, image: Tensor, label: Tensor) -> Tensor:
         """Count the pixels of an image by true and predicted class, ``classes x classes``."""
-        output: Any = model(image[None])
-        scores: Tensor = output["out"] if isinstance(output, dict) else output
-        if scores.shape != (1, classes, *label.shape):
-            raise MetricError(
-                f"the network's output has shape {tuple(scores.shape)}; mean IoU needs {(1, classes, *label.shape)}"
-            )
-        if scores.isnan().any():
-            raise MetricError("the network's output has NaN")
-        label = label.to(scores.device).long()
+        predicted = _predicted(model, image, label, classes, "mean IoU")
+        label = label.to(predicted.device).long()
         counts = label != ignored
-        pairs = label[counts] * classes + scores[0].argmax(0)[counts]
+        pairs = label[counts] * classes + predicted[counts]
         return torch.bincount(pairs, minlength=classes**2).view(classes, classes)
 
     def function(model: nn.Module) -> Any:
@@ -78,3 +66,121 @@ def mean_iou_metric(
         return with_halves(value_on, halves)
 
     return Metric(function, maximize=True, bounds=(0.0, 1.0), name="mIoU")
+
+
+def boundary_f_metric(
+    images: Sequence[Tensor],
+    labels: Sequence[Tensor],
+    classes: int,
+    *,
+    tolerance: float | None = None,
+    halves: Sequence[Tensor] = (),
+    ignored: int = IGNORED,
+) -> Metric:
+    """Return the black box: how well predicted boundaries follow the true ones (BF score, Csurka et al. 2013).
+
+    A boundary pixel of a class has a neighbour, of four, that is of another. Precision is the share of predicted
+    boundary pixels within the tolerance of a true one, recall that of true ones within it of a predicted one, and F
+    their harmonic mean: of each class in each image that has its boundary, predicted or true. The mean over images, and
+    then over classes, is the value. Pixels to ignore are no boundary, and none is beside them for their sake.
+
+    Args:
+        images: As in `mean_iou_metric`.
+        labels: As in `mean_iou_metric`.
+        classes: Number of classes, the background included.
+        tolerance: Largest distance in pixels, above 0; None for 0.75% of an image's diagonal.
+        halves: As in `mean_iou_metric`.
+        ignored: Label of pixels that don't count.
+
+    Returns:
+        The metric of a network, as in `mean_iou_metric`.
+
+    Raises:
+        ValueError: The tolerance is out of range.
+        DataError: As in `mean_iou_metric`, or no label map has a boundary.
+        MetricError: As in `mean_iou_metric`.
+    """
+    if tolerance is not None:
+        check_above(0, tolerance=tolerance)
+    _check_maps(images, labels, classes, ignored)
+    if not any(_boundaries(_as_array(label), classes, ignored).any() for label in labels):
+        raise DataError("no label map has a boundary: each shows a single class")
+
+    def scores(model: nn.Module, image: Tensor, label: Tensor) -> npt.NDArray[np.float64]:
+        """F of each class in an image, ``classes``; NaN for one without a boundary."""
+        true = _as_array(label)
+        predicted = _as_array(_predicted(model, image, label, classes, "boundary F"))
+        predicted = np.where(true == ignored, ignored, predicted)
+        reach = DIAGONAL_SHARE * math.hypot(*true.shape) if tolerance is None else tolerance
+        pairs = zip(_boundaries(predicted, classes, ignored), _boundaries(true, classes, ignored), strict=True)
+        return np.array([_boundary_f(*pair, reach) for pair in pairs])
+
+    def function(model: nn.Module) -> Any:
+        each = np.stack([scores(model, *pair) for pair in zip(images, labels, strict=True)])
+
+        def value_on(half: Tensor | None) -> float:
+            chosen = each if half is None else each[half.numpy(force=True)]
+            some = chosen[:, ~np.isnan(chosen).all(0)]
+            if not some.size:
+                raise MetricError("boundary F is not defined on images without a boundary, predicted or true")
+            return float(np.nanmean(some, 0).mean())
+
+        return with_halves(value_on, halves)
+
+    return Metric(function, maximize=True, bounds=(0.0, 1.0), name="boundary F")
+
+
+def _as_array(classes: Tensor) -> npt.NDArray[np.int64]:
+    found: npt.NDArray[np.int64] = classes.long().numpy(force=True)
+    return found
+
+
+def _boundaries(shown: npt.NDArray[np.int64], classes: int, ignored: int) -> npt.NDArray[np.bool_]:
+    """The boundary pixels of each class, ``classes x h x w``: those beside a pixel of another one."""
+    beside = np.zeros(shown.shape, bool)
+    for axis in (0, 1):
+        first, second = (np.moveaxis(each, axis, 0) for each in (shown, beside))
+        differ = (first[1:] != first[:-1]) & (first[1:] != ignored) & (first[:-1] != ignored)
+        second[1:] |= differ
+        second[:-1] |= differ
+    found: npt.NDArray[np.bool_] = (shown == np.arange(classes)[:, None, None]) & beside
+    return found
+
+
+def _boundary_f(predicted: npt.NDArray[np.bool_], true: npt.NDArray[np.bool_], reach: float) -> float:
+    """F of two sets of boundary pixels, ``h x w``; 0 if one is empty, NaN if both are."""
+    if not predicted.any() or not true.any():
+        return 0.0 if predicted.any() or true.any() else math.nan
+    from scipy.ndimage import distance_transform_edt
+
+    precision = float((distance_transform_edt(~true)[predicted] <= reach).mean())
+    recall = float((distance_transform_edt(~predicted)[true] <= reach).mean())
+    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+
+
+def _check_maps(images: Sequence[Tensor], labels: Sequence[Tensor], classes: int, ignored: int) -> None:
+    """Reject images and label maps that don't fit together."""
+    if not images or len(images) != len(labels):
+        raise DataError(f"there are {len(images)} images and {len(labels)} label maps; give one map for each image")
+    for index, (image, label) in enumerate(zip(images, labels, strict=True)):
+        if label.is_floating_point() or label.shape != image.shape[-2:]:
+            raise DataError(
+                f"label map {index} is {label.dtype} of shape {tuple(label.shape)}; it must be integers of shape"
+                f" {tuple(image.shape[-2:])}, one for each pixel"
+            )
+        wrong = label[((label < 0) | (label >= classes)) & (label != ignored)]
+        if len(wrong):
+            raise DataError(f"label map {index} holds {int(wrong[0])}; labels are 0..{classes - 1} or {ignored}")
+
+
+def _predicted(model: nn.Module, image: Tensor, label: Tensor, classes: int, what: str) -> Tensor:
+    """The class of each pixel of an image, ``h x w``, as a network predicts it."""
+    output: Any = model(image[None])
+    scores: Tensor = output["out"] if isinstance(output, dict) else output
+    if scores.shape != (1, classes, *label.shape):
+        raise MetricError(
+            f"the network's output has shape {tuple(scores.shape)}; {what} needs {(1, classes, *label.shape)}"
+        )
+    if scores.isnan().any():
+        raise MetricError("the network's output has NaN")
+    return scores[0].argmax(0)
