@@ -33,6 +33,7 @@ from metricopt_ext.classification.data import (
     with_positive,
 )
 from metricopt_ext.classification.kept_features import Rest
+from metricopt_ext.classification.masks import load_masks
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, check_split, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.probe import output_scale
@@ -40,7 +41,7 @@ from metricopt_ext.classification.published import cropped, load_published, mean
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
 from metricopt_ext.classification.tables import load_a9a, read_csv, read_libsvm
 from metricopt_ext.classification.target_metrics import prepared_by, target_metric
-from metricopt_ext.classification.targets import Target, beyond
+from metricopt_ext.classification.targets import IGNORED, Target, beyond
 from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.parts import part_size
@@ -65,6 +66,7 @@ LOADERS: dict[str, Callable[[DataConfig, Limits, Sequence[str]], Labelled | Tabl
     "a9a": lambda data, limits, _: load_a9a(data.root, max_bytes=limits["max_bytes"]),
     "csv": lambda data, limits, columns: _read_csv(data, limits, columns),
     "image_folder": lambda data, limits, _: load_image_folder(data.root, data.image_size or None, **limits),
+    "segmentation": lambda data, limits, _: load_masks(data.root, data.image_size or None, **limits),
     "libsvm": lambda data, limits, columns: read_libsvm(
         data.root, columns=columns, quantity=data.kind == "regression", max_bytes=limits["max_bytes"]
     ),
@@ -87,7 +89,13 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def predict(model: nn.Module, x: Tensor) -> Tensor:
     """Return the logits of inputs ``n x ...``, in batches; the caller sets evaluation mode and disables gradients."""
-    return torch.cat([model(part) for part in x.split(part_size(x))])
+    return torch.cat([output_of(model(part)) for part in x.split(part_size(x))])
+
+
+def output_of(found: Any) -> Tensor:
+    """Return a model's logits; torchvision's segmentation networks have them as ``"out"`` of several."""
+    logits: Tensor = found["out"] if isinstance(found, dict) else found
+    return logits
 
 
 @torch.no_grad()
@@ -109,7 +117,7 @@ def loss_of(target: Target) -> Callable[[nn.Module, Any], Tensor]:
     """Return the loss of a model on a batch, inputs ``n x ...`` and labels, for what it predicts."""
     if target.kind == "classes":
         return classification_loss
-    return lambda model, batch: target.loss(model(batch[0]), batch[1])
+    return lambda model, batch: target.loss(output_of(model(batch[0])), batch[1])
 
 
 def target_in(config: ClassificationConfig, splits: Splits) -> Target:
@@ -137,6 +145,9 @@ def check_part(part: Split, target: Target, name: str) -> None:
     if target.kind == "multilabel":
         if not bool((part.y == 1).any()):
             raise DataError(f"no example of the {name} split has a label")
+    elif target.kind == "segmentation":
+        if bool((part.y == IGNORED).all()):
+            raise DataError(f"no pixel of the {name} split counts")
     elif target.kind == "regression":
         if len(part) and bool((part.y == part.y[0]).all()):
             raise DataError(f"the {name} split must hold targets that differ, got {float(part.y[0]):g} everywhere")
@@ -273,7 +284,7 @@ def try_metric(config: MetricConfig, part: Split, num_classes: int, target: Targ
 
 
 def _what(target: Target) -> str:
-    named = {"classes": "classes", "multilabel": "labels each", "ordinal": "ranks"}
+    named = {"classes": "classes", "multilabel": "labels each", "ordinal": "ranks", "segmentation": "classes"}
     return f"{target.count} {named[target.kind]}" if target.kind in named else "quantities"
 
 
@@ -284,6 +295,9 @@ def _made_up(labels: Tensor, target: Target) -> Tensor:
         return (labels + target.scale * wrong).float()
     if target.kind == "multilabel":
         return 2 * (labels ^ wrong[:, None]).float() - 1
+    if target.kind == "segmentation":
+        predicted = (labels.where(labels != IGNORED, 0) + wrong[:, None, None]) % target.count
+        return F.one_hot(predicted, target.count).movedim(-1, 1).float()
     predicted = (labels + wrong) % target.count
     if target.kind == "ordinal":
         return 2 * beyond(predicted, target.count).float() - 1
@@ -360,7 +374,7 @@ def train_subset(splits: Splits, seed: int) -> Split:
     """
     y = splits.train.y
     order = torch.randperm(len(y), generator=generator(seed, "train subset")).to(y.device)
-    if y.dim() == 1:  # several labels have no order
+    if y.dim() == 1:  # several labels, or pixels, have no order
         order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
     places = torch.linspace(0, len(y) - 1, min(len(splits.validation), len(y))).round().long().to(y.device)
     return splits.train.take(order[places].sort().values)
@@ -381,7 +395,8 @@ def classifier(
 
     def trained(model: nn.Module, file: Path) -> None:
         if target.kind != "regression":
-            train(model, splits.train, settings, settings.balanced, seed, target, checkpoint=file, **own)
+            balanced = settings.balanced and target.kind != "segmentation"
+            train(model, splits.train, settings, balanced, seed, target, checkpoint=file, **own)
             return
         last, mean = last_linear(model), float(splits.train.y.mean())
         part = replace(splits.train, y=(splits.train.y - mean) / target.scale)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from metricopt_ext.classification.models import torchvision_segmenters
 from metricopt_ext.classification.published import published
 from metricopt_ext.classification.tables import read_csv
 from metricopt_ext.classification.targets import KINDS
@@ -30,10 +31,12 @@ FOR_CLASSIFIERS = tuple(name for name in SIBLINGS if name not in FOR_EMBEDDINGS)
 class DataConfig:
     """Where examples come from and how they are divided."""
 
-    # a9a, cifar10, csv, image_folder, libsvm, or scikit-learn's breast_cancer, diabetes, digits, iris, wine
+    # a9a, cifar10, csv, image_folder, libsvm, segmentation (folders of images and of masks), or
+    # scikit-learn's breast_cancer, diabetes, digits, iris, wine
     name: str = MISSING
     root: str = ""  # the file, or the folder that holds the set; not needed for scikit-learn's
-    # what is predicted: classes, multilabel (several labels each), ordinal (classes in order) or regression (numbers)
+    # what is predicted: classes, multilabel (several labels each), ordinal (classes in order), regression (numbers) or
+    # segmentation (the class of each pixel)
     kind: str = "classes"
     order: list[str] = field(default_factory=list)  # ordinal: the classes from the lowest on; empty: by number
     positive: str = ""  # two classes: the one that metrics count as 1; empty: the last by number or alphabet
@@ -259,6 +262,20 @@ class ClassificationConfig(RunConfig):
             raise ConfigError(
                 f"data.name={data.name} and data.kind={data.kind}: {TABLE}, libsvm and diabetes have quantities"
             )
+        if (data.kind == "segmentation") != (data.name == "segmentation"):
+            raise ConfigError(f"data.name={data.name} and data.kind={data.kind}: both must be segmentation, or neither")
+        if data.kind == "segmentation":
+            if self.adapter.acts_on_logits or self.adapter.keep_before:
+                raise ConfigError(
+                    "adapter.outputs, adapter.kind=outputs and adapter.keep_before are not for segmentation"
+                )
+            if self.model.augment or self.shift.kind == "image":
+                raise ConfigError("model.augment and shift.kind=image move images, but not their label maps")
+            if self.model.name not in torchvision_segmenters():
+                raise ConfigError(
+                    f"model.name={self.model.name!r} is none of torchvision's for segmentation:"
+                    f" {', '.join(torchvision_segmenters())}"
+                )
         if data.kind == "classes":
             return
         if data.positive:

@@ -69,7 +69,7 @@ def divided(
 
 def _check_parts(y: Tensor, names: Sequence[str]) -> None:
     """Reject labels that can't be in three parts."""
-    if y.is_floating_point():
+    if y.is_floating_point() or y.ndim == 3:
         return
     if y.ndim == 2:
         for name, count in zip(names, y.sum(0).tolist(), strict=True):
@@ -108,7 +108,7 @@ def hold_out(data: Split, size: int | float, seed: int = 0) -> tuple[Split, Spli
     if data.y.ndim == 2:
         rest, held = label_parts(data.y, [len(data) - count, count], seed)
         return data.take(rest), data.take(held)
-    labels = None if data.y.is_floating_point() else data.y.numpy(force=True)
+    labels = None if data.y.is_floating_point() or data.y.ndim == 3 else data.y.numpy(force=True)
     try:
         rest, held = train_test_split(np.arange(len(data)), test_size=count, random_state=seed, stratify=labels)
     except ValueError as error:

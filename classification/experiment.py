@@ -76,6 +76,7 @@ from metricopt_ext.value.rotated import RotatedValueFunction
 from metricopt_ext.value.value_function import ValueFunction
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
+UNGROUPED = ("regression", "segmentation")  # whose examples are of no class
 RIVALS = {"multilabel": "label_thresholds", "ordinal": "cut_points", "regression": "recalibration"}
 MOST_PARTS = 20  # batches of test data on which losses are correlated with the metric
 MOST_STRENGTHS = 101  # candidates for the strength of logit adjustment
@@ -145,7 +146,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def rare(self) -> Rare | None:
         """Return the classes of which validation has few examples, or else such values of a metric's column."""
         part, found = self.splits.validation, None
-        if self.target.kind != "regression":
+        if self.target.kind not in UNGROUPED:
             several = self.target.kind == "multilabel"
             counts = part.y.sum(0) if several else torch.bincount(part.y, minlength=self.splits.num_classes)
             named = dict(zip(self.splits.class_names, counts.tolist(), strict=True))
@@ -271,11 +272,14 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def _metric(self) -> MetricSpec:
         return build_metric(self.config.metric, self.config.data.kind)
 
-    def test_error(self, before: State, after: State) -> float:
+    def test_error(self, before: State, after: State) -> float | None:
         """Return the standard error of the test metric's difference between two states.
 
-        Both are judged on the same examples, resampled within classes.
+        Both are judged on the same examples, resampled within classes. Of label maps it is not known: each resample
+        would count all pixels anew.
         """
+        if self.target.kind == "segmentation":
+            return None
         part, spec = self.splits.test, self._metric
         first, second = (scores_at(each.task.adapter, each.phi, part.x) for each in (before, after))
         kind = strata(part, spec)
@@ -286,11 +290,13 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
         return error_of(difference, within_groups(alike, generator(self.seed, "test_error")))
 
-    def correlations(self, ends: Sequence[End]) -> CorrelationReport:
-        """Correlate cross-entropy, and what the sibling methods learned, with the metric on test batches.
+    def correlations(self, ends: Sequence[End]) -> CorrelationReport | None:
+        """Correlate the loss, and what the sibling methods learned, with the metric on test batches; not of label maps.
 
         The batches are the first of `stratified_parts`, under each of the models where the methods ended.
         """
+        if self.target.kind == "segmentation":
+            return None
         part, losses = self.splits.test, learned_losses(self.folder, self.config.trained_methods)
         rows = stratified_parts(part.y, self._siblings.batch_size, self.seed)[:MOST_PARTS]
         batches = [part.take(each) for each in rows]
@@ -352,7 +358,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         return threshold_of(model, task.metric, self.splits.validation.x, evals) if evals else None
 
     def _batches(self, part: Split) -> TensorBatches:
-        balanced = self.config.balanced and self.target.kind != "regression"
+        balanced = self.config.balanced and self.target.kind not in UNGROUPED
         return TensorBatches(part.x, part.y, self.config.batch_size, balanced=balanced)
 
     def _follow(self, task: FinetuneTask, settings: TransferConfig, f: ValueFunction) -> Tensor:
@@ -371,7 +377,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         again.adapter.set_phi(result.ends[result.chosen])
 
         def train_theta(model: nn.Module) -> None:
-            balanced = config.model.balanced and self.target.kind != "regression"
+            balanced = config.model.balanced and self.target.kind not in UNGROUPED
             train(model, self.splits.train, settings, balanced, seed, self.target)
 
         run_second_round(again, result.fit, train_theta, recipe=recipe, setting=result.details.setting, seed=seed)

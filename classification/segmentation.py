@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.classification.metrics import macro
+from metricopt_ext.classification.targets import IGNORED
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.utils.checks import check_above
 
 DIAGONAL_SHARE = 0.0075  # of an image, within which boundaries are the same
-IGNORED = 255  # the label of pixels that don't count, in VOC's files and others
 
 
 def mean_iou_metric(
@@ -118,16 +118,40 @@ def boundary_f_metric(
     def function(model: nn.Module) -> Any:
         each = np.stack([scores(model, *pair) for pair in zip(images, labels, strict=True)])
 
-        def value_on(half: Tensor | None) -> float:
-            chosen = each if half is None else each[half.numpy(force=True)]
-            some = chosen[:, ~np.isnan(chosen).all(0)]
-            if not some.size:
-                raise MetricError("boundary F is not defined on images without a boundary, predicted or true")
-            return float(np.nanmean(some, 0).mean())
-
-        return with_halves(value_on, halves)
+        return with_halves(
+            lambda half: _mean_boundary_f(each if half is None else each[half.numpy(force=True)]), halves
+        )
 
     return Metric(function, maximize=True, bounds=(0.0, 1.0), name="boundary F")
+
+
+def boundary_f(predicted: Tensor, labels: Tensor, classes: int, *, ignored: int = IGNORED) -> float:
+    """Return the boundary F of label maps, ``n x h x w``, as `boundary_f_metric` has it.
+
+    Args:
+        predicted: The predicted class of each pixel.
+        labels: The true one, or ``ignored``.
+        classes: Number of classes.
+        ignored: Label of pixels that don't count.
+
+    Raises:
+        MetricError: Nothing has a boundary, predicted or true.
+    """
+    reach = DIAGONAL_SHARE * math.hypot(*labels.shape[1:])
+    each = []
+    for shown, true in zip(_as_array(predicted), _as_array(labels), strict=True):
+        seen = np.where(true == ignored, ignored, shown)
+        pairs = zip(_boundaries(seen, classes, ignored), _boundaries(true, classes, ignored), strict=True)
+        each.append([_boundary_f(*pair, reach) for pair in pairs])
+    return _mean_boundary_f(np.array(each))
+
+
+def _mean_boundary_f(each: npt.NDArray[np.float64]) -> float:
+    """The mean over images, then over classes, of ``n x classes`` values, NaN where there is no boundary."""
+    some = each[:, ~np.isnan(each).all(0)]
+    if not some.size:
+        raise MetricError("boundary F is not defined on images without a boundary, predicted or true")
+    return float(np.nanmean(some, 0).mean())
 
 
 def _as_array(classes: Tensor) -> npt.NDArray[np.int64]:

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metricopt_ext.classification.metrics import METRICS, MetricSpec, _average_precision
-from metricopt_ext.classification.targets import Target
+from metricopt_ext.classification.metrics import METRICS, MetricSpec, _average_precision, macro
+from metricopt_ext.classification.segmentation import boundary_f
+from metricopt_ext.classification.targets import IGNORED, Target
 from metricopt_ext.errors import ConfigError, DataError
 
 # Those of classes that need decisions alone, which ranks have too.
@@ -19,6 +20,7 @@ OF_RANKS = ("accuracy", "mcr", "mcc", "balanced_accuracy", "worst_recall", "macr
 NAMES = {
     "multilabel": "micro_f1, macro_f1, samples_f1 (or micro_f2, macro_f0.5, ...), map, subset_accuracy, hamming_loss",
     "ordinal": f"quadratic_kappa, linear_kappa, rank_error, {', '.join(OF_RANKS)}",
+    "segmentation": "mean_iou, boundary_f, pixel_accuracy",
     "regression": "mae, rmse, r2, pinball_0.9 (or pinball_0.5, ...), spearman, kendall, pearson",
 }
 _F_BETA = re.compile(r"(micro|macro|samples)_f([0-9]+(?:\.[0-9]+)?)")
@@ -30,12 +32,13 @@ def target_metric(name: str, kind: str) -> MetricSpec:
 
     Args:
         name: One of `NAMES`.
-        kind: ``"multilabel"``, ``"ordinal"`` or ``"regression"``.
+        kind: ``"multilabel"``, ``"ordinal"``, ``"regression"`` or ``"segmentation"``.
 
     Raises:
         ConfigError: There is no such metric of this kind.
     """
-    found = {"multilabel": _of_labels, "ordinal": _of_ranks, "regression": _of_quantities}[kind](name)
+    makers = {"multilabel": _of_labels, "ordinal": _of_ranks, "regression": _of_quantities, "segmentation": _of_pixels}
+    found = makers[kind](name)
     if found is None:
         raise ConfigError(
             f"metric.name={name!r} is none of data.kind={kind}: {NAMES[kind]}; name your own function as"
@@ -59,6 +62,7 @@ def check_rows(target: Target, logits: Tensor, labels: Tensor) -> None:
         "multilabel": (len(labels), target.count),
         "ordinal": (len(labels), target.outputs),
         "regression": (len(labels),),
+        "segmentation": (len(labels), target.count, *labels.shape[1:]),
     }[target.kind]
     shape = logits.squeeze(-1).shape if target.kind == "regression" and logits.dim() == 2 else logits.shape
     if len(labels) == 0:
@@ -78,8 +82,8 @@ def check_rows(target: Target, logits: Tensor, labels: Tensor) -> None:
 
 def target_of(kind: str, logits: Tensor) -> Target:
     """Return what outputs, ``n x c`` or ``n``, predict."""
-    width = logits.shape[1] if logits.dim() == 2 else 1
-    return Target(kind, {"multilabel": width, "ordinal": width + 1}.get(kind, 1))
+    width = logits.shape[1] if logits.dim() >= 2 else 1
+    return Target(kind, {"multilabel": width, "ordinal": width + 1, "segmentation": width}.get(kind, 1))
 
 
 def prepared_by(kind: str, scores: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -197,6 +201,38 @@ def _kappa(logits: Tensor, labels: Tensor, power: int) -> float:
     by_chance = torch.outer(table.sum(1), table.sum(0)) / len(labels)
     expected = float((weights * by_chance).sum())
     return max(-1.0, 1 - float((weights * table).sum()) / expected) if expected else 0.0
+
+
+def _of_pixels(name: str) -> MetricSpec | None:
+    def counted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The predicted and true class of each pixel that counts."""
+        counts = labels != IGNORED
+        if not bool(counts.any()):
+            raise DataError(f"{name} needs a pixel that counts, got labels that are all {IGNORED}")
+        return logits.argmax(1)[counts], labels[counts]
+
+    def overlap(logits: Tensor, labels: Tensor) -> float:
+        classes = logits.shape[1]
+        predicted, true = counted(logits, labels)
+        table = torch.bincount(true * classes + predicted, minlength=classes**2).view(classes, classes).double()
+        hits = table.diagonal()
+        return macro(hits, table.sum(0) + table.sum(1) - hits)
+
+    def right(logits: Tensor, labels: Tensor) -> float:
+        predicted, true = counted(logits, labels)
+        return float((predicted == true).double().mean())
+
+    found: dict[str, tuple[Callable[[Tensor, Tensor], float], str]] = {
+        "mean_iou": (overlap, "mean over classes of TP / (TP + FP + FN) over all pixels that count"),
+        "pixel_accuracy": (right, "share of pixels classified correctly, of those that count"),
+        "boundary_f": (
+            lambda logits, labels: boundary_f(logits.argmax(1), labels, logits.shape[1]),
+            "F-measure of boundaries, within 0.75% of the diagonal (BF score)",
+        ),
+    }
+    if name not in found:
+        return None
+    return MetricSpec(name, True, (0.0, 1.0), _checked("segmentation", found[name][0]), found[name][1])
 
 
 def _of_quantities(name: str) -> MetricSpec | None:

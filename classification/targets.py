@@ -6,7 +6,9 @@ All kinds share one signature. Logits are ``n x c``, or ``n`` for a single one:
 - several labels (multi-label): a logit for each of ``k``, decided by its sign; labels ``n x k`` of 0 and 1;
 - a rank (ordinal): a logit for each of the ``c - 1`` cut points, above 0 where the rank is beyond it (Frank and Hall,
   2001); the rank is how many are; labels ``n`` in 0..c-1;
-- a quantity (regression): one number, which is the prediction; labels ``n`` floats.
+- a quantity (regression): one number, which is the prediction; labels ``n`` floats;
+- the class of each pixel (segmentation): logits ``n x c x h x w``, of which the largest decides; labels ``n x h x w``,
+  255 for pixels that don't count.
 
 The offset of a logit is therefore minus the threshold of a label, or of a cut point.
 """
@@ -19,7 +21,8 @@ from torch import Tensor
 
 from metricopt_ext.errors import DataError
 
-KINDS = ("classes", "multilabel", "ordinal", "regression")
+KINDS = ("classes", "multilabel", "ordinal", "regression", "segmentation")
+IGNORED = 255  # the label of pixels that don't count
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,9 @@ class Target:
             return F.binary_cross_entropy_with_logits(logits, labels.to(logits), reduction="none").mean(1)
         if logits.dim() == 1:
             return F.binary_cross_entropy_with_logits(logits, labels.to(logits), reduction="none")
+        if self.kind == "segmentation":
+            each = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
+            return each.flatten(1).sum(1) / (labels != IGNORED).flatten(1).sum(1).clamp(min=1)
         return F.cross_entropy(logits, labels, reduction="none")
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -49,13 +49,15 @@ class Splits:
             shape, wanted = tuple(part.x.shape[1:]), tuple(self.train.x.shape[1:])
             if shape != wanted:
                 raise DataError(f"the {name} inputs must be of shape n x {wanted} like those of train, got {shape}")
-            if part.y.dtype != self.train.y.dtype or part.y.shape[1:] != self.train.y.shape[1:]:
+            if part.y.dtype != self.train.y.dtype or part.y.ndim != self.train.y.ndim:
                 raise DataError(f"the {name} labels must be of the kind of train's, got {part.y.dtype}")
             if several and part.y.shape[1] != self.num_classes:
                 raise DataError(f"the {name} part has {part.y.shape[1]} labels each, but {self.num_classes} names")
             if quantities or several:
                 continue
-            wrong = [label for label in part.y.unique().tolist() if not 0 <= label < self.num_classes]
+            ignored = {255} if part.y.ndim == 3 else set()  # pixels that don't count
+            labels = set(part.y.unique().tolist()) - ignored
+            wrong = [label for label in sorted(labels) if not 0 <= label < self.num_classes]
             if wrong:
                 raise DataError(f"the {name} labels must be in 0..{self.num_classes - 1}, got {wrong[0]}")
 

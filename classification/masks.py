@@ -1,0 +1,106 @@
+"""Images for semantic segmentation with their label maps, from two folders."""
+
+import os
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metricopt_ext.classification.targets import IGNORED
+from metricopt_ext.data.images import MAX_PIXELS, SUFFIXES, opened, read_images, reader
+from metricopt_ext.data.labelled import MAX_BYTES, Labelled, check_bytes
+from metricopt_ext.errors import DataError
+from metricopt_ext.utils.files import existing
+from metricopt_ext.utils.words import brief, counted
+
+IMAGES, MASKS = ("images", "JPEGImages"), ("masks", "SegmentationClass")  # names of the two folders
+
+
+def load_masks(
+    root: str | os.PathLike[str],
+    image_size: int | None = None,
+    *,
+    max_bytes: int = MAX_BYTES,
+    max_pixels: int = MAX_PIXELS,
+) -> Labelled:
+    """Read ``images`` and ``masks``, or VOC's ``JPEGImages`` and ``SegmentationClass``, paired by their files' stems.
+
+    Args:
+        root: The folder of both.
+        image_size: Height and width to resize to, label maps without mixing; None if all have the same size.
+        max_bytes: Most bytes of all images in memory, and of all label maps.
+        max_pixels: Most pixels of an image as it is stored.
+
+    Returns:
+        Inputs ``n x 3 x h x w`` uint8, and the class of each pixel, ``n x h x w`` int64 in 0..c-1, or 255 for one that
+            doesn't count; classes are named by their numbers, up to the largest.
+
+    Raises:
+        DataError: For a missing folder, label maps without an image, a map in colours or of another size than its
+            image, unequal sizes without ``image_size``, fewer than two classes, or more bytes or pixels than allowed.
+    """
+    path = existing(root)
+    folders = [_folder(path, names) for names in (IMAGES, MASKS)]
+    images, masks = (_by_stem(folder) for folder in folders)
+    alone = [masks[stem] for stem in masks if stem not in images]
+    if alone or not masks:
+        raise DataError(
+            f"{folders[1]}: {counted(len(alone), 'label map')} without an image of the same stem, such as"
+            f" {brief(alone[0])}"
+            if alone
+            else f"{folders[1]} has no images of label maps"
+        )
+    if without := [images[stem] for stem in images if stem not in masks]:
+        warnings.warn(
+            f"{folders[0]}: {counted(len(without), 'image')} without a label map left out, such as {brief(without[0])}",
+            stacklevel=2,
+        )
+    stems = sorted(masks)
+    names = [images[stem] for stem in stems]
+    x = read_images(folders[0], names, reader(folders[0]), image_size, max_bytes=max_bytes, max_pixels=max_pixels)
+    check_bytes(f"{folders[1]}, {counted(len(stems), 'label map')}", 8 * len(x) * x.shape[-2:].numel(), max_bytes)
+    y = torch.stack([_map(folders[1] / masks[stem], x, image_size, max_pixels) for stem in stems])
+    found = y[y != IGNORED].unique()
+    if len(found) < 2:
+        raise DataError(f"{folders[1]}: label maps must hold two classes, got {found.tolist()}")
+    return Labelled(x, y, tuple(map(str, range(int(found.max()) + 1))))
+
+
+def _folder(path: Path, names: Iterable[str]) -> Path:
+    for name in names:
+        if (path / name).is_dir():
+            return path / name
+    raise DataError(f"{path} has no folder named {' or '.join(names)}; data.name=segmentation needs images and masks")
+
+
+def _by_stem(folder: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix.lower() in SUFFIXES and not file.name.startswith("."):
+            if file.stem in found:
+                raise DataError(f"{folder} has {found[file.stem]!r} and {file.name!r}; one image may have a stem")
+            found[file.stem] = file.name
+    return found
+
+
+def _map(path: Path, x: Tensor, image_size: int | None, max_pixels: int) -> Tensor:
+    """One label map, ``h x w`` int64, in the size of the images."""
+    from PIL import Image
+
+    try:
+        with opened(reader(path.parent)(path.name), max_pixels) as image:
+            if image.mode not in ("1", "L", "P", "I", "I;16"):
+                raise DataError(f"it has colours ({image.mode}); save the class of each pixel as a number")
+            shown = np.asarray(image).astype(np.int64)
+    except (DataError, OSError, ValueError) as error:
+        raise DataError(f"cannot read {path} as a label map: {brief(error)}") from error
+    height, width = x.shape[-2:]
+    if shown.shape != (height, width):
+        if image_size is None:
+            raise DataError(f"{path} has {shown.shape[1]} x {shown.shape[0]} pixels, its image {width} x {height}")
+        small = Image.fromarray(shown.astype(np.int32)).resize((width, height), Image.Resampling.NEAREST)
+        shown = np.asarray(small).astype(np.int64)
+    return torch.from_numpy(shown)

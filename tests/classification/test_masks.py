@@ -1,0 +1,148 @@
+"""Segmentation by the tool: images and label maps from folders, networks of torchvision, mean IoU and boundaries."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.metrics as skm
+import torch
+from PIL import Image
+
+from metricopt_ext.classification.build import built, load_splits, predict, train_subset
+from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.experiment import ClassificationExperiment
+from metricopt_ext.classification.masks import load_masks
+from metricopt_ext.classification.segmentation import boundary_f, boundary_f_metric, mean_iou_metric
+from metricopt_ext.classification.target_metrics import target_metric
+from metricopt_ext.classification.targets import Target
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.evidence.cli import run_and_report
+from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.files import load_checkpoint
+
+
+def write(folder: Path, count: int = 20, size: int = 32) -> Path:
+    """Write images of a bright square on a dark ground, with masks in a palette; the outermost pixels don't count."""
+    rng = np.random.default_rng(0)
+    for name in ("images", "masks"):
+        (folder / name).mkdir(parents=True)
+    for i in range(count):
+        mask = np.zeros((size, size), np.uint8)
+        top, left = rng.integers(2, size // 2, 2)
+        mask[top : top + size // 3, left : left + size // 3] = 1 + i % 2
+        pixels = rng.integers(0, 90, (size, size, 3)) + np.stack([90 * (mask == 1), 90 * (mask == 2), 0 * mask], -1)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / "images" / f"{i:02d}.png")
+        mask[0], mask[-1] = 255, 255
+        shown = Image.fromarray(mask, "P")
+        shown.putpalette([7 * j % 256 for j in range(768)])
+        shown.save(folder / "masks" / f"{i:02d}.png")
+    return folder
+
+
+def config_of(folder: Path, *more: str) -> ClassificationConfig:
+    settings = [
+        *("data.name=segmentation", "data.kind=segmentation", f"data.root={folder}", "data.fractions=[0.5,0.25,0.25]"),
+        *("model.name=lraspp_mobilenet_v3_large", "model.epochs=2", "model.batch_size=5", "batch_size=2", "seeds=1"),
+        *("adapter.dim=2", "population=2", "queries=14", "finetune.steps=2", "best_evals=2", "pictures=false"),
+        *("metric.name=mean_iou", "device=cpu", "starts=[loss_finetune]"),
+    ]
+    return load_config(ClassificationConfig, None, [*settings, *more])
+
+
+def test_label_maps_keep_their_numbers(tmp_path: Path) -> None:
+    data = load_masks(write(tmp_path / "set"))
+    assert (data.x.shape, data.y.shape) == ((20, 3, 32, 32), (20, 32, 32))
+    assert data.class_names == ("0", "1", "2")
+    assert data.y[3].unique().tolist() == [0, 2, 255]
+    assert (data.y[:, 0] == 255).all()
+    small = load_masks(tmp_path / "set", 16)
+    assert set(small.y.unique().tolist()) <= {0, 1, 2, 255}  # nothing between them
+    assert (small.x.shape, small.y.shape) == ((20, 3, 16, 16), (20, 16, 16))
+
+
+def test_vocs_folders_are_found_and_images_without_a_map_left_out(tmp_path: Path) -> None:
+    folder = write(tmp_path / "set")
+    (folder / "images").rename(folder / "JPEGImages")
+    (folder / "masks").rename(folder / "SegmentationClass")
+    (folder / "SegmentationClass" / "07.png").unlink()
+    with pytest.warns(UserWarning, match=r"1 image without a label map left out, such as '07.png'"):
+        assert len(load_masks(folder)) == 19
+    (folder / "JPEGImages" / "03.png").unlink()
+    with pytest.raises(DataError, match=r"1 label map without an image of the same stem, such as '03.png'"):
+        load_masks(folder)
+
+
+def test_maps_that_are_none_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "set", 4)
+    with pytest.raises(DataError, match="has no folder named images or JPEGImages"):
+        load_masks(folder / "images")
+    mask = folder / "masks" / "02.png"
+    Image.new("RGB", (32, 32)).save(mask)
+    with pytest.raises(DataError, match=r"cannot read .*02.png as a label map: it has colours \(RGB\)"):
+        load_masks(folder)
+    Image.new("L", (16, 32)).save(mask)
+    with pytest.raises(DataError, match=r"02.png has 16 x 32 pixels, its image 32 x 32"):
+        load_masks(folder)
+    for file in (folder / "masks").iterdir():
+        Image.new("L", (32, 32)).save(file)
+    with pytest.raises(DataError, match=r"label maps must hold two classes, got \[0\]"):
+        load_masks(folder)
+
+
+def test_losses_and_metrics_leave_out_what_does_not_count() -> None:
+    rng = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(4, 3, 8, 9, generator=rng), torch.randint(0, 3, (4, 8, 9), generator=rng)
+    labels[torch.rand(labels.shape, generator=rng) < 0.2] = 255
+    labels[3] = 255
+    counts = labels != 255
+    each = torch.nn.functional.cross_entropy(logits, labels.clamp(max=2), reduction="none")
+    expected = torch.stack([each[i][counts[i]].mean() if counts[i].any() else torch.tensor(0.0) for i in range(4)])
+    torch.testing.assert_close(Target("segmentation", 3).losses(logits, labels), expected)
+    predicted, true = logits.argmax(1)[counts], labels[counts]
+    reference: dict[str, Any] = {
+        "mean_iou": skm.jaccard_score(true, predicted, average="macro"),
+        "pixel_accuracy": skm.accuracy_score(true, predicted),
+        "boundary_f": boundary_f(logits.argmax(1), labels, 3),
+    }
+    for name, value in reference.items():
+        assert target_metric(name, "segmentation").function(logits, labels) == pytest.approx(value)
+    with pytest.raises(DataError, match="needs a pixel that counts"):
+        target_metric("mean_iou", "segmentation").function(logits[3:], labels[3:])
+
+
+def test_the_report_has_what_the_written_networks_do(tmp_path: Path) -> None:
+    config = config_of(write(tmp_path / "set"))
+    run_and_report(ClassificationExperiment, config, tmp_path / "run", resume=False)
+    content = json.loads((tmp_path / "run" / "report.json").read_text())
+    splits = load_splits(config, 0)
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [10, 5, 5]
+    for name, file in (("pretrained", "model"), ("metricopt", "tuned")):
+        model = built(config, splits)
+        load_checkpoint(model, tmp_path / "run" / "seed-0" / f"{file}.safetensors")
+        metric = mean_iou_metric(list(splits.test.x), list(splits.test.y), 3)
+        assert content["methods"][name]["test"] == [pytest.approx(1 - metric.judge(model.eval()).cost, abs=1e-3)]
+        with torch.no_grad():
+            maps = predict(model, splits.test.x).argmax(1)
+        of_maps = boundary_f(maps, splits.test.y, 3)
+        by_model = boundary_f_metric(list(splits.test.x), list(splits.test.y), 3).judge(model)
+        assert of_maps == pytest.approx(1 - by_model.cost, abs=0.02)  # one by one, other kernels round
+    assert len(train_subset(splits, 0)) == 5
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["metric.name=accuracy"], "metric.name='accuracy' is none of data.kind=segmentation: mean_iou, boundary_f"),
+        (["data.kind=classes"], "data.name=segmentation and data.kind=classes: both must be segmentation, or neither"),
+        (["adapter.outputs=true"], "adapter.outputs, adapter.kind=outputs and adapter.keep_before are not for segment"),
+        (["model.augment=true"], "model.augment and shift.kind=image move images, but not their label maps"),
+        (["model.name=resnet18"], "model.name='resnet18' is none of torchvision's for segmentation: deeplabv3"),
+        (["methods=[sl_r]"], "methods=[sl_r] is for classes, not for data.kind=segmentation"),
+    ],
+)
+def test_what_segmentation_has_not_is_refused(tmp_path: Path, more: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run_and_report(ClassificationExperiment, config_of(tmp_path, *more), tmp_path / "run", resume=False)
