@@ -160,7 +160,7 @@ def test_weights_are_given_to_a_metric_of_quantities(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [
-        ("multilabel", ["data.kind=rank"], "data.kind='rank' must be classes, multilabel, ordinal, regression or segmentation"),
+        ("multilabel", ["data.kind=rank"], "data.kind='rank' must be classes, multilabel, ordinal, regression or seg"),
         ("multilabel", ["data.targets=[red]"], "several labels each are data.kind=multilabel with two columns or more"),
         ("multilabel", ["data.targets=[red,red]"], "data.targets=['red', 'red'] has 'red' twice"),
         ("multilabel", ["data.target=red"], "data.target='red' and data.targets="),
