@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
-from metricopt_ext.utils.files import load_checkpoint
+from metricopt_ext.utils.state_dict import load_checkpoint
 
 try:
     from torchvision.models import get_model, resnet18

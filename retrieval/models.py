@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.data.pretrained import torchvision_classifier
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.utils.files import load_checkpoint
+from metricopt_ext.utils.state_dict import load_checkpoint
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

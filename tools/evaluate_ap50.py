@@ -174,7 +174,7 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
     from metricopt_ext.detection.task import load_examples
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.device import choose_device
-    from metricopt_ext.utils.files import load_checkpoint
+    from metricopt_ext.utils.state_dict import load_checkpoint
 
     config = load_config(DetectionConfig, arguments.config_file, [])
     classes = arguments.classes

@@ -232,8 +232,8 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
     from metricopt_ext.retrieval.config import RetrievalConfig
     from metricopt_ext.retrieval.models import build_model
     from metricopt_ext.utils.config import load_config
-    from metricopt_ext.utils.files import load_checkpoint
     from metricopt_ext.utils.modes import evaluating
+    from metricopt_ext.utils.state_dict import load_checkpoint
 
     config = load_config(RetrievalConfig, arguments.config_file, [])
     labels: dict[str, int] = {}  # over all folders: the same name is the same class
@@ -277,7 +277,8 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
     from metricopt_ext.retrieval.models import build_model
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.device import choose_device
-    from metricopt_ext.utils.files import load_checkpoint, read_json
+    from metricopt_ext.utils.files import read_json
+    from metricopt_ext.utils.state_dict import load_checkpoint
 
     file = folder / "run.json"
     if not file.is_file():

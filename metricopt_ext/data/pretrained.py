@@ -9,8 +9,9 @@ from torch import nn
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils import ranks
-from metricopt_ext.utils.files import load_checkpoint, save_checkpoint
+from metricopt_ext.utils.files import save_checkpoint
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.state_dict import load_checkpoint
 
 TRAINING = "training.safetensors"
 

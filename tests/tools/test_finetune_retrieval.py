@@ -35,7 +35,7 @@ from metricopt_ext.retrieval.models import Conv4, Embedder, build_model
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.files import load_checkpoint
+from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.loading import load_value_function
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError, FileFormatError
-from metricopt_ext.utils.checkpoint_file import read_checkpoint, within
+from metricopt_ext.utils.checkpoint_file import read_checkpoint
 
 
 def model() -> nn.Module:
@@ -243,15 +243,6 @@ def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
     with pytest.raises(FileFormatError, match="not a safetensors file"):
         read_checkpoint(tmp_path / "b.safetensors")
-
-
-def test_keys_with_dots_lead_into_nested_content() -> None:
-    content = {"a": {"b.c": [1, {"d": 2}]}, "a.b": {"c": 3}, "e": None}
-    assert within(content, "a.b.c.1.d") == 2
-    assert within(content, "a.b.c") == 3  # the longest key counts
-    assert within(content, "a.b") == {"c": 3}
-    for missing in ("x", "a.b.c.7", "a.b.c.x", "e.f", "a.b.c.0.d", "e"):
-        assert within(content, missing) is None
 
 
 def test_types_that_torch_lacks_a_name_for_are_not_floats(tmp_path: Path) -> None:
