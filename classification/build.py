@@ -278,17 +278,18 @@ def classifier(
         folder=folder,
         seed=seed,
         device=splits.train.x.device,
-        load=lambda model, weights: _load(model, settings.name, weights),
+        entry=settings.entry,
+        load=lambda model, weights, entry: _load(model, settings.name, weights, entry),
     )
 
 
-def _load(model: nn.Module, name: str, weights: str) -> None:
+def _load(model: nn.Module, name: str, weights: str, entry: str) -> None:
     """Load published weights, or a file's."""
-    entry = published(name, weights)
-    if entry is None:
-        load_checkpoint(model, Path(weights))
+    known = published(name, weights)
+    if known is None:
+        load_checkpoint(model, Path(weights), entry=entry)
     else:
-        load_published(model, entry)
+        load_published(model, known)
 
 
 def untrained(config: ClassificationConfig, splits: Splits, seed: int) -> nn.Module:

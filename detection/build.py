@@ -53,6 +53,7 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
             max_size=model.max_size,
             proposals=model.proposals,
             weights=model.coco_weights,
+            entry=model.entry,
             strict_weights=strict_weights,
             classification_loss=config.classification_loss,  # type: ignore[arg-type]
         )
@@ -127,6 +128,7 @@ def detector(
         train,
         check=lambda model: attach(toolkit, model, config.adapter, seed).merge(),
         weights=settings.weights,
+        entry=settings.entry,
         folder=folder,
         seed=seed,
         device=choose_device(config.device),

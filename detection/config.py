@@ -70,7 +70,9 @@ class ModelConfig:
     coco_weights: str = ""
     config_file: str = ""  # detectron2: the YAML file that describes the detector
     opts: list[str] = field(default_factory=list)  # detectron2: KEY, VALUE, ... that override it
-    weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use instead of training
+    # A checkpoint to use instead of training (.safetensors, or a file of torch without pickled code) ...
+    weights: str = ""
+    entry: str = ""  # ... and the state dict's key in it, and in coco_weights; with dots; empty: found
     steps: int = 700  # 0 takes the weights as the toolkit gives them (detectron2: MODEL.WEIGHTS among opts)
     batch_size: int = 8
     lr: float = 0.05  # peak rate of SGD with momentum

@@ -77,6 +77,7 @@ def build_standard(
     score_threshold: float,
     weights: str = "",
     strict: bool = False,
+    entry: str = "",
 ) -> nn.Module:
     """Build one of torchvision's own detectors.
 
@@ -90,6 +91,7 @@ def build_standard(
         score_threshold: Lowest confidence of a detection.
         weights: File of torchvision's weights for this detector, trained on COCO, or trained further from these.
         strict: Whether the predictor of classes is taken from there too; the number of classes must then match.
+        entry: The state dict's key in that file; empty to find it.
 
     Raises:
         DataError: The weights don't fit the detector.
@@ -104,7 +106,7 @@ def build_standard(
     if name in FROZEN_NORMS:
         _freeze_norms(model.backbone.body)  # type: ignore[union-attr, arg-type]
     predictor = [key for key in model.state_dict() if key.startswith(PREDICTORS)]
-    load_checkpoint(model, Path(weights), keep=() if strict else predictor)
+    load_checkpoint(model, Path(weights), keep=() if strict else predictor, entry=entry)
     if FROZEN_NORMS.get(name):
         for module in model.modules():
             if isinstance(module, FrozenBatchNorm2d):

@@ -63,6 +63,7 @@ class TorchvisionToolkit:
             own. Detectors of one stage have none.
         weights: File of torchvision's weights for one of `STANDARD` to start from, trained on COCO or trained further
             from these.
+        entry: The state dict's key in that file; empty to find it.
         strict_weights: Whether the predictor of classes is taken from there too; False if the detector will be trained,
             for other classes.
         classification_loss: Of the box head: the detector's own ``cross_entropy``, or ``ap`` (`ap_loss.ap_loss`), which
@@ -80,6 +81,7 @@ class TorchvisionToolkit:
     score_threshold: float = 0.05
     proposals: int = 0
     weights: str = ""
+    entry: str = ""
     strict_weights: bool = False
     classification_loss: ClassificationLoss = "cross_entropy"
 
@@ -117,7 +119,7 @@ class TorchvisionToolkit:
         with seeded_streams(generator(seed, "weights").initial_seed(), torch.device("cpu")):
             if self.name in STANDARD:
                 detector = build_standard(
-                    self.name, classes, *size, self.score_threshold, self.weights, self.strict_weights
+                    self.name, classes, *size, self.score_threshold, self.weights, self.strict_weights, self.entry
                 )
             else:
                 detector = build_small(self.name, classes, *size, self.score_threshold, self.width, self.head)

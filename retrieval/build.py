@@ -141,10 +141,13 @@ def embedder(
     """
     settings, shape = config.model, splits.train.x.shape[1:]
     return pretrained(
-        lambda: build_model(settings.name, shape, settings.embedding, settings.width, settings.trunk_weights),
+        lambda: build_model(
+            settings.name, shape, settings.embedding, settings.width, settings.trunk_weights, settings.entry
+        ),
         lambda model, checkpoint: train(model, splits.train, config, seed, checkpoint, watcher),
         check=lambda model: attach(model, config, seed).merge(),
         weights=settings.weights,
+        entry=settings.entry,
         folder=folder,
         seed=seed,
         device=splits.train.x.device,

@@ -67,7 +67,7 @@ class Embedder(nn.Module):
 
 
 def build_model(
-    name: str, input_shape: torch.Size, embedding: int, width: int = 48, trunk_weights: str = ""
+    name: str, input_shape: torch.Size, embedding: int, width: int = 48, trunk_weights: str = "", entry: str = ""
 ) -> Embedder:
     """Build an embedder.
 
@@ -78,6 +78,7 @@ def build_model(
         width: Channels of each of conv4's convolutions.
         trunk_weights: File of the torchvision classifier's weights to start from, e.g. ImageNet's; its last layer is
             left out.
+        entry: The state dict's key in that file; empty to find it.
 
     Raises:
         ConfigError: There is no such model, or it doesn't take images of this shape.
@@ -91,5 +92,6 @@ def build_model(
     if trunk_weights:
         names = list(trunk.state_dict())
         last = names[-1].rpartition(".")[0]
-        load_checkpoint(trunk, Path(trunk_weights), keep=[name for name in names if name.rpartition(".")[0] == last])
+        kept = [name for name in names if name.rpartition(".")[0] == last]
+        load_checkpoint(trunk, Path(trunk_weights), keep=kept, entry=entry)
     return Embedder(trunk, imagenet=True)

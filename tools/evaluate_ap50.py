@@ -39,7 +39,8 @@ def main() -> None:
     detections = parser.add_mutually_exclusive_group(required=not shows_config())
     detections.add_argument("--detections", type=Path, help="JSON file in COCO's results format")
     detections.add_argument("--config-file", type=Path, help="describes the detector that finds them")
-    parser.add_argument("--weights", type=Path, help="the detector's state dict, or a checkpoint of Detectron2")
+    parser.add_argument("--weights", type=Path, help="the detector's state dict, or a checkpoint that holds it")
+    parser.add_argument("--entry", default="", metavar="KEY", help="where it is in that file, if that has several")
     parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it; BatchNorm statistics beside it count")
     parser.add_argument(
         "--annotations", required=not shows_config(), type=Path, help="COCO's JSON file, or VOC's folder or zip file"
@@ -118,7 +119,7 @@ def check_options(arguments: argparse.Namespace) -> None:
         if arguments.max_dets < 1:
             raise DataError(f"--max-dets {arguments.max_dets} must be at least 1")
     if arguments.config_file is None:
-        of_model = ("weights", "adapter", "images_dir")
+        of_model = ("weights", "entry", "adapter", "images_dir")
         given = [f"--{name.replace('_', '-')}" for name in of_model if getattr(arguments, name)]
         if given:
             raise DataError(f"{' and '.join(given)} can't be used with --detections")
@@ -183,7 +184,7 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
     truth = read_annotations(arguments.annotations, arguments.split, classes, arguments.images_dir, images=True)
     toolkit = build_toolkit(config)
     model = toolkit.build(len(truth.classes), seed=0)
-    load_checkpoint(model, arguments.weights)
+    load_checkpoint(model, arguments.weights, entry=arguments.entry, option="--entry")
     model.to(choose_device(config.device)).eval()
     if arguments.adapter is not None:
         load_adapter(model, arguments.adapter)

@@ -44,7 +44,7 @@ Search = tuple[str, Items, Items | None]  # its name in the table, the queries, 
 # The options that belong to each kind of queries.
 OPTIONS = {
     "--embeddings": ("labels", "gallery_embeddings", "gallery_labels"),
-    "--images": ("config_file", "weights", "adapter", "gallery_images", "grey"),
+    "--images": ("config_file", "weights", "entry", "adapter", "gallery_images", "grey"),
     "--run-dir": ("part",),
 }
 
@@ -95,7 +95,8 @@ def main() -> None:
         "--gallery-images", action="append", default=[], type=Path, help="a gallery for --images; may be repeated"
     )
     parser.add_argument("--config-file", type=Path, help="describes the model that embeds images")
-    parser.add_argument("--weights", type=Path, help="its state dict")
+    parser.add_argument("--weights", type=Path, help="its state dict, or a checkpoint that holds it")
+    parser.add_argument("--entry", default="", metavar="KEY", help="where it is in that file, if that has several")
     parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it; BatchNorm statistics beside it count")
     parser.add_argument("--grey", action="store_true", help="read images in greyscale")
     parser.add_argument("--ks", nargs="+", type=int, default=[1, 10, 100, 1000], help="numbers of neighbours")
@@ -246,7 +247,7 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
         if model is None:
             settings = config.model
             model = build_model(settings.name, images.x.shape[1:], settings.embedding, settings.width)
-            load_checkpoint(model, arguments.weights)
+            load_checkpoint(model, arguments.weights, entry=arguments.entry, option="--entry")
             if arguments.adapter is not None:
                 load_adapter(model, arguments.adapter)
         known = torch.tensor([labels.setdefault(name, len(labels)) for name in images.class_names])

@@ -25,7 +25,10 @@ def pretrained(
     folder: Path,
     seed: int,
     device: torch.device,
-    load: Callable[[nn.Module, str], None] = lambda model, weights: load_checkpoint(model, Path(weights)),
+    entry: str = "",
+    load: Callable[[nn.Module, str, str], None] = lambda model, weights, entry: load_checkpoint(
+        model, Path(weights), entry=entry
+    ),
 ) -> nn.Module:
     """Return a model in evaluation mode, and keep its weights in ``folder`` as ``model.safetensors``.
 
@@ -43,7 +46,8 @@ def pretrained(
         folder: Where the weights are kept, and loaded from if an earlier part of the run left them there.
         seed: Seed of the initial weights.
         device: Where the model goes.
-        load: ``load(model, weights)`` loads them; a file's by default.
+        entry: The state dict's key in the file of weights; empty to find it.
+        load: ``load(model, weights, entry)`` loads them; a file's by default.
 
     Raises:
         DataError: The weights don't fit the model.
@@ -56,7 +60,7 @@ def pretrained(
         if kept.exists():
             load_checkpoint(model, kept)
         elif weights:
-            load(model, weights)
+            load(model, weights, entry)
         else:
             train(model.to(device), folder / TRAINING)
     if ranks.world() > 1:

@@ -49,7 +49,9 @@ class AdapterConfig:
 class TrainingConfig:
     """How a model is trained before anything else happens."""
 
-    weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use instead of training
+    # A checkpoint to use instead of training (.safetensors, or a file of torch without pickled code) ...
+    weights: str = ""
+    entry: str = ""  # ... and the state dict's key in it, with dots into further dictionaries; empty: found
     epochs: int = 10
     optimizer: str = "adamw"  # or sgd, with Nesterov's momentum; which is better for convolutions in long trainings
     lr: float = 1e-3  # peak rate, with a one-cycle schedule

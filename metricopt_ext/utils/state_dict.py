@@ -1,7 +1,9 @@
 """The state dict in a checkpoint's file: how the file is read, and which of its entries it is."""
 
+import argparse
 import json
 import re
+import warnings
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,12 +14,21 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.errors import DataError, FileFormatError
+from metricopt_ext.errors import DataError, FileFormatError, MetricOptError
 from metricopt_ext.utils.files import check_header, check_uncompressed, open_regular
-from metricopt_ext.utils.words import brief, shortened
+from metricopt_ext.utils.tensor_names import names_in_model
+from metricopt_ext.utils.words import and_more, brief, counted, shortened
 
 # Where training scripts put the state dict.
-ENTRIES = ("state_dict", "state_dict_ema", "model", "model_state_dict")
+ENTRIES = ("state_dict", "state_dict_ema", "model", "model_ema", "model_state_dict")
+
+# Classes whose objects only hold what they are given: scripts keep their arguments beside the weights.
+_PATH = type(Path())
+HARMLESS: list[Any] = [
+    (argparse.Namespace, "argparse.Namespace"),
+    *((_PATH, f"{module}.{_PATH.__name__}") for module in ("pathlib", "pathlib._local")),
+]
+PICKLES = (".pkl", ".pickle")
 
 OF_PICKLE = """\
   import pickle, torch
@@ -40,7 +51,7 @@ def exported(path: Path, lines: str) -> str:
 
 
 def torch_content(path: Path) -> Any:
-    """Return what a file of ``torch.save`` holds; no code in it is run.
+    """Return what a file of ``torch.save`` holds; no code in it is run, and no object made but of `HARMLESS` classes.
 
     Raises:
         FileFormatError: It is truncated, or holds more than tensors, numbers and text; the message then has the lines
@@ -49,12 +60,17 @@ def torch_content(path: Path) -> Any:
     """
     with open_regular(path) as file:
         begin = file.read(2)
+    if path.suffix in PICKLES:
+        raise FileFormatError(
+            f"{path} is a pickle, which can run any code. If you trust it, export it:\n{exported(path, OF_PICKLE)}"
+        )
     try:
         if begin[:1] != b"\x80" and begin != b"PK":
             raise ValueError("it begins as neither a zip file nor a pickle")
         _refuse_script(path)
         check_uncompressed(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(HARMLESS):
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         if not isinstance(error, UnpicklingError):
             raise FileFormatError(f"{path} is truncated, or no file of torch.save ({brief(error)})") from error
@@ -73,13 +89,17 @@ def _refuse_script(path: Path) -> None:
                 raise UnpicklingError("a model with its code, of TorchScript")
 
 
-def state_dict_in(path: Path, content: Any, entry: str | None) -> tuple[str | None, Mapping[str, Any]]:
+def state_dict_in(
+    path: Path, content: Any, entry: str | None, option: str = "--entry"
+) -> tuple[str | None, Mapping[str, Any]]:
     """Return the state dict of what a file holds, after its entry, which is None for the content itself.
 
     Args:
         path: The file, for messages.
         content: What it holds.
-        entry: The state dict's key, with dots into further dictionaries; None to find it.
+        entry: The state dict's key, with dots into further dictionaries; None to find it: one of `ENTRIES`, or the
+            content itself, or else the only entry that is one.
+        option: What names the entry, for messages.
 
     Raises:
         DataError: It holds no state dict, or several.
@@ -87,27 +107,43 @@ def state_dict_in(path: Path, content: Any, entry: str | None) -> tuple[str | No
     if entry is not None:
         found = within(content, entry)
         if not _is_state_dict(found):
-            raise DataError(f"--entry {brief(entry)}: {path} has no state dict there; {_there_is(content)}")
+            raise DataError(f"{_named(option, entry)}: {path} has no state dict there; {_there_is(content, option)}")
         return entry, found
-    entries = [name for name in ENTRIES if isinstance(content, dict) and _is_state_dict(content.get(name))]
-    if len(entries) > 1:
-        raise DataError(f"{path} has {len(entries)} state dicts, {entries}; name one by --entry")
-    if entries:
-        return entries[0], content[entries[0]]
-    if not _is_state_dict(content):
-        raise DataError(f"{path} has no state dict, itself or as one of {ENTRIES}; {_there_is(content)}")
-    return None, content
+    entries = [key for key, value in content.items() if _is_state_dict(value)] if isinstance(content, dict) else []
+    usual = [key for key in ENTRIES if key in entries]
+    if not usual and _is_state_dict(content) and (not entries or _has_layers(content)):
+        return None, content
+    chosen = usual or [key for key in entries if _is_trained(content[key])]
+    if len(chosen) > 1:
+        raise DataError(f"{path} has {len(chosen)} state dicts, {shortened(chosen)}; name one by {option}")
+    if chosen:
+        return chosen[0], content[chosen[0]]
+    raise DataError(f"{path} has no state dict, itself or as one of {ENTRIES}; {_there_is(content, option)}")
 
 
 def _is_state_dict(content: Any) -> bool:
     return isinstance(content, dict) and any(isinstance(value, Tensor) for value in content.values())
 
 
-def _there_is(content: Any) -> str:
+def _has_layers(content: Mapping[Any, Any]) -> bool:
+    """Whether tensors have names as of layers, and not of what a script keeps beside its model."""
+    return any(isinstance(value, Tensor) and "." in str(key) for key, value in content.items())
+
+
+def _is_trained(state: Mapping[Any, Any]) -> bool:
+    """Whether there are numbers that training changes, unlike in a generator's state."""
+    return any(isinstance(value, Tensor) and value.is_floating_point() for value in state.values())
+
+
+def _named(option: str, entry: str) -> str:
+    return f"{option} {brief(entry)}" if option.startswith("-") else f"{option}={brief(entry)}"
+
+
+def _there_is(content: Any, option: str) -> str:
     if not isinstance(content, dict):
         return f"it holds a {type(content).__name__}"
     inner = [str(key) for key, value in content.items() if isinstance(value, dict)]
-    return f"name one by --entry, of {shortened(inner)}" if inner else f"it has {shortened(list(map(str, content)))}"
+    return f"name one by {option}, of {shortened(inner)}" if inner else f"it has {shortened(list(map(str, content)))}"
 
 
 def within(content: Any, key: str) -> Any:
@@ -133,29 +169,105 @@ def within(content: Any, key: str) -> Any:
     return None
 
 
-def load_checkpoint(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -> None:
-    """Load a state dict into a model, from a safetensors file or a torch file without pickled code.
+def read_state_dict(
+    path: Path, entry: str = "", *, option: str = "model.entry", what: str = "weights"
+) -> dict[str, Tensor]:
+    """Read the state dict of a file of safetensors or of ``torch.save``; no code in it is run.
 
-    A Detectron2 checkpoint works too: its state dict is the entry ``model``. Memory is bounded by the file's size for
-    safetensors; a torch file is read by PyTorch's restricted unpickler, and must not be compressed.
+    Memory is bounded by the file's size for safetensors; a torch file is read by PyTorch's restricted unpickler, and
+    must not be compressed.
+
+    Args:
+        path: The file.
+        entry: The state dict's key in a file of torch, as in `state_dict_in`; empty to find it.
+        option: What names the entry, for messages.
+        what: What it should hold, for messages.
+
+    Raises:
+        DataError: The file can't be read, or holds no state dict, or several; the message has one line.
+    """
+    try:
+        if path.suffix != ".safetensors":
+            found = state_dict_in(path, torch_content(path), entry or None, option)[1]
+            return {str(key): value for key, value in found.items()}
+        if entry:
+            raise DataError(f"{_named(option, entry)}: {path} is of safetensors, which has tensors alone; leave it out")
+        check_header(path)
+        return safetensors.torch.load_file(path)
+    except FileFormatError as error:
+        raise DataError(_in_a_line(str(error))) from error
+    except MetricOptError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path} holds no {what}: {brief(error)}") from error
+
+
+def _in_a_line(message: str) -> str:
+    """Return a refusal that has lines of Python as one that has what they do."""
+    said, line, _ = message.partition(":\n")
+    return f"{said} alone, torch.save(model.state_dict(), FILE), where it was trained" if line else said
+
+
+def load_checkpoint(
+    model: nn.Module, path: Path, *, keep: Iterable[str] = (), entry: str = "", option: str = "model.entry"
+) -> None:
+    """Load a file's state dict (`read_state_dict`) into a model, under the names that the model has for it.
 
     Args:
         model: The model.
         path: The file.
         keep: Names of weights to leave as they are in the model, whatever the file holds.
+        entry: The state dict's key in a file of torch; empty to find it.
+        option: What names the entry, for messages.
 
     Raises:
         DataError: The file can't be read, or its weights are not the model's.
     """
+    what = f"weights for {type(model).__name__}"
+    load_state(model, read_state_dict(path, entry, option=option, what=what), path, keep=keep)
+
+
+def load_state(model: nn.Module, state: Mapping[str, Any], path: Path, *, keep: Iterable[str] = ()) -> None:
+    """Load a state dict into a model, under the names that the model has for it (`names_in_model`).
+
+    A warning says what is left out, as it is beside the model.
+
+    Args:
+        model: The model.
+        state: The state dict.
+        path: The file that it is from, for messages.
+        keep: Names of weights to leave as they are in the model.
+
+    Raises:
+        DataError: The weights are not the model's.
+    """
+    own = model.state_dict()
     try:
-        if path.suffix == ".safetensors":
-            check_header(path)
-            state = safetensors.torch.load_file(path)
-        else:
-            check_uncompressed(path)
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-            state = loaded.get("model", loaded)
-        own = model.state_dict()
-        model.load_state_dict({**state, **{name: own[name] for name in keep}})
+        read = names_in_model(state, own)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    renamed = {name: state[key] for key, name in read.names.items()}
+    renamed |= {name: own[name] for name in keep}
+    try:
+        model.load_state_dict(renamed)
     except Exception as error:
-        raise DataError(f"{path} holds no weights for {type(model).__name__}: {brief(error)}") from error
+        raise DataError(
+            f"{path} holds no weights for {type(model).__name__}: {_misfit(renamed, own, error)}"
+        ) from error
+    if read.left_out:
+        what = counted(len(read.left_out), "tensor")
+        warnings.warn(f"{path}: {what} beside the model left out: {shortened(read.left_out)}", stacklevel=2)
+
+
+def _misfit(state: Mapping[str, Any], own: Mapping[str, Any], error: Exception) -> str:
+    """Return in words how a state dict differs from a model's, or else what loading it raised."""
+    missing, unknown = ([name for name in a if name not in b] for a, b in ((own, state), (state, own)))
+    unlike = [
+        f"{brief(name)} is {tuple(state[name].shape)} and should be {tuple(value.shape)}"
+        for name, value in own.items()
+        if isinstance(state.get(name), Tensor) and isinstance(value, Tensor) and state[name].shape != value.shape
+    ]
+    said = [f"it lacks {shortened(missing)}"] if missing else []
+    said += [f"it has {shortened(unknown)}, which the model has not"] if unknown else []
+    said += [and_more(unlike)] if unlike else []
+    return "; ".join(said) or brief(error)

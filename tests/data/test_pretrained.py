@@ -1,5 +1,6 @@
 """The model to be finetuned: drawn by the seed, trained, given or taken from the folder."""
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,17 @@ def test_given_weights_are_loaded_and_kept(tmp_path: Path) -> None:
     assert same(make(tmp_path / "run", never, weights=str(tmp_path / "given.pt")), given)
     (tmp_path / "given.pt").unlink()
     assert same(make(tmp_path / "run", never, weights=str(tmp_path / "given.pt")), given)  # of the run's own copy
+
+
+def test_the_named_entry_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    other, given = build().state_dict(), build().state_dict()
+    torch.save({"state_dict": other, "state_dict_ema": given, "args": Namespace(lr=1)}, tmp_path / "last.pth")
+    settings: dict[str, Any] = {"weights": str(tmp_path / "last.pth"), "folder": tmp_path / "run", "seed": 0}
+    settings |= {"check": lambda model: None, "device": torch.device("cpu")}
+    with pytest.raises(DataError, match=r"last\.pth has 2 state dicts.*name one by model\.entry"):
+        pretrained(build, never, **settings)
+    model = pretrained(build, never, entry="state_dict_ema", **settings)
+    assert same(model.state_dict(), given)
 
 
 def test_nothing_is_kept_of_a_training_that_failed(tmp_path: Path) -> None:

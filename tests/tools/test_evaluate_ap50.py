@@ -1,5 +1,6 @@
 """tools/evaluate_ap50.py on small sets."""
 
+import argparse
 import importlib.util
 import json
 import subprocess
@@ -15,7 +16,9 @@ pytest.importorskip("PIL")
 from metricopt_ext.detection.ap50 import DEFINITIONS, average_precision
 from metricopt_ext.detection.coco import read_coco, write_coco, write_detections
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.detection.scenes import write_scenes
 from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.voc import read_voc, write_voc
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -263,3 +266,31 @@ def test_classes_counted_from_0_are_noted_beside_the_value(folder: Path) -> None
     after = evaluate(folder, *VOC)
     assert after["ap50"] == before["ap50"]
     assert "voc_results.json: category_id is read as counted from 0, as 0 occurs: '0 is bird'" in after["notes"][0]
+
+
+def test_a_training_scripts_checkpoint_is_judged_as_its_state_dict(tmp_path: Path) -> None:
+    write_scenes(tmp_path / "scenes", images=(2, 1, 2), size=64, seed=0)
+    (tmp_path / "c.yaml").write_text(
+        "data: {name: voc, root: scenes, classes: ['0', '1', '2', '3', '4', '5', '6', '7', '8', '9']}\ndevice: cpu\n"
+    )
+    torch.manual_seed(0)
+    state = TorchvisionToolkit().build(10, seed=0).state_dict()
+    wrapped = {f"module.{name}": value for name, value in state.items()}
+    more: dict[str, Any] = {"args": argparse.Namespace(lr=0.1), "epoch": 3, "optimizer": {}}
+    torch.save(state, tmp_path / "plain.pth")
+    torch.save({"model": wrapped, **more}, tmp_path / "wrapped.pth")
+    torch.save(
+        {"model": {name: 2 * value for name, value in state.items()}, "model_ema": wrapped}, tmp_path / "ema.pth"
+    )
+    options = ("--config-file", "c.yaml", "--annotations", "scenes", "--split", "test", "--definition", "coco")
+
+    def judged(*weights: str) -> dict[str, Any]:
+        report = evaluate(tmp_path, *options, "--weights", *weights)
+        return {key: report[key] for key in ("ap50", "detections")}
+
+    plain = judged("plain.pth")
+    assert sum(plain["detections"].values()) > 0
+    assert judged("wrapped.pth") == plain
+    with pytest.raises(SystemExit, match=r"ema\.pth has 2 state dicts, .*; name one by --entry"):
+        judged("ema.pth")
+    assert judged("ema.pth", "--entry", "model_ema") == plain

@@ -550,6 +550,11 @@ def test_a_torchvision_trunk_starts_from_a_classifiers_weights(tmp_path: Path) -
     assert torch.equal(model.trunk.layer4[1].conv2.weight, classifier.layer4[1].conv2.weight)
     assert model.trunk.fc.weight.shape == (5, 512)
     assert model.eval()(torch.rand(2, 3, 32, 32)).shape == (2, 5)
+    wrapped = {f"module.{name}": each for name, each in classifier.state_dict().items()}
+    torch.save({"other": 1, "teacher": {"a": torch.ones(1)}, "student": wrapped}, tmp_path / "weights.pt")
+    options: dict[str, Any] = {"trunk_weights": str(tmp_path / "weights.pt"), "entry": "student"}
+    again = build_model("resnet18", torch.Size((3, 32, 32)), 5, **options)
+    assert torch.equal(again.trunk.layer4[1].conv2.weight, classifier.layer4[1].conv2.weight)
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
     with pytest.raises(DataError, match=r"weights\.pt holds no weights for ResNet"):
         build_model("resnet18", torch.Size((3, 32, 32)), 5, trunk_weights=str(tmp_path / "weights.pt"))
