@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.classification.cifar_files import from_published
 from metricopt_ext.classification.config import (
     ClassificationConfig,
     DataConfig,
@@ -33,7 +34,7 @@ from metricopt_ext.classification.data import (
 )
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
-from metricopt_ext.classification.models import build_model
+from metricopt_ext.classification.models import CifarResNet, build_model
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.published import cropped, load_published, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
@@ -53,7 +54,7 @@ from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.state_dict import load_checkpoint
+from metricopt_ext.utils.state_dict import load_state, read_state_dict
 
 SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
 LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled | Table]] = {  # by the settings and the bounds
@@ -287,7 +288,11 @@ def _load(model: nn.Module, name: str, weights: str, entry: str) -> None:
     """Load published weights, or a file's."""
     known = published(name, weights)
     if known is None:
-        load_checkpoint(model, Path(weights), entry=entry)
+        path = Path(weights)
+        state = read_state_dict(path, entry, what=f"weights for {type(model).__name__}")
+        if isinstance(model, CifarResNet):
+            state = from_published(model, state) or state
+        load_state(model, state, path)
     else:
         load_published(model, known)
 
