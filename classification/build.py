@@ -1,5 +1,6 @@
 """Turns a classification config into the things it describes: data, model, adapter, metric."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,11 +42,18 @@ from metricopt_ext.classification.shift import long_tail, shift_class_ratio
 from metricopt_ext.classification.tables import load_a9a, read_csv, read_libsvm
 from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
+from metricopt_ext.data.named_model import (
+    class_names_of,
+    folder_weights,
+    has_weights,
+    preprocessing_of,
+    settings_of,
+)
 from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.training import train_supervised
-from metricopt_ext.errors import ConfigError
+from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
@@ -55,6 +63,7 @@ from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.state_dict import load_state, read_state_dict
+from metricopt_ext.utils.words import shortened
 
 SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
 LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled | Table]] = {  # by the settings and the bounds
@@ -232,9 +241,11 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
 
 
 def _normalised(splits: Splits, config: ClassificationConfig) -> Splits:
-    """Normalise images as published weights need it, or as the settings say."""
+    """Normalise images as published weights or the model's folder need it, or as the settings say."""
     weights = published(config.model.name, config.model.weights)
     mean, std = (config.data.mean, config.data.std) if weights is None else mean_and_std(weights)
+    if not mean and (known := preprocessing_of(config.model.name)):
+        mean, std = known
     if not mean:
         return splits
     shape = splits.train.x.shape[1:]
@@ -272,10 +283,10 @@ def classifier(
     own: dict[str, Any] = {name: getattr(settings, name) for name in ("optimizer", "weight_decay", "bfloat16")}
     own["watcher"] = watcher
     return pretrained(
-        lambda: build_model(settings.name, splits.train.x.shape[1:], splits.num_classes),
+        lambda: _built(config, splits),
         lambda model, file: train(model, splits.train, settings, settings.balanced, seed, checkpoint=file, **own),
         check=lambda model: _check_adapter(attach(tuned_part(model, config), config, seed), config),
-        weights=settings.weights,
+        weights=settings.weights or _own_weights(config, splits),
         folder=folder,
         seed=seed,
         device=splits.train.x.device,
@@ -284,10 +295,41 @@ def classifier(
     )
 
 
+def _built(config: ClassificationConfig, splits: Splits) -> nn.Module:
+    settings, shape = config.model, splits.train.x.shape[1:]
+    return build_model(settings.name, shape, splits.num_classes, **settings_of(settings))
+
+
+def _own_weights(config: ClassificationConfig, splits: Splits) -> str:
+    """Return the model's name if it is a folder that has weights of its own, for the data's classes.
+
+    Raises:
+        DataError: They are for the same classes in another order.
+    """
+    name = config.model.name
+    if not has_weights(name):
+        return ""
+    theirs, ours = class_names_of(name), list(splits.class_names)
+    if theirs != ours and sorted(theirs) == sorted(ours):
+        raise DataError(
+            f"model.name={name} has the data's classes in another order, {shortened(theirs)}, and the data"
+            f" {shortened(ours)}; change id2label, and the rows of its last layer, in the folder"
+        )
+    if theirs and theirs != ours:
+        warnings.warn(
+            f"model.name={name} names its classes {shortened(theirs)}, the data {shortened(ours)}; they are taken for"
+            " the same, in this order",
+            stacklevel=2,
+        )
+    return name
+
+
 def _load(model: nn.Module, name: str, weights: str, entry: str) -> None:
-    """Load published weights, or a file's."""
+    """Load published weights, those of the model's own folder, or a file's."""
     known = published(name, weights)
-    if known is None:
+    if weights == name:
+        model.load_state_dict(folder_weights(name, model))
+    elif known is None:
         path = Path(weights)
         state = read_state_dict(path, entry, what=f"weights for {type(model).__name__}")
         if isinstance(model, CifarResNet):
@@ -301,7 +343,7 @@ def untrained(config: ClassificationConfig, splits: Splits, seed: int) -> nn.Mod
     """Return the classifier with random weights of a seed, all of them trainable."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "untrained").initial_seed())
-        model = build_model(config.model.name, splits.train.x.shape[1:], splits.num_classes)
+        model = _built(config, splits)
     return model.to(splits.train.x.device)
 
 

@@ -229,9 +229,8 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
     """
     from metricopt_ext.adapters.attach import load_adapter
     from metricopt_ext.data.images import load_image_folder
-    from metricopt_ext.retrieval.build import embed
+    from metricopt_ext.retrieval.build import built, embed
     from metricopt_ext.retrieval.config import RetrievalConfig
-    from metricopt_ext.retrieval.models import build_model
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.modes import evaluating
     from metricopt_ext.utils.state_dict import load_checkpoint
@@ -245,8 +244,7 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
         mode: Literal["L", "RGB"] = "L" if arguments.grey else "RGB"
         images = load_image_folder(path, config.data.image_size or None, mode=mode, **config.limits)
         if model is None:
-            settings = config.model
-            model = build_model(settings.name, images.x.shape[1:], settings.embedding, settings.width)
+            model = built(config.model, images.x.shape[1:])
             load_checkpoint(model, arguments.weights, entry=arguments.entry, option="--entry")
             if arguments.adapter is not None:
                 load_adapter(model, arguments.adapter)
@@ -273,9 +271,8 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
             its data can't be read.
     """
     from metricopt_ext.methods.run_folder import FORMAT
-    from metricopt_ext.retrieval.build import embed, load_splits
+    from metricopt_ext.retrieval.build import built, embed, load_splits
     from metricopt_ext.retrieval.config import RetrievalConfig
-    from metricopt_ext.retrieval.models import build_model
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.device import choose_device
     from metricopt_ext.utils.files import read_json
@@ -298,7 +295,7 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
     for seed in seeds:
         data = getattr(load_splits(config, seed), part)
         for name in ("model", "tuned"):
-            model = build_model(config.model.name, data.x.shape[1:], config.model.embedding, config.model.width)
+            model = built(config.model, data.x.shape[1:])
             load_checkpoint(model, folder / f"seed-{seed}" / f"{name}.safetensors")
             with torch.no_grad():
                 embeddings = embed(model.to(device).eval(), data.x.to(device)).cpu()

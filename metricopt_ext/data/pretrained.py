@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.files import save_checkpoint
 from metricopt_ext.utils.seeding import generator
@@ -69,29 +68,3 @@ def pretrained(
         save_checkpoint(kept, model.state_dict())
     (folder / TRAINING).unlink(missing_ok=True)
     return model.to(device).eval()
-
-
-def torchvision_classifier(name: str, input_shape: torch.Size, outputs: int, others: str) -> nn.Module:
-    """Build one of torchvision's classifiers by name, with fresh weights.
-
-    Args:
-        name: Its name, e.g. ``resnet18``.
-        input_shape: Shape of one image, ``c x h x w``.
-        outputs: Number of outputs.
-        others: Names of the other available models, for the message.
-
-    Raises:
-        ConfigError: There is no such model, or it doesn't take images of this shape.
-    """
-    import torchvision
-
-    if name not in torchvision.models.list_models(module=torchvision.models):
-        raise ConfigError(f"model.name={name!r} is neither {others} nor a torchvision classifier")
-    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=outputs)
-    try:
-        with torch.no_grad():
-            model.eval()(torch.zeros(2, *input_shape))
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0]
-        raise ConfigError(f"model.name={name} does not take images of shape {tuple(input_shape)}: {why}") from error
-    return model.train()

@@ -67,7 +67,8 @@ def torch_content(path: Path) -> Any:
     try:
         if begin[:1] != b"\x80" and begin != b"PK":
             raise ValueError("it begins as neither a zip file nor a pickle")
-        _refuse_script(path)
+        if is_script(path):
+            raise UnpicklingError("a model with its code, of TorchScript")
         check_uncompressed(path)
         with torch.serialization.safe_globals(HARMLESS):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -82,11 +83,12 @@ def torch_content(path: Path) -> Any:
         ) from error
 
 
-def _refuse_script(path: Path) -> None:
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                raise UnpicklingError("a model with its code, of TorchScript")
+def is_script(path: Path) -> bool:
+    """Whether a file holds a model with its code, of TorchScript; it is not run."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
 def state_dict_in(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from metricopt_ext.data.pretrained import pretrained, torchvision_classifier
+from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.errors import ConfigError, DataError
 
 
@@ -124,25 +124,3 @@ def test_a_copy_of_the_untrained_model_is_checked_first(tmp_path: Path) -> None:
     trained = make(tmp_path / "b", lambda *_: None, check=check)
     assert same(trained, untrained)
     assert all(torch.equal(checked[0][key], 2 * untrained[key]) for key in untrained)
-
-
-def test_torchvisions_classifiers_by_name() -> None:
-    model: Any = torchvision_classifier("resnet18", torch.Size((3, 32, 32)), 7, "tiny")
-    assert model.training
-    assert model.bn1.num_batches_tracked == 0  # trying it out left no trace
-    assert model.eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "message"),
-    [
-        ("resnet81", (3, 32, 32), "model.name='resnet81' is neither tiny nor a torchvision classifier"),
-        ("fcn_resnet50", (3, 32, 32), "model.name='fcn_resnet50' is neither tiny nor a torchvision classifier"),
-        ("resnet18", (1, 32, 32), r"model.name=resnet18 does not take images of shape \(1, 32, 32\): .*channels"),
-        ("vit_b_16", (3, 32, 32), r"model.name=vit_b_16 does not take images of shape \(3, 32, 32\): .*height"),
-    ],
-)
-def test_other_models_and_images_are_refused(name: str, shape: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        torchvision_classifier(name, torch.Size(shape), 7, "tiny")
-    assert len(str(caught.value).splitlines()) == 1
