@@ -1,5 +1,6 @@
 """Turns a detection config into the things it describes: toolkit, detector, adapter, metric."""
 
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.detection.ap50 import DEFINITIONS, METRICS
+from metricopt_ext.detection.coco_outputs import for_classes
 from metricopt_ext.detection.config import DetectionConfig, DetectorAdapterConfig, MetricConfig
 from metricopt_ext.detection.data import DetectionSplits
 from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
@@ -70,6 +72,29 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
     device = ["MODEL.DEVICE", str(choose_device(config.device))]
     cfg = read_config(model.config_file, [*model.opts, *device])
     return Detectron2Toolkit(cfg, config.classification_loss, strict_weights=strict_weights)
+
+
+def with_outputs_of(
+    toolkit: Toolkit, config: DetectionConfig, classes: Sequence[str], category_ids: Sequence[int | str], weights: str
+) -> Toolkit:
+    """Return a toolkit whose detectors have the outputs of the weights that they are given as a whole.
+
+    They are more than the classes where torchvision trained them on COCO (`coco_outputs`).
+
+    Args:
+        toolkit: The toolkit.
+        config: The settings.
+        classes: The data's classes.
+        category_ids: How the data number them; empty if they are not in COCO's format.
+        weights: The detector's file; empty for ``model.coco_weights``, which count where they are not trained further.
+
+    Raises:
+        DataError: The outputs are of other classes than the data's.
+    """
+    weights = weights or ("" if config.model.steps else config.model.coco_weights)
+    if not weights or not isinstance(toolkit, TorchvisionToolkit):
+        return toolkit
+    return for_classes(toolkit, classes, category_ids, Path(weights), config.model.entry)
 
 
 def _refuse_settings_of_others(config: DetectionConfig) -> None:

@@ -58,7 +58,8 @@ class ModelConfig:
     """The detector and how it is trained before anything else happens."""
 
     # torchvision: small_fpn, resnet18_fpn, or torchvision's own name of a detector, e.g. fasterrcnn_resnet50_fpn,
-    # maskrcnn_resnet50_fpn_v2, keypointrcnn_resnet50_fpn, retinanet_resnet50_fpn, fcos_resnet50_fpn, ssd300_vgg16
+    # fasterrcnn_mobilenet_v3_large_320_fpn, maskrcnn_resnet50_fpn_v2, keypointrcnn_resnet50_fpn,
+    # retinanet_resnet50_fpn, fcos_resnet50_fpn, ssd300_vgg16, ssdlite320_mobilenet_v3_large
     name: str = TorchvisionToolkit.name
     # torchvision: shorter side in pixels to which the network scales images, unless the longer one would then exceed
     # the second number; SSDs have a size of their own

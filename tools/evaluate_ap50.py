@@ -126,8 +126,6 @@ def check_options(arguments: argparse.Namespace) -> None:
         return
     if arguments.ignore_unknown_classes:
         raise DataError("--ignore-unknown-classes is for --detections; a detector is built for the set's own classes")
-    if not arguments.weights:
-        raise DataError("--config-file needs --weights, the state dict of the detector that it describes")
     if is_coco(arguments.annotations) != (arguments.images_dir is not None):
         raise DataError("--images-dir is for a JSON file in COCO's format; VOC's format has its own images")
 
@@ -168,7 +166,8 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
         FileFormatError: The adapter can't be used.
     """
     from metricopt_ext.adapters.attach import load_adapter
-    from metricopt_ext.detection.build import build_toolkit
+    from metricopt_ext.detection.build import build_toolkit, with_outputs_of
+    from metricopt_ext.detection.coco import category_ids_of
     from metricopt_ext.detection.config import DetectionConfig
     from metricopt_ext.detection.metric import EVALUATION_BATCH
     from metricopt_ext.detection.records import DetectionSet
@@ -182,9 +181,17 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
     if classes is None and arguments.images_dir is None:
         classes = config.data.classes or None
     truth = read_annotations(arguments.annotations, arguments.split, classes, arguments.images_dir, images=True)
-    toolkit = build_toolkit(config)
+    config.model.entry = arguments.entry or config.model.entry
+    weights = config.model.weights = str(arguments.weights or config.model.weights)
+    if not weights and (config.model.steps or not config.model.coco_weights):
+        raise DataError(
+            "--config-file needs --weights, the state dict of the detector that it describes, or in it"
+            " model.coco_weights and model.steps=0"
+        )
+    toolkit = with_outputs_of(build_toolkit(config), config, truth.classes, category_ids_of(truth), weights)
     model = toolkit.build(len(truth.classes), seed=0)
-    load_checkpoint(model, arguments.weights, entry=arguments.entry, option="--entry")
+    if weights:
+        load_checkpoint(model, Path(weights), entry=config.model.entry, option="--entry")
     model.to(choose_device(config.device)).eval()
     if arguments.adapter is not None:
         load_adapter(model, arguments.adapter)

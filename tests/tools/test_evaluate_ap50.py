@@ -5,6 +5,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 pytest.importorskip("PIL")
 
 from metricopt_ext.detection.ap50 import DEFINITIONS, average_precision
-from metricopt_ext.detection.coco import read_coco, write_coco, write_detections
+from metricopt_ext.detection.coco import CocoSet, read_coco, write_coco, write_detections
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
 from metricopt_ext.detection.scenes import write_scenes
 from metricopt_ext.detection.toolkit import Example
@@ -294,3 +295,50 @@ def test_a_training_scripts_checkpoint_is_judged_as_its_state_dict(tmp_path: Pat
     with pytest.raises(SystemExit, match=r"ema\.pth has 2 state dicts, .*; name one by --entry"):
         judged("ema.pth")
     assert judged("ema.pth", "--entry", "model_ema") == plain
+
+
+def test_a_detector_trained_on_coco_is_judged_on_its_categories(tmp_path: Path) -> None:
+    import torchvision
+
+    name = "fasterrcnn_mobilenet_v3_large_320_fpn"
+    sizes: dict[str, Any] = {"min_size": 64, "max_size": 64, "box_score_thresh": 0.05}
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(name, weights=None, weights_backbone=None, **sizes).eval()
+    model.roi_heads.box_predictor.cls_score.bias.data[[1, 12, 18, 50, 90]] = 3.0  # 12 is none of COCO's categories
+    write_scenes(tmp_path / "scenes", images=(1, 1, 3), size=64, seed=0)
+    scenes = read_voc(tmp_path / "scenes", "test")
+    with torch.no_grad():
+        found = [model([image.load() / 255])[0] for image in scenes.images]
+    ids, classes = (1, 18, 90), ("person", "dog", "toothbrush")
+    renamed = [replace(each, labels=each.labels % len(ids)) for each in scenes.images]
+    write_coco(tmp_path / "coco.json", CocoSet(classes, renamed, ids))
+    truth = read_coco(tmp_path / "coco.json")
+
+    (tmp_path / "found.json").write_text(
+        json.dumps(
+            [
+                {"image_id": image.image_id, "category_id": label, "bbox": [x, y, r - x, b - y], "score": score}
+                for image, each in zip(truth.images, found, strict=True)
+                for (x, y, r, b), label, score in zip(*(each[key].tolist() for key in KEYS), strict=True)
+                if label in ids
+            ]
+        )
+    )
+    options = ("--annotations", "coco.json", "--definition", "coco")
+    expected = evaluate(tmp_path, "--detections", "found.json", *options)
+    assert min(expected["detections"].values()) > 0
+    torch.save(model.state_dict(), tmp_path / "coco.pth")
+    settings = {"name": name, "min_size": 64, "max_size": 64}
+    (tmp_path / "c.yaml").write_text(json.dumps({"data": {"name": "coco"}, "model": settings, "device": "cpu"}))
+    options += ("--images-dir", "scenes/JPEGImages")
+    report = evaluate(tmp_path, "--config-file", "c.yaml", "--weights", "coco.pth", *options)
+    assert report["detections"] == expected["detections"]
+    assert report["ap50"] == expected["ap50"]
+    settings |= {"coco_weights": "coco.pth", "steps": 0}
+    (tmp_path / "c.yaml").write_text(json.dumps({"data": {"name": "coco"}, "model": settings, "device": "cpu"}))
+    frozen = evaluate(tmp_path, "--config-file", "c.yaml", *options)
+    assert frozen["objects"] == expected["objects"]
+    assert sum(frozen["detections"].values()) > 0
+
+
+KEYS = ("boxes", "labels", "scores")
