@@ -23,9 +23,10 @@ from metricopt_ext.detection.train import train_detector
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.own_metric import own_metric
 from metricopt_ext.utils.device import choose_device
+from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.progress import Watcher
 
-TOOLKITS = ("detectron2", "torchvision")
+TOOLKITS = ("detectron2", "torchvision", "transformers")
 # The settings that only one toolkit uses.
 SETTINGS = {
     "detectron2": ("model.config_file", "model.opts"),
@@ -33,6 +34,7 @@ SETTINGS = {
         *("model.name", "model.min_size", "model.max_size", "model.proposals", "model.coco_weights"),
         *("adapter.keep_features", "adapter.keep_gib"),
     ),
+    "transformers": ("model.name",),
 }
 
 
@@ -59,6 +61,10 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
             strict_weights=strict_weights,
             classification_loss=config.classification_loss,  # type: ignore[arg-type]
         )
+    if config.toolkit == "transformers":
+        if config.classification_loss != DetectionConfig.classification_loss:
+            raise ConfigError(f"classification_loss={config.classification_loss!r} is not for toolkit=transformers")
+        return _transformers(model.name)
     try:
         from metricopt_ext.detection.detectron2.config import read_config
         from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
@@ -72,6 +78,16 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
     device = ["MODEL.DEVICE", str(choose_device(config.device))]
     cfg = read_config(model.config_file, [*model.opts, *device])
     return Detectron2Toolkit(cfg, config.classification_loss, strict_weights=strict_weights)
+
+
+def _transformers(folder: str) -> Toolkit:
+    try:
+        require("transformers")
+    except ModuleNotFoundError as error:
+        raise ConfigError("toolkit=transformers needs transformers: pip install transformers") from error
+    from metricopt_ext.detection.transformers_toolkit import TransformersToolkit
+
+    return TransformersToolkit(folder)
 
 
 def with_outputs_of(
@@ -91,6 +107,8 @@ def with_outputs_of(
     Raises:
         DataError: The outputs are of other classes than the data's.
     """
+    if config.toolkit == "transformers":
+        return toolkit.for_classes(classes)  # type: ignore[attr-defined, no-any-return]
     weights = weights or ("" if config.model.steps else config.model.coco_weights)
     if not weights or not isinstance(toolkit, TorchvisionToolkit):
         return toolkit
@@ -101,9 +119,9 @@ def _refuse_settings_of_others(config: DetectionConfig) -> None:
     """Reject non-default settings that the toolkit does not use."""
     default = DetectionConfig()
     for toolkit, keys in SETTINGS.items():
-        for key in keys:
+        for key in (each for each in keys if each not in SETTINGS[config.toolkit]):
             value = attrgetter(key)(config)
-            if toolkit != config.toolkit and value != attrgetter(key)(default):
+            if value != attrgetter(key)(default):
                 raise ConfigError(
                     f"{key}={value!r} is for toolkit={toolkit} and has no effect with toolkit={config.toolkit}"
                 )

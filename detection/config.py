@@ -57,7 +57,8 @@ class SceneShiftConfig:
 class ModelConfig:
     """The detector and how it is trained before anything else happens."""
 
-    # torchvision: small_fpn, resnet18_fpn, or torchvision's own name of a detector, e.g. fasterrcnn_resnet50_fpn,
+    # transformers: the folder of a detector and its image processor (save_pretrained). torchvision:
+    # small_fpn, resnet18_fpn, or torchvision's own name of a detector, e.g. fasterrcnn_resnet50_fpn,
     # fasterrcnn_mobilenet_v3_large_320_fpn, maskrcnn_resnet50_fpn_v2, keypointrcnn_resnet50_fpn,
     # retinanet_resnet50_fpn, fcos_resnet50_fpn, ssd300_vgg16, ssdlite320_mobilenet_v3_large
     name: str = TorchvisionToolkit.name
@@ -110,7 +111,7 @@ class DetectionConfig(RunConfig):
 
     OWN_METRIC = OwnDetectorMetricConfig
 
-    toolkit: str = "torchvision"  # or detectron2
+    toolkit: str = "torchvision"  # or detectron2, or transformers
     data: DataConfig = field(default_factory=DataConfig)
     scene: SceneConfig = field(default_factory=SceneConfig)
     shift: SceneShiftConfig = field(default_factory=SceneShiftConfig)

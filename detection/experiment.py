@@ -46,7 +46,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         """Return what a run is about."""
         metric = build_metric(config.metric)
         build_toolkit(config)
-        model = config.model.name if config.toolkit == "torchvision" else Path(config.model.config_file).stem
+        model = Path(config.model.config_file if config.toolkit == "detectron2" else config.model.name).stem
         data = config.data.name if config.shift.is_none else f"shifted {config.data.name}"
         title = f"{config.toolkit}'s {model} on {data}"
         return Subject(f"detection/{config.data.name}", title, metric.name, metric.maximize, metric.description)

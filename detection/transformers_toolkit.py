@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.data.named_model import folder_weights, has_weights
+from metricopt_ext.data.named_model import class_names_of, folder_weights, has_weights
 from metricopt_ext.detection.records import Detections, inside
 from metricopt_ext.detection.toolkit import Example, patterns_in
 from metricopt_ext.errors import ConfigError, DataError
@@ -124,7 +124,7 @@ class TransformersToolkit:
         """
         targets = [self._target(model, example) for example in batch]
         with in_mode(model, training=True):
-            value: Tensor = model(**self.inputs(model, batch), labels=targets).loss
+            value: Tensor = model(**self._inputs(model, batch), labels=targets).loss
         if not value.isfinite():
             raise FloatingPointError(f"the detector's loss is {float(value.detach())}; lower the lr")
         return value
@@ -133,7 +133,7 @@ class TransformersToolkit:
         """Return what the detector finds in each image, best first, in pixels of that image, without gradients."""
         sizes = [(int(example.image.shape[1]), int(example.image.shape[2])) for example in batch]
         with evaluating(model), torch.no_grad():
-            outputs = model(**self.inputs(model, batch))
+            outputs = model(**self._inputs(model, batch))
         processor = self._processor()
         found = processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=sizes)
         return [self._detections(model, each, size) for each, size in zip(found, sizes, strict=True)]
@@ -155,14 +155,18 @@ class TransformersToolkit:
                 raise ConfigError(f"placement={name!r} is none of {type(model).__name__}'s; choose from {known}")
         return [pattern for name in placements for pattern in present[name]]
 
-    def inputs(self, model: nn.Module, batch: Sequence[Example]) -> dict[str, Any]:
-        """Return what the model's ``forward`` takes in evaluation mode, by name."""
-        like, images = next(model.parameters()), [example.image.cpu() for example in batch]
-        prepared = self._processor()(images=images, return_tensors="pt")
-        inputs = {"pixel_values": prepared["pixel_values"].to(like)}
-        if "pixel_mask" in prepared:
-            inputs["pixel_mask"] = prepared["pixel_mask"].to(like.device)
-        return inputs
+    def inputs(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
+        """Return what the model's ``forward`` takes in evaluation mode: the images as prepared, ``n x 3 x h x w``."""
+        pixels: Tensor = self._inputs(model, batch)["pixel_values"]
+        return pixels
+
+    def for_classes(self, classes: Sequence[str]) -> "TransformersToolkit":
+        """Return the toolkit for a set's classes, read by name if all are among those of ``id2label``.
+
+        Otherwise it is the same: the model's labels are then the classes, in their order, or as many are not there.
+        """
+        known = class_names_of(self.folder)
+        return replace(self, classes=tuple(classes)) if set(classes) <= set(known) else self
 
     def export(self, model: nn.Module, path: str | Path) -> None:
         """Merge phi into a copy of an adapted model and write its state dict, for ``load_state_dict``.
@@ -177,6 +181,15 @@ class TransformersToolkit:
     def _processor(self) -> Any:
         kind: Any = AutoImageProcessor
         return kind.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+
+    def _inputs(self, model: nn.Module, batch: Sequence[Example]) -> dict[str, Tensor]:
+        """Return the images, and where they are padded, as the folder's processor makes them, by name."""
+        like, images = next(model.parameters()), [example.image.cpu() for example in batch]
+        prepared = self._processor()(images=images, return_tensors="pt")
+        inputs = {"pixel_values": prepared["pixel_values"].to(like)}
+        if "pixel_mask" in prepared:
+            inputs["pixel_mask"] = prepared["pixel_mask"].to(like.device)
+        return inputs
 
     def _target(self, model: nn.Module, example: Example) -> dict[str, Tensor]:
         """Return what is learned from an image: labels, and boxes by centre and size as shares of the image.

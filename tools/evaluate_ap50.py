@@ -166,6 +166,7 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
         FileFormatError: The adapter can't be used.
     """
     from metricopt_ext.adapters.attach import load_adapter
+    from metricopt_ext.data.named_model import has_weights
     from metricopt_ext.detection.build import build_toolkit, with_outputs_of
     from metricopt_ext.detection.coco import category_ids_of
     from metricopt_ext.detection.config import DetectionConfig
@@ -183,7 +184,8 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
     truth = read_annotations(arguments.annotations, arguments.split, classes, arguments.images_dir, images=True)
     config.model.entry = arguments.entry or config.model.entry
     weights = config.model.weights = str(arguments.weights or config.model.weights)
-    if not weights and (config.model.steps or not config.model.coco_weights):
+    own = config.toolkit == "transformers" and has_weights(config.model.name)
+    if not (weights or own) and (config.model.steps or not config.model.coco_weights):
         raise DataError(
             "--config-file needs --weights, the state dict of the detector that it describes, or in it"
             " model.coco_weights and model.steps=0"
