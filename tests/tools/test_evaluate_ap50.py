@@ -342,3 +342,30 @@ def test_a_detector_trained_on_coco_is_judged_on_its_categories(tmp_path: Path) 
 
 
 KEYS = ("boxes", "labels", "scores")
+
+
+def test_a_hugging_face_folder_is_judged_with_its_own_weights_or_others(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.YolosConfig(
+        **small, intermediate_size=8, image_size=[64, 64], patch_size=16, num_detection_tokens=6
+    )
+    config.id2label = {0: "other", 1: "bird", 2: "cat", 3: "dog"}
+    config.label2id = {name: i for i, name in config.id2label.items()}
+    model = transformers.YolosForObjectDetection(config)
+    model.class_labels_classifier.layers[-1].bias.data[2] = 3.0  # all are cats
+    model.save_pretrained(tmp_path / "yolos")
+    transformers.YolosImageProcessor(size={"shortest_edge": 64, "longest_edge": 64}).save_pretrained(tmp_path / "yolos")
+    blank = torch.zeros(3, 100, 100, dtype=torch.uint8)
+    write_voc(tmp_path / "voc", [Example(blank, image) for image in images(1)], CLASSES, "test")
+    data = {"name": "voc", "root": "voc", "classes": list(CLASSES)}
+    content = {"data": data, "device": "cpu", "toolkit": "transformers", "model": {"name": "yolos"}}
+    (tmp_path / "c.yaml").write_text(json.dumps(content))
+    options = ("--config-file", "c.yaml", "--annotations", "voc", "--split", "test", "--definition", "voc")
+    own = evaluate(tmp_path, *options)
+    assert own["detections"] == {"bird": 0, "cat": 6 * len(images(1)), "dog": 0}
+    model.class_labels_classifier.layers[-1].bias.data[3] = 9.0
+    torch.save({"model": model.state_dict()}, tmp_path / "dogs.pth")
+    dogs = evaluate(tmp_path, *options, "--weights", "dogs.pth")
+    assert dogs["detections"] == {"bird": 0, "cat": 0, "dog": 6 * len(images(1))}
