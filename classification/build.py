@@ -1,5 +1,6 @@
 """Turns a classification config into the things it describes: data, model, adapter, metric."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.classification.cifar_files import from_published
 from metricopt_ext.classification.config import (
     ClassificationConfig,
     DataConfig,
@@ -35,7 +37,7 @@ from metricopt_ext.classification.data import (
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.masks import load_masks
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, check_split, expected_cost, from_callable
-from metricopt_ext.classification.models import build_model
+from metricopt_ext.classification.models import CifarResNet, build_model
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.published import cropped, load_published, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
@@ -44,6 +46,13 @@ from metricopt_ext.classification.target_metrics import prepared_by, target_metr
 from metricopt_ext.classification.targets import IGNORED, Target, beyond
 from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
+from metricopt_ext.data.named_model import (
+    class_names_of,
+    folder_weights,
+    has_weights,
+    preprocessing_of,
+    settings_of,
+)
 from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.data.pretrained import pretrained
@@ -55,10 +64,11 @@ from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.own_metric import own_metric
 from metricopt_ext.utils.config import config_section
-from metricopt_ext.utils.files import load_checkpoint
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.state_dict import load_state, read_state_dict
+from metricopt_ext.utils.words import shortened
 
 SKLEARN_SETS = ("breast_cancer", "diabetes", "digits", "iris", "wine")
 # by the settings, the bounds and the columns that the metric is given
@@ -74,7 +84,7 @@ LOADERS: dict[str, Callable[[DataConfig, Limits, Sequence[str]], Labelled | Tabl
 }
 
 
-def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def classification_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     """Cross-entropy of ``n`` or ``n x c`` logits for inputs ``n x ...`` and labels ``n``."""
     x, y = batch
     return cross_entropy(model(x), y)
@@ -351,9 +361,11 @@ def _check_columns(splits: Splits, config: ClassificationConfig) -> None:
 
 
 def _normalised(splits: Splits, config: ClassificationConfig) -> Splits:
-    """Normalise images as published weights need it, or as the settings say."""
+    """Normalise images as published weights or the model's folder need it, or as the settings say."""
     weights = published(config.model.name, config.model.weights)
     mean, std = (config.data.mean, config.data.std) if weights is None else mean_and_std(weights)
+    if not mean and (known := preprocessing_of(config.model.name)):
+        mean, std = known
     if not mean:
         return splits
     shape = splits.train.x.shape[1:]
@@ -407,19 +419,20 @@ def classifier(
         lambda: built(config, splits),
         trained,
         check=lambda model: _check_adapter(attach(tuned_part(model, config), config, seed), config),
-        weights=settings.weights,
+        weights=settings.weights or _own_weights(config, splits),
         folder=folder,
         seed=seed,
         device=splits.train.x.device,
-        load=lambda model, weights: _load(model, settings.name, weights),
+        entry=settings.entry,
+        load=lambda model, weights, entry: _load(model, settings.name, weights, entry),
     )
 
 
 def built(config: ClassificationConfig, splits: Splits) -> nn.Module:
     """Return the classifier with weights drawn from torch's global stream, an output for each logit."""
-    target = target_in(config, splits)
-    own = target.kind == "classes"
-    return build_model(config.model.name, splits.train.x.shape[1:], target.outputs, one_logit=own)
+    target, settings = target_in(config, splits), config.model
+    own, shape = target.kind == "classes", splits.train.x.shape[1:]
+    return build_model(settings.name, shape, target.outputs, one_logit=own, **settings_of(settings))
 
 
 def last_linear(model: nn.Module) -> nn.Linear:
@@ -441,13 +454,43 @@ def in_units_of(layer: nn.Linear, mean: float, spread: float) -> None:
     layer.bias.mul_(spread).add_(mean)
 
 
-def _load(model: nn.Module, name: str, weights: str) -> None:
-    """Load published weights, or a file's."""
-    entry = published(name, weights)
-    if entry is None:
-        load_checkpoint(model, Path(weights))
+def _own_weights(config: ClassificationConfig, splits: Splits) -> str:
+    """Return the model's name if it is a folder that has weights of its own, for the data's classes.
+
+    Raises:
+        DataError: They are for the same classes in another order.
+    """
+    name = config.model.name
+    if not has_weights(name):
+        return ""
+    theirs, ours = class_names_of(name), list(splits.class_names)
+    if theirs != ours and sorted(theirs) == sorted(ours):
+        raise DataError(
+            f"model.name={name} has the data's classes in another order, {shortened(theirs)}, and the data"
+            f" {shortened(ours)}; change id2label, and the rows of its last layer, in the folder"
+        )
+    if theirs and theirs != ours:
+        warnings.warn(
+            f"model.name={name} names its classes {shortened(theirs)}, the data {shortened(ours)}; they are taken for"
+            " the same, in this order",
+            stacklevel=2,
+        )
+    return name
+
+
+def _load(model: nn.Module, name: str, weights: str, entry: str) -> None:
+    """Load published weights, those of the model's own folder, or a file's."""
+    known = published(name, weights)
+    if weights == name:
+        model.load_state_dict(folder_weights(name, model))
+    elif known is None:
+        path = Path(weights)
+        state = read_state_dict(path, entry, what=f"weights for {type(model).__name__}")
+        if isinstance(model, CifarResNet):
+            state = from_published(model, state) or state
+        load_state(model, state, path)
     else:
-        load_published(model, entry)
+        load_published(model, known)
 
 
 def untrained(config: ClassificationConfig, splits: Splits, seed: int) -> nn.Module:

@@ -9,6 +9,7 @@ from metricopt_ext.classification.models import torchvision_segmenters
 from metricopt_ext.classification.published import published
 from metricopt_ext.classification.tables import read_csv
 from metricopt_ext.classification.targets import KINDS
+from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.method_config import brought_by, either
@@ -112,13 +113,20 @@ class TableConfig(DataConfig):
 class ModelConfig(TrainingConfig):
     """The classifier and how it is trained."""
 
-    name: str = MISSING  # tabular_mlp, small_cnn, or a torchvision classifier
+    # tabular_mlp, small_cnn, cifar_resnetN, a torchvision or timm classifier, a folder of Hugging Face's (config.json),
+    # or MODULE:FUNCTION, which is imported and run
+    name: str = MISSING
     # A state dict as below, or published weights, e.g. ResNet18_Weights.IMAGENET1K_V1: torchvision downloads them, and
     # images get their preprocessing, for training too
     weights: str = ""
     batch_size: int = 100
     balanced: bool = False  # while training: every class, or label, gets an equal share of a batch; not of quantities
     bfloat16: bool = False  # images: train in half the precision, on processors that have it in about half the time
+
+
+@dataclass
+class NamedClassifierConfig(NamedModelConfig, ModelConfig):
+    """The same with what ``model.name=MODULE:FUNCTION``, ``timm/NAME`` or a folder takes."""
 
 
 @dataclass
@@ -211,6 +219,7 @@ class ClassificationConfig(RunConfig):
     """A whole run of `tools/finetune_classifier.py`."""
 
     CHOICES = (*RunConfig.CHOICES, "data.name", "data.kind")
+    NAMED_MODEL = NamedClassifierConfig
     OWN_METRIC = OwnClassifierMetricConfig
 
     data: DataConfig = field(default_factory=DataConfig)

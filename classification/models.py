@@ -1,11 +1,13 @@
 """The networks of the paper's classification experiments, and any torchvision classifier by name."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.data.pretrained import torchvision_classifier
+from metricopt_ext.data.named_model import named_model
 from metricopt_ext.errors import ConfigError
 
 
@@ -170,16 +172,26 @@ def torchvision_segmenters() -> list[str]:
     return names
 
 
-def build_model(name: str, input_shape: torch.Size, classes: int, *, one_logit: bool = True) -> nn.Module:
+def build_model(
+    name: str,
+    input_shape: torch.Size,
+    classes: int,
+    *,
+    one_logit: bool = True,
+    folder: str = "",
+    kwargs: Mapping[str, Any] | None = None,
+) -> nn.Module:
     """Build an untrained classifier.
 
     Args:
         name: ``tabular_mlp``, ``small_cnn``, ``cifar_resnet32`` (or another depth, twice as wide with ``x2`` after it),
-            ``cifar_resnet9`` (24 channels wide with ``w24`` after it), or the name of a torchvision classifier, e.g.
-            ``resnet18``.
+            ``cifar_resnet9`` (24 channels wide with ``w24`` after it), or what `named_model` knows: a torchvision
+            classifier, e.g. ``resnet18``, timm's, a Hugging Face folder, ``MODULE:FUNCTION``.
         input_shape: Shape of one input: ``features`` or ``channels x h x w``.
         classes: Number of classes c, or of other outputs. Two classes give the MLP one logit.
         one_logit: False for two outputs that are no classes.
+        folder: Where the function's module is, if it is not installed.
+        kwargs: Further arguments of what `named_model` builds.
 
     Raises:
         ConfigError: There is no such model, or it doesn't take inputs of this shape.
@@ -188,7 +200,7 @@ def build_model(name: str, input_shape: torch.Size, classes: int, *, one_logit: 
         if len(input_shape) != 1:
             raise ConfigError(f"model.name=tabular_mlp takes vectors, but the data has shape {tuple(input_shape)}")
         return TabularMLP(input_shape[0], 1 if classes == 2 and one_logit else classes)
-    if len(input_shape) != 3:
+    if len(input_shape) != 3 and ":" not in name:
         raise ConfigError(f"model.name={name} takes images, but the data has shape {tuple(input_shape)}")
     if name == "small_cnn":
         return SmallCNN(input_shape[0], classes)
@@ -206,4 +218,5 @@ def build_model(name: str, input_shape: torch.Size, classes: int, *, one_logit: 
 
         model: nn.Module = torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=classes)
         return model
-    return torchvision_classifier(name, input_shape, classes, others="tabular_mlp, small_cnn, cifar_resnetN")
+    others = "tabular_mlp, small_cnn, cifar_resnetN"
+    return named_model(name, input_shape, classes, others=others, folder=folder, kwargs=kwargs)

@@ -1,5 +1,6 @@
 """Turns a detection config into the things it describes: toolkit, detector, adapter, metric."""
 
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.detection.ap50 import DEFINITIONS, METRICS
+from metricopt_ext.detection.coco_outputs import for_classes
 from metricopt_ext.detection.config import DetectionConfig, DetectorAdapterConfig, MetricConfig
 from metricopt_ext.detection.data import DetectionSplits
 from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
@@ -21,9 +23,10 @@ from metricopt_ext.detection.train import train_detector
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.own_metric import own_metric
 from metricopt_ext.utils.device import choose_device
+from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.progress import Watcher
 
-TOOLKITS = ("detectron2", "torchvision")
+TOOLKITS = ("detectron2", "torchvision", "transformers")
 # The settings that only one toolkit uses.
 SETTINGS = {
     "detectron2": ("model.config_file", "model.opts"),
@@ -31,6 +34,7 @@ SETTINGS = {
         *("model.name", "model.min_size", "model.max_size", "model.proposals", "model.coco_weights"),
         *("adapter.keep_features", "adapter.keep_gib"),
     ),
+    "transformers": ("model.name",),
 }
 
 
@@ -53,9 +57,14 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
             max_size=model.max_size,
             proposals=model.proposals,
             weights=model.coco_weights,
+            entry=model.entry,
             strict_weights=strict_weights,
             classification_loss=config.classification_loss,  # type: ignore[arg-type]
         )
+    if config.toolkit == "transformers":
+        if config.classification_loss != DetectionConfig.classification_loss:
+            raise ConfigError(f"classification_loss={config.classification_loss!r} is not for toolkit=transformers")
+        return _transformers(model.name)
     try:
         from metricopt_ext.detection.detectron2.config import read_config
         from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
@@ -71,13 +80,48 @@ def build_toolkit(config: DetectionConfig) -> Toolkit:
     return Detectron2Toolkit(cfg, config.classification_loss, strict_weights=strict_weights)
 
 
+def _transformers(folder: str) -> Toolkit:
+    try:
+        require("transformers")
+    except ModuleNotFoundError as error:
+        raise ConfigError("toolkit=transformers needs transformers: pip install transformers") from error
+    from metricopt_ext.detection.transformers_toolkit import TransformersToolkit
+
+    return TransformersToolkit(folder)
+
+
+def with_outputs_of(
+    toolkit: Toolkit, config: DetectionConfig, classes: Sequence[str], category_ids: Sequence[int | str], weights: str
+) -> Toolkit:
+    """Return a toolkit whose detectors have the outputs of the weights that they are given as a whole.
+
+    They are more than the classes where torchvision trained them on COCO (`coco_outputs`).
+
+    Args:
+        toolkit: The toolkit.
+        config: The settings.
+        classes: The data's classes.
+        category_ids: How the data number them; empty if they are not in COCO's format.
+        weights: The detector's file; empty for ``model.coco_weights``, which count where they are not trained further.
+
+    Raises:
+        DataError: The outputs are of other classes than the data's.
+    """
+    if config.toolkit == "transformers":
+        return toolkit.for_classes(classes)  # type: ignore[attr-defined, no-any-return]
+    weights = weights or ("" if config.model.steps else config.model.coco_weights)
+    if not weights or not isinstance(toolkit, TorchvisionToolkit):
+        return toolkit
+    return for_classes(toolkit, classes, category_ids, Path(weights), config.model.entry)
+
+
 def _refuse_settings_of_others(config: DetectionConfig) -> None:
     """Reject non-default settings that the toolkit does not use."""
     default = DetectionConfig()
     for toolkit, keys in SETTINGS.items():
-        for key in keys:
+        for key in (each for each in keys if each not in SETTINGS[config.toolkit]):
             value = attrgetter(key)(config)
-            if toolkit != config.toolkit and value != attrgetter(key)(default):
+            if value != attrgetter(key)(default):
                 raise ConfigError(
                     f"{key}={value!r} is for toolkit={toolkit} and has no effect with toolkit={config.toolkit}"
                 )
@@ -127,6 +171,7 @@ def detector(
         train,
         check=lambda model: attach(toolkit, model, config.adapter, seed).merge(),
         weights=settings.weights,
+        entry=settings.entry,
         folder=folder,
         seed=seed,
         device=choose_device(config.device),

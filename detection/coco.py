@@ -283,6 +283,11 @@ def write_detections(path: str | Path, detections: Sequence[Detections], dataset
     )
 
 
+def category_ids_of(dataset: DetectionSet) -> tuple[int | str, ...]:
+    """Return how a set's file numbers its classes; empty if it is not in COCO's format."""
+    return dataset.category_ids if isinstance(dataset, CocoSet) else ()
+
+
 def _category_ids(dataset: DetectionSet) -> tuple[int | str, ...]:
     return dataset.category_ids if isinstance(dataset, CocoSet) else tuple(range(1, len(dataset.classes) + 1))
 

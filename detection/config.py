@@ -57,8 +57,10 @@ class SceneShiftConfig:
 class ModelConfig:
     """The detector and how it is trained before anything else happens."""
 
-    # torchvision: small_fpn, resnet18_fpn, or torchvision's own name of a detector, e.g. fasterrcnn_resnet50_fpn,
-    # maskrcnn_resnet50_fpn_v2, keypointrcnn_resnet50_fpn, retinanet_resnet50_fpn, fcos_resnet50_fpn, ssd300_vgg16
+    # transformers: the folder of a detector and its image processor (save_pretrained). torchvision:
+    # small_fpn, resnet18_fpn, or torchvision's own name of a detector, e.g. fasterrcnn_resnet50_fpn,
+    # fasterrcnn_mobilenet_v3_large_320_fpn, maskrcnn_resnet50_fpn_v2, keypointrcnn_resnet50_fpn,
+    # retinanet_resnet50_fpn, fcos_resnet50_fpn, ssd300_vgg16, ssdlite320_mobilenet_v3_large
     name: str = TorchvisionToolkit.name
     # torchvision: shorter side in pixels to which the network scales images, unless the longer one would then exceed
     # the second number; SSDs have a size of their own
@@ -70,7 +72,9 @@ class ModelConfig:
     coco_weights: str = ""
     config_file: str = ""  # detectron2: the YAML file that describes the detector
     opts: list[str] = field(default_factory=list)  # detectron2: KEY, VALUE, ... that override it
-    weights: str = ""  # a state dict (.safetensors, or .pt without pickled code) to use instead of training
+    # A checkpoint to use instead of training (.safetensors, or a file of torch without pickled code) ...
+    weights: str = ""
+    entry: str = ""  # ... and the state dict's key in it, and in coco_weights; with dots; empty: found
     steps: int = 700  # 0 takes the weights as the toolkit gives them (detectron2: MODEL.WEIGHTS among opts)
     batch_size: int = 8
     lr: float = 0.05  # peak rate of SGD with momentum
@@ -107,7 +111,7 @@ class DetectionConfig(RunConfig):
 
     OWN_METRIC = OwnDetectorMetricConfig
 
-    toolkit: str = "torchvision"  # or detectron2
+    toolkit: str = "torchvision"  # or detectron2, or transformers
     data: DataConfig = field(default_factory=DataConfig)
     scene: SceneConfig = field(default_factory=SceneConfig)
     shift: SceneShiftConfig = field(default_factory=SceneShiftConfig)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.splits import PARTS
-from metricopt_ext.detection.coco import read_coco
+from metricopt_ext.detection.coco import category_ids_of, read_coco
 from metricopt_ext.detection.config import DataConfig, DetectionConfig
 from metricopt_ext.detection.records import Annotated, DetectionSet, inside
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
@@ -27,12 +27,14 @@ class DetectionSplits:
         train: What the detector is trained on and the loss sees.
         validation: What metric queries see.
         test: What the result is reported on.
+        category_ids: How COCO's format numbers the classes; empty for other formats.
     """
 
     classes: tuple[str, ...]
     train: list[Example]
     validation: list[Example]
     test: list[Example]
+    category_ids: tuple[int | str, ...] = ()
 
 
 def load_splits(config: DetectionConfig, seed: int, folder: Path) -> DetectionSplits:
@@ -60,7 +62,8 @@ def load_splits(config: DetectionConfig, seed: int, folder: Path) -> DetectionSp
             )
     if not any(_learned_from(image).any() for image in drawn[0].images):
         raise DataError(f"none of the {len(drawn[0])} images for train has a box with area in its image")
-    return DetectionSplits(classes, *(load_examples(part, config.data.size or None, **config.limits) for part in drawn))
+    train, validation, test = (load_examples(part, config.data.size or None, **config.limits) for part in drawn)
+    return DetectionSplits(classes, train, validation, test, category_ids_of(parts[0]))
 
 
 def _learned_from(image: Annotated) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.data.rare import Rare
-from metricopt_ext.detection.build import attach, build_metric, build_toolkit, detector, remembering
+from metricopt_ext.detection.build import attach, build_metric, build_toolkit, detector, remembering, with_outputs_of
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, load_splits
 from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric, in_batches, rare_images, truth_of
@@ -46,7 +46,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         """Return what a run is about."""
         metric = build_metric(config.metric)
         build_toolkit(config)
-        model = config.model.name if config.toolkit == "torchvision" else Path(config.model.config_file).stem
+        model = Path(config.model.config_file if config.toolkit == "detectron2" else config.model.name).stem
         data = config.data.name if config.shift.is_none else f"shifted {config.data.name}"
         title = f"{config.toolkit}'s {model} on {data}"
         return Subject(f"detection/{config.data.name}", title, metric.name, metric.maximize, metric.description)
@@ -56,6 +56,9 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         config, seed, folder = self.config, self.seed, self.folder
         self.toolkit, metric = build_toolkit(config), build_metric(config.metric)
         self.splits = splits = load_splits(config, seed, folder)
+        kept = folder / "model.safetensors"
+        weights = str(kept) if kept.exists() else config.model.weights
+        self.toolkit = with_outputs_of(self.toolkit, config, splits.classes, splits.category_ids, weights)
         metric.try_on(truth_of(splits.validation, splits.classes))
         model = detector(config, self.toolkit, splits, seed, folder, self.watcher)
         adapter = attach(self.toolkit, model, config.adapter, seed)

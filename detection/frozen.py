@@ -1,8 +1,9 @@
 """What phi can't change in a detector if only its box head is modulated, computed once for each image."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -145,7 +146,7 @@ class FrozenFeatures:
             found = zip(*heads.postprocess_detections(logits, deltas, boxes, sizes), strict=True)
             scaled = [dict(zip(("boxes", "scores", "labels"), each, strict=True)) for each in found]
             in_pixels = detector.transform.postprocess(scaled, sizes, [example.image.shape[1:] for example in batch])
-        return [to_detections(each) for each in in_pixels]
+        return [to_detections(each, self.toolkit.labels) for each in in_pixels]
 
     def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
         """Return the region proposals of each image, ``p x 4``, best first, without gradients."""
@@ -164,7 +165,12 @@ class FrozenFeatures:
     def _remembered(self, use: str, model: nn.Module, batch: Sequence[Example]) -> list[Any]:
         """Return what a use needs of each image, `Proposals` or `Candidates`."""
         memory = self._memory(model)
-        kept, compute = memory.kept[use], {"detection": _proposals, "loss": _candidates}[use]
+        kept = memory.kept[use]
+        computes: dict[str, Callable[[Any, Example], Any]] = {
+            "detection": _proposals,
+            "loss": partial(_candidates, own=self.toolkit.labels),
+        }
+        compute = computes[use]
         found = []
         for example in batch:
             each: Any = kept.get(example)
@@ -222,11 +228,11 @@ def _proposals(detector: Any, example: Example) -> Proposals:
 
 
 @torch.no_grad()
-def _candidates(detector: Any, example: Example) -> Candidates:
+def _candidates(detector: Any, example: Example, own: Sequence[int]) -> Candidates:
     heads, inputs = detector.roi_heads, images_of(detector, [example])
     # In training mode the region proposal network also samples for its own loss; the caller's stream is unaffected.
     with evaluating(detector), seeded_streams(0, inputs[0].device):
-        images, (target,) = detector.transform(inputs, targets_of(detector, [example]))
+        images, (target,) = detector.transform(inputs, targets_of(detector, [example], own))
         features = detector.backbone(images.tensors)
         with in_mode(detector.rpn, training=True):
             proposals, _ = detector.rpn(images, features, [target])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
-from metricopt_ext.utils.files import load_checkpoint
+from metricopt_ext.utils.state_dict import load_checkpoint
 
 try:
     from torchvision.models import get_model, resnet18
@@ -20,6 +20,7 @@ SSD = ("ssd300_vgg16", "ssdlite320_mobilenet_v3_large")
 ONE_STAGE = ("retinanet_resnet50_fpn", "retinanet_resnet50_fpn_v2", "fcos_resnet50_fpn", *SSD)
 STANDARD = (
     *("fasterrcnn_resnet50_fpn", "fasterrcnn_resnet50_fpn_v2", "maskrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn_v2"),
+    *("fasterrcnn_mobilenet_v3_large_fpn", "fasterrcnn_mobilenet_v3_large_320_fpn"),
     *("keypointrcnn_resnet50_fpn", *ONE_STAGE),
 )
 SMALL = ("resnet18_fpn", "small_fpn")
@@ -32,6 +33,8 @@ FROZEN_NORMS = {
     "keypointrcnn_resnet50_fpn": True,
     "retinanet_resnet50_fpn": True,
     "fcos_resnet50_fpn": False,
+    "fasterrcnn_mobilenet_v3_large_fpn": False,
+    "fasterrcnn_mobilenet_v3_large_320_fpn": False,
 }
 # Where weights that depend on the number of classes are.
 PREDICTORS = (
@@ -77,6 +80,7 @@ def build_standard(
     score_threshold: float,
     weights: str = "",
     strict: bool = False,
+    entry: str = "",
 ) -> nn.Module:
     """Build one of torchvision's own detectors.
 
@@ -90,6 +94,7 @@ def build_standard(
         score_threshold: Lowest confidence of a detection.
         weights: File of torchvision's weights for this detector, trained on COCO, or trained further from these.
         strict: Whether the predictor of classes is taken from there too; the number of classes must then match.
+        entry: The state dict's key in that file; empty to find it.
 
     Raises:
         DataError: The weights don't fit the detector.
@@ -104,7 +109,7 @@ def build_standard(
     if name in FROZEN_NORMS:
         _freeze_norms(model.backbone.body)  # type: ignore[union-attr, arg-type]
     predictor = [key for key in model.state_dict() if key.startswith(PREDICTORS)]
-    load_checkpoint(model, Path(weights), keep=() if strict else predictor)
+    load_checkpoint(model, Path(weights), keep=() if strict else predictor, entry=entry)
     if FROZEN_NORMS.get(name):
         for module in model.modules():
             if isinstance(module, FrozenBatchNorm2d):
@@ -113,13 +118,15 @@ def build_standard(
 
 
 def _freeze_norms(body: nn.Module) -> None:
-    """Freeze a ResNet as torchvision does for finetuning: its norms, its stem and its first stage."""
+    """Freeze a backbone as torchvision does for finetuning: its norms and its first layers."""
     for parent in list(body.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.BatchNorm2d):
                 setattr(parent, name, FrozenBatchNorm2d(child.num_features))
-    for part in (body.get_submodule("conv1"), body.get_submodule("layer1")):
-        part.requires_grad_(False)
+    # Of a ResNet its stem and first stage, of MobileNet's stages the last three are trained.
+    first = ("conv1", "layer1") if hasattr(body, "layer1") else map(str, range(7))
+    for name in first:
+        body.get_submodule(name).requires_grad_(False)
 
 
 def _add_to_variance(norm: FrozenBatchNorm2d) -> None:

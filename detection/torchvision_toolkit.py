@@ -33,6 +33,7 @@ PLACEMENTS: dict[str, tuple[str, ...]] = {
     "backbone": ("backbone.body.*", "backbone.features.*", "backbone.extra.*"),
     "early": (
         *("backbone.body.bn1", "backbone.body.layer1.*"),
+        *("backbone.body.0.*", "backbone.body.1.*"),
         *("backbone.features.0", "backbone.features.2", "backbone.features.0.0.*", "backbone.features.0.1.*"),
     ),
     "fpn": ("backbone.fpn.layer_blocks.*",),
@@ -43,6 +44,10 @@ PLACEMENTS: dict[str, tuple[str, ...]] = {
     "mask_head": ("roi_heads.mask_head.*",),
     "keypoint_head": ("roi_heads.keypoint_head.*",),
 }
+
+
+# Outputs of torchvision's detectors that were trained on COCO, with the background and the ids that COCO does not use.
+COCO_OUTPUTS = 91
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,13 @@ class TorchvisionToolkit:
             own. Detectors of one stage have none.
         weights: File of torchvision's weights for one of `STANDARD` to start from, trained on COCO or trained further
             from these.
+        entry: The state dict's key in that file; empty to find it.
         strict_weights: Whether the predictor of classes is taken from there too; False if the detector will be trained,
             for other classes.
         classification_loss: Of the box head: the detector's own ``cross_entropy``, or ``ap`` (`ap_loss.ap_loss`), which
             ranks the proposals that are sampled from a batch. Detectors of one stage have their own only.
+        labels: The detector's own label of each class, from 1, if it has others too: COCO's 91 outputs are for its 80
+            categories (`coco_outputs`). Empty: they count the classes.
 
     Raises:
         ConfigError: There is no such detector, or a setting is impossible.
@@ -80,8 +88,10 @@ class TorchvisionToolkit:
     score_threshold: float = 0.05
     proposals: int = 0
     weights: str = ""
+    entry: str = ""
     strict_weights: bool = False
     classification_loss: ClassificationLoss = "cross_entropy"
+    labels: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.name not in (*STANDARD, *SMALL):
@@ -112,12 +122,14 @@ class TorchvisionToolkit:
         """
         if classes < 1:
             raise ConfigError(f"a detector needs at least one class, not {classes}")
+        if self.labels:
+            classes = COCO_OUTPUTS - 1
         size = self.min_size, self.max_size
         detector: Any
         with seeded_streams(generator(seed, "weights").initial_seed(), torch.device("cpu")):
             if self.name in STANDARD:
                 detector = build_standard(
-                    self.name, classes, *size, self.score_threshold, self.weights, self.strict_weights
+                    self.name, classes, *size, self.score_threshold, self.weights, self.strict_weights, self.entry
                 )
             else:
                 detector = build_small(self.name, classes, *size, self.score_threshold, self.width, self.head)
@@ -140,8 +152,8 @@ class TorchvisionToolkit:
         detector: Any = model
         with in_mode(model, training=True):
             if not has_proposals(model):
-                return total(detector(images_of(model, batch), targets_of(model, batch)))
-            images, targets = detector.transform(images_of(model, batch), targets_of(model, batch))
+                return total(detector(images_of(model, batch), targets_of(model, batch, self.labels)))
+            images, targets = detector.transform(images_of(model, batch), targets_of(model, batch, self.labels))
             features = detector.backbone(images.tensors)
             proposals, losses = detector.rpn(images, features, targets)
             # A mask head insists on masks, but only boxes are trained.
@@ -173,7 +185,7 @@ class TorchvisionToolkit:
     def detect(self, model: nn.Module, batch: Sequence[Example]) -> list[Detections]:
         """Return what the detector finds in each image, best first, in pixels of that image, without gradients."""
         with evaluating(model), torch.no_grad():
-            return [to_detections(found) for found in model(images_of(model, batch))]
+            return [to_detections(found, self.labels) for found in model(images_of(model, batch))]
 
     def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
         """Return the region proposals of each image, ``p x 4``, best first, without gradients; [] in one stage."""
@@ -235,14 +247,22 @@ def total(losses: dict[str, Tensor]) -> Tensor:
     return torch.stack(list(losses.values())).sum()
 
 
-def to_detections(found: dict[str, Tensor]) -> Detections:
+def to_detections(found: dict[str, Tensor], labels: Sequence[int] = ()) -> Detections:
     """Return torchvision's detections in an image as a record; torchvision's label 0 is the background.
 
     Detectors of one stage have an output for it too, which is never trained; what it detects is left out.
+
+    Args:
+        found: The boxes, ``n x 4``, scores and labels, ``n``.
+        labels: The detector's label of each class; what it finds of others is left out. Empty: they count the classes.
     """
-    thing = found["labels"] > 0
-    boxes, scores, labels = (found[key][thing].cpu() for key in ("boxes", "scores", "labels"))
-    return Detections(boxes, scores, labels - 1)
+    classes = found["labels"] - 1
+    if labels:
+        table = classes.new_full((COCO_OUTPUTS,), -1)
+        table[list(labels)] = torch.arange(len(labels)).to(table)
+        classes = table[found["labels"]]
+    thing = classes >= 0
+    return Detections(*(each[thing].cpu() for each in (found["boxes"], found["scores"], classes)))
 
 
 def to_pixels(boxes: Tensor, size: tuple[int, int], example: Example) -> Tensor:
@@ -257,14 +277,21 @@ def images_of(model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
     return [example.image.to(like) / 255 for example in batch]
 
 
-def targets_of(model: nn.Module, batch: Sequence[Example]) -> list[dict[str, Tensor]]:
-    """Return the ground truth as torchvision takes it: clipped boxes, without difficult, crowd and outside ones."""
+def targets_of(model: nn.Module, batch: Sequence[Example], own: Sequence[int] = ()) -> list[dict[str, Tensor]]:
+    """Return the ground truth as torchvision takes it: clipped boxes, without difficult, crowd and outside ones.
+
+    Args:
+        model: The detector.
+        batch: The images.
+        own: The detector's label of each class; empty: they count the classes from 1.
+    """
     like = next(model.parameters())
     targets = []
     for example in batch:
         height, width = example.image.shape[1:]
         clipped, within = inside(example.truth.boxes.to(like.dtype), width, height)
         kept = within & ~(example.truth.difficult | example.truth.crowd)
-        boxes, labels = clipped[kept], example.truth.labels[kept].long() + 1
+        boxes, classes = clipped[kept], example.truth.labels[kept].long()
+        labels = torch.tensor(own)[classes] if own else classes + 1
         targets.append({"boxes": boxes.to(like).view(-1, 4), "labels": labels.to(like.device)})
     return targets

@@ -13,12 +13,13 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split
+from metricopt_ext.data.named_model import folder_weights, has_weights, settings_of
 from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.retrieval.config import DataConfig, LossConfig, MetricConfig, RetrievalConfig
+from metricopt_ext.retrieval.config import DataConfig, LossConfig, MetricConfig, ModelConfig, RetrievalConfig
 from metricopt_ext.retrieval.data import (
     hold_out_classes,
     load_digits,
@@ -27,7 +28,7 @@ from metricopt_ext.retrieval.data import (
     split_classes,
 )
 from metricopt_ext.retrieval.metrics import embedding_metric
-from metricopt_ext.retrieval.models import build_model
+from metricopt_ext.retrieval.models import Embedder, build_model
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import ClassBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
@@ -35,6 +36,7 @@ from metricopt_ext.tasks.task import Loss
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.state_dict import load_checkpoint
 
 LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the settings and the bounds
     "class_folders": lambda data, limits: load_image_folder(data.root, data.image_size or None, **limits),
@@ -141,14 +143,48 @@ def embedder(
     """
     settings, shape = config.model, splits.train.x.shape[1:]
     return pretrained(
-        lambda: build_model(settings.name, shape, settings.embedding, settings.width, settings.trunk_weights),
+        lambda: built(settings, shape, settings.trunk_weights),
         lambda model, checkpoint: train(model, splits.train, config, seed, checkpoint, watcher),
         check=lambda model: attach(model, config, seed).merge(),
-        weights=settings.weights,
+        weights=settings.weights or (settings.name if has_weights(settings.name) else ""),
+        entry=settings.entry,
         folder=folder,
         seed=seed,
         device=splits.train.x.device,
+        load=lambda model, weights, entry: _load(model, settings.name, weights, entry),
     )
+
+
+def built(settings: ModelConfig, shape: torch.Size, trunk_weights: str = "") -> Embedder:
+    """Return the embedder that the settings name, for images of a shape, ``c x h x w``.
+
+    Args:
+        settings: The settings.
+        shape: The shape.
+        trunk_weights: File of the classifier's weights to start from; empty for fresh ones.
+
+    Raises:
+        ConfigError: There is no such model, or it doesn't take images of this shape.
+        DataError: The weights don't fit the model.
+    """
+    return build_model(
+        settings.name,
+        shape,
+        settings.embedding,
+        settings.width,
+        trunk_weights,
+        settings.entry,
+        **settings_of(settings),
+    )
+
+
+def _load(model: nn.Module, name: str, weights: str, entry: str) -> None:
+    """Load the weights of the model's own folder, or a file's."""
+    trunk = model.trunk
+    if weights == name and isinstance(trunk, nn.Module):
+        trunk.load_state_dict(folder_weights(name, trunk))
+    else:
+        load_checkpoint(model, Path(weights), entry=entry)
 
 
 def untrained(config: RetrievalConfig, splits: Splits, seed: int) -> nn.Module:
@@ -156,7 +192,7 @@ def untrained(config: RetrievalConfig, splits: Splits, seed: int) -> nn.Module:
     settings = config.model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "untrained").initial_seed())
-        model = build_model(settings.name, splits.train.x.shape[1:], settings.embedding, settings.width)
+        model = built(settings, splits.train.x.shape[1:])
     return model.to(splits.train.x.device)
 
 

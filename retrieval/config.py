@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method_config import brought_by
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
@@ -32,10 +33,17 @@ class DataConfig:
 class ModelConfig(TrainingConfig):
     """The embedder and how it is trained, by the surrogate loss."""
 
-    name: str = MISSING  # conv4, or a torchvision classifier
+    # conv4, a torchvision or timm classifier, a folder of Hugging Face's (config.json), or MODULE:FUNCTION, which is
+    # imported and run
+    name: str = MISSING
     embedding: int = 64  # dimension of the embedding
     width: int = 48  # conv4: channels of each convolution
-    trunk_weights: str = ""  # torchvision classifiers: the classifier's own, e.g. ImageNet's, to start training from
+    trunk_weights: str = ""  # not conv4: the classifier's own weights, e.g. ImageNet's, to start training from
+
+
+@dataclass
+class NamedEmbedderConfig(NamedModelConfig, ModelConfig):
+    """The same with what ``model.name=MODULE:FUNCTION``, ``timm/NAME`` or a folder takes."""
 
 
 @dataclass
@@ -75,6 +83,7 @@ class OwnEmbedderMetricConfig(OwnMetricConfig, MetricConfig):
 class RetrievalConfig(RunConfig):
     """A whole run of `tools/finetune_retrieval.py`."""
 
+    NAMED_MODEL = NamedEmbedderConfig
     OWN_METRIC = OwnEmbedderMetricConfig
 
     data: DataConfig = field(default_factory=DataConfig)

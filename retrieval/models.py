@@ -1,14 +1,16 @@
 """Networks that embed images on the unit sphere: a small convolutional net, and any torchvision classifier by name."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metricopt_ext.data.pretrained import torchvision_classifier
+from metricopt_ext.data.named_model import is_folder, named_model, preprocessing_of
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.utils.files import load_checkpoint
+from metricopt_ext.utils.state_dict import load_checkpoint
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -46,16 +48,16 @@ class Embedder(nn.Module):
 
     Args:
         trunk: Maps ``n x c x h x w`` to ``n x d``.
-        imagenet: Whether the trunk expects colours normalised as for ImageNet.
+        mean: What each channel of pixels in [0, 1] is reduced by before the trunk, one number or ``c`` ...
+        std: ... and divided by, as many.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, trunk: nn.Module, imagenet: bool = False) -> None:
+    def __init__(self, trunk: nn.Module, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,)) -> None:
         super().__init__()
         self.trunk = trunk
-        mean, std = (IMAGENET_MEAN, IMAGENET_STD) if imagenet else ((0.0,), (1.0,))
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
 
@@ -67,17 +69,29 @@ class Embedder(nn.Module):
 
 
 def build_model(
-    name: str, input_shape: torch.Size, embedding: int, width: int = 48, trunk_weights: str = ""
+    name: str,
+    input_shape: torch.Size,
+    embedding: int,
+    width: int = 48,
+    trunk_weights: str = "",
+    entry: str = "",
+    *,
+    folder: str = "",
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Embedder:
     """Build an embedder.
 
     Args:
-        name: ``conv4``, or the name of a torchvision classifier, e.g. ``resnet50``, whose last layer is replaced.
+        name: ``conv4``, the name of a torchvision or timm classifier, e.g. ``resnet50``, whose last layer is replaced,
+            a Hugging Face folder, whose pooled output is taken, or ``MODULE:FUNCTION`` (`named_model`). Pixels are
+            normalised as for ImageNet, or as timm or the folder says, and not at all for a function's.
         input_shape: Shape of one image, ``c x h x w``.
         embedding: Dimension of the embedding.
         width: Channels of each of conv4's convolutions.
-        trunk_weights: File of the torchvision classifier's weights to start from, e.g. ImageNet's; its last layer is
-            left out.
+        trunk_weights: File of the classifier's weights to start from, e.g. ImageNet's; its last layer is left out.
+        entry: The state dict's key in that file; empty to find it.
+        folder: Where the function's module is, if it is not installed.
+        kwargs: Further arguments of what `named_model` builds.
 
     Raises:
         ConfigError: There is no such model, or it doesn't take images of this shape.
@@ -87,9 +101,19 @@ def build_model(
         if trunk_weights:
             raise ConfigError("model.trunk_weights is for torchvision's classifiers; conv4's go to model.weights")
         return Embedder(Conv4(input_shape[0], max(input_shape[1:]), embedding, width))
-    trunk = torchvision_classifier(name, input_shape, embedding, others="conv4")
+    given: dict[str, Any] = {"folder": folder, "kwargs": kwargs}
+    trunk = named_model(name, input_shape, embedding, others="conv4", embeds=True, **given)
     if trunk_weights:
         names = list(trunk.state_dict())
         last = names[-1].rpartition(".")[0]
-        load_checkpoint(trunk, Path(trunk_weights), keep=[name for name in names if name.rpartition(".")[0] == last])
-    return Embedder(trunk, imagenet=True)
+        kept = [name for name in names if name.rpartition(".")[0] == last]
+        load_checkpoint(trunk, Path(trunk_weights), keep=kept, entry=entry)
+    return Embedder(trunk, *_normalised_by(name, trunk))
+
+
+def _normalised_by(name: str, trunk: nn.Module) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the mean and the standard deviation of pixels that a named model was published for."""
+    if ":" in name or is_folder(name):
+        return preprocessing_of(name) or ((0.0,), (1.0,))
+    published = getattr(trunk, "pretrained_cfg", {})  # timm's
+    return published.get("mean", IMAGENET_MEAN), published.get("std", IMAGENET_STD)

@@ -59,9 +59,10 @@ from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore, load_tra
 from metricopt_ext.utils import files
 from metricopt_ext.utils.checkpoint_file import read_checkpoint
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.files import load_checkpoint, save_checkpoint, write_json
+from metricopt_ext.utils.files import save_checkpoint, write_json
 from metricopt_ext.utils.identity import claim
 from metricopt_ext.utils.machine import Machine
+from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.value.gp import GPValueFunction
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction

@@ -98,6 +98,8 @@ def keys_of(task: str) -> set[str]:
         keys |= {f"data.{key}" for key in known_keys(TableConfig)}
     if schema.OWN_METRIC:
         keys |= {f"metric.{key}" for key in known_keys(schema.OWN_METRIC)}
+    if schema.NAMED_MODEL:
+        keys |= {f"model.{key}" for key in known_keys(schema.NAMED_MODEL)}
 
     def sections(kind: Any, prefix: str) -> None:
         for each in fields(kind):

@@ -39,7 +39,8 @@ def main() -> None:
     detections = parser.add_mutually_exclusive_group(required=not shows_config())
     detections.add_argument("--detections", type=Path, help="JSON file in COCO's results format")
     detections.add_argument("--config-file", type=Path, help="describes the detector that finds them")
-    parser.add_argument("--weights", type=Path, help="the detector's state dict, or a checkpoint of Detectron2")
+    parser.add_argument("--weights", type=Path, help="the detector's state dict, or a checkpoint that holds it")
+    parser.add_argument("--entry", default="", metavar="KEY", help="where it is in that file, if that has several")
     parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it; BatchNorm statistics beside it count")
     parser.add_argument(
         "--annotations", required=not shows_config(), type=Path, help="COCO's JSON file, or VOC's folder or zip file"
@@ -118,15 +119,13 @@ def check_options(arguments: argparse.Namespace) -> None:
         if arguments.max_dets < 1:
             raise DataError(f"--max-dets {arguments.max_dets} must be at least 1")
     if arguments.config_file is None:
-        of_model = ("weights", "adapter", "images_dir")
+        of_model = ("weights", "entry", "adapter", "images_dir")
         given = [f"--{name.replace('_', '-')}" for name in of_model if getattr(arguments, name)]
         if given:
             raise DataError(f"{' and '.join(given)} can't be used with --detections")
         return
     if arguments.ignore_unknown_classes:
         raise DataError("--ignore-unknown-classes is for --detections; a detector is built for the set's own classes")
-    if not arguments.weights:
-        raise DataError("--config-file needs --weights, the state dict of the detector that it describes")
     if is_coco(arguments.annotations) != (arguments.images_dir is not None):
         raise DataError("--images-dir is for a JSON file in COCO's format; VOC's format has its own images")
 
@@ -167,23 +166,34 @@ def detect(arguments: argparse.Namespace) -> tuple[Sequence[Any], Any]:
         FileFormatError: The adapter can't be used.
     """
     from metricopt_ext.adapters.attach import load_adapter
-    from metricopt_ext.detection.build import build_toolkit
+    from metricopt_ext.data.named_model import has_weights
+    from metricopt_ext.detection.build import build_toolkit, with_outputs_of
+    from metricopt_ext.detection.coco import category_ids_of
     from metricopt_ext.detection.config import DetectionConfig
     from metricopt_ext.detection.metric import EVALUATION_BATCH
     from metricopt_ext.detection.records import DetectionSet
     from metricopt_ext.detection.task import load_examples
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.device import choose_device
-    from metricopt_ext.utils.files import load_checkpoint
+    from metricopt_ext.utils.state_dict import load_checkpoint
 
     config = load_config(DetectionConfig, arguments.config_file, [])
     classes = arguments.classes
     if classes is None and arguments.images_dir is None:
         classes = config.data.classes or None
     truth = read_annotations(arguments.annotations, arguments.split, classes, arguments.images_dir, images=True)
-    toolkit = build_toolkit(config)
+    config.model.entry = arguments.entry or config.model.entry
+    weights = config.model.weights = str(arguments.weights or config.model.weights)
+    own = config.toolkit == "transformers" and has_weights(config.model.name)
+    if not (weights or own) and (config.model.steps or not config.model.coco_weights):
+        raise DataError(
+            "--config-file needs --weights, the state dict of the detector that it describes, or in it"
+            " model.coco_weights and model.steps=0"
+        )
+    toolkit = with_outputs_of(build_toolkit(config), config, truth.classes, category_ids_of(truth), weights)
     model = toolkit.build(len(truth.classes), seed=0)
-    load_checkpoint(model, arguments.weights)
+    if weights:
+        load_checkpoint(model, Path(weights), entry=config.model.entry, option="--entry")
     model.to(choose_device(config.device)).eval()
     if arguments.adapter is not None:
         load_adapter(model, arguments.adapter)

@@ -44,7 +44,7 @@ Search = tuple[str, Items, Items | None]  # its name in the table, the queries, 
 # The options that belong to each kind of queries.
 OPTIONS = {
     "--embeddings": ("labels", "gallery_embeddings", "gallery_labels"),
-    "--images": ("config_file", "weights", "adapter", "gallery_images", "grey"),
+    "--images": ("config_file", "weights", "entry", "adapter", "gallery_images", "grey"),
     "--run-dir": ("part",),
 }
 
@@ -95,7 +95,8 @@ def main() -> None:
         "--gallery-images", action="append", default=[], type=Path, help="a gallery for --images; may be repeated"
     )
     parser.add_argument("--config-file", type=Path, help="describes the model that embeds images")
-    parser.add_argument("--weights", type=Path, help="its state dict")
+    parser.add_argument("--weights", type=Path, help="its state dict, or a checkpoint that holds it")
+    parser.add_argument("--entry", default="", metavar="KEY", help="where it is in that file, if that has several")
     parser.add_argument("--adapter", type=Path, help="a finetuned adapter for it; BatchNorm statistics beside it count")
     parser.add_argument("--grey", action="store_true", help="read images in greyscale")
     parser.add_argument("--ks", nargs="+", type=int, default=[1, 10, 100, 1000], help="numbers of neighbours")
@@ -228,12 +229,11 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
     """
     from metricopt_ext.adapters.attach import load_adapter
     from metricopt_ext.data.images import load_image_folder
-    from metricopt_ext.retrieval.build import embed
+    from metricopt_ext.retrieval.build import built, embed
     from metricopt_ext.retrieval.config import RetrievalConfig
-    from metricopt_ext.retrieval.models import build_model
     from metricopt_ext.utils.config import load_config
-    from metricopt_ext.utils.files import load_checkpoint
     from metricopt_ext.utils.modes import evaluating
+    from metricopt_ext.utils.state_dict import load_checkpoint
 
     config = load_config(RetrievalConfig, arguments.config_file, [])
     labels: dict[str, int] = {}  # over all folders: the same name is the same class
@@ -244,9 +244,8 @@ def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery
         mode: Literal["L", "RGB"] = "L" if arguments.grey else "RGB"
         images = load_image_folder(path, config.data.image_size or None, mode=mode, **config.limits)
         if model is None:
-            settings = config.model
-            model = build_model(settings.name, images.x.shape[1:], settings.embedding, settings.width)
-            load_checkpoint(model, arguments.weights)
+            model = built(config.model, images.x.shape[1:])
+            load_checkpoint(model, arguments.weights, entry=arguments.entry, option="--entry")
             if arguments.adapter is not None:
                 load_adapter(model, arguments.adapter)
         known = torch.tensor([labels.setdefault(name, len(labels)) for name in images.class_names])
@@ -272,12 +271,12 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
             its data can't be read.
     """
     from metricopt_ext.methods.run_folder import FORMAT
-    from metricopt_ext.retrieval.build import embed, load_splits
+    from metricopt_ext.retrieval.build import built, embed, load_splits
     from metricopt_ext.retrieval.config import RetrievalConfig
-    from metricopt_ext.retrieval.models import build_model
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.device import choose_device
-    from metricopt_ext.utils.files import load_checkpoint, read_json
+    from metricopt_ext.utils.files import read_json
+    from metricopt_ext.utils.state_dict import load_checkpoint
 
     file = folder / "run.json"
     if not file.is_file():
@@ -296,7 +295,7 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
     for seed in seeds:
         data = getattr(load_splits(config, seed), part)
         for name in ("model", "tuned"):
-            model = build_model(config.model.name, data.x.shape[1:], config.model.embedding, config.model.width)
+            model = built(config.model, data.x.shape[1:])
             load_checkpoint(model, folder / f"seed-{seed}" / f"{name}.safetensors")
             with torch.no_grad():
                 embeddings = embed(model.to(device).eval(), data.x.to(device)).cpu()

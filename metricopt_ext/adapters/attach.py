@@ -354,7 +354,7 @@ def _inner(module: nn.Module) -> bool:
 def _unusable(module: nn.Module) -> str | None:
     """Why FiLM can't modulate a module; None if it can."""
     kind = type(module).__name__
-    if not (isinstance(module, (*NORMS, *CONVOLUTIONS, nn.Linear)) or kind in TOOLKIT_NORMS):
+    if not (isinstance(module, (*NORMS, *CONVOLUTIONS, nn.Linear)) or kind.endswith(TOOLKIT_NORMS)):
         return f"is a {kind}, neither a normalisation, convolution nor linear layer"
     if _inner(module):
         return "is the output projection of an attention layer, which is never called as a layer"

@@ -23,7 +23,7 @@ CONTEXT_NAME = "metricopt"
 MODULATION_NAME = "metricopt_modulation"
 
 UNBATCHED = ((nn.Conv1d, nn.InstanceNorm1d), (nn.Conv2d, nn.InstanceNorm2d), (nn.Conv3d, nn.InstanceNorm3d))
-# Named, not imported: the core does not depend on a vision toolkit.
+# Ends of names, as each detector of transformers has its own. Not imported: the core does not depend on a toolkit.
 TOOLKIT_NORMS = ("FrozenBatchNorm2d", "LayerNorm2d")
 
 GENERATOR = "normal/1"  # names how the matrices are drawn; a change of the draws needs a new name

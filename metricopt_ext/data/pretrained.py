@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils import ranks
-from metricopt_ext.utils.files import load_checkpoint, save_checkpoint
+from metricopt_ext.utils.files import save_checkpoint
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.state_dict import load_checkpoint
 
 TRAINING = "training.safetensors"
 
@@ -24,7 +24,10 @@ def pretrained(
     folder: Path,
     seed: int,
     device: torch.device,
-    load: Callable[[nn.Module, str], None] = lambda model, weights: load_checkpoint(model, Path(weights)),
+    entry: str = "",
+    load: Callable[[nn.Module, str, str], None] = lambda model, weights, entry: load_checkpoint(
+        model, Path(weights), entry=entry
+    ),
 ) -> nn.Module:
     """Return a model in evaluation mode, and keep its weights in ``folder`` as ``model.safetensors``.
 
@@ -42,7 +45,8 @@ def pretrained(
         folder: Where the weights are kept, and loaded from if an earlier part of the run left them there.
         seed: Seed of the initial weights.
         device: Where the model goes.
-        load: ``load(model, weights)`` loads them; a file's by default.
+        entry: The state dict's key in the file of weights; empty to find it.
+        load: ``load(model, weights, entry)`` loads them; a file's by default.
 
     Raises:
         DataError: The weights don't fit the model.
@@ -55,7 +59,7 @@ def pretrained(
         if kept.exists():
             load_checkpoint(model, kept)
         elif weights:
-            load(model, weights)
+            load(model, weights, entry)
         else:
             train(model.to(device), folder / TRAINING)
     if ranks.world() > 1:
@@ -64,29 +68,3 @@ def pretrained(
         save_checkpoint(kept, model.state_dict())
     (folder / TRAINING).unlink(missing_ok=True)
     return model.to(device).eval()
-
-
-def torchvision_classifier(name: str, input_shape: torch.Size, outputs: int, others: str) -> nn.Module:
-    """Build one of torchvision's classifiers by name, with fresh weights.
-
-    Args:
-        name: Its name, e.g. ``resnet18``.
-        input_shape: Shape of one image, ``c x h x w``.
-        outputs: Number of outputs.
-        others: Names of the other available models, for the message.
-
-    Raises:
-        ConfigError: There is no such model, or it doesn't take images of this shape.
-    """
-    import torchvision
-
-    if name not in torchvision.models.list_models(module=torchvision.models):
-        raise ConfigError(f"model.name={name!r} is neither {others} nor a torchvision classifier")
-    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=outputs)
-    try:
-        with torch.no_grad():
-            model.eval()(torch.zeros(2, *input_shape))
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0]
-        raise ConfigError(f"model.name={name} does not take images of shape {tuple(input_shape)}: {why}") from error
-    return model.train()

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.utils.checkpoint_file import within
 from metricopt_ext.utils.files import JSON_BYTES, parse_json, read_bounded
 from metricopt_ext.utils.program import Ended, Programs, filled
+from metricopt_ext.utils.state_dict import within
 from metricopt_ext.utils.words import brief
 
 CHECKPOINT, TRIAL = "checkpoint", "trial"  # stand in braces for the file's path, and for the trial's name

@@ -1,14 +1,11 @@
 """A checkpoint of whatever framework, as a file: its tensors, and the same file again with some of them replaced."""
 
 import json
-import re
 import shutil
 import threading
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import IO, Any
 
 import safetensors
@@ -16,14 +13,12 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import DataError, FileFormatError
-from metricopt_ext.utils.files import check_header, check_uncompressed, open_regular, opened_atomically
-from metricopt_ext.utils.words import brief, shortened
+from metricopt_ext.utils.files import check_header, open_regular, opened_atomically
+from metricopt_ext.utils.state_dict import PICKLES, state_dict_in, torch_content
+from metricopt_ext.utils.words import brief
 
 SAFETENSORS = ".safetensors"
 TORCH = (".pth", ".pt", ".th", ".ckpt", ".bin")
-
-# Where training scripts put the state dict.
-ENTRIES = ("state_dict", "state_dict_ema", "model", "model_state_dict")
 
 
 class CheckpointFile:
@@ -96,35 +91,11 @@ def read_checkpoint(path: str | Path, entry: str | None = None) -> CheckpointFil
         if entry is not None:
             raise DataError(f"--entry {brief(entry)}: {path} is of safetensors, which has tensors alone; leave it out")
         return _Safetensors(path)
-    if path.suffix in (".pkl", ".pickle"):
-        raise FileFormatError(
-            f"{path} is a pickle, which can run any code. If you trust it, export it:\n{_for(path, OF_PICKLE)}"
-        )
-    if path.suffix not in TORCH:
+    if path.suffix not in (*TORCH, *PICKLES):
         kinds = ", ".join([SAFETENSORS, *TORCH])
         what = "is a folder; name its file" if path.is_dir() else f"ends in {brief(path.suffix)}; it must be a file"
         raise DataError(f"{path} {what} of one of the kinds {kinds}")
     return _Torch(path, entry)
-
-
-OF_PICKLE = """\
-  import pickle, torch
-  content = pickle.load(open(IN, "rb"), encoding="latin1")
-  state = content.get("model", content)
-  torch.save({"model": {key: torch.as_tensor(value) for key, value in state.items()}}, OUT)"""
-
-OF_TORCH = """\
-  import torch
-  content = torch.load(IN, map_location="cpu", weights_only=False)
-  state = content.get("state_dict", content.get("model", content)) if isinstance(content, dict) else content
-  state = state.state_dict() if hasattr(state, "state_dict") else state
-  torch.save({"state_dict": {key: torch.as_tensor(value) for key, value in state.items()}}, OUT)"""
-
-
-def _for(path: Path, lines: str) -> str:
-    """Return lines of Python for a file."""
-    names = {"IN": json.dumps(str(path)), "OUT": json.dumps(str(path.with_name(f"{path.stem}_state.pth")))}
-    return re.sub(r"\b(IN|OUT)\b", lambda match: names[match[1]], lines)
 
 
 class _Safetensors(CheckpointFile):
@@ -182,8 +153,8 @@ class _Torch(CheckpointFile):
 
     def __init__(self, path: Path, entry: str | None) -> None:
         self.path = path
-        self._content = _loaded(path)
-        self.entry, self._state = _state_dict(path, self._content, entry)
+        self._content = torch_content(path)
+        self.entry, self._state = state_dict_in(path, self._content, entry)
         tensors = {key: value for key, value in self._state.items() if isinstance(value, Tensor)}
         self.shapes = {key: tuple(value.shape) for key, value in tensors.items()}
         self.dtypes = {key: value.dtype for key, value in tensors.items()}
@@ -215,84 +186,6 @@ class _Torch(CheckpointFile):
         finally:
             for key, value in before.items():
                 self._of(key).copy_(value)
-
-
-def _loaded(path: Path) -> Any:
-    with open_regular(path) as file:
-        begin = file.read(2)
-    try:
-        if begin[:1] != b"\x80" and begin != b"PK":
-            raise ValueError("it begins as neither a zip file nor a pickle")
-        _refuse_script(path)
-        check_uncompressed(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        if not isinstance(error, UnpicklingError):
-            raise FileFormatError(f"{path} is truncated, or no file of torch.save ({brief(error)})") from error
-        lines = [line.strip() for line in str(error).splitlines()]
-        why = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
-        raise FileFormatError(
-            f"{path} holds more than tensors, numbers and text ({brief(ValueError(why))}), which is not read, as it can"
-            f" run any code. If you trust it, export its state dict:\n{_for(path, OF_TORCH)}"
-        ) from error
-
-
-def _refuse_script(path: Path) -> None:
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                raise UnpicklingError("a model with its code, of TorchScript")
-
-
-def _state_dict(path: Path, content: Any, entry: str | None) -> tuple[str | None, Mapping[str, Any]]:
-    """Return the state dict and its entry, None for the content itself."""
-    if entry is not None:
-        found = within(content, entry)
-        if not _is_state_dict(found):
-            raise DataError(f"--entry {brief(entry)}: {path} has no state dict there; {_there_is(content)}")
-        return entry, found
-    entries = [name for name in ENTRIES if isinstance(content, dict) and _is_state_dict(content.get(name))]
-    if len(entries) > 1:
-        raise DataError(f"{path} has {len(entries)} state dicts, {entries}; name one by --entry")
-    if entries:
-        return entries[0], content[entries[0]]
-    if not _is_state_dict(content):
-        raise DataError(f"{path} has no state dict, itself or as one of {ENTRIES}; {_there_is(content)}")
-    return None, content
-
-
-def _is_state_dict(content: Any) -> bool:
-    return isinstance(content, dict) and any(isinstance(value, Tensor) for value in content.values())
-
-
-def _there_is(content: Any) -> str:
-    if not isinstance(content, dict):
-        return f"it holds a {type(content).__name__}"
-    inner = [str(key) for key, value in content.items() if isinstance(value, dict)]
-    return f"name one by --entry, of {shortened(inner)}" if inner else f"it has {shortened(list(map(str, content)))}"
-
-
-def within(content: Any, key: str) -> Any:
-    """Return what nested dictionaries and lists hold under a key with dots, None if nothing; keys may have dots too.
-
-    Example:
-        >>> within({"a": {"b.c": [1, 2]}}, "a.b.c.1")
-        2
-    """
-    if isinstance(content, list) and key.partition(".")[0].isdecimal():
-        at, _, rest = key.partition(".")
-        inner = content[int(at)] if int(at) < len(content) else None
-        return within(inner, rest) if rest else inner
-    if not isinstance(content, dict):
-        return None
-    if key in content:
-        return content[key]
-    parts = key.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        begin = ".".join(parts[:count])
-        if begin in content and (found := within(content[begin], ".".join(parts[count:]))) is not None:
-            return found
-    return None
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

@@ -367,34 +367,6 @@ def save_checkpoint(path: str | Path, state: dict[str, Tensor]) -> None:
     write_atomically(path, safetensors.torch.save(state))
 
 
-def load_checkpoint(model: nn.Module, path: Path, *, keep: Iterable[str] = ()) -> None:
-    """Load a state dict into a model, from a safetensors file or a torch file without pickled code.
-
-    A Detectron2 checkpoint works too: its state dict is the entry ``model``. Memory is bounded by the file's size for
-    safetensors; a torch file is read by PyTorch's restricted unpickler, and must not be compressed.
-
-    Args:
-        model: The model.
-        path: The file.
-        keep: Names of weights to leave as they are in the model, whatever the file holds.
-
-    Raises:
-        DataError: The file can't be read, or its weights are not the model's.
-    """
-    try:
-        if path.suffix == ".safetensors":
-            check_header(path)
-            state = safetensors.torch.load_file(path)
-        else:
-            check_uncompressed(path)
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-            state = loaded.get("model", loaded)
-        own = model.state_dict()
-        model.load_state_dict({**state, **{name: own[name] for name in keep}})
-    except Exception as error:
-        raise DataError(f"{path} holds no weights for {type(model).__name__}: {brief(error)}") from error
-
-
 def check_uncompressed(path: Path) -> None:
     """Reject a torch file whose parts are compressed: torch writes none, and a small one could fill the memory.
 

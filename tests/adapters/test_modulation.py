@@ -52,6 +52,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "batch_norm_2d": (lambda: nn.BatchNorm2d(4), (2, 4, 3, 3), 1),
     "batch_norm_3d": (lambda: nn.BatchNorm3d(4), (2, 4, 2, 3, 2), 1),
     "frozen_batch_norm_2d": (lambda: FrozenBatchNorm2d(4), (2, 4, 3, 3), 1),
+    "a detector's own": (lambda: type("DetrFrozenBatchNorm2d", (FrozenBatchNorm2d,), {})(4), (2, 4, 3, 3), 1),
     "group_norm": (lambda: nn.GroupNorm(2, 4), (2, 4, 5), 1),
     "instance_norm_1d": (lambda: nn.InstanceNorm1d(4, affine=True), (2, 4, 5), 1),
     "instance_norm_2d": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (2, 4, 3, 3), 1),

@@ -1,5 +1,6 @@
 """The model to be finetuned: drawn by the seed, trained, given or taken from the folder."""
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from metricopt_ext.data.pretrained import pretrained, torchvision_classifier
+from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.errors import ConfigError, DataError
 
 
@@ -66,6 +67,17 @@ def test_given_weights_are_loaded_and_kept(tmp_path: Path) -> None:
     assert same(make(tmp_path / "run", never, weights=str(tmp_path / "given.pt")), given)  # of the run's own copy
 
 
+def test_the_named_entry_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    other, given = build().state_dict(), build().state_dict()
+    torch.save({"state_dict": other, "state_dict_ema": given, "args": Namespace(lr=1)}, tmp_path / "last.pth")
+    settings: dict[str, Any] = {"weights": str(tmp_path / "last.pth"), "folder": tmp_path / "run", "seed": 0}
+    settings |= {"check": lambda model: None, "device": torch.device("cpu")}
+    with pytest.raises(DataError, match=r"last\.pth has 2 state dicts.*name one by model\.entry"):
+        pretrained(build, never, **settings)
+    model = pretrained(build, never, entry="state_dict_ema", **settings)
+    assert same(model.state_dict(), given)
+
+
 def test_nothing_is_kept_of_a_training_that_failed(tmp_path: Path) -> None:
     def fail(model: nn.Module, file: Path) -> None:
         raise FloatingPointError("the loss is nan")
@@ -112,25 +124,3 @@ def test_a_copy_of_the_untrained_model_is_checked_first(tmp_path: Path) -> None:
     trained = make(tmp_path / "b", lambda *_: None, check=check)
     assert same(trained, untrained)
     assert all(torch.equal(checked[0][key], 2 * untrained[key]) for key in untrained)
-
-
-def test_torchvisions_classifiers_by_name() -> None:
-    model: Any = torchvision_classifier("resnet18", torch.Size((3, 32, 32)), 7, "tiny")
-    assert model.training
-    assert model.bn1.num_batches_tracked == 0  # trying it out left no trace
-    assert model.eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "message"),
-    [
-        ("resnet81", (3, 32, 32), "model.name='resnet81' is neither tiny nor a torchvision classifier"),
-        ("fcn_resnet50", (3, 32, 32), "model.name='fcn_resnet50' is neither tiny nor a torchvision classifier"),
-        ("resnet18", (1, 32, 32), r"model.name=resnet18 does not take images of shape \(1, 32, 32\): .*channels"),
-        ("vit_b_16", (3, 32, 32), r"model.name=vit_b_16 does not take images of shape \(3, 32, 32\): .*height"),
-    ],
-)
-def test_other_models_and_images_are_refused(name: str, shape: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        torchvision_classifier(name, torch.Size(shape), 7, "tiny")
-    assert len(str(caught.value).splitlines()) == 1

@@ -101,6 +101,24 @@ def test_the_gradient_is_that_without_memory(batch: list[Example]) -> None:
     assert value < whole  # without the proposals' losses
 
 
+def test_outputs_of_coco_are_read_and_trained_without_memory_and_with_it() -> None:
+    model: Any
+    toolkit = replace(TOOLKIT, labels=(18, 1, 17)[:CLASSES])
+    model = toolkit.build(CLASSES, seed=0).double()
+    assert model.roi_heads.box_predictor.cls_score.out_features == 91
+    model.roi_heads.box_predictor.cls_score.bias.data[[1, 17, 18, 50]] = 3.0  # whatever the box
+    model.roi_heads.fg_bg_sampler.batch_size_per_image = 10_000  # all, whatever was drawn before
+    model.roi_heads.fg_bg_sampler.positive_fraction = 0.5
+    model.rpn._post_nms_top_n = {"training": 40, "testing": 20}
+    adapter = attach_film(model, PLACEMENTS["roi_head"], dim=4)
+    frozen = FrozenFeatures(toolkit, adapter)
+    for ours, other in zip(frozen.detect(model, SAME_SIZE), toolkit.detect(model, SAME_SIZE), strict=True):
+        assert_same(ours, other)
+        assert set(ours.labels.tolist()) <= set(range(CLASSES))
+    gradients = [gradient(each.loss, adapter, SAME_SIZE)[1] for each in (frozen, toolkit)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
+
+
 def test_an_image_is_computed_once_for_the_loss_and_once_for_detection() -> None:
     toolkit, adapter = adapted()
     model: Any = adapter.model

@@ -18,7 +18,7 @@ from metricopt_ext.detection.records import Annotated, Detections
 from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.utils.files import load_checkpoint
+from metricopt_ext.utils.state_dict import load_checkpoint
 
 CLASSES = 3
 PHI = torch.tensor([0.3, -0.2, 0.1, 0.2], dtype=torch.float64)

@@ -48,6 +48,8 @@ PLACES: list[Any] = [
     ("fasterrcnn_resnet50_fpn_v2", "roi_head", {nn.BatchNorm2d, nn.Linear}),
     ("maskrcnn_resnet50_fpn", "mask_head", {nn.Conv2d}),
     ("maskrcnn_resnet50_fpn_v2", "mask_head", {nn.BatchNorm2d}),
+    ("fasterrcnn_mobilenet_v3_large_fpn", "backbone", {nn.BatchNorm2d, nn.Conv2d}),
+    ("fasterrcnn_mobilenet_v3_large_320_fpn", "early", {nn.BatchNorm2d}),
     pytest.param("keypointrcnn_resnet50_fpn", "keypoint_head", {nn.Conv2d}, marks=pytest.mark.slow),
     ("retinanet_resnet50_fpn", "early", {nn.BatchNorm2d}),
     ("retinanet_resnet50_fpn", "head", {nn.Conv2d}),

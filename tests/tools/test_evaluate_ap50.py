@@ -1,9 +1,11 @@
 """tools/evaluate_ap50.py on small sets."""
 
+import argparse
 import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import torch
 pytest.importorskip("PIL")
 
 from metricopt_ext.detection.ap50 import DEFINITIONS, average_precision
-from metricopt_ext.detection.coco import read_coco, write_coco, write_detections
+from metricopt_ext.detection.coco import CocoSet, read_coco, write_coco, write_detections
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
+from metricopt_ext.detection.scenes import write_scenes
 from metricopt_ext.detection.toolkit import Example
+from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.voc import read_voc, write_voc
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -263,3 +267,105 @@ def test_classes_counted_from_0_are_noted_beside_the_value(folder: Path) -> None
     after = evaluate(folder, *VOC)
     assert after["ap50"] == before["ap50"]
     assert "voc_results.json: category_id is read as counted from 0, as 0 occurs: '0 is bird'" in after["notes"][0]
+
+
+def test_a_training_scripts_checkpoint_is_judged_as_its_state_dict(tmp_path: Path) -> None:
+    write_scenes(tmp_path / "scenes", images=(2, 1, 2), size=64, seed=0)
+    (tmp_path / "c.yaml").write_text(
+        "data: {name: voc, root: scenes, classes: ['0', '1', '2', '3', '4', '5', '6', '7', '8', '9']}\ndevice: cpu\n"
+    )
+    torch.manual_seed(0)
+    state = TorchvisionToolkit().build(10, seed=0).state_dict()
+    wrapped = {f"module.{name}": value for name, value in state.items()}
+    more: dict[str, Any] = {"args": argparse.Namespace(lr=0.1), "epoch": 3, "optimizer": {}}
+    torch.save(state, tmp_path / "plain.pth")
+    torch.save({"model": wrapped, **more}, tmp_path / "wrapped.pth")
+    torch.save(
+        {"model": {name: 2 * value for name, value in state.items()}, "model_ema": wrapped}, tmp_path / "ema.pth"
+    )
+    options = ("--config-file", "c.yaml", "--annotations", "scenes", "--split", "test", "--definition", "coco")
+
+    def judged(*weights: str) -> dict[str, Any]:
+        report = evaluate(tmp_path, *options, "--weights", *weights)
+        return {key: report[key] for key in ("ap50", "detections")}
+
+    plain = judged("plain.pth")
+    assert sum(plain["detections"].values()) > 0
+    assert judged("wrapped.pth") == plain
+    with pytest.raises(SystemExit, match=r"ema\.pth has 2 state dicts, .*; name one by --entry"):
+        judged("ema.pth")
+    assert judged("ema.pth", "--entry", "model_ema") == plain
+
+
+def test_a_detector_trained_on_coco_is_judged_on_its_categories(tmp_path: Path) -> None:
+    import torchvision
+
+    name = "fasterrcnn_mobilenet_v3_large_320_fpn"
+    sizes: dict[str, Any] = {"min_size": 64, "max_size": 64, "box_score_thresh": 0.05}
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(name, weights=None, weights_backbone=None, **sizes).eval()
+    model.roi_heads.box_predictor.cls_score.bias.data[[1, 12, 18, 50, 90]] = 3.0  # 12 is none of COCO's categories
+    write_scenes(tmp_path / "scenes", images=(1, 1, 3), size=64, seed=0)
+    scenes = read_voc(tmp_path / "scenes", "test")
+    with torch.no_grad():
+        found = [model([image.load() / 255])[0] for image in scenes.images]
+    ids, classes = (1, 18, 90), ("person", "dog", "toothbrush")
+    renamed = [replace(each, labels=each.labels % len(ids)) for each in scenes.images]
+    write_coco(tmp_path / "coco.json", CocoSet(classes, renamed, ids))
+    truth = read_coco(tmp_path / "coco.json")
+
+    (tmp_path / "found.json").write_text(
+        json.dumps(
+            [
+                {"image_id": image.image_id, "category_id": label, "bbox": [x, y, r - x, b - y], "score": score}
+                for image, each in zip(truth.images, found, strict=True)
+                for (x, y, r, b), label, score in zip(*(each[key].tolist() for key in KEYS), strict=True)
+                if label in ids
+            ]
+        )
+    )
+    options = ("--annotations", "coco.json", "--definition", "coco")
+    expected = evaluate(tmp_path, "--detections", "found.json", *options)
+    assert min(expected["detections"].values()) > 0
+    torch.save(model.state_dict(), tmp_path / "coco.pth")
+    settings = {"name": name, "min_size": 64, "max_size": 64}
+    (tmp_path / "c.yaml").write_text(json.dumps({"data": {"name": "coco"}, "model": settings, "device": "cpu"}))
+    options += ("--images-dir", "scenes/JPEGImages")
+    report = evaluate(tmp_path, "--config-file", "c.yaml", "--weights", "coco.pth", *options)
+    assert report["detections"] == expected["detections"]
+    assert report["ap50"] == expected["ap50"]
+    settings |= {"coco_weights": "coco.pth", "steps": 0}
+    (tmp_path / "c.yaml").write_text(json.dumps({"data": {"name": "coco"}, "model": settings, "device": "cpu"}))
+    frozen = evaluate(tmp_path, "--config-file", "c.yaml", *options)
+    assert frozen["objects"] == expected["objects"]
+    assert sum(frozen["detections"].values()) > 0
+
+
+KEYS = ("boxes", "labels", "scores")
+
+
+def test_a_hugging_face_folder_is_judged_with_its_own_weights_or_others(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.YolosConfig(
+        **small, intermediate_size=8, image_size=[64, 64], patch_size=16, num_detection_tokens=6
+    )
+    config.id2label = {0: "other", 1: "bird", 2: "cat", 3: "dog"}
+    config.label2id = {name: i for i, name in config.id2label.items()}
+    model = transformers.YolosForObjectDetection(config)
+    model.class_labels_classifier.layers[-1].bias.data[2] = 3.0  # all are cats
+    model.save_pretrained(tmp_path / "yolos")
+    transformers.YolosImageProcessor(size={"shortest_edge": 64, "longest_edge": 64}).save_pretrained(tmp_path / "yolos")
+    blank = torch.zeros(3, 100, 100, dtype=torch.uint8)
+    write_voc(tmp_path / "voc", [Example(blank, image) for image in images(1)], CLASSES, "test")
+    data = {"name": "voc", "root": "voc", "classes": list(CLASSES)}
+    content = {"data": data, "device": "cpu", "toolkit": "transformers", "model": {"name": "yolos"}}
+    (tmp_path / "c.yaml").write_text(json.dumps(content))
+    options = ("--config-file", "c.yaml", "--annotations", "voc", "--split", "test", "--definition", "voc")
+    own = evaluate(tmp_path, *options)
+    assert own["detections"] == {"bird": 0, "cat": 6 * len(images(1)), "dog": 0}
+    model.class_labels_classifier.layers[-1].bias.data[3] = 9.0
+    torch.save({"model": model.state_dict()}, tmp_path / "dogs.pth")
+    dogs = evaluate(tmp_path, *options, "--weights", "dogs.pth")
+    assert dogs["detections"] == {"bird": 0, "cat": 0, "dog": 6 * len(images(1))}

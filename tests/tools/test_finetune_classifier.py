@@ -45,7 +45,7 @@ from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.files import load_checkpoint
+from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.value.loading import load_value_function
 
 ROOT = Path(__file__).parents[2]
@@ -574,6 +574,68 @@ def test_first_layers_that_stay_as_trained_are_part_of_what_is_written(tmp_path:
     assert message.startswith("adapter.layers has 'norm1', which comes before adapter.keep_before=conv3: what it")
 
 
+def test_a_model_of_ones_own_is_built_tuned_and_written_under_its_own_names(tmp_path: Path) -> None:
+    (tmp_path / "our_nets.py").write_text(
+        "from torch import nn\n"
+        "def net(num_classes, input_shape, width=8):\n"
+        "    first = nn.Conv2d(input_shape[0], width, 3, bias=False)\n"
+        "    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes))\n"
+        "    return nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU(), head)\n"
+    )
+    overrides = ["model.name=our_nets:net", f"model.folder={tmp_path}", "model.kwargs.width=5", "adapter.layers=[]"]
+    more = ["pictures=false", "model.epochs=8", "model.lr=0.02", "method.start_std=1"]
+    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *overrides, *more)
+    sys.path[:] = [each for each in sys.path if each != str(tmp_path)]
+    net = sys.modules.pop("our_nets").net
+    plain = net(10, (1, 8, 8), width=5).eval()
+    plain.load_state_dict(load_file(tmp_path / "run" / "seed-0" / "tuned.safetensors"))
+    test = load_splits(config_of(), 0).test
+    with torch.no_grad():
+        right = float((plain(test.x).argmax(1) == test.y).double().mean())
+    methods = json.loads((tmp_path / "run" / "report.json").read_text())["methods"]
+    assert methods["metricopt"]["test"] == [pytest.approx(right)]
+    message = refused("--config-file", DIGITS, "--output-dir", tmp_path / "r", *TINY, *overrides[:1])
+    assert re.search(r"there is no module 'our_nets' installed; model\.folder=FOLDER lets one", message)
+    message = refused("--config-file", DIGITS, "--output-dir", tmp_path / "r", *TINY, "model.kwargs.width=5")
+    assert message.startswith("model.kwargs.width is a key of model.name=MODULE:FUNCTION, timm/NAME or a folder")
+
+
+def hugging_face(folder: Path, classes: list[str]) -> str:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], num_labels=len(classes))
+    config.id2label = dict(enumerate(classes))
+    config.label2id = {name: i for i, name in enumerate(classes)}
+    transformers.ResNetForImageClassification(config).save_pretrained(folder)
+    said = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.2, 0.1]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(said))
+    return str(folder)
+
+
+def test_a_hugging_face_folder_brings_weights_and_normalisation(tmp_path: Path) -> None:
+    data = ["data.name=image_folder", f"data.root={images(tmp_path)}", "data.fractions=[0.5,0.25,0.25]"]
+    pixels = load_splits(config_of(*data), 0)
+    folder = hugging_face(tmp_path / "hf", list(pixels.class_names))
+    config = config_of(*data, f"model.name={folder}", "adapter.layers=[]")
+    splits = load_splits(config, 0)
+    mean, std = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1), torch.tensor([0.2, 0.2, 0.1]).view(3, 1, 1)
+    torch.testing.assert_close(splits.test.x, (pixels.test.x - mean) / std)
+    model = classifier(config, splits, 0, tmp_path / "run")
+    import transformers
+
+    own = transformers.ResNetForImageClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(predict(model, splits.test.x), own(splits.test.x).logits)
+    own.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
+
+    config.model.name = hugging_face(tmp_path / "turned", list(reversed(pixels.class_names)))
+    with pytest.raises(DataError, match="has the data's classes in another order"):
+        classifier(config, splits, 0, tmp_path / "other")
+    config.model.name = hugging_face(tmp_path / "others", ["x", "y", "z"])
+    with pytest.warns(UserWarning, match=r"names its classes \['x', 'y', 'z'\], the data .* in this order"):
+        classifier(config, splits, 0, tmp_path / "other")
+
+
 @pytest.mark.parametrize("kind", ["film", "outputs"])
 def test_offsets_of_the_logits_are_tuned_and_kept(tmp_path: Path, kind: str) -> None:
     overrides = [f"adapter.kind={kind}", f"adapter.outputs={kind == 'film'}", "adapter.temperature=true"]
@@ -984,7 +1046,7 @@ def test_training_depends_on_the_seed_alone_and_is_kept(tmp_path: Path, monkeypa
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
     resumed = classifier(config, splits, 9, tmp_path / "d")  # the run has a copy of what its file was
     assert torch.equal(resumed.conv1.weight, first.conv1.weight)
-    with pytest.raises(DataError, match=r"weights\.pt holds no weights for SmallCNN: .*Missing key") as caught:
+    with pytest.raises(DataError, match=r"weights\.pt holds no weights for SmallCNN: it lacks ") as caught:
         classifier(config, splits, 0, tmp_path / "e")
     assert len(str(caught.value).splitlines()) == 1
 

@@ -34,7 +34,7 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.files import load_checkpoint
+from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.loading import load_value_function
 
@@ -604,3 +604,36 @@ def test_a_detector_under_each_strategy(tmp_path: Path, strategy: str, check_str
     call("--config-file", SCENES, "--output-dir", tmp_path / "run", *SIZES, *METHODS[strategy], "queries=20")
     check_strategy(tmp_path / "run", strategy)
     assert len(list((tmp_path / "run").glob("seed-*/tuned.pth"))) == 1
+
+
+def test_hugging_faces_detectors_are_tuned_and_judged(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.YolosConfig(
+        **small, intermediate_size=8, image_size=[64, 64], patch_size=16, num_detection_tokens=6
+    )
+    config.id2label = {0: "digit", 1: "other"}
+    config.label2id = {"digit": 0, "other": 1}
+    folder = tmp_path / "yolos"
+    model = transformers.YolosForObjectDetection(config)
+    model.class_labels_classifier.layers[-1].bias.data[0] = 3.0  # all are digits
+    model.save_pretrained(folder)
+    transformers.YolosImageProcessor(size={"shortest_edge": 64, "longest_edge": 64}).save_pretrained(folder)
+    options = [f"model.name={folder}", "model.steps=0", "adapter.layers=[vit.*layernorm*]", "toolkit=transformers"]
+    sizes = {"model.min_size", "model.max_size", "model.proposals"}
+    base = [each for each in TINY if each.partition("=")[0] not in sizes]
+    plain = tmp_path / "plain.yaml"
+    content = {"data": {"name": "scenes", "images": [6, 4, 4]}, "scene": {"size": 64}, "toolkit": "transformers"}
+    plain.write_text(json.dumps(content))
+    call("--config-file", plain, "--output-dir", tmp_path / "run", *base, *options, "pictures=false")
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert 0 <= report["methods"]["metricopt"]["test"][0] <= 1
+    fresh = transformers.YolosForObjectDetection.from_pretrained(folder)
+    fresh.load_state_dict(torch.load(tmp_path / "run" / "seed-0" / "tuned.pth"))
+    with pytest.raises(ConfigError, match=r"model\.min_size=64 is for toolkit=torchvision"):
+        build_toolkit(load_config(DetectionConfig, plain, [*options, "model.min_size=64"]))
+    with pytest.raises(ConfigError, match=r"classification_loss='ap' is not for toolkit=transformers"):
+        build_toolkit(load_config(DetectionConfig, plain, [*options, "classification_loss=ap"]))
+    with pytest.raises(ConfigError, match=r"small_fpn has no config\.json"):
+        build_toolkit(load_config(DetectionConfig, plain))

@@ -22,20 +22,21 @@ from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.data import training_state
 from metricopt_ext.data.halves import class_halves
 from metricopt_ext.data.labelled import Split
+from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import ConfigError, DataError, MetricError
 from metricopt_ext.evidence import method_config
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
 from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
 from metricopt_ext.retrieval import build
-from metricopt_ext.retrieval.build import build_loss, build_metric, class_batches, load_splits
+from metricopt_ext.retrieval.build import build_loss, build_metric, class_batches, embedder, load_splits
 from metricopt_ext.retrieval.config import LossConfig, MetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.losses import SmoothAPLoss
 from metricopt_ext.retrieval.models import Conv4, Embedder, build_model
 from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.files import load_checkpoint
+from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.value.learners import RidgeLearner
 from metricopt_ext.value.loading import load_value_function
 
@@ -541,6 +542,40 @@ def test_embeddings_lie_on_the_unit_sphere(side: int) -> None:
     torch.testing.assert_close(model(pixels.float() / 255), embeddings)
 
 
+def test_trunks_of_other_libraries_and_of_ones_own(tmp_path: Path) -> None:
+    timm, transformers = pytest.importorskip("timm"), pytest.importorskip("transformers")
+    shape, x = torch.Size((3, 32, 32)), torch.rand(2, 3, 32, 32)
+    model = build_model("timm/test_vit", shape, 5, kwargs={"img_size": 32}).eval()
+    own = timm.create_model("test_vit", img_size=32, num_classes=5).eval()
+    own.load_state_dict(model.trunk.state_dict())
+    assert own.pretrained_cfg["mean"] == (0.5, 0.5, 0.5)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), nn.functional.normalize(own((x - 0.5) / 0.5)))
+
+    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1])
+    transformers.ResNetModel(config).save_pretrained(tmp_path / "hf")
+    splits = Splits(*(Split(x, torch.arange(2)) for _ in range(3)), ("a", "b"))
+    settings = ["data.name=digits", f"model.name={tmp_path / 'hf'}", "model.embedding=8", "adapter.dim=2"]
+    loaded = embedder(load_config(RetrievalConfig, None, settings), splits, 0, tmp_path / "run")
+    trained = transformers.ResNetModel.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():  # without a preprocessor_config.json, pixels stay in [0, 1]
+        pooled = trained(x).pooler_output.flatten(1)
+        torch.testing.assert_close(loaded(x), nn.functional.normalize(pooled))
+
+    (tmp_path / "our_trunks.py").write_text(
+        "from torch import nn\n"
+        "def trunk(num_classes, input_shape, width=2):\n"
+        "    return nn.Sequential(nn.Conv2d(input_shape[0], width, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(),\n"
+        "                         nn.Linear(width, num_classes))\n"
+    )
+    ours = build_model("our_trunks:trunk", shape, 5, folder=str(tmp_path), kwargs={"width": 3}).eval()
+    sys.path.remove(str(tmp_path))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), nn.functional.normalize(ours.trunk(x)))
+    with pytest.raises(ConfigError, match=r"'resnet81' is neither conv4 nor a torchvision classifier"):
+        build_model("resnet81", shape, 5)
+
+
 def test_a_torchvision_trunk_starts_from_a_classifiers_weights(tmp_path: Path) -> None:
     import torchvision
 
@@ -550,6 +585,11 @@ def test_a_torchvision_trunk_starts_from_a_classifiers_weights(tmp_path: Path) -
     assert torch.equal(model.trunk.layer4[1].conv2.weight, classifier.layer4[1].conv2.weight)
     assert model.trunk.fc.weight.shape == (5, 512)
     assert model.eval()(torch.rand(2, 3, 32, 32)).shape == (2, 5)
+    wrapped = {f"module.{name}": each for name, each in classifier.state_dict().items()}
+    torch.save({"other": 1, "teacher": {"a": torch.ones(1)}, "student": wrapped}, tmp_path / "weights.pt")
+    options: dict[str, Any] = {"trunk_weights": str(tmp_path / "weights.pt"), "entry": "student"}
+    again = build_model("resnet18", torch.Size((3, 32, 32)), 5, **options)
+    assert torch.equal(again.trunk.layer4[1].conv2.weight, classifier.layer4[1].conv2.weight)
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
     with pytest.raises(DataError, match=r"weights\.pt holds no weights for ResNet"):
         build_model("resnet18", torch.Size((3, 32, 32)), 5, trunk_weights=str(tmp_path / "weights.pt"))

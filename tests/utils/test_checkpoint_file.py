@@ -5,7 +5,7 @@ import pickle
 import textwrap
 import threading
 from argparse import Namespace
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError, FileFormatError
-from metricopt_ext.utils.checkpoint_file import read_checkpoint, within
+from metricopt_ext.utils.checkpoint_file import read_checkpoint
 
 
 def model() -> nn.Module:
@@ -150,6 +150,9 @@ STATE = {"a.weight": torch.ones(2)}
         ({"model_state_dict": STATE}, None, "model_state_dict"),
         ({"model": STATE, "state_dict": {}}, None, "model"),
         ({"model": STATE, "state_dict_ema": STATE}, "state_dict_ema", "state_dict_ema"),
+        ({"net": STATE, "epoch": 3, "best": torch.tensor(0.5)}, None, "net"),
+        ({"net": STATE, "rng": {"cpu": torch.zeros(4, dtype=torch.uint8)}}, None, "net"),
+        ({**STATE, "norm._extra_state": {"scale": torch.ones(1)}}, None, None),
         ({"nets": {"student.1": STATE}}, "nets.student.1", "nets.student.1"),
     ],
 )
@@ -164,7 +167,9 @@ def test_where_the_state_dict_is(content: Any, entry: str | None, found: str | N
     ("content", "entry", "message"),
     [
         ({"model": STATE, "state_dict_ema": STATE}, None, r"2 state dicts, \['state_dict_ema', 'model'\]; .*--entry"),
-        ({"net": STATE, "epoch": 3}, None, r"no state dict.*name one by --entry, of \['net'\]"),
+        ({"net": {"a": 1}, "epoch": 3}, None, r"no state dict.*name one by --entry, of \['net'\]"),
+        ({"model": STATE, "model_ema": STATE}, None, r"2 state dicts, \['model', 'model_ema'\]; .*--entry"),
+        ({"student": STATE, "teacher": STATE}, None, r"2 state dicts, \['student', 'teacher'\]; .*--entry"),
         ({"net": STATE}, "model", r"--entry 'model': .*no state dict there; .*\['net'\]"),
         ({"epoch": 3}, None, r"it has \['epoch'\]"),
         ([1, 2], None, "it holds a list"),
@@ -195,10 +200,15 @@ def test_what_is_more_than_tensors_is_refused_with_the_way_out(content: Any, tmp
     assert list(exported.shapes) == (["a.weight"] if isinstance(content, dict) else ["weight", "bias"])
 
 
-def test_arguments_of_a_training_script_are_refused(tmp_path: Path) -> None:
-    torch.save({"model": STATE, "args": Namespace(lr=0.1)}, tmp_path / "a.pth")
-    with pytest.raises(FileFormatError, match=r"argparse\.Namespace"):
-        read_checkpoint(tmp_path / "a.pth")
+def test_arguments_of_a_training_script_are_read_and_written_again(tmp_path: Path) -> None:
+    arguments = Namespace(lr=0.1, device="cuda", output_dir=Path("out"), milestones=Counter([16, 22]))
+    torch.save({"model": STATE, "args": arguments, "epoch": 3}, tmp_path / "a.pth")
+    file = read_checkpoint(tmp_path / "a.pth")
+    assert file.entry == "model"
+    file.write(tmp_path / "b.pth", {"a.weight": torch.zeros(2)})
+    again = torch.load(tmp_path / "b.pth", weights_only=False)
+    assert again["args"] == arguments
+    assert again["model"]["a.weight"].tolist() == [0, 0]
 
 
 def test_a_scripted_model_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -243,15 +253,6 @@ def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
     with pytest.raises(FileFormatError, match="not a safetensors file"):
         read_checkpoint(tmp_path / "b.safetensors")
-
-
-def test_keys_with_dots_lead_into_nested_content() -> None:
-    content = {"a": {"b.c": [1, {"d": 2}]}, "a.b": {"c": 3}, "e": None}
-    assert within(content, "a.b.c.1.d") == 2
-    assert within(content, "a.b.c") == 3  # the longest key counts
-    assert within(content, "a.b") == {"c": 3}
-    for missing in ("x", "a.b.c.7", "a.b.c.x", "e.f", "a.b.c.0.d", "e"):
-        assert within(content, missing) is None
 
 
 def test_types_that_torch_lacks_a_name_for_are_not_floats(tmp_path: Path) -> None:

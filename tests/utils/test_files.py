@@ -11,32 +11,22 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from metricopt_ext.errors import AdapterError, DataError, FileFormatError
+from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.utils import files
 from metricopt_ext.utils.files import (
     check_tensors,
     content_of,
-    load_checkpoint,
     module_of,
     open_regular,
     read_json,
     read_tensors,
     remove_unfinished,
-    save_checkpoint,
     walked,
     write_atomically,
     write_json,
     write_tensors,
 )
 from metricopt_ext.utils.identity import claim
-
-
-def test_a_saved_checkpoint_is_loaded_as_it_was(tmp_path: Path) -> None:
-    model, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    model(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
-    save_checkpoint(tmp_path / "new" / "model.safetensors", model.state_dict())
-    load_checkpoint(other, tmp_path / "new" / "model.safetensors")
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in other.state_dict().items())
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
@@ -190,10 +180,6 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     for path in (pipe, tmp_path, Path(os.devnull)):
         with pytest.raises(OSError, match="a folder, a pipe or a device, not a regular file"):
             open_regular(path)
-    for name in ("x.safetensors", "x.pt"):
-        os.mkfifo(tmp_path / name)
-        with pytest.raises(DataError, match="not a regular file"):
-            load_checkpoint(nn.Linear(1, 1), tmp_path / name)
     (tmp_path / "real").write_bytes(b"content")
     (tmp_path / "link").symlink_to("real")
     with open_regular(tmp_path / "link") as file:

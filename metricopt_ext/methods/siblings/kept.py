@@ -10,7 +10,8 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.siblings.sibling import Trained
 from metricopt_ext.methods.siblings.training import Trains
 from metricopt_ext.utils.described import Finite, read_shaped
-from metricopt_ext.utils.files import load_checkpoint, save_checkpoint, write_json
+from metricopt_ext.utils.files import save_checkpoint, write_json
+from metricopt_ext.utils.state_dict import load_checkpoint
 
 NUMBERS = [field.name for field in fields(Trained) if field.name not in ("model", "product")]
 

@@ -1,0 +1,280 @@
+"""The model that a config names: torchvision's or timm's, that of a Hugging Face folder, or what a function builds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.utils.extras import require
+from metricopt_ext.utils.files import JSON_BYTES, content_of, parse_json, read_bounded
+from metricopt_ext.utils.imports import import_named
+from metricopt_ext.utils.state_dict import is_script
+from metricopt_ext.utils.words import brief, shortened
+
+TIMM = "timm/"  # begins the names of timm's models, of which torchvision has some too
+SCRIPTED = (
+    "is of TorchScript, whose layers are compiled, so that none can be modulated; name what builds the model, as"
+    " MODULE:FUNCTION, and give its state dict as model.weights"
+)
+
+
+@dataclass(kw_only=True)
+class NamedModelConfig:
+    """The settings of a model that is named as ``MODULE:FUNCTION``, ``timm/NAME`` or a folder, which alone has them."""
+
+    folder: str = ""  # MODULE:FUNCTION: where the module is, if it is not installed
+    # further arguments of what builds the model, e.g. {depth: 3}; model.kwargs.depth=3 on the command line
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class Preprocessing(NamedTuple):
+    """What pixels in [0, 1] are normalised by, channel by channel."""
+
+    mean: list[float]
+    std: list[float]
+
+
+def has_settings(name: str) -> bool:
+    """Whether a model of this name is one of `NamedModelConfig`."""
+    return ":" in name or "/" in name
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """Return what `named_model` takes of a config's section ``model``."""
+    return {"folder": getattr(config, "folder", ""), "kwargs": getattr(config, "kwargs", {})}
+
+
+def named_model(
+    name: str,
+    input_shape: Sequence[int],
+    outputs: int,
+    *,
+    others: str,
+    embeds: bool = False,
+    folder: str = "",
+    kwargs: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Build a model by name, with fresh weights; importing the module of a function runs it.
+
+    Args:
+        name: ``MODULE:FUNCTION``, called as ``FUNCTION(outputs, input_shape, **kwargs)``; a folder with Hugging Face's
+            ``config.json``; one of torchvision's classifiers, e.g. ``resnet18``; or one of timm's, with or without
+            ``timm/`` before it.
+        input_shape: Shape of one input: ``features`` or ``c x h x w``.
+        outputs: Number of outputs.
+        others: Names of the other available models, for the message.
+        embeds: Whether its outputs are an embedding: a folder's model is then taken without a classifier.
+        folder: Where the module is, if it is not installed (`import_named`).
+        kwargs: Further arguments of what builds it.
+
+    Returns:
+        The model, in training mode. It maps ``n x ...`` to ``n x outputs``, or to ``n`` if there are two classes.
+
+    Raises:
+        ConfigError: There is no such model, or it does not take such inputs or give such outputs.
+    """
+    model = _builder(name, others, embeds, folder)(outputs, tuple(input_shape), dict(kwargs or {}))
+    _try(model, name, tuple(input_shape), outputs, embeds)
+    return model.train()
+
+
+def tensor_of(model: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return the tensor of what a model put out: of Hugging Face's outputs the logits, or else the pooled output.
+
+    It is a forward hook, so that the state dict keeps the model's own names.
+    """
+    for part in ("logits", "pooler_output"):
+        if not isinstance(output, Tensor) and isinstance(found := getattr(output, part, None), Tensor):
+            return found.flatten(1)
+    return output
+
+
+def is_folder(name: str) -> bool:
+    """Whether a name is that of a Hugging Face folder."""
+    return ":" not in name and Path(name, "config.json").is_file()
+
+
+def has_weights(name: str) -> bool:
+    """Whether a name is that of a Hugging Face folder that has weights, and not a config alone."""
+    files = [each for pattern in ("*.safetensors", "pytorch_model*.bin") for each in Path(name).glob(pattern)]
+    return is_folder(name) and bool(files)
+
+
+def folder_weights(name: str, model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights that a Hugging Face folder has for a model that was built from it; no code in them is run.
+
+    Raises:
+        DataError: They can't be read, or are not all of the model's.
+    """
+    try:
+        loaded, told = type(model).from_pretrained(  # type: ignore[attr-defined]
+            name, local_files_only=True, output_loading_info=True, dtype=torch.float32
+        )
+    except Exception as error:
+        raise DataError(f"model.name={name} holds no weights for {type(model).__name__}: {brief(error)}") from error
+    missing = [str(each) for key in ("missing_keys", "mismatched_keys") for each in told[key]]
+    if missing:
+        raise DataError(f"model.name={name} lacks weights of {type(model).__name__}: {shortened(sorted(missing))}")
+    state: dict[str, Tensor] = loaded.state_dict()
+    return state
+
+
+def class_names_of(name: str) -> list[str]:
+    """Return the classes that a Hugging Face folder's model was trained for, in its order; none if it names none."""
+    labels = _read(name, "config.json").get("id2label") if is_folder(name) else None
+    if not isinstance(labels, dict) or all(str(each) == f"LABEL_{key}" for key, each in labels.items()):
+        return []
+    with content_of(Path(name, "config.json"), "classes by number in id2label"):
+        return [str(labels[key]) for key in sorted(labels, key=int)]
+
+
+def preprocessing_of(name: str) -> Preprocessing | None:
+    """Return what a Hugging Face folder's images are normalised by; None for other models, or for none.
+
+    Raises:
+        FileFormatError: The folder's description of it can't be read.
+    """
+    if not is_folder(name) or not Path(name, "preprocessor_config.json").is_file():
+        return None
+    said = _read(name, "preprocessor_config.json")
+    if not said.get("do_normalize", True) or "image_mean" not in said:
+        return None
+    with content_of(Path(name, "preprocessor_config.json"), "image_mean and image_std"):
+        return Preprocessing([float(each) for each in said["image_mean"]], [float(each) for each in said["image_std"]])
+
+
+def _read(name: str, file: str) -> dict[str, Any]:
+    path = Path(name, file)
+    with content_of(path, "JSON object"):
+        content = parse_json(read_bounded(path, JSON_BYTES))
+        return dict(content)
+
+
+Builder = Callable[[int, tuple[int, ...], dict[str, Any]], nn.Module]
+
+
+def _builder(name: str, others: str, embeds: bool, folder: str) -> Builder:
+    import torchvision
+
+    if ":" in name:
+        return partial(_own, name, folder)
+    if is_folder(name):
+        return partial(_huggingface, name, embeds)
+    if Path(name).is_file():
+        plain = "is a file; model.name names what builds the model, and model.weights its checkpoint"
+        raise ConfigError(f"model.name={name} {SCRIPTED if is_script(Path(name)) else plain}")
+    if Path(name).is_dir():
+        raise ConfigError(f"model.name={name} is a folder without config.json, so not one of Hugging Face")
+    if name in torchvision.models.list_models(module=torchvision.models):
+        return partial(_torchvision, name)
+    try:
+        require("timm")
+    except ModuleNotFoundError as error:
+        if name.startswith(TIMM):
+            raise ConfigError(f"model.name={name} needs timm: pip install timm") from error
+        raise ConfigError(f"model.name={name!r} is {_none_of(others)}; timm's need timm: pip install timm") from error
+    import timm
+
+    if not timm.is_model(name.removeprefix(TIMM)):
+        raise ConfigError(
+            f"model.name={name!r} is {_none_of(others)}, nor one of timm, nor a folder with config.json; name your own"
+            " function as MODULE:FUNCTION"
+        )
+    return partial(_timm, name.removeprefix(TIMM))
+
+
+def _none_of(others: str) -> str:
+    return f"neither {others} nor a torchvision classifier"
+
+
+def _own(name: str, folder: str, outputs: int, shape: tuple[int, ...], kwargs: dict[str, Any]) -> nn.Module:
+    try:
+        function = import_named(name, folder, "model.folder")
+        model = function(outputs, shape, **kwargs)
+    except ConfigError as error:
+        raise ConfigError(f"model.name={name}: {error}") from error
+    except ModuleNotFoundError as error:
+        places = "modules are imported from the installed packages and model.folder alone"
+        raise ConfigError(f"model.name={name}: {error}; {places}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"model.name={name} fails as FUNCTION({outputs}, {shape}{', **model.kwargs' if kwargs else ''}):"
+            f" {type(error).__name__}: {brief(error)}"
+        ) from error
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError(f"what model.name={name} returns {SCRIPTED}")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model.name={name} returned {brief(model)}; it must return a torch.nn.Module")
+    return model
+
+
+def _timm(name: str, outputs: int, shape: tuple[int, ...], kwargs: dict[str, Any]) -> nn.Module:
+    import timm
+
+    try:
+        model: nn.Module = timm.create_model(
+            name, pretrained=False, num_classes=outputs, **{"in_chans": shape[0], **kwargs}
+        )
+    except Exception as error:
+        raise ConfigError(f"model.name={TIMM}{name} with model.kwargs={kwargs}: {brief(error)}") from error
+    return model
+
+
+def _torchvision(name: str, outputs: int, shape: tuple[int, ...], kwargs: dict[str, Any]) -> nn.Module:
+    import torchvision
+
+    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=outputs, **kwargs)
+    return model
+
+
+def _huggingface(name: str, embeds: bool, outputs: int, shape: tuple[int, ...], kwargs: dict[str, Any]) -> nn.Module:
+    try:
+        require("transformers")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"model.name={name} needs transformers: pip install transformers") from error
+    from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
+
+    labels = _read(name, "config.json").get("id2label")
+    own = {} if embeds else {"num_labels": outputs}
+    if isinstance(labels, dict) and not embeds and len(labels) != outputs:
+        raise ConfigError(
+            f"model.name={name} is for {len(labels)} classes, the data has {outputs}; train its last layer for yours"
+        )
+    try:
+        config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False, **own, **kwargs)
+        kind: Any = AutoModel if embeds else AutoModelForImageClassification
+        model: nn.Module = kind.from_config(config, trust_remote_code=False).float()
+    except Exception as error:
+        raise ConfigError(f"model.name={name}: {brief(error)}") from error
+    return model
+
+
+def _try(model: nn.Module, name: str, shape: tuple[int, ...], outputs: int, embeds: bool) -> None:
+    """Reject a model that does not take such inputs, or that puts out something else; of named outputs take the tensor.
+
+    Raises:
+        ConfigError: It does.
+    """
+    what = "images" if len(shape) == 3 else "inputs"
+    try:
+        with torch.no_grad():
+            found = model.eval()(torch.zeros(2, *shape))
+            if not isinstance(found, Tensor) and isinstance(tensor := tensor_of(model, None, found), Tensor):
+                model.register_forward_hook(tensor_of)
+                found = tensor
+    except Exception as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"model.name={name} does not take {what} of shape {shape}: {why}") from error
+    fitting = [(2, outputs)] if embeds or outputs != 2 else [(2, outputs), (2,)]
+    if not isinstance(found, Tensor) or tuple(found.shape) not in fitting:
+        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        key = "model.embedding" if embeds else "the number of classes"
+        raise ConfigError(
+            f"model.name={name} maps 2 {what} of shape {shape} to {got}, but {key} is {outputs}, so it must be"
+            f" {' or '.join(map(str, fitting))}"
+        )

@@ -1,0 +1,248 @@
+"""Models by name: torchvision's, timm's, those of a Hugging Face folder, and what a function of one's own builds."""
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.data import named_model as module
+from metricopt_ext.data.named_model import (
+    class_names_of,
+    folder_weights,
+    has_weights,
+    named_model,
+    preprocessing_of,
+)
+from metricopt_ext.errors import ConfigError, DataError, FileFormatError
+
+IMAGES = (3, 32, 32)
+
+
+def made(name: str, shape: tuple[int, ...] = IMAGES, outputs: int = 7, **options: Any) -> nn.Module:
+    return named_model(name, shape, outputs, others="tiny", **options)
+
+
+def test_torchvisions_classifiers_by_name() -> None:
+    model: Any = made("resnet18")
+    assert model.training
+    assert model.bn1.num_batches_tracked == 0  # trying it out left no trace
+    assert model.eval()(torch.zeros(2, *IMAGES)).shape == (2, 7)
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("resnet81", IMAGES, "model.name='resnet81' is neither tiny nor a torchvision classifier, nor one of timm"),
+        ("fcn_resnet50", IMAGES, "model.name='fcn_resnet50' is neither tiny nor a torchvision classifier"),
+        ("resnet18", (1, 32, 32), r"model.name=resnet18 does not take images of shape \(1, 32, 32\): .*channels"),
+        ("vit_b_16", IMAGES, r"model.name=vit_b_16 does not take images of shape \(3, 32, 32\): .*height"),
+        ("timm/vit_tiny_patch16_224", IMAGES, r"does not take images of shape \(3, 32, 32\): .*height"),
+        ("timm/nothing", IMAGES, "model.name='timm/nothing' is neither tiny nor"),
+    ],
+)
+def test_other_models_and_images_are_refused(name: str, shape: tuple[int, ...], message: str) -> None:
+    pytest.importorskip("timm")
+    with pytest.raises(ConfigError, match=message) as caught:
+        made(name, shape)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_timms_models_by_name() -> None:
+    timm = pytest.importorskip("timm")
+    model = made("timm/vit_tiny_patch16_224", kwargs={"img_size": 32, "depth": 1}).eval()
+    assert model(torch.zeros(2, *IMAGES)).shape == (2, 7)
+    own = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=7)
+    assert own.state_dict().keys() == model.state_dict().keys()
+    assert type(made("timm/resnet18")) is not type(made("resnet18"))
+    assert made("resnet10t", (1, 32, 32)).conv1[0].in_channels == 1  # type: ignore[index]
+    with pytest.raises(ConfigError, match=r"model\.name=timm/resnet10t with model\.kwargs=\{'height': 3\}: "):
+        made("timm/resnet10t", kwargs={"height": 3})
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(module, "require", absent)
+    with pytest.raises(ConfigError, match=r"model\.name=timm/resnet10t needs timm: pip install timm"):
+        made("timm/resnet10t")
+    with pytest.raises(ConfigError, match="nor a torchvision classifier; timm's need timm: pip install timm"):
+        made("resnet10t")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="needs transformers: pip install transformers"):
+        made(str(tmp_path))
+
+
+OWN = """
+import torch
+from torch import nn
+
+def plain(num_classes, input_shape, width=5):
+    size = torch.Size(input_shape).numel()
+    return nn.Sequential(nn.Flatten(), nn.Linear(size, width), nn.BatchNorm1d(width), nn.Linear(width, num_classes))
+
+class Named(nn.Module):
+    def __init__(self, num_classes, input_shape):
+        super().__init__()
+        self.body = plain(num_classes, input_shape)
+
+    def forward(self, x):
+        return type("Output", (), {"logits": self.body(x)})()
+
+def one(num_classes, input_shape):
+    return nn.Sequential(plain(1, input_shape), nn.Flatten(0))
+
+def two(num_classes, input_shape):
+    return plain(2, input_shape)
+
+def text(num_classes, input_shape):
+    return "a model"
+
+def scripted(num_classes, input_shape):
+    return torch.jit.script(nn.Linear(input_shape[0], num_classes))
+
+def failing(num_classes, input_shape):
+    raise RuntimeError("no licence")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "my_models.py").write_text(OWN)
+    before = sys.path[:]
+    yield tmp_path
+    sys.path[:] = before
+    sys.modules.pop("my_models", None)
+
+
+def test_a_function_of_ones_own(folder: Path) -> None:
+    model: Any = made("my_models:plain", folder=str(folder), kwargs={"width": 3})
+    assert model[1].weight.shape == (3, 3 * 32 * 32)
+    assert model(torch.zeros(2, *IMAGES)).shape == (2, 7)
+    assert made("my_models:plain", (4,), folder=str(folder))[1].in_features == 4  # type: ignore[index]
+    assert made("my_models:one", (4,), 2, folder=str(folder))(torch.zeros(2, 4)).shape == (2,)
+
+
+def test_of_named_outputs_the_logits_are_taken_and_the_names_stay(folder: Path) -> None:
+    model = made("my_models:Named", (4,), folder=str(folder))
+    assert isinstance(model(torch.zeros(2, 4)), Tensor)
+    assert {name.partition(".")[0] for name in model.state_dict()} == {"body"}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("my_models:two", {}, r"maps 2 images of shape \(3, 32, 32\) to \(2, 2\), but the number of classes is 7"),
+        ("my_models:two", {"embeds": True}, r"to \(2, 2\), but model\.embedding is 7, so it must be \(2, 7\)"),
+        ("my_models:text", {}, "returned 'a model'; it must return a torch.nn.Module"),
+        ("my_models:scripted", {}, r"what model\.name=.* returns is of TorchScript, .* can be modulated; name what"),
+        ("my_models:failing", {}, r"fails as FUNCTION\(7, \(3, 32, 32\)\): RuntimeError: .*no licence"),
+        ("my_models:plain", {"kwargs": {"deep": 1}}, r"FUNCTION\(7, .*, \*\*model\.kwargs\): TypeError: .*deep"),
+        ("my_models:absent", {}, "AttributeError: .*absent"),
+        ("no_models:plain", {}, "there is no module 'no_models' installed or in"),
+        ("my_models:plain", {"folder": ""}, r"there is no module 'my_models' installed; model\.folder=FOLDER lets"),
+    ],
+)
+def test_a_function_that_can_not_be_used_is_refused(
+    name: str, options: dict[str, Any], message: str, folder: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(name, **{"folder": str(folder), **options})
+
+
+def test_files_are_refused_with_what_to_name_instead(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "state.pt")
+    with pytest.raises(ConfigError, match=r"state\.pt is a file; model\.name names what builds .* model\.weights"):
+        made(str(tmp_path / "state.pt"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.trace(nn.Linear(2, 2), torch.ones(2)).save(tmp_path / "traced.pt")
+    with pytest.raises(ConfigError, match=r"traced\.pt is of TorchScript, whose layers are compiled"):
+        made(str(tmp_path / "traced.pt"))
+    with pytest.raises(ConfigError, match=r"is a folder without config\.json"):
+        made(str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model as `save_pretrained` leaves it."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.ViTConfig(**small, image_size=32, patch_size=16, num_labels=3)
+    config.id2label = {0: "ant", 1: "bee", 2: "cow"}
+    config.label2id = {"ant": 0, "bee": 1, "cow": 2}
+    folder: Path = tmp_path_factory.mktemp("vit")
+    transformers.ViTForImageClassification(config).save_pretrained(folder)
+    said = {"do_normalize": True, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.2, 0.1]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(said))
+    return folder
+
+
+def test_a_folder_of_hugging_face(vit: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = made(str(vit), outputs=3)
+    assert has_weights(str(vit))
+    model.load_state_dict(folder_weights(str(vit), model))
+    own = transformers.ViTForImageClassification.from_pretrained(vit).eval()
+    x = torch.rand(2, *IMAGES)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(x), own(x).logits)
+    assert model.state_dict().keys() == own.state_dict().keys()
+    assert class_names_of(str(vit)) == ["ant", "bee", "cow"]
+    preprocessing = preprocessing_of(str(vit))
+    assert preprocessing is not None
+    assert preprocessing.mean == [0.5, 0.4, 0.3]
+    assert preprocessing.std == [0.2, 0.2, 0.1]
+
+
+def test_a_folders_embedding_is_its_pooled_output(vit: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = made(str(vit), outputs=8, embeds=True).eval()
+    x = torch.rand(2, *IMAGES)
+    own = transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(vit)).eval()
+    own.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(x), own(x).pooler_output)
+    with pytest.raises(ConfigError, match=r"to \(2, 8\), but model\.embedding is 7"):
+        made(str(vit), embeds=True)
+
+
+def test_a_folder_that_does_not_fit_is_refused(vit: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is for 3 classes, the data has 7"):
+        made(str(vit))
+    with pytest.raises(ConfigError, match=r"does not take images of shape \(3, 48, 48\): .*size"):
+        made(str(vit), (3, 48, 48), 3)
+    for file in vit.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert not has_weights(str(tmp_path / "nowhere"))
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(vit / "model.safetensors")
+    weights.pop("classifier.bias")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match=r"lacks weights of ViTForImageClassification: \['classifier\.bias'\]"):
+        folder_weights(str(tmp_path), made(str(tmp_path), outputs=3))
+    (tmp_path / "model.safetensors").unlink()
+    assert not has_weights(str(tmp_path))
+    (tmp_path / "config.json").write_text("[1, 2")
+    with pytest.raises((FileFormatError, ConfigError), match=r"config\.json"):
+        made(str(tmp_path), outputs=3)
+
+
+def test_what_a_folder_does_not_say_is_none(tmp_path: Path) -> None:
+    assert preprocessing_of("resnet18") is None
+    assert class_names_of("resnet18") == []
+    (tmp_path / "config.json").write_text(json.dumps({"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}))
+    assert class_names_of(str(tmp_path)) == []
+    assert preprocessing_of(str(tmp_path)) is None
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"do_normalize": False, "image_mean": [1]}))
+    assert preprocessing_of(str(tmp_path)) is None

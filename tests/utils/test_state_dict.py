@@ -1,0 +1,197 @@
+"""The state dict in a checkpoint's file: which entry it is, and into which model it goes."""
+
+import os
+import re
+import warnings
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from metricopt_ext.errors import DataError
+from metricopt_ext.utils.files import save_checkpoint
+from metricopt_ext.utils.state_dict import load_checkpoint, read_state_dict, within
+
+
+def test_a_saved_checkpoint_is_loaded_as_it_was(tmp_path: Path) -> None:
+    model, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    model(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
+    save_checkpoint(tmp_path / "new" / "model.safetensors", model.state_dict())
+    load_checkpoint(other, tmp_path / "new" / "model.safetensors")
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in other.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
+def test_a_pipe_is_not_opened(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match="not a regular file"):
+        load_checkpoint(nn.Linear(1, 1), tmp_path / name)
+
+
+def test_keys_with_dots_lead_into_nested_content() -> None:
+    content = {"a": {"b.c": [1, {"d": 2}]}, "a.b": {"c": 3}, "e": None}
+    assert within(content, "a.b.c.1.d") == 2
+    assert within(content, "a.b.c") == 3  # the longest key counts
+    assert within(content, "a.b") == {"c": 3}
+    for missing in ("x", "a.b.c.7", "a.b.c.x", "e.f", "a.b.c.0.d", "e"):
+        assert within(content, missing) is None
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3), nn.Sequential(nn.Linear(4, 2)))
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(parameter.numel()))
+    return model
+
+
+class Lightning(nn.Module):
+    """As a LightningModule has its network, beside what its loss needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = drawn(network())
+        self.register_buffer("class_weight", torch.ones(2))
+
+
+def compiled_within() -> nn.Module:
+    model = drawn(network())
+    model[2] = torch.compile(model[2])  # type: ignore[index]
+    return model
+
+
+def parallel_within() -> nn.Module:
+    """As PyTorch's ImageNet example trains AlexNet and VGG."""
+    model = drawn(network())
+    model[2] = DataParallel(model[2])  # type: ignore[index]
+    return model
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        lambda: drawn(network()),
+        lambda: DataParallel(drawn(network())),
+        lambda: torch.compile(drawn(network())),
+        lambda: torch.compile(DataParallel(drawn(network()))),
+        lambda: DataParallel(torch.compile(drawn(network()))),
+        lambda: AveragedModel(drawn(network())),
+        compiled_within,
+        parallel_within,
+        lambda: DataParallel(parallel_within()),
+    ],
+)
+@pytest.mark.parametrize("entry", ["", "model", "state_dict", "state_dict_ema", "net"])
+def test_wrappers_and_entries_are_left_out(trained: Any, entry: str, tmp_path: Path) -> None:
+    wrapped, model = trained(), network()
+    state = wrapped.state_dict()
+    arguments: dict[str, Any] = {"args": Namespace(lr=0.1), "epoch": 3, "optimizer": {"state": {0: {"step": 1.0}}}}
+    torch.save({entry: state, **arguments} if entry else state, tmp_path / "a.pth")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint(model, tmp_path / "a.pth")
+    assert equal(model, drawn(network()))
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    theirs = b.state_dict()
+    return all(torch.equal(value, theirs[name]) for name, value in a.state_dict().items())
+
+
+def test_a_wrapped_model_takes_what_it_wraps(tmp_path: Path) -> None:
+    torch.save(drawn(network()).state_dict(), tmp_path / "a.pth")
+    model = DataParallel(network())
+    load_checkpoint(model, tmp_path / "a.pth")
+    assert equal(model.module, drawn(network()))
+    model = DataParallel(network())
+    torch.save(torch.compile(drawn(network())).state_dict(), tmp_path / "a.pth")
+    load_checkpoint(model, tmp_path / "a.pth")
+    assert equal(model.module, drawn(network()))
+
+
+def test_what_is_beside_the_model_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    torch.save({"state_dict": Lightning().state_dict(), "hyper_parameters": {"lr": 0.1}}, tmp_path / "last.ckpt")
+    model = network()
+    with pytest.warns(UserWarning, match=r"last\.ckpt: 1 tensor beside the model left out: \['class_weight'\]"):
+        load_checkpoint(model, tmp_path / "last.ckpt")
+    assert equal(model, Lightning().model)
+
+
+def test_files_from_before_counted_batches_are_read(tmp_path: Path) -> None:
+    state = {f"module.{name}": each for name, each in drawn(network()).state_dict().items() if "num_" not in name}
+    torch.save({"state_dict": state}, tmp_path / "a.pth.tar")
+    model = network()
+    load_checkpoint(model, tmp_path / "a.pth.tar")
+    assert equal(model, drawn(network()))
+
+
+def test_one_of_several_state_dicts_is_named(tmp_path: Path) -> None:
+    good, other = drawn(network()).state_dict(), network().state_dict()
+    torch.save({"state_dict": other, "state_dict_ema": good}, tmp_path / "a.pth")
+    model = network()
+    with pytest.raises(DataError, match=r"2 state dicts, \['state_dict', 'state_dict_ema'\]; name one by model\.entry"):
+        load_checkpoint(model, tmp_path / "a.pth")
+    with pytest.raises(DataError, match=r"model\.entry='ema': .*a\.pth has no state dict there"):
+        load_checkpoint(model, tmp_path / "a.pth", entry="ema")
+    load_checkpoint(model, tmp_path / "a.pth", entry="state_dict_ema")
+    assert equal(model, drawn(network()))
+    save_checkpoint(tmp_path / "a.safetensors", good)
+    with pytest.raises(DataError, match=r"--entry 'model': .* has tensors alone; leave it out"):
+        load_checkpoint(model, tmp_path / "a.safetensors", entry="model", option="--entry")
+
+
+def without(name: str) -> dict[str, Tensor]:
+    return {key: each for key, each in network().state_dict().items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (without("0.weight"), r"Sequential: it lacks \['0\.weight'\]$"),
+        ({**network().state_dict(), "fc.bias": torch.ones(2)}, r"it has \['fc\.bias'\], which the model has not$"),
+        ({**network().state_dict(), "0.bias": torch.ones(5)}, r"'0\.bias' is \(5,\) and should be \(3,\)$"),
+        ({f"net.{key}": each for key, each in without("0.weight").items()}, r"it lacks .*; it has \['net\."),
+        (
+            {f"{at}.{key}": each for at in ("online", "target") for key, each in network().state_dict().items()},
+            r"the model's tensors are there 2 times, after 'online\.', 'target\.'; save a file that has one",
+        ),
+    ],
+)
+def test_weights_of_another_model_are_refused(state: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+    torch.save(state, tmp_path / "a.pth")
+    with pytest.raises(DataError, match=message):
+        load_checkpoint(network(), tmp_path / "a.pth")
+
+
+class Own:
+    """Of a framework's own."""
+
+
+def pickled(path: Path) -> None:
+    torch.save({"model": network().state_dict(), "args": Own()}, path)
+
+
+def scripted(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.trace(nn.Linear(2, 2), torch.ones(2)).save(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "why"),
+    [(pickled, "a.pth", "test_state_dict.Own"), (scripted, "a.pt", "of TorchScript"), (pickled, "a.pkl", "a pickle")],
+)
+def test_what_runs_code_is_refused_on_one_line_with_the_way_out(make: Any, name: str, why: str, tmp_path: Path) -> None:
+    make(tmp_path / name)
+    way = r"If you trust it, export .*alone, torch\.save\(model\.state_dict\(\), FILE\)"
+    with pytest.raises(DataError, match=way) as caught:
+        read_state_dict(tmp_path / name)
+    assert re.search(re.escape(why), str(caught.value))
+    assert "\n" not in str(caught.value)

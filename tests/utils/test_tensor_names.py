@@ -1,0 +1,80 @@
+"""What a model calls the tensors of a file."""
+
+import pytest
+
+from metricopt_ext.errors import DataError
+from metricopt_ext.utils.tensor_names import names_in_model
+
+OWN = ["a.weight", "a.bias", "b.0.running_var", "b.0.num_batches_tracked"]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "{}",
+        "module.{}",
+        "model.{}",
+        "trunk.{}",
+        "_orig_mod.{}",
+        "module.model._orig_mod.{}",
+        "_orig_mod.module.trunk.{}",
+        "backbone.encoder.{}",
+    ],
+)
+def test_a_prefix_is_left_out(form: str) -> None:
+    names = names_in_model([form.format(name) for name in OWN], OWN)
+    assert names.names == {form.format(name): name for name in OWN}
+    assert names.prefix == form.format("")
+    assert not names.left_out
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "trunk."])
+def test_a_models_own_prefix_is_put_before(prefix: str) -> None:
+    own = [prefix + name for name in OWN]
+    assert names_in_model(OWN, own).names == {name: prefix + name for name in OWN}
+    wrapped = [f"module._orig_mod.{name}" for name in OWN]
+    assert names_in_model(wrapped, own).names == {f"module._orig_mod.{name}": prefix + name for name in OWN}
+    assert names_in_model(own, own).names == {name: name for name in own}
+
+
+@pytest.mark.parametrize("part", ["_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"])
+def test_parts_within_names_are_left_out(part: str) -> None:
+    names = ["a.weight", "a.bias", f"b.{part}.0.running_var"]
+    assert names_in_model(names, OWN).names[f"b.{part}.0.running_var"] == "b.0.running_var"
+    own = ["a.weight", "a.bias", f"b.{part}.0.running_var"]
+    assert names_in_model(names, own).names == {name: name for name in names}
+
+
+def test_parts_that_tell_tensors_apart_stay() -> None:
+    names = ["module.a.weight", "a.module.weight"]
+    assert names_in_model(names, ["a.weight", "c"]).names == {"module.a.weight": "a.weight"}
+
+
+def test_an_older_file_without_counts_is_whole() -> None:
+    names = [f"backbone.{name}" for name in OWN if "num_" not in name]
+    assert list(names_in_model(names, OWN).names.values()) == [name for name in OWN if "num_" not in name]
+
+
+def test_a_strange_prefix_must_hold_all_of_the_model() -> None:
+    names = ["backbone.a.weight", "backbone.a.bias"]
+    assert names_in_model(names, OWN).names == {name: name for name in names}
+    names = ["module.a.weight", "module.a.bias"]
+    assert list(names_in_model(names, OWN).names.values()) == ["a.weight", "a.bias"]
+
+
+def test_what_is_beside_the_model_is_told() -> None:
+    names = [*(f"model.{name}" for name in OWN), "loss.weight", "n_averaged", *(f"ema.module.{name}" for name in OWN)]
+    read = names_in_model(names, OWN)
+    assert set(read.names.values()) == set(OWN)
+    assert read.prefix == "model."
+    assert read.left_out == ["loss.weight", *(f"ema.module.{name}" for name in OWN)]
+
+
+def test_two_models_under_strange_prefixes_are_refused() -> None:
+    with pytest.raises(DataError, match=r"there 2 times, after 'key\.', 'query\.'"):
+        names_in_model([f"{at}.{name}" for at in ("query", "key") for name in OWN], OWN)
+
+
+def test_names_of_another_model_stay() -> None:
+    assert names_in_model(["c.weight"], OWN).names == {"c.weight": "c.weight"}
+    assert names_in_model([], OWN).names == {}
