@@ -17,6 +17,7 @@ from metricopt_ext.classification.config import (
     DataConfig,
     MetricConfig,
     ModelConfig,
+    PartsConfig,
     SecondRoundConfig,
     TableConfig,
 )
@@ -34,10 +35,11 @@ from metricopt_ext.classification.data import (
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
+from metricopt_ext.classification.own_data import own_parts, read_table, size_of
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.published import cropped, load_published, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
-from metricopt_ext.classification.tables import load_a9a, read_csv, read_libsvm
+from metricopt_ext.classification.tables import load_a9a, read_libsvm
 from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.parts import part_size
@@ -58,8 +60,8 @@ from metricopt_ext.utils.seeding import generator
 SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
 LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled | Table]] = {  # by the settings and the bounds
     "a9a": lambda data, limits: load_a9a(data.root, max_bytes=limits["max_bytes"]),
-    "csv": lambda data, limits: _read_csv(data, limits),
-    "image_folder": lambda data, limits: load_image_folder(data.root, data.image_size or None, **limits),
+    "csv": lambda data, limits: read_table(data, [data.root], limits),
+    "image_folder": lambda data, limits: load_image_folder(data.root, size_of(data), **limits),
     "libsvm": lambda data, limits: read_libsvm(data.root, max_bytes=limits["max_bytes"]),
     **{name: lambda data, limits, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
 }
@@ -380,8 +382,13 @@ def _divided(config: ClassificationConfig, seed: int) -> Splits:
     data, limits, weights = config.data, config.limits, published(config.model.name, config.model.weights)
     if data.name != "cifar10" and data.name not in LOADERS:
         raise ConfigError(f"data.name={data.name!r} is none of cifar10, {', '.join(LOADERS)}")
+    if (parts := own_parts(data, limits, seed, cropped(weights) if weights else size_of(data))) is not None:
+        return parts
     if data.name not in SKLEARN_SETS and not data.root:
-        raise ConfigError(f"data.name={data.name} needs data.root=PATH, the file or folder that holds it")
+        raise ConfigError(
+            f"data.name={data.name} needs data.root=PATH, the file or folder that holds it"
+            + (", or data.train=PATH and data.val or data.test" if isinstance(data, PartsConfig) else "")
+        )
     if data.name == "cifar10":
         train, test = load_cifar10(data.root, **limits)
         rest, validation = hold_out(train, data.validation_size, seed)
@@ -394,22 +401,6 @@ def _divided(config: ClassificationConfig, seed: int) -> Splits:
     else:
         whole = load_image_folder(data.root, cropped(weights), **limits)
     return split(whole.x, whole.y, data.fractions, seed, class_names=whole.class_names)
-
-
-def _read_csv(data: DataConfig, limits: Limits) -> Table:
-    assert isinstance(data, TableConfig)  # data.name=csv brings it
-    return read_csv(
-        data.root,
-        data.target,
-        drop=data.drop,
-        categories=data.categories,
-        delimiter=data.delimiter,
-        decimal=data.decimal,
-        encoding=data.encoding,
-        missing=bool(data.missing),
-        max_categories=data.max_categories,
-        max_bytes=limits["max_bytes"],
-    )
 
 
 def _shifted(splits: Splits, config: ClassificationConfig, seed: int) -> Splits:

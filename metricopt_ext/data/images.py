@@ -1,5 +1,6 @@
 """Images with class labels: read from folders and zip files, and varied for training."""
 
+import hashlib
 import io
 import os
 import warnings
@@ -80,6 +81,7 @@ def load_image_folder(
     mode: Mode = "RGB",
     max_bytes: int = MAX_BYTES,
     max_pixels: int = MAX_PIXELS,
+    contents: dict[str, str] | None = None,
 ) -> Labelled:
     """Read ``<class>/<file>`` images from a folder or a zip file, possibly below one more folder.
 
@@ -95,6 +97,7 @@ def load_image_folder(
         mode: ``"RGB"``, or ``"L"`` for greyscale.
         max_bytes: Most bytes of all images in memory, and of all files that are read from a zip file.
         max_pixels: Most pixels of an image as it is stored.
+        contents: Receives a digest of each file that is read, by its name there.
 
     Returns:
         Inputs ``n x 3 x h x w`` uint8 (``n x 1 x h x w`` in grey), ordered by class and
@@ -117,11 +120,13 @@ def load_image_folder(
                 stacklevel=2,
             )
         chosen, y, class_names = _chosen(path, entries, limit_per_class, depth)
-        x = read_images(path, chosen, reader(path), image_size, mode, max_bytes=max_bytes, max_pixels=max_pixels)
+        read = noting(reader(path), contents)
+        x = read_images(path, chosen, read, image_size, mode, max_bytes=max_bytes, max_pixels=max_pixels)
         return Labelled(x, y, class_names)
     with open_zip(path, max_bytes) as archive:
         chosen, y, class_names = _chosen(path, archive.names(), limit_per_class, depth)
-        x = read_images(path, chosen, archive.read, image_size, mode, max_bytes=max_bytes, max_pixels=max_pixels)
+        read = noting(archive.read, contents)
+        x = read_images(path, chosen, read, image_size, mode, max_bytes=max_bytes, max_pixels=max_pixels)
     return Labelled(x, y, class_names)
 
 
@@ -170,6 +175,39 @@ def read_images(
 def reader(folder: Path) -> Callable[[str], bytes]:
     """Return a function that reads a folder's files by their names in it."""
     return lambda name: read_bounded(folder / name, MEMBER_BYTES)
+
+
+def noting(read: Callable[[str], bytes], contents: dict[str, str] | None) -> Callable[[str], bytes]:
+    """Return a function that reads files by their names, as another does, and notes a digest of each.
+
+    Args:
+        read: The other.
+        contents: Receives the digests by name; None to note none.
+    """
+    if contents is None:
+        return read
+
+    def noted(name: str) -> bytes:
+        content = read(name)
+        contents[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
+        return content
+
+    return noted
+
+
+def centre_crop(size: int, crop: int) -> Callable[[Any], Any]:
+    """Return what scales a PIL image to a shorter side of ``size`` pixels and cuts out a square of ``crop`` pixels.
+
+    Args:
+        size: Pixels of the shorter side, at least ``crop``.
+        crop: Pixels per side of the square in the centre, at least 1.
+    """
+    from torchvision.transforms import functional
+
+    def cut(image: Any) -> Any:
+        return functional.center_crop(functional.resize(image, size, antialias=True), crop)
+
+    return cut
 
 
 @contextmanager

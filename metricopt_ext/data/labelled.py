@@ -115,7 +115,9 @@ class Table(Unscaled):
         y: Labels, ``n`` int64 in 0..c-1.
         class_names: The ``c`` names.
         reading: How it was read.
+        rows: What each row is called, file by file; none if that is not known.
     """
 
     class_names: tuple[str, ...]
     reading: Reading
+    rows: tuple[tuple[str, ...], ...] = ()
