@@ -56,6 +56,9 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         config, seed, folder = self.config, self.seed, self.folder
         self.toolkit, metric = build_toolkit(config), build_metric(config.metric)
         self.splits = splits = load_splits(config, seed, folder)
+        if seed == config.seed:
+            for line in splits.found:
+                self.watcher.say(line)
         metric.try_on(truth_of(splits.validation, splits.classes))
         model = detector(config, self.toolkit, splits, seed, folder, self.watcher)
         adapter = attach(self.toolkit, model, config.adapter, seed)

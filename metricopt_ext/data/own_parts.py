@@ -11,6 +11,7 @@ from torch import Tensor
 
 from metricopt_ext.data.splits import PARTS
 from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.utils.files import open_regular
 from metricopt_ext.utils.words import brief, counted
 
 KEYS = {"train": "data.train", "validation": "data.val", "test": "data.test"}
@@ -134,7 +135,7 @@ def warn_of_copies(parts: Mapping[str, Mapping[str, str]], what: str = "file") -
         for name, digest in digests.items():
             first, its_name = where.setdefault(digest, (part, name))
             if first != part:
-                copies.append(f"{name} of {KEYS[part]} is {its_name} of {KEYS[first]}")
+                copies.append(f"{name} of {part} is {its_name} of {first}")
     if copies:
         more = f"; and {len(copies) - NAMED} more" if len(copies) > NAMED else ""
         warnings.warn(
@@ -142,6 +143,26 @@ def warn_of_copies(parts: Mapping[str, Mapping[str, str]], what: str = "file") -
             " has seen is judged too well",
             stacklevel=2,
         )
+
+
+def digests_of_files(parts: Mapping[str, Iterable[Path]]) -> dict[str, dict[str, str]]:
+    """Return, of each part, a digest of each file whose size a file of another part has, by its path.
+
+    A file that can't be read is left to whoever reads it to report.
+
+    Args:
+        parts: The files of each part.
+    """
+    sizes: dict[int, set[str]] = {}
+    known: dict[str, dict[str, int]] = {}
+    for part, files in parts.items():
+        known[part] = {str(file): file.stat().st_size for file in files if file.is_file()}
+        for size in known[part].values():
+            sizes.setdefault(size, set()).add(part)
+    return {
+        part: {name: _digest_of(name) for name, size in files.items() if len(sizes[size]) > 1}
+        for part, files in known.items()
+    }
 
 
 def digests_of_rows(x: Tensor, y: Tensor, names: Iterable[str]) -> dict[str, str]:
@@ -155,6 +176,11 @@ def digests_of_rows(x: Tensor, y: Tensor, names: Iterable[str]) -> dict[str, str
     rows = np.column_stack([(x + 0.0).reshape(len(x), -1).double().numpy(force=True), y.numpy(force=True)])
     digests = (hashlib.blake2b(row.tobytes(), digest_size=16).hexdigest() for row in rows)
     return dict(zip(names, digests, strict=True))
+
+
+def _digest_of(name: str) -> str:
+    with open_regular(name) as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 def _inner_folders(folder: Path) -> list[Path]:

@@ -93,7 +93,7 @@ def test_copies_are_counted_and_five_are_named() -> None:
     with pytest.warns(UserWarning, match="7 files in two parts, by content") as told:
         warn_of_copies(parts)
     (said,) = {str(each.message) for each in told}
-    assert "b2 of data.test is a2 of data.train" in said
+    assert "b2 of test is a2 of train" in said
     assert said.count(" is a") == 5
     assert "and 2 more" in said
 
