@@ -9,6 +9,7 @@ from torch import Tensor
 
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.data.rare import Rare
+from metricopt_ext.data.reading import Reading
 from metricopt_ext.detection.build import attach, build_metric, build_toolkit, detector, remembering
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, load_splits
@@ -56,8 +57,9 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         config, seed, folder = self.config, self.seed, self.folder
         self.toolkit, metric = build_toolkit(config), build_metric(config.metric)
         self.splits = splits = load_splits(config, seed, folder)
-        if seed == config.seed:
-            for line in splits.found:
+        if splits.found:
+            self.reading = Reading("; ".join(splits.found))
+            for line in self.reading.lines() if seed == config.seed else ():
                 self.watcher.say(line)
         metric.try_on(truth_of(splits.validation, splits.classes))
         model = detector(config, self.toolkit, splits, seed, folder, self.watcher)

@@ -500,7 +500,8 @@ def _image_of(annotation: _Annotation, folders: Sequence[tuple[Folder, Mapping[s
             if name in images:
                 return folder / images[name]
     if not needed:
-        return (folders[0][0] if folders else annotation.file.parent) / (annotation.stem + SUFFIXES[0])
+        name = annotation.stem + SUFFIXES[0]
+        return folders[0][0] / name if folders else Path(name)
     where = " and ".join(str(folder) for folder, _ in folders)
     raise DataError(
         f"{where} lacks the image of {annotation.file}: neither {_named(annotation.stem)} with"

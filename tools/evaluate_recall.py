@@ -274,6 +274,7 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
     from metricopt_ext.methods.run_folder import FORMAT
     from metricopt_ext.retrieval.build import embed, load_splits
     from metricopt_ext.retrieval.config import RetrievalConfig
+    from metricopt_ext.retrieval.data import queries_of
     from metricopt_ext.retrieval.models import build_model
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.device import choose_device
@@ -294,13 +295,18 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
         raise DataError(f"{folder} has no seed-N/tuned.safetensors, which is written once a seed has finished")
     device = choose_device(config.device)
     for seed in seeds:
-        data = getattr(load_splits(config, seed), part)
+        splits = load_splits(config, seed)
+        data, queries = getattr(splits, part), queries_of(splits, part)
         for name in ("model", "tuned"):
             model = build_model(config.model.name, data.x.shape[1:], config.model.embedding, config.model.width)
             load_checkpoint(model, folder / f"seed-{seed}" / f"{name}.safetensors")
             with torch.no_grad():
                 embeddings = embed(model.to(device).eval(), data.x.to(device)).cpu()
-            yield f"seed-{seed}/{name}", (embeddings, data.y), None
+            if queries is None:
+                yield f"seed-{seed}/{name}", (embeddings, data.y), None
+            else:
+                items = embeddings[~queries], data.y[~queries]
+                yield f"seed-{seed}/{name}", (embeddings[queries], data.y[queries]), items
 
 
 def check_galleries(embeddings: list[Path], labels: list[Path], queries: Items) -> None:
