@@ -31,12 +31,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from metricopt_ext.data.arrays import read_array, read_shape
 from metricopt_ext.errors import ConfigError, DataError, MetricOptError
 from metricopt_ext.evidence.cli import add_show_config, errors_in_one_line, show_config, shows_config
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.evidence.style import print_table
 from metricopt_ext.utils.files import write_json
-from metricopt_ext.utils.words import brief
 
 Items = tuple[Any, Any]  # embeddings and labels
 Gallery = tuple[str, Items | None]  # its name, and its items unless they are the queries
@@ -409,45 +409,6 @@ def check_labels(embeddings: Path, labels: Path | None, option: str) -> None:
             return
         if not np.array_equal(own, read_array(labels, "labels")):
             raise DataError(f"{embeddings} holds labels other than {labels}; leave {option} out for its own")
-
-
-def read_shape(path: Path, name: str) -> tuple[int, ...]:
-    """Return the shape of what `read_array` reads; errors are the same."""
-    return tuple(read_array(path, name, shape=True))
-
-
-def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
-    """Read an array from a .npy file, or the tensor of this name from a .safetensors file; or its shape alone.
-
-    Raises:
-        DataError: The file is missing, of another kind, corrupt, or has no such tensor.
-    """
-    if not path.is_file():
-        raise DataError(f"{path} does not exist")
-    if path.suffix == ".npy":
-        try:
-            # Mapped, as then no more memory is taken than the file has, whatever shape it declares.
-            mapped = np.lib.format.open_memmap(path, mode="r")
-            return mapped.shape if shape else np.array(mapped)
-        except Exception as error:  # its header is parsed as Python, with errors of many types
-            raise DataError(f"{path} is not a .npy file of numbers ({brief(error)})") from error
-    if path.suffix != ".safetensors":
-        raise DataError(f"{path} must be a .npy or .safetensors file")
-
-    from safetensors import safe_open
-
-    from metricopt_ext.utils.files import check_header
-
-    try:
-        check_header(path)
-        with safe_open(path, framework="pt") as file:
-            if name not in (names := list(file.keys())):
-                raise DataError(f"{path} has no tensor {name!r}, only {', '.join(map(repr, names))}")
-            return file.get_slice(name).get_shape() if shape else file.get_tensor(name)
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{path} is truncated or not a safetensors file ({brief(error)})") from error
 
 
 def print_rows(rows: list[Row], searched: str) -> None:
