@@ -12,7 +12,8 @@ A run is the output folder of tools/finetune_retrieval.py: the models of each se
 evaluated on its test classes (or --part validation), which seed-N/classes.json lists and data.test_classes can choose.
 Images are <class>/<file> in a folder or zip file, embedded by a model that the config file of
 tools/finetune_retrieval.py describes, with its weights, and with a finetuned adapter if one is given.
-Files are .npy, or .safetensors with tensors "embeddings" and "labels"; --labels (--gallery-labels) is then omitted.
+Files are .npy, or have "embeddings" and "labels": .npz, .safetensors, .pt, .h5 or .parquet; --labels (--gallery-labels)
+is then omitted. Labels are integers, or names, which all files must then have.
 Without a gallery, or with a gallery that is the queries (the same file, or a copy), the queries search each other. Any
 other gallery should not contain the queries, which would find themselves: a note counts them. Embeddings are
 compared as they are; pytorch-metric-learning's testers scale them to length 1 first, as --distance cosine does. Prints
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from metricopt_ext.data.arrays import read_array, read_shape
+from metricopt_ext.data.arrays import Names, holds_several, read_array, read_shape
 from metricopt_ext.errors import ConfigError, DataError, MetricOptError
 from metricopt_ext.evidence.cli import add_show_config, errors_in_one_line, show_config, shows_config
 from metricopt_ext.evidence.report import versions
@@ -84,12 +85,16 @@ def main() -> None:
     queries.add_argument("--images", type=Path, help="queries, a folder of <class>/<file>")
     queries.add_argument("--run-dir", type=Path, help="output folder of tools/finetune_retrieval.py, with its own data")
     parser.add_argument("--part", choices=["train", "validation", "test"], help="of the run's data; default: test")
-    parser.add_argument("--labels", type=Path, help="their labels, n integers")
+    parser.add_argument("--labels", type=Path, help="their labels, n integers or names")
     parser.add_argument(
         "--gallery-embeddings", action="append", default=[], type=Path, help="a gallery, m x d; may be repeated"
     )
     parser.add_argument(
-        "--gallery-labels", action="append", default=[], type=Path, help="its labels, m integers; one per gallery"
+        "--gallery-labels",
+        action="append",
+        default=[],
+        type=Path,
+        help="its labels, m of them; one per gallery",
     )
     parser.add_argument(
         "--gallery-images", action="append", default=[], type=Path, help="a gallery for --images; may be repeated"
@@ -213,10 +218,11 @@ def searches(arguments: argparse.Namespace) -> Iterable[Search]:
 
 def read_files(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery]]:
     """Read the queries and, one after the other, the galleries, from files of embeddings."""
-    queries = read_items(arguments.embeddings, arguments.labels, "--labels")
+    names = Names()  # over all files: the same name is the same class
+    queries = read_items(arguments.embeddings, arguments.labels, "--labels", names)
     embeddings, labels = arguments.gallery_embeddings, arguments.gallery_labels
     check_galleries(embeddings, labels, queries)
-    return queries, galleries(embeddings, labels, arguments.embeddings, queries)
+    return queries, galleries(embeddings, labels, arguments.embeddings, queries, names)
 
 
 def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery]]:
@@ -334,7 +340,9 @@ def check_galleries(embeddings: list[Path], labels: list[Path], queries: Items) 
             raise DataError(f"{path} has {shape[0]} embeddings, and {names or path} {size[0] if size else 'no'} labels")
 
 
-def galleries(embeddings: list[Path], labels: list[Path], file: Path, queries: Items) -> Iterator[Gallery]:
+def galleries(
+    embeddings: list[Path], labels: list[Path], file: Path, queries: Items, names: Names
+) -> Iterator[Gallery]:
     """Read one gallery after the other.
 
     Args:
@@ -342,6 +350,7 @@ def galleries(embeddings: list[Path], labels: list[Path], file: Path, queries: I
         labels: As in `check_galleries`.
         file: The queries' file.
         queries: The queries and their labels.
+        names: Numbers labels that are names.
 
     Yields:
         Name and (embeddings, labels) of each; None instead of these for the queries.
@@ -352,7 +361,8 @@ def galleries(embeddings: list[Path], labels: list[Path], file: Path, queries: I
     if not embeddings:
         yield "the queries", None
     for i, path in enumerate(embeddings):
-        items, own = read_items(path, labels[i] if labels else None, "--gallery-labels"), path.samefile(file)
+        items = read_items(path, labels[i] if labels else None, "--gallery-labels", names)
+        own = path.samefile(file)
         if own and not equal_items(queries, items):
             raise DataError(f"{path} is the queries' own file, but its labels are not those of --labels")
         yield str(path), None if own else items
@@ -383,14 +393,15 @@ def repeated(items: Items) -> int:
     return int(counts[counts > 1].sum())
 
 
-def read_items(embeddings: Path, labels: Path | None, option: str) -> tuple[Any, Any]:
-    """Read embeddings ``n x d`` and their labels ``n``; without a file of labels, both from one .safetensors file.
+def read_items(embeddings: Path, labels: Path | None, option: str, names: Names) -> tuple[Any, Any]:
+    """Read embeddings ``n x d`` and their labels ``n``; without a file of labels, both from one file.
 
     Raises:
         DataError: A file can't be read or lacks what it should hold; ``option`` is the option for a file of labels.
     """
     check_labels(embeddings, labels, option)
-    return read_array(embeddings, "embeddings"), read_array(labels or embeddings, "labels")
+    own = labels or embeddings
+    return read_array(embeddings, "embeddings"), names.numbered(read_array(own, "labels"), own)
 
 
 def check_labels(embeddings: Path, labels: Path | None, option: str) -> None:
@@ -399,7 +410,7 @@ def check_labels(embeddings: Path, labels: Path | None, option: str) -> None:
     Raises:
         DataError: They are so, or a file can't be read; ``option`` is the option for a file of labels.
     """
-    if embeddings.suffix != ".safetensors":
+    if not holds_several(embeddings):
         if labels is None:
             raise DataError(f"{embeddings} holds no labels; name their file with {option}")
     elif labels is not None and not (labels.exists() and labels.samefile(embeddings)):
