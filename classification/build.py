@@ -35,7 +35,7 @@ from metricopt_ext.classification.data import (
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import build_model
-from metricopt_ext.classification.own_data import own_parts, read_table, size_of
+from metricopt_ext.classification.own_data import own_parts, read_table, size_of, streams
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.published import cropped, load_published, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
@@ -45,6 +45,7 @@ from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
+from metricopt_ext.data.streamed import changed
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tasks.batch_metric import BatchMetric
@@ -61,7 +62,7 @@ SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
 LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled | Table]] = {  # by the settings and the bounds
     "a9a": lambda data, limits: load_a9a(data.root, max_bytes=limits["max_bytes"]),
     "csv": lambda data, limits: read_table(data, [data.root], limits),
-    "image_folder": lambda data, limits: load_image_folder(data.root, size_of(data), **limits),
+    "image_folder": lambda data, limits: load_image_folder(data.root, size_of(data), stream=streams(data), **limits),
     "libsvm": lambda data, limits: read_libsvm(data.root, max_bytes=limits["max_bytes"]),
     **{name: lambda data, limits, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
 }
@@ -223,7 +224,7 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
     elif isinstance(splits.train, Unscaled):
         splits = single_precision(splits)
     if splits.train.x.dtype == torch.uint8:
-        splits = splits.map(lambda part, name: Split(part.x.float() / 255, part.y))
+        splits = splits.map(lambda part, name: Split(changed(part.x, lambda x: x.float() / 255), part.y))
     with config_section("shift"):
         splits = _shifted(splits, config, seed)
     splits = _normalised(splits, config)
@@ -242,11 +243,11 @@ def _normalised(splits: Splits, config: ClassificationConfig) -> Splits:
     if len(shape) != 3 or len(mean) != shape[0]:
         raise ConfigError(f"data.mean={mean} normalises images of {len(mean)} channels, but the data is {tuple(shape)}")
 
-    def change(part: Split, name: str) -> Split:
-        centre, spread = (part.x.new_tensor(values).view(-1, 1, 1) for values in (mean, std))
-        return Split((part.x - centre) / spread, part.y)
+    def normalise(x: Tensor) -> Tensor:
+        centre, spread = (x.new_tensor(values).view(-1, 1, 1) for values in (mean, std))
+        return (x - centre) / spread
 
-    return splits.map(change)
+    return splits.map(lambda part, name: Split(changed(part.x, normalise), part.y))
 
 
 def train_subset(splits: Splits, seed: int) -> Split:
@@ -399,7 +400,7 @@ def _divided(config: ClassificationConfig, seed: int) -> Splits:
             parts = divided(Unscaled(whole.x, whole.y), whole.class_names, data.fractions, seed)
             return replace(parts, reading=whole.reading)
     else:
-        whole = load_image_folder(data.root, cropped(weights), **limits)
+        whole = load_image_folder(data.root, cropped(weights), stream=streams(data), **limits)
     return split(whole.x, whole.y, data.fractions, seed, class_names=whole.class_names)
 
 

@@ -73,6 +73,8 @@ class ImageFolderConfig(PartsConfig):
 
     # pixels per side that are cut out of the centre, once the shorter side has image_size; 0: the whole image, squeezed
     crop: int = 0
+    # read images from disk whenever they are asked for: less memory, and each query decodes them all
+    stream: bool = False
 
     @property
     def size(self) -> ImageSize | None:

@@ -9,9 +9,10 @@ import torch
 from metricopt_ext.classification.config import DataConfig, ImageFolderConfig, PartsConfig, TableConfig
 from metricopt_ext.classification.data import hold_out
 from metricopt_ext.classification.tables import read_csv, read_libsvm
-from metricopt_ext.data.images import ImageSize, Limits, load_image_folder
+from metricopt_ext.data.images import SUFFIXES, ImageSize, Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.own_parts import (
+    digests_of_files,
     digests_of_rows,
     folders_of_parts,
     renumbered,
@@ -21,6 +22,7 @@ from metricopt_ext.data.own_parts import (
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import Splits, check_fractions
 from metricopt_ext.errors import DataError
+from metricopt_ext.utils.files import walked
 from metricopt_ext.utils.words import counted
 
 
@@ -47,15 +49,17 @@ def own_parts(data: DataConfig, limits: Limits, seed: int, size: ImageSize | Non
         paths, without_classes = folders_of_parts(Path(data.root))
     if not paths:
         return None
-    read = image_parts(paths, limits, size) if isinstance(data, ImageFolderConfig) else table_parts(data, paths, limits)
-    parts, names, found = read
+    if isinstance(data, ImageFolderConfig):
+        parts, names, found = image_parts(paths, limits, size, data.stream)
+    else:
+        parts, names, found = table_parts(data, paths, limits)
     if without_classes:
         found = replace(found, found=f"{found.found}; not read, as it has no classes: {without_classes[0].name}")
     return completed(parts, names, data.fractions, seed, found)
 
 
 def image_parts(
-    paths: Mapping[str, Path], limits: Limits, size: ImageSize | None
+    paths: Mapping[str, Path], limits: Limits, size: ImageSize | None, stream: bool = False
 ) -> tuple[dict[str, Split], tuple[str, ...], Reading]:
     """Read a folder of images, ``<class>/<file>``, for each part; their classes are compared by name.
 
@@ -66,8 +70,10 @@ def image_parts(
     contents: dict[str, dict[str, str]] = {}
     for name, path in paths.items():
         digests: dict[str, str] = {}
-        loaded[name] = load_image_folder(path, size, contents=digests, **limits)
+        loaded[name] = load_image_folder(path, size, contents=digests, stream=stream, **limits)
         contents[name] = {str(path / file): digest for file, digest in digests.items()}
+    if stream:  # which has read none
+        contents = digests_of_files({name: _below(path) for name, path in paths.items()})
     classes = same_classes({name: part.class_names for name, part in loaded.items()})
     warn_of_copies(contents)
     parts = {name: Split(part.x, renumbered(part.y, part.class_names, classes)) for name, part in loaded.items()}
@@ -116,9 +122,18 @@ def read_table(data: DataConfig, paths: Sequence[str], limits: Limits) -> Table:
     )
 
 
+def _below(folder: Path) -> list[Path]:
+    return [folder / name for name in walked(folder)[0] if name.lower().endswith(SUFFIXES)]
+
+
 def size_of(data: DataConfig) -> ImageSize | None:
     """Return the size of images, as `load_image_folder` takes it."""
     return data.size if isinstance(data, ImageFolderConfig) else data.image_size or None
+
+
+def streams(data: DataConfig) -> bool:
+    """Return whether images are read from disk whenever they are asked for."""
+    return isinstance(data, ImageFolderConfig) and data.stream
 
 
 def completed(

@@ -223,7 +223,7 @@ def _divided(data: DataConfig, limits: Limits, seed: int) -> Splits:
         return hold_out_classes(train, test, data.validation_share, seed)
     said = ""
     if data.name == "class_folders":
-        whole, said = load_class_folders(Path(data.root), data.image_size or None, limits)
+        whole, said = load_class_folders(Path(data.root), data.image_size or None, limits, stream=data.stream)
     else:
         whole = LOADERS[data.name](data, limits)
     splits = split_classes(whole, data.fractions, seed, last_test=data.last_test, test_classes=data.test_classes)

@@ -28,6 +28,8 @@ class DataConfig:
     val: str = ""
     test: str = ""
     image_size: int = 0  # pixels per side; 0 if all images have the same size
+    # class_folders, in_shop: read images from disk whenever they are asked for: less memory, and each query decodes all
+    stream: bool = False
     # shares of the classes for train, validation and test; stanford_online_products has its own test part
     fractions: list[float] = field(default_factory=lambda: [0.5, 0.25, 0.25])
     # names of the classes that are the test part whatever the seed; the others are divided by the first two fractions
@@ -112,6 +114,8 @@ class RetrievalConfig(RunConfig):
             )
         if self.data.parts and self.data.name != "class_folders":
             raise ConfigError("data.train, data.val and data.test are for data.name=class_folders")
+        if self.data.stream and self.data.name not in ("class_folders", "in_shop"):
+            raise ConfigError("data.stream=true is for data.name=class_folders and in_shop")
         if self.data.parts and self.data.last_test:
             raise ConfigError("data.last_test=true is for data.root; data.test is the test part, or half of data.val")
         if isinstance(self.metric, OwnMetricConfig):

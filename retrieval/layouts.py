@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from metricopt_ext.data.images import ImageSize, Limits, load_image_folder, noting, read_images, reader
+from metricopt_ext.data.images import ImageSize, Limits, load_image_folder, noting, read_images, reader, stream_images
 from metricopt_ext.data.labelled import Labelled
+from metricopt_ext.data.streamed import as_inputs, stacked
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import read_bounded
 from metricopt_ext.utils.words import brief, counted
@@ -24,7 +25,7 @@ MAT_BYTES = 1 << 27  # of Cars196's annotations, whose own have 1 MB
 QUERIES, GALLERIES = ("query", "queries"), ("gallery", "index", "database")
 
 
-def load_in_shop(root: Path, size: ImageSize | None, limits: Limits) -> dict[str, Labelled]:
+def load_in_shop(root: Path, size: ImageSize | None, limits: Limits, stream: bool = False) -> dict[str, Labelled]:
     """Read In-Shop Clothes Retrieval by its partition file: train, query and gallery.
 
     Args:
@@ -32,6 +33,7 @@ def load_in_shop(root: Path, size: ImageSize | None, limits: Limits) -> dict[str
             ``Img`` with them.
         size: As ``image_size`` of `load_image_folder`.
         limits: What the files may take, of each part.
+        stream: Whether the images stay on disk (`StreamedImages`).
 
     Returns:
         The three parts by their names; a class is an item, named by its id.
@@ -49,12 +51,12 @@ def load_in_shop(root: Path, size: ImageSize | None, limits: Limits) -> dict[str
         own = [(path, item) for _, path, item, status in rows if status == name]
         if not own:
             raise DataError(f"{file} lists no image for {name}")
-        parts[name] = _listed(base, own, sorted({item for _, item in own}), size, limits)
+        parts[name] = _listed(base, own, sorted({item for _, item in own}), size, limits, stream=stream)
     return parts
 
 
 def load_cars196(
-    root: Path, size: ImageSize | None, limits: Limits, contents: dict[str, str] | None = None
+    root: Path, size: ImageSize | None, limits: Limits, contents: dict[str, str] | None = None, stream: bool = False
 ) -> Labelled:
     """Read Cars196 by its ``.mat`` files; the division into train and test by image is not used.
 
@@ -63,7 +65,8 @@ def load_cars196(
             annotations, ``cars_train_annos.mat`` and ``cars_test_annos_withlabels.mat``, there or in ``devkit``.
         size: As ``image_size`` of `load_image_folder`.
         limits: What the files may take.
-        contents: Receives a digest of each image's file, by its name.
+        contents: Receives a digest of each image's file that is read, by its name.
+        stream: Whether the images stay on disk (`StreamedImages`).
 
     Returns:
         All images; the classes in the order of their numbers, so that the last half by name is the usual test part.
@@ -75,7 +78,7 @@ def load_cars196(
     numbers = sorted({number for _, number in rows})
     width = len(str(numbers[-1]))
     named = [(path, f"{number:0{width}d}") for path, number in rows]
-    return _listed(root, named, [f"{number:0{width}d}" for number in numbers], size, limits, contents)
+    return _listed(root, named, [f"{number:0{width}d}" for number in numbers], size, limits, contents, stream)
 
 
 def is_cars196(root: Path) -> bool:
@@ -111,11 +114,11 @@ def joined(parts: Mapping[str, Labelled]) -> Labelled:
     if len({*shapes.values()}) > 1:
         raise DataError(f"images must all have one size, got {brief(shapes)}; set data.image_size")
     y = [torch.tensor([places[name] for name in part.class_names])[part.y] for part in parts.values()]
-    return Labelled(torch.cat([part.x for part in parts.values()]), torch.cat(y), tuple(names))
+    return Labelled(stacked([part.x for part in parts.values()]), torch.cat(y), tuple(names))
 
 
 def load_class_folders(
-    root: Path, size: ImageSize | None, limits: Limits, contents: dict[str, str] | None = None
+    root: Path, size: ImageSize | None, limits: Limits, contents: dict[str, str] | None = None, stream: bool = False
 ) -> tuple[Labelled, str]:
     """Read images of classes: ``<class>/<file>``, or ``images`` with these (CUB-200-2011), or Cars196's.
 
@@ -123,7 +126,8 @@ def load_class_folders(
         root: The folder or zip file.
         size: As ``image_size`` of `load_image_folder`.
         limits: What the files may take.
-        contents: Receives a digest of each image's file, by its name.
+        contents: Receives a digest of each image's file that is read, by its name.
+        stream: Whether the images stay on disk (`StreamedImages`).
 
     Returns:
         The images, and what they were taken for; empty for ``<class>/<file>``.
@@ -132,13 +136,15 @@ def load_class_folders(
         DataError: It is of none of these layouts, or can't be read.
     """
     if is_cars196(root):
-        cars = load_cars196(root, size, limits, contents)
+        cars = load_cars196(root, size, limits, contents, stream)
         files = " and ".join(file.name for file in _cars_files(root))
         return cars, f"Cars196: {counted(len(cars), 'image')} of {counted(len(cars.class_names), 'class')} by {files}"
     inner = root / "images"
     if (root / "images.txt").is_file() and (root / "image_class_labels.txt").is_file() and inner.is_dir():
-        return load_image_folder(inner, size, contents=contents, **limits), f"CUB-200-2011: the classes of {inner}"
-    return load_image_folder(root, size, contents=contents, **limits), ""
+        return load_image_folder(
+            inner, size, contents=contents, stream=stream, **limits
+        ), f"CUB-200-2011: the classes of {inner}"
+    return load_image_folder(root, size, contents=contents, stream=stream, **limits), ""
 
 
 def _partition(file: Path) -> list[tuple[int, str, str, str]]:
@@ -184,10 +190,14 @@ def _listed(
     size: ImageSize | None,
     limits: Limits,
     contents: dict[str, str] | None = None,
+    stream: bool = False,
 ) -> Labelled:
     places = {name: place for place, name in enumerate(classes)}
-    read = noting(reader(base), contents)
-    x = read_images(base, [path for path, _ in rows], read, size, **limits)
+    paths = [path for path, _ in rows]
+    if stream:
+        x = as_inputs(stream_images(base, paths, reader(base), size, max_pixels=limits["max_pixels"]))
+    else:
+        x = read_images(base, paths, noting(reader(base), contents), size, **limits)
     return Labelled(x, torch.tensor([places[name] for _, name in rows]), tuple(classes))
 
 

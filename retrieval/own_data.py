@@ -7,15 +7,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.images import Limits
+from metricopt_ext.data.images import SUFFIXES, Limits
 from metricopt_ext.data.labelled import Labelled, Split
-from metricopt_ext.data.own_parts import folders_of_parts, warn_of_copies
+from metricopt_ext.data.own_parts import digests_of_files, folders_of_parts, warn_of_copies
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import PARTS, Splits
+from metricopt_ext.data.streamed import taken
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.config import DataConfig
 from metricopt_ext.retrieval.data import Searched, disjoint, hold_out_classes
 from metricopt_ext.retrieval.layouts import joined, load_class_folders, load_in_shop, queries_and_gallery
+from metricopt_ext.utils.files import walked
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, counted
 
@@ -38,7 +40,7 @@ def own_parts(data: DataConfig, limits: Limits, seed: int) -> Splits | None:
         DataError: A part can't be read; a class is in two parts; queries have no gallery.
     """
     if data.name == "in_shop":
-        parts = load_in_shop(Path(data.root), data.image_size or None, limits)
+        parts = load_in_shop(Path(data.root), data.image_size or None, limits, data.stream)
         counts = ", ".join(f"{name}: {counted(len(part), 'image')}" for name, part in parts.items())
         test = {"query": parts["query"], "gallery": parts["gallery"]}
         return completed({"train": {"train": parts["train"]}, TEST: test}, data, seed, f"In-Shop's partition, {counts}")
@@ -49,6 +51,8 @@ def own_parts(data: DataConfig, limits: Limits, seed: int) -> Splits | None:
         return None
     contents: dict[str, dict[str, str]] = {}
     read = {name: _part(path, data, limits, contents.setdefault(name, {})) for name, path in paths.items()}
+    if data.stream:  # which has read none
+        contents = digests_of_files({name: _images_of(path) for name, path in paths.items()})
     warn_of_copies(contents)
     told = {
         name: " and ".join(f"{counted(len(each), 'image')} of {paths[name] / own}" for own, each in part.items())
@@ -116,7 +120,7 @@ def _of_classes(part: Labelled, classes: Tensor) -> Labelled:
     places = torch.full((len(part.class_names),), -1)
     places[classes] = torch.arange(len(classes))
     names = tuple(part.class_names[label] for label in classes.tolist())
-    return Labelled(part.x[rows], places[part.y[rows]], names)
+    return Labelled(taken(part.x, rows), places[part.y[rows]], names)
 
 
 def _part(path: Path, data: DataConfig, limits: Limits, contents: dict[str, str]) -> dict[str, Labelled]:
@@ -125,9 +129,17 @@ def _part(path: Path, data: DataConfig, limits: Limits, contents: dict[str, str]
     read = {}
     for folder in both or (path,):
         own: dict[str, str] = {}
-        read[folder.name if both else ""], _ = load_class_folders(folder, data.image_size or None, limits, own)
+        read[folder.name if both else ""], _ = load_class_folders(
+            folder, data.image_size or None, limits, own, data.stream
+        )
         contents.update({str(folder / name): digest for name, digest in own.items()})
     return read
+
+
+def _images_of(path: Path) -> list[Path]:
+    """The files of a part's images."""
+    folders = queries_and_gallery(path) or (path,)
+    return [each / name for each in folders for name in walked(each)[0] if name.lower().endswith(SUFFIXES)]
 
 
 def _folders_of(root: Path) -> tuple[dict[str, Path], list[Path]]:

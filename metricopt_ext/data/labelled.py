@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.reading import Reading
+from metricopt_ext.data.streamed import is_streamed, taken
 from metricopt_ext.errors import DataError
 
 # Most bytes of a set in memory, unless a caller allows more: VOC2007 takes 2.8 GB, but a picture of one
@@ -35,7 +36,7 @@ class Split:
     """Examples and their labels.
 
     Attributes:
-        x: Inputs, ``n x ...``: finite float32, or uint8 images.
+        x: Inputs, ``n x ...``: finite float32, or uint8 images; or images on disk (`StreamedImages`).
         y: Labels, ``n`` int64.
 
     Raises:
@@ -55,6 +56,8 @@ class Split:
             )
 
     def _check_x(self) -> None:
+        if is_streamed(self.x):  # finite as far as it was read
+            return
         if self.x.dtype not in (torch.float32, torch.uint8) or self.x.ndim < 2:
             raise DataError(
                 f"x must be float32 or uint8 of shape n x ..., got {self.x.dtype} of shape {tuple(self.x.shape)}"
@@ -70,7 +73,7 @@ class Split:
 
     def take(self, rows: Tensor) -> "Split":
         """The examples at these positions, or where these booleans are true."""
-        return Split(self.x[rows], self.y[rows])
+        return Split(taken(self.x, rows), self.y[rows])
 
 
 @dataclass(frozen=True, eq=False)

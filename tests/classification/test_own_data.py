@@ -11,10 +11,15 @@ from PIL import Image
 
 pytest.importorskip("torchvision")
 
-from metricopt_ext.classification.build import load_splits
-from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.build import build_metric, load_splits, model_metric, predict
+from metricopt_ext.classification.config import ClassificationConfig, MetricConfig
+from metricopt_ext.classification.experiment import ClassificationExperiment
+from metricopt_ext.classification.models import build_model
 from metricopt_ext.data.splits import Splits
+from metricopt_ext.data.streamed import is_streamed
 from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.evidence.cli import run_and_report
+from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.utils.config import load_config
 
 NAMES = ("cat", "dog")
@@ -193,3 +198,62 @@ def test_libsvm_files_are_parts(tmp_path: Path) -> None:
         splits = load_splits(config_of(*settings, *both), 0)
     assert splits.train.x.tolist() == [[1, 5, 0], [0, 2, 0], [4, 0, 0], [9, 0, 0]]
     assert splits.test.x.tolist() == [[0, 0, 1], [7, 0, 0]]
+
+
+# --- Images on disk --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["parts", "root"])
+def test_the_metric_and_the_batches_are_the_same_from_disk(
+    folders: Callable[..., list[str]], tmp_path: Path, own: bool
+) -> None:
+    classes = {"cat": 1, "dog": 2, "emu": 3}
+    settings = folders(train=classes, val=classes, test=classes)
+    if not own:
+        settings = [settings[0], f"data.root={tmp_path / 'train'}", "data.fractions=[0.4,0.3,0.3]"]
+    settings += ["data.image_size=12", "data.crop=10", "data.mean=[0.5,0.4,0.3]", "data.std=[0.2,0.3,0.2]"]
+    memory, disk = (load_splits(config_of(*settings, f"data.stream={each}"), 0) for each in ("false", "true"))
+    assert is_streamed(disk.train.x)
+    assert is_streamed(disk.test.x)
+    torch.manual_seed(0)
+    model = build_model("small_cnn", disk.train.x.shape[1:], 3).eval()
+    spec = build_metric(MetricConfig("aucpr"))
+    for name in ("validation", "test"):
+        with torch.no_grad():
+            costs = [model_metric(spec, getattr(each, name)).cost(model, "test") for each in (memory, disk)]
+            logits = [predict(model, getattr(each, name).x) for each in (memory, disk)]
+        assert torch.equal(*logits)
+        assert costs[0] == costs[1]
+    batches = (TensorBatches(each.train.x, each.train.y, 6, balanced=True)(3, 1, 2) for each in (memory, disk))
+    for one, other in zip(*batches, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_images_on_disk_are_not_shifted_and_copies_are_found(folders: Callable[..., list[str]], tmp_path: Path) -> None:
+    own = {"cat": 1, "dog": 2}
+    settings = [*folders(train=own, test=own), "data.stream=true"]
+    with pytest.raises(DataError, match=r"shift\.kind=none or data\.stream=false"):
+        load_splits(config_of(*settings, "shift.kind=image", "shift.contrast=0.5"), 0)
+    (tmp_path / "test" / "cat" / "other.png").write_bytes((tmp_path / "train" / "cat" / "0.png").read_bytes())
+    with pytest.warns(UserWarning, match=r"1 file in two parts, by content: .*other\.png of test is .*0\.png of train"):
+        load_splits(config_of(*settings), 0)
+
+
+def test_a_run_from_disk_ends_as_one_in_memory(folders: Callable[..., list[str]], tmp_path: Path) -> None:
+    own = {"cat": 1, "dog": 2}
+    settings = [*folders(train=own, val=own, test=own), "model.epochs=1", "queries=19", "seeds=1", "pictures=false"]
+    settings += [
+        "adapter.dim=3",
+        "adapter.outputs=true",
+        "finetune.steps=2",
+        "best_evals=2",
+        "population=1",
+        "workers=1",
+    ]
+    found = {}
+    for stream in ("false", "true"):
+        config = config_of(*settings, f"data.stream={stream}", "device=cpu")
+        report = run_and_report(ClassificationExperiment, config, tmp_path / f"out-{stream}", resume=False)
+        found[stream] = {name: [each.test for each in ends] for name, ends in report.records[0].outcomes.items()}
+    assert found["true"] == found["false"]
+    assert len(found["true"]) > 3

@@ -16,10 +16,13 @@ from torch import nn
 
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import Splits
+from metricopt_ext.data.streamed import is_streamed
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.retrieval.build import build_metric, load_splits
 from metricopt_ext.retrieval.config import MetricConfig, OwnEmbedderMetricConfig, RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
+from metricopt_ext.retrieval.models import build_model
+from metricopt_ext.tasks.batches import ClassBatches
 from metricopt_ext.utils.config import load_config
 
 Write = Callable[[str, range], None]
@@ -167,3 +170,26 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             splits_of(*parts, more)
+
+
+def test_the_metric_and_the_batches_are_the_same_from_disk(write: Write, tmp_path: Path) -> None:
+    for folder, own in (("train", range(6)), ("query", range(6, 9)), ("gallery", range(6, 10))):
+        write(f"set/{folder}", own)
+    settings = [f"data.root={tmp_path / 'set'}", "data.validation_share=0.4", "data.image_size=8"]
+    memory, disk = (splits_of(*settings, f"data.stream={each}") for each in ("false", "true"))
+    assert is_streamed(disk.test.x)
+    assert is_streamed(disk.train.x)
+    torch.manual_seed(0)
+    model = build_model("conv4", disk.train.x.shape[1:], 4, 3).eval()
+    for name in ("validation", "test"):
+        both = [(getattr(each, name), queries_of(each, name)) for each in (memory, disk)]
+        assert torch.equal(both[0][0].x, both[1][0].x[:])
+        with torch.no_grad():
+            first, second = (
+                build_metric(MetricConfig(ks=[1]), part, queries=own).cost(model, "") for part, own in both
+            )
+        assert first == second
+    for one, other in zip(
+        *(ClassBatches(each.train.x, each.train.y, 2, 2)(0, 1, 2) for each in (memory, disk)), strict=True
+    ):
+        assert torch.equal(one, other)
