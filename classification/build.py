@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.classification.arrays import read_arrays
 from metricopt_ext.classification.config import (
     ClassificationConfig,
     DataConfig,
@@ -61,6 +62,7 @@ from metricopt_ext.utils.seeding import generator
 SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
 LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled | Table]] = {  # by the settings and the bounds
     "a9a": lambda data, limits: load_a9a(data.root, max_bytes=limits["max_bytes"]),
+    "arrays": lambda data, limits: read_arrays([Path(data.root)], max_bytes=limits["max_bytes"])[0],
     "csv": lambda data, limits: read_table(data, [data.root], limits),
     "image_folder": lambda data, limits: load_image_folder(data.root, size_of(data), stream=streams(data), **limits),
     "libsvm": lambda data, limits: read_libsvm(data.root, max_bytes=limits["max_bytes"]),

@@ -30,7 +30,8 @@ FOR_CLASSIFIERS = tuple(name for name in SIBLINGS if name not in FOR_EMBEDDINGS)
 class DataConfig:
     """Where examples come from and how they are divided."""
 
-    # a9a, cifar10, csv (or parquet), image_folder, libsvm, or scikit-learn's breast_cancer, digits, iris, wine
+    # a9a, arrays (npz, pt, h5, safetensors), cifar10, csv (or parquet), image_folder, libsvm, or scikit-learn's
+    # breast_cancer, digits, iris, wine
     name: str = MISSING
     root: str = ""  # the file, or the folder that holds the set; not needed for scikit-learn's
     positive: str = ""  # two classes: the one that metrics count as 1; empty: the last by number or alphabet
@@ -135,7 +136,12 @@ class TableConfig(PartsConfig):
 
 
 # The settings that each data.name has, if they are not those of `DataConfig`
-DATA: dict[str, type[DataConfig]] = {TABLE: TableConfig, "image_folder": ImageFolderConfig, "libsvm": PartsConfig}
+DATA: dict[str, type[DataConfig]] = {
+    "arrays": PartsConfig,
+    TABLE: TableConfig,
+    "image_folder": ImageFolderConfig,
+    "libsvm": PartsConfig,
+}
 
 
 @dataclass

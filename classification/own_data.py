@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from metricopt_ext.classification.arrays import parts_in, read_arrays
 from metricopt_ext.classification.config import DataConfig, ImageFolderConfig, PartsConfig, TableConfig
 from metricopt_ext.classification.data import hold_out
 from metricopt_ext.classification.tables import read_csv, read_libsvm
@@ -45,11 +46,15 @@ def own_parts(data: DataConfig, limits: Limits, seed: int, size: ImageSize | Non
         return None
     paths = {name: Path(path) for name, path in data.parts.items()}
     without_classes: list[Path] = []
+    if not paths and data.root and data.name == "arrays" and "train" in parts_in(Path(data.root)):
+        paths = dict.fromkeys(parts_in(Path(data.root)), Path(data.root))
     if not paths and data.root and isinstance(data, ImageFolderConfig):
         paths, without_classes = folders_of_parts(Path(data.root))
     if not paths:
         return None
-    if isinstance(data, ImageFolderConfig):
+    if data.name == "arrays":
+        parts, names, found = array_parts(paths, limits)
+    elif isinstance(data, ImageFolderConfig):
         parts, names, found = image_parts(paths, limits, size, data.stream)
     else:
         parts, names, found = table_parts(data, paths, limits)
@@ -79,6 +84,31 @@ def image_parts(
     parts = {name: Split(part.x, renumbered(part.y, part.class_names, classes)) for name, part in loaded.items()}
     said = ", ".join(f"{name}: {counted(len(part), 'image')} in {paths[name]}" for name, part in parts.items())
     return parts, classes, Reading(f"folders of images for each part ({said})")
+
+
+def array_parts(paths: Mapping[str, Path], limits: Limits) -> tuple[dict[str, Split], tuple[str, ...], Reading]:
+    """Read the arrays of each part, of a file each, or all of one file.
+
+    Returns:
+        The parts, the classes' names, and what was read.
+    """
+    names = [name if name in parts_in(path) else "" for name, path in paths.items()]
+    read = read_arrays(list(paths.values()), names, max_bytes=limits["max_bytes"])
+    loaded = dict(zip(paths, read, strict=True))
+    classes = same_classes({name: part.class_names for name, part in loaded.items()})
+    parts: dict[str, Split] = {}
+    for name, part in loaded.items():
+        kind = Unscaled if isinstance(part, Table) else Split
+        parts[name] = kind(part.x, renumbered(part.y, part.class_names, classes))
+    warn_of_copies(
+        {
+            name: digests_of_rows(part.x, part.y, (f"row {i} of {paths[name]}" for i in range(len(part))))
+            for name, part in parts.items()
+        },
+        "row",
+    )
+    said = ", ".join(f"{name}: {counted(len(part), 'row')} of {paths[name]}" for name, part in parts.items())
+    return parts, classes, Reading(f"arrays, {tuple(parts['train'].x.shape[1:])} each ({said})")
 
 
 def table_parts(

@@ -71,6 +71,25 @@ def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
     return readers[suffix](path, name, shape)
 
 
+def array_names(path: Path) -> list[str]:
+    """Return the names of the arrays of a file that has several; errors are those of `read_array`."""
+    try:
+        read_array(path, "", shape=True)
+    except _AbsentError as error:
+        return error.there
+    return []
+
+
+class _AbsentError(DataError):
+    """A file lacks an array.
+
+    Attributes:
+        there: The names of those that it has.
+    """
+
+    there: list[str]
+
+
 class Names:
     """Numbers names in the order in which they first occur, over all files: the same name is the same number."""
 
@@ -113,7 +132,9 @@ def _named(path: Path, name: str, there: Sequence[str], what: str = "array") -> 
         raise DataError(f"{path} has {' and '.join(map(repr, others))}; call the one to use {name!r}")
     if not others:
         listed = ", ".join(map(repr, there)) if len(there) <= 20 else shortened(list(there))
-        raise DataError(f"{path} has no {what} {name!r}, only {listed}")
+        error = _AbsentError(f"{path} has no {what} {name!r}, only {listed}")
+        error.there = list(there)
+        raise error
     return others[0]
 
 
@@ -185,7 +206,7 @@ def _torch(path: Path, name: str, shape: bool) -> Any:
         content = {"embeddings": content[0], "labels": content[1]}
     if isinstance(content, Tensor):  # alone: labels have one number each
         flat = content.dim() == 1 or tuple(content.shape[1:]) == (1,)
-        content = {"labels" if flat else "embeddings" if name in OTHER_NAMES else name: content}
+        content = {"labels" if flat else "embeddings" if name in ("", *OTHER_NAMES) else name: content}
     if not isinstance(content, dict):
         raise DataError(f"{path} holds a {type(content).__name__}; it must be a dict of tensors, or a pair of them")
     found = content[_named(path, name, [each for each in content if isinstance(each, str)], "tensor")]

@@ -52,7 +52,7 @@ def test_keys_of_parts_are_there_for_files() -> None:
     folder = load_config(ClassificationConfig, None, ["data.name=image_folder", "model.name=small_cnn"])
     other = load_config(ClassificationConfig, None, ["data.name=digits", "model.name=small_cnn"])
     assert {"data.train", "data.val", "data.test", "data.crop"} <= {*leaf_keys(folder)} - {*leaf_keys(other)}
-    message = "data.train is a key of data.name=csv or image_folder or libsvm; this run has data.name=digits"
+    message = "data.train is a key of data.name=arrays or csv or image_folder or libsvm; this run has data.name=digits"
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(ClassificationConfig, None, ["data.name=digits", "data.train=there"])
 
