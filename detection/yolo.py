@@ -70,10 +70,10 @@ def read_yolo_file(path: Path) -> YoloFile:
 
     try:
         content = yaml.safe_load(read_bounded(path, TEXT_BYTES))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{path} can't be read as YOLO's data.yaml: {brief(error)}") from error
     names = content.get("names") if isinstance(content, dict) else None
-    if isinstance(names, dict) and sorted(names) == list(range(len(names))):
+    if isinstance(names, dict) and {*names} == {*range(len(names))}:
         names = [names[number] for number in range(len(names))]
     if not isinstance(names, list) or not names:
         raise DataError(f"{path} must name the classes by 'names', a list or numbers from 0 with a name each")
