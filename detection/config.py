@@ -36,6 +36,7 @@ class DataConfig:
     # scenes: how many for each part; others: maximum number of images for each part, drawn by the seed, 0: all
     images: list[int] = field(default_factory=lambda: [0, 0, 0])
     size: int = 0  # longer side in pixels of images in memory, larger ones are scaled down; 0: unchanged
+    stream: bool = False  # read images from disk whenever they are asked for: less memory, and each query decodes all
 
     @property
     def parts(self) -> dict[str, str]:

@@ -67,7 +67,8 @@ def load_splits(config: DetectionConfig, seed: int, folder: Path) -> DetectionSp
         raise DataError(f"none of the {len(drawn[0])} images for train has a box with area in its image")
     if config.data.name != "scenes":
         warn_of_copies(digests_of_files({name: _files(part) for name, part in zip(PARTS, drawn, strict=True)}), "image")
-    train, validation, test = (load_examples(part, config.data.size or None, **config.limits) for part in drawn)
+    size, stream = config.data.size or None, config.data.stream
+    train, validation, test = (load_examples(part, size, stream=stream, **config.limits) for part in drawn)
     return DetectionSplits(classes, train, validation, test, found)
 
 

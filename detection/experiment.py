@@ -16,7 +16,7 @@ from metricopt_ext.detection.data import DetectionSplits, load_splits
 from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric, in_batches, rare_images, truth_of
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import proposal_recall
-from metricopt_ext.detection.task import ExampleBatches, detection_loss
+from metricopt_ext.detection.task import ExampleBatches, InputsOnDisk, detection_loss
 from metricopt_ext.detection.toolkit import Toolkit
 from metricopt_ext.evidence.bootstrap import error_of, within_groups
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
@@ -82,7 +82,11 @@ class DetectionExperiment(Experiment[DetectionConfig]):
     def validation(self) -> tuple[Sequence[Any], Batches]:
         """Return the validation images as the detector takes them, and labelled batches of them."""
         part = self.splits.validation
-        inputs = [self.toolkit.inputs(self.task.adapter.model, batch) for batch in in_batches(part)]
+        inputs: Sequence[Any] = InputsOnDisk(
+            list(in_batches(part)), lambda batch: self.toolkit.inputs(self.task.adapter.model, batch)
+        )
+        if not self.config.data.stream:
+            inputs = list(inputs)
         return inputs, ExampleBatches(part, self.config.batch_size)
 
     def test_error(self, before: State, after: State) -> float:

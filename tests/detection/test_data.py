@@ -285,3 +285,15 @@ def test_a_function_of_one_s_own_is_given_bfloat16_as_float32() -> None:
     metric = detector_metric(own, Half(), images, CLASSES)
     expected = sum(float(each.scores.float().sum()) for each in Half().detect(nn.Identity(), images))
     assert metric.to_value(metric.evaluate(nn.Identity(), "test").cost) == pytest.approx(expected, abs=1e-4)
+
+
+def test_images_stay_on_disk(tmp_path: Path) -> None:
+    tree = voc_tree(tmp_path / "voc")
+    memory, disk = (load_splits(config_of(tree, size=20, stream=stream), 0, tmp_path) for stream in (False, True))
+    for name in ("train", "validation", "test"):
+        parts = getattr(memory, name), getattr(disk, name)
+        assert ids(parts[0]) == ids(parts[1])
+        for one, other in zip(*parts, strict=True):
+            assert "image" not in vars(other)
+            assert torch.equal(one.image, other.image)
+            assert torch.equal(one.truth.boxes, other.truth.boxes)
