@@ -90,7 +90,7 @@ def part_at(path: Path, kind: str = "", root: Path | None = None) -> Part:
     """
     if not path.exists():
         raise DataError(f"{path} does not exist")
-    found = _coco_at(path, root) or _voc_list_at(path) or _yolo_at(path) or _voc_at(path)
+    found = _coco_at(path, root) or _voc_list_at(path) or _voc_at(path) or _yolo_at(path)
     if found is None:
         raise DataError(
             f"{path} is neither COCO's .json file, a folder with {ROBOFLOW}, a folder, zip file or list in Pascal VOC's"
@@ -123,7 +123,7 @@ def part_of(root: Path, name: str, kind: str) -> Part:
         given = given or _annotations_named(root, name)
         if given is not None:
             return part_at(given, kind, root)
-    if kind == "yolo" and (file := yolo_file(root)) is not None and _has_part(file, name):
+    if kind == "yolo" and (file := yolo_file(root, around=False)) is not None and _has_part(file, name):
         return _of_yolo_file(file, name)
     folder = _folder_named(root, name)
     if kind == "voc" and not (folder is not None and _voc_at(folder) and not _has_list(root, name)):
@@ -144,12 +144,12 @@ def part_in(folder: Path, name: str | None) -> Part | None:
         DataError: It holds several sets, or can't be read.
     """
     if name is None:
-        return _coco_at(folder, None) or _yolo_at(folder) or _voc_at(folder)
+        return _coco_at(folder, None) or _voc_at(folder) or _yolo_at(folder)
     if _has_list(folder, name):
         return Part("voc", folder, split=name, found=_told_of_voc(folder))
     if (file := _annotations_named(folder, name)) is not None:
         return part_at(file, "coco", folder)
-    if (yaml := yolo_file(folder)) is not None and _has_part(yaml, name):
+    if (yaml := yolo_file(folder, around=False)) is not None and _has_part(yaml, name):
         return _of_yolo_file(yaml, name)
     inner = _folder_named(folder, name)
     return None if inner is None else part_in(inner, None)

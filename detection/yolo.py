@@ -48,16 +48,30 @@ class YoloFile:
         raise DataError(f"{self.path} has no part {name!r}; it has {', '.join(self.parts) or 'none'}")
 
 
-def yolo_file(root: Path) -> Path | None:
-    """Return the ``data.yaml`` of a folder, or of one of the two around it, or the file itself; None without one."""
+def yolo_file(root: Path, *, around: bool = True) -> Path | None:
+    """Return the ``data.yaml`` of a folder, or the file itself; None without one.
+
+    Args:
+        root: The folder, or the file.
+        around: Whether the two folders around it are looked at too, for one that names classes.
+    """
     if root.suffix.lower() in YAML:
         return root
-    for folder in (root, *root.resolve().parents[:3]):
+    for folder in (root, *(root.resolve().parents[:2] if around else ())):
         found = sorted(each for each in folder.glob("*") if each.suffix.lower() in YAML) if folder.is_dir() else []
-        named = [each for each in found if each.stem.lower() == "data"] or found
+        named = [each for each in found if each.stem.lower() == "data" and (folder == root or _names_classes(each))]
+        named = named or list(filter(_names_classes, found))
         if len(named) == 1:
             return named[0]
     return None
+
+
+def _names_classes(path: Path) -> bool:
+    """Whether a YAML file of another name is YOLO's."""
+    try:
+        return bool(read_yolo_file(path).parts)
+    except DataError:
+        return False
 
 
 def read_yolo_file(path: Path) -> YoloFile:

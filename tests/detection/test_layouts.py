@@ -309,3 +309,13 @@ def test_voc_s_own_names_go_without_saying(tmp_path: Path) -> None:
     part = part_in(tmp_path, "test")
     assert part is not None
     assert as_usual(part)
+
+
+@pytest.mark.parametrize("name", ["settings.yaml", "data.yaml"])
+def test_a_yaml_file_around_a_set_is_no_reason_to_take_it_for_yolo_s(tmp_path: Path, name: str) -> None:
+    data = roboflow_voc(tmp_path / "set")
+    (tmp_path / name).write_text("model: {name: small_fpn}\nseeds: 1\n")
+    part = part_in(tmp_path / "set", "val")
+    assert part is not None
+    assert part.kind == "voc"
+    assert numbers_of(splits_of(tmp_path, **data).validation) == [*NUMBERS["val"]]
