@@ -239,6 +239,7 @@ def test_images_on_disk_are_not_shifted_and_copies_are_found(folders: Callable[.
         load_splits(config_of(*settings), 0)
 
 
+@pytest.mark.slow
 def test_a_run_from_disk_ends_as_one_in_memory(folders: Callable[..., list[str]], tmp_path: Path) -> None:
     own = {"cat": 1, "dog": 2}
     settings = [*folders(train=own, val=own, test=own), "model.epochs=1", "queries=19", "seeds=1", "pictures=false"]
