@@ -22,7 +22,7 @@ help:  ## list the targets
 # One pip command, so that one resolution chooses torch and torchvision together.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[classification,retrieval,detection,siblings,examples,dev,docs]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[classification,retrieval,detection,siblings,files,examples,dev,docs]'
 	touch $@
 
 demo: $(STAMP)  ## search phi for a long tail's worst class, for unseen digits, and for shifted digits

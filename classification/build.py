@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.classification.arrays import read_arrays
 from metricopt_ext.classification.cifar_files import from_published
 from metricopt_ext.classification.config import (
     ClassificationConfig,
     DataConfig,
     MetricConfig,
     ModelConfig,
+    PartsConfig,
     SecondRoundConfig,
     TableConfig,
 )
@@ -38,10 +40,11 @@ from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.masks import load_masks
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, check_split, expected_cost, from_callable
 from metricopt_ext.classification.models import CifarResNet, build_model
+from metricopt_ext.classification.own_data import own_parts, read_table, size_of, streams
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.published import cropped, load_published, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
-from metricopt_ext.classification.tables import load_a9a, read_csv, read_libsvm
+from metricopt_ext.classification.tables import load_a9a
 from metricopt_ext.classification.target_metrics import prepared_by, target_metric
 from metricopt_ext.classification.targets import IGNORED, Target, beyond
 from metricopt_ext.data.images import Limits, load_image_folder
@@ -57,6 +60,7 @@ from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import PARTS, Splits
+from metricopt_ext.data.streamed import changed
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.tasks.batch_metric import BatchMetric
@@ -74,12 +78,11 @@ SKLEARN_SETS = ("breast_cancer", "diabetes", "digits", "iris", "wine")
 # by the settings, the bounds and the columns that the metric is given
 LOADERS: dict[str, Callable[[DataConfig, Limits, Sequence[str]], Labelled | Table]] = {
     "a9a": lambda data, limits, _: load_a9a(data.root, max_bytes=limits["max_bytes"]),
-    "csv": lambda data, limits, columns: _read_csv(data, limits, columns),
-    "image_folder": lambda data, limits, _: load_image_folder(data.root, data.image_size or None, **limits),
+    "arrays": lambda data, limits, _: read_arrays([Path(data.root)], max_bytes=limits["max_bytes"])[0],
+    "csv": lambda data, limits, columns: read_table(data, [data.root], limits, columns),
+    "image_folder": lambda data, limits, _: load_image_folder(data.root, size_of(data), stream=streams(data), **limits),
     "segmentation": lambda data, limits, _: load_masks(data.root, data.image_size or None, **limits),
-    "libsvm": lambda data, limits, columns: read_libsvm(
-        data.root, columns=columns, quantity=data.kind == "regression", max_bytes=limits["max_bytes"]
-    ),
+    "libsvm": lambda data, limits, columns: read_table(data, [data.root], limits, columns),
     **{name: lambda data, limits, _, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
 }
 
@@ -338,7 +341,7 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
     elif isinstance(splits.train, Unscaled):
         splits = single_precision(splits)
     if splits.train.x.dtype == torch.uint8:
-        splits = splits.map(lambda part, name: replace(part, x=part.x.float() / 255))
+        splits = splits.map(lambda part, name: replace(part, x=changed(part.x, lambda x: x.float() / 255)))
     with config_section("shift"):
         splits = _shifted(splits, config, seed)
     splits = _normalised(splits, config)
@@ -372,11 +375,11 @@ def _normalised(splits: Splits, config: ClassificationConfig) -> Splits:
     if len(shape) != 3 or len(mean) != shape[0]:
         raise ConfigError(f"data.mean={mean} normalises images of {len(mean)} channels, but the data is {tuple(shape)}")
 
-    def change(part: Split, name: str) -> Split:
-        centre, spread = (part.x.new_tensor(values).view(-1, 1, 1) for values in (mean, std))
-        return replace(part, x=(part.x - centre) / spread)
+    def normalise(x: Tensor) -> Tensor:
+        centre, spread = (x.new_tensor(values).view(-1, 1, 1) for values in (mean, std))
+        return (x - centre) / spread
 
-    return splits.map(change)
+    return splits.map(lambda part, name: replace(part, x=changed(part.x, normalise)))
 
 
 def train_subset(splits: Splits, seed: int) -> Split:
@@ -586,8 +589,14 @@ def _divided(config: ClassificationConfig, seed: int) -> Splits:
     data, limits, weights = config.data, config.limits, published(config.model.name, config.model.weights)
     if data.name != "cifar10" and data.name not in LOADERS:
         raise ConfigError(f"data.name={data.name!r} is none of cifar10, {', '.join(LOADERS)}")
+    size = cropped(weights) if weights else size_of(data)
+    if (own := own_parts(data, limits, seed, size, config.metric_columns)) is not None:
+        return own
     if data.name not in SKLEARN_SETS and not data.root:
-        raise ConfigError(f"data.name={data.name} needs data.root=PATH, the file or folder that holds it")
+        raise ConfigError(
+            f"data.name={data.name} needs data.root=PATH, the file or folder that holds it"
+            + (", or data.train=PATH and data.val or data.test" if isinstance(data, PartsConfig) else "")
+        )
     if data.name == "cifar10":
         train, test = load_cifar10(data.root, **limits)
         rest, validation = hold_out(train, data.validation_size, seed)
@@ -599,27 +608,8 @@ def _divided(config: ClassificationConfig, seed: int) -> Splits:
             parts = divided(rows, whole.class_names, data.fractions, seed)
             return replace(parts, reading=whole.reading)
     else:
-        whole = load_image_folder(data.root, cropped(weights), **limits)
+        whole = load_image_folder(data.root, cropped(weights), stream=streams(data), **limits)
     return split(whole.x, whole.y, data.fractions, seed, class_names=whole.class_names)
-
-
-def _read_csv(data: DataConfig, limits: Limits, columns: Sequence[str]) -> Table:
-    assert isinstance(data, TableConfig)  # data.name=csv brings it
-    return read_csv(
-        data.root,
-        data.target,
-        drop=data.drop,
-        categories=data.categories,
-        columns=columns,
-        targets=data.targets,
-        quantity=data.kind == "regression",
-        delimiter=data.delimiter,
-        decimal=data.decimal,
-        encoding=data.encoding,
-        missing=bool(data.missing),
-        max_categories=data.max_categories,
-        max_bytes=limits["max_bytes"],
-    )
 
 
 def _shifted(splits: Splits, config: ClassificationConfig, seed: int) -> Splits:

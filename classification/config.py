@@ -9,7 +9,9 @@ from metricopt_ext.classification.models import torchvision_segmenters
 from metricopt_ext.classification.published import published
 from metricopt_ext.classification.tables import read_csv
 from metricopt_ext.classification.targets import KINDS
+from metricopt_ext.data.images import ImageSize, centre_crop
 from metricopt_ext.data.named_model import NamedModelConfig
+from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.method_config import brought_by, either
@@ -32,8 +34,8 @@ FOR_CLASSIFIERS = tuple(name for name in SIBLINGS if name not in FOR_EMBEDDINGS)
 class DataConfig:
     """Where examples come from and how they are divided."""
 
-    # a9a, cifar10, csv, image_folder, libsvm, segmentation (folders of images and of masks), or
-    # scikit-learn's breast_cancer, diabetes, digits, iris, wine
+    # a9a, arrays (npz, pt, h5, safetensors), cifar10, csv (or parquet), image_folder, libsvm, segmentation (folders of
+    # images and of masks), or scikit-learn's breast_cancer, diabetes, digits, iris, wine
     name: str = MISSING
     root: str = ""  # the file, or the folder that holds the set; not needed for scikit-learn's
     # what is predicted: classes, multilabel (several labels each), ordinal (classes in order), regression (numbers) or
@@ -59,7 +61,51 @@ class DataConfig:
 
 
 @dataclass
-class TableConfig(DataConfig):
+class PartsConfig(DataConfig):
+    """The same for files and folders, which may be parts of one's own."""
+
+    # In place of root: the folder or file of each part, its classes compared by name. Without val it is held out from
+    # train in the proportion of fractions; without test, val is divided
+    train: str = ""
+    val: str = ""
+    test: str = ""
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The path of each part that is given; see `given_parts`."""
+        return given_parts({"train": self.train, "validation": self.val, "test": self.test}, self.root)
+
+
+@dataclass
+class ImageFolderConfig(PartsConfig):
+    """The same with what folders of images, ``data.name=image_folder``, take."""
+
+    # pixels per side that are cut out of the centre, once the shorter side has image_size; 0: the whole image, squeezed
+    crop: int = 0
+    # read images from disk whenever they are asked for: less memory, and each query decodes them all
+    stream: bool = False
+
+    @property
+    def size(self) -> ImageSize | None:
+        """What `load_image_folder` takes as the size."""
+        return centre_crop(self.image_size, self.crop) if self.crop else self.image_size or None
+
+    def check(self) -> None:
+        """Reject a crop that is larger than the image.
+
+        Raises:
+            ConfigError: It is.
+        """
+        check_at_least(0, {"data.crop": self.crop})
+        if self.crop > self.image_size:
+            raise ConfigError(
+                f"data.crop={self.crop} is cut out of images whose shorter side has data.image_size={self.image_size};"
+                " that must be at least as many"
+            )
+
+
+@dataclass
+class TableConfig(PartsConfig):
     """The same with what a table, ``data.name=csv``, needs."""
 
     target: str = ""  # the column of classes, or of quantities
@@ -107,6 +153,15 @@ class TableConfig(DataConfig):
                 "".encode(self.encoding)
             except (LookupError, ValueError) as error:
                 raise ConfigError(f"data.encoding={self.encoding!r}: {error}") from error
+
+
+# The settings that each data.name has, if they are not those of `DataConfig`
+DATA: dict[str, type[DataConfig]] = {
+    "arrays": PartsConfig,
+    TABLE: TableConfig,
+    "image_folder": ImageFolderConfig,
+    "libsvm": PartsConfig,
+}
 
 
 @dataclass
@@ -238,7 +293,7 @@ class ClassificationConfig(RunConfig):
         """Return the defaults where these choices are made; see `config.Choosing`."""
         made, name = super().chosen(choices), choices.get("data.name")
         if isinstance(name, str):
-            made.data = (TableConfig if name == TABLE else DataConfig)(name)  # type: ignore[attr-defined]
+            made.data = DATA.get(name, DataConfig)(name)  # type: ignore[attr-defined]
         if choices.get("data.kind") in ("multilabel", "ordinal"):
             made.starts.append("thresholds")
         return made
@@ -246,8 +301,9 @@ class ClassificationConfig(RunConfig):
     def why_absent(self, key: str) -> str:
         """Return which choice would bring a key that this run lacks; see `config.Choosing`."""
         section, _, rest = key.partition(".")
-        if section == "data" and rest in known_keys(TableConfig):
-            return f"{key} is a key of data.name={TABLE}; this run has data.name={self.data.name}"
+        bringing = [name for name, kind in DATA.items() if section == "data" and rest in known_keys(kind)]
+        if bringing:
+            return f"{key} is a key of data.name={' or '.join(bringing)}; this run has data.name={self.data.name}"
         return super().why_absent(key)
 
     @property
@@ -314,8 +370,9 @@ class ClassificationConfig(RunConfig):
             )
 
     def data_files(self) -> list[Path]:
-        """Return the file or folder of the data, or nothing."""
-        return [Path(self.data.root)] if self.data.root else []
+        """Return the file or folder of the data, or of each part of it, or nothing."""
+        parts = self.data.parts.values() if isinstance(self.data, PartsConfig) else ()
+        return [Path(each) for each in (self.data.root, *parts) if each]
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`).
@@ -326,8 +383,10 @@ class ClassificationConfig(RunConfig):
         """
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
         self._check_kind()
-        if isinstance(self.data, TableConfig):
+        if isinstance(self.data, TableConfig | ImageFolderConfig):
             self.data.check()
+        if isinstance(self.data, PartsConfig):
+            _ = self.data.parts  # refuses what does not go together
         check_at_least(0, {"data.image_size": self.data.image_size})
         if len(self.data.mean) != len(self.data.std) or any(std <= 0 for std in self.data.std):
             raise ConfigError(
@@ -342,7 +401,7 @@ class ClassificationConfig(RunConfig):
             if self.data.image_size or self.data.mean:
                 raise ConfigError(
                     f"model.weights={self.model.weights} has sizes, a mean and a standard deviation of its own; leave"
-                    " out data.image_size, data.mean and data.std"
+                    " out data.image_size, data.crop, data.mean and data.std"
                 )
         if self.data.metric_on not in ("validation", "train"):
             raise ConfigError(f"data.metric_on={self.data.metric_on!r} must be validation or train")

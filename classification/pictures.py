@@ -1,11 +1,13 @@
 """Example images with the classifier's predictions before and after."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from metricopt_ext.data.labelled import Split
+from metricopt_ext.data.streamed import is_streamed
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
@@ -28,12 +30,11 @@ def plot_examples(
         path: The PNG file.
         seed: Seed of the sample.
     """
-    x, y, before, after = part.x.cpu(), part.y.cpu(), before.cpu(), after.cpu()
-    if x.min() < 0 or x.max() > 1:  # normalised
-        x = (x - x.min()) / (x.max() - x.min())
+    y, before, after = part.y.cpu(), before.cpu(), after.cpu()
     changed = (before != after).nonzero().squeeze(1)
     order = torch.randperm(len(changed), generator=generator(seed, "examples"))
     shown = changed[order[: ROWS * COLUMNS]].tolist()
+    pictures = _in_unit_range(part.x, shown)
     mended, broken = int(((before != y) & (after == y)).sum()), int(((before == y) & (after != y)).sum())
     figure, panels = new_figure(COLUMNS * 1.1, ROWS * 1.6 + 0.6, ROWS, COLUMNS)
     figure.suptitle(
@@ -47,7 +48,7 @@ def plot_examples(
         if place >= len(shown):
             continue
         i = shown[place]
-        axes.imshow(x[i].movedim(0, -1).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
+        axes.imshow(pictures[place].movedim(0, -1).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
         axes.set_title(
             f"{names[before[i]]}\n→ {names[after[i]]}",
             fontsize=8,
@@ -55,3 +56,13 @@ def plot_examples(
         )
         axes.text(0.5, -0.05, f"is {names[y[i]]}", fontsize=7, ha="center", va="top", transform=axes.transAxes)
     return save_figure(figure, path)
+
+
+def _in_unit_range(x: Tensor, shown: Sequence[int]) -> Tensor:
+    """Some images, those that were normalised by the least and the largest value of all; of those on disk, of some."""
+    some = (x[list(shown)] if shown else x[:0]).cpu()
+    whole = some if is_streamed(x) else x
+    if len(whole) and (whole.min() < 0 or whole.max() > 1):
+        least, largest = whole.min().cpu(), whole.max().cpu()
+        some = (some - least) / (largest - least)
+    return some

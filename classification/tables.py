@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
+from metricopt_ext.data.parquet import PARQUET, parquet_cells
 from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.data.reading import METRICS, Column, Reading
 from metricopt_ext.errors import DataError
@@ -152,7 +153,10 @@ def read_libsvm(
     if queries and not columns:
         said += "; query ids (qid) are left out"
     names = tuple(np.format_float_positional(label, trim="-") for label in labels)  # with all their digits
-    return Table(torch.from_numpy(x), torch.from_numpy(y), names, Reading(said), columns=ids)
+    sizes = [part.shape[0] for part in parts]
+    numbered = zip(files, sizes, strict=True)
+    rows_by_file = tuple(tuple(f"{i + 1} of {file}" for i in range(size)) for file, size in numbered)
+    return Table(torch.from_numpy(x), torch.from_numpy(y), names, Reading(said), rows_by_file, columns=ids)
 
 
 def _query_ids(named: str, ids: Sequence[Array], parts: Sequence[Any]) -> Array:
@@ -199,7 +203,7 @@ def load_csv(path: StrPath, target: str, **options: Any) -> Labelled:
 
 
 def read_csv(
-    path: StrPath,
+    path: StrPath | Sequence[StrPath],
     target: str,
     *,
     drop: Sequence[str] = (),
@@ -220,8 +224,11 @@ def read_csv(
     ``NA``, ...), are numbers: plain ones, or all with the same sign of a percentage or a currency. A number in
     parentheses is negative, as in accounts.
 
+    A file named ``.parquet`` is read as the text of its cells would be. Several files become one table: a column is
+    then of one kind in all of them, and has the values of all.
+
     Args:
-        path: The file.
+        path: The file, or several with the same columns, in any order.
         target: Name of the class column; classes are numbered in numeric or else alphabetical order, and a class named
             NA or none comes after numbers.
         drop: Names of columns to leave out.
@@ -248,14 +255,13 @@ def read_csv(
             number or one that can't be read, a column that mixes notations, a missing label, a column with too many
             values, or more bytes than allowed.
     """
-    text, encoding = _decoded(path, _text(existing(path), max_bytes // TEXT_SHARE), encoding)
+    files = [path] if isinstance(path, str | os.PathLike) else list(path)
+    path = ", ".join(map(str, files))
     targets = list(targets) or [target]
-    rows, delimiter = _rows(path, text, delimiter, targets[0])
-    del text
-    header = rows[0][1]
-    _check_header(path, header, targets[0], [*targets[1:], *drop, *categories, *columns])
-    lines = [line for line, _ in rows[1:]]
-    cells = list(zip(header, zip(*(row for _, row in rows[1:]), strict=True), strict=True))
+    asked = [*targets[1:], *drop, *categories, *columns]
+    header, rows, sizes, found = _joined(files, targets[0], asked, delimiter, encoding, max_bytes)
+    lines = [line for line, _ in rows]
+    cells = list(zip(header, zip(*(row for _, row in rows), strict=True), strict=True))
     del rows
     named = dict(cells)
     labels: dict[str, Column] = {}
@@ -301,12 +307,59 @@ def read_csv(
     size = np.dtype(kind).itemsize * read.width * len(y)
     check_bytes(f"{path}, of {len(lines)} rows and {read.width} features,", size, max_bytes)
     x = np.concatenate(features, axis=1, dtype=kind)
-    found = (
-        f"{encoding}, cells parted by {delimiter!r}, decimal {'comma' if decimal == ',' else 'point'},"
-        f" {counted(len(lines), 'row')}"
-    )
+    found = f"{found}, decimal {'comma' if decimal == ',' else 'point'}, {counted(len(lines), 'row')}"
+    rows_by_file = tuple(tuple(map(str, part)) for part in _divided(lines, sizes))
     names = tuple(names_of_classes if len(targets) == 1 else targets)
-    return Table(torch.from_numpy(x), torch.from_numpy(y), names, Reading(found, said), columns=kept)
+    reading = Reading(found, said)
+    return Table(torch.from_numpy(x), torch.from_numpy(y), names, reading, rows_by_file, columns=kept)
+
+
+def _joined(
+    files: Sequence[StrPath], target: str, named: Sequence[str], delimiter: str, encoding: str, max_bytes: int
+) -> tuple[list[str], list[tuple[int | str, list[str]]], list[int], str]:
+    """The header, the rows of all files with their numbers, how many each file has, and what they are written in."""
+    header: list[str] = []
+    joined: list[tuple[int | str, list[str]]] = []
+    sizes: list[int] = []
+    found: list[str] = []
+    left = max_bytes // TEXT_SHARE
+    for path in files:
+        (_, own), *rows, how, taken = _one_file(path, target, delimiter, encoding, left)
+        left -= taken
+        _check_header(path, own, target, named)
+        header = header or own
+        if sorted(own) != sorted(header) or (own != header and len({*own}) < len(own)):
+            uneven = (name for name in [*own, *header] if own.count(name) != header.count(name))
+            other = next(uneven, "")
+            if not other:
+                raise DataError(f"{path} has columns of one name in another order than {files[0]}; name each")
+            lacking = files[0] if header.count(other) < own.count(other) else path
+            raise DataError(f"{path} must have the columns of {files[0]}, but {lacking} lacks {brief(other)}")
+        order = [*range(len(own))] if own == header else [own.index(name) for name in header]
+        where = f" of {path}" if len(files) > 1 else ""
+        joined += [(f"{number}{where}" if where else number, [row[i] for i in order]) for number, row in rows]
+        sizes.append(len(rows))
+        found.append(how)
+    return header, joined, sizes, "; ".join(dict.fromkeys(found))
+
+
+def _one_file(path: StrPath, target: str, delimiter: str, encoding: str, most: int) -> tuple[Any, ...]:
+    """The header and the rows of a file, each with its number; then what it is written in, and its size in bytes."""
+    if Path(path).suffix.lower() in PARQUET:
+        rows = parquet_cells(existing(path), most)
+        if len(rows) < 2:
+            raise DataError(f"{path} must hold at least one row, got none")
+        return (*rows, "Parquet", sum(len(cell) for _, row in rows for cell in row))
+    content = _text(existing(path), most)
+    text, encoding = _decoded(path, content, encoding)
+    lines, delimiter = _rows(path, text, delimiter, target)
+    return (*lines, f"{encoding}, cells parted by {delimiter!r}", len(content))
+
+
+def _divided(rows: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
+    """So many rows for each size, one after the other."""
+    ends = np.cumsum(sizes)
+    return [rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def _labelled(table: Table) -> Labelled:
@@ -471,18 +524,23 @@ def _check_names(path: StrPath, header: Sequence[str], target: str, labels: Sequ
 
 
 def _labels(
-    path: StrPath, target: str, column: Sequence[str], lines: Sequence[int], header: Sequence[str], as_they_are: bool
+    path: StrPath,
+    target: str,
+    column: Sequence[str],
+    lines: Sequence[int | str],
+    header: Sequence[str],
+    as_they_are: bool,
 ) -> tuple[Column, list[str]]:
     """How the target was read, and the classes in numeric or else alphabetical order."""
     classes = sorted(set(column))
-    rows: dict[str, int] = {}
+    rows: dict[str, int | str] = {}
     for line, label in zip(lines, column, strict=True):
         rows.setdefault(label, line)
     numbers = {label: value for label in classes if (value := _plain(label)) is not None}
     words = [label for label in classes if label.lower() in _MISSING]
     # Among numbers a word like NA is a missing one; among words it may be a class like none.
     numeric = bool(numbers) and len(numbers) + len(words) == len(classes) and not as_they_are
-    for label in sorted(words, key=rows.__getitem__):
+    for label in sorted(words, key=column.index):
         if label in _BLANK or numeric:
             raise DataError(
                 f"{path}: {target!r} must be given in each row, but is {label!r} in row {rows[label]}; fill it in, or"
@@ -590,7 +648,7 @@ class _Columns:
     """Reads the columns of a table: as numbers, or as categories."""
 
     def __init__(
-        self, path: StrPath, lines: Sequence[int], decimal: str, missing: bool, most: int, max_bytes: int
+        self, path: StrPath, lines: Sequence[int | str], decimal: str, missing: bool, most: int, max_bytes: int
     ) -> None:
         self._path, self._lines, self._decimal, self._missing, self._most = path, lines, decimal, missing, most
         self._max_bytes = max_bytes

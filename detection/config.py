@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from metricopt_ext.data.own_parts import given_parts
+from metricopt_ext.detection.layouts import part_at
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
@@ -10,21 +12,36 @@ from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, check_at
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import MISSING, default_of
 
+SPLITS = ("train", "val", "test")
+
 
 @dataclass
 class DataConfig:
     """Where images and boxes come from."""
 
-    name: str = MISSING  # scenes (of scikit-learn's digits, drawn by the tool), voc or coco
-    root: str = ""  # voc: the tree, or a zip file of it; coco: the folder of the images
-    # voc: names of image lists; coco: annotation files; an empty second one: validation is held out from train
-    splits: list[str] = field(default_factory=lambda: ["train", "val", "test"])
+    name: str = MISSING  # scenes (of scikit-learn's digits, drawn by the tool), voc, coco or yolo
+    # voc: the tree, or a zip file of it; coco: the folder of the images, or of their folders; yolo: data.yaml's folder
+    root: str = ""
+    # voc: names of image lists; coco: annotation files; all: names of the parts' folders, or of data.yaml's parts. An
+    # empty second or third one: validation or test is held out from train
+    splits: list[str] = field(default_factory=lambda: [*SPLITS])
+    # In place of root and splits, for each part: coco: an annotation file, or Roboflow's folder; voc: an image list, or
+    # a folder; yolo: a folder of images. Classes are compared by name
+    train: str = ""
+    val: str = ""
+    test: str = ""
     more_train: list[str] = field(default_factory=list)  # voc: further trees, whose split of train's name joins train
     classes: list[str] = field(default_factory=list)  # voc: their names; empty: all in the tree
-    validation_share: float = 0.1  # of train, if the second split is empty
+    validation_share: float = 0.1  # of train, if the second split is empty, and as many again if the third is
     # scenes: how many for each part; others: maximum number of images for each part, drawn by the seed, 0: all
     images: list[int] = field(default_factory=lambda: [0, 0, 0])
     size: int = 0  # longer side in pixels of images in memory, larger ones are scaled down; 0: unchanged
+    stream: bool = False  # read images from disk whenever they are asked for: less memory, and each query decodes all
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The path of each part of one's own; see `given_parts`."""
+        return given_parts({"train": self.train, "validation": self.val, "test": self.test}, self.root)
 
 
 @dataclass
@@ -124,8 +141,12 @@ class DetectionConfig(RunConfig):
 
     def data_files(self) -> list[Path]:
         """Return the trees or zip files of the data, or the annotation files and the folder of the images."""
-        annotations = [each for each in self.data.splits if each] if self.data.name == "coco" else []
-        return [Path(each) for each in (self.data.root, *self.data.more_train, *annotations) if each]
+        if parts := self.data.parts:
+            found = [part_at(Path(path), self.data.name) for path in parts.values()]
+            return list(dict.fromkeys(file for part in found for file in part.files))
+        annotations = self.data.splits if self.data.name == "coco" else []
+        files = [each for each in annotations if each and Path(each).is_file()]
+        return [Path(each) for each in (self.data.root, *self.data.more_train, *files) if each]
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`)."""
@@ -144,6 +165,8 @@ class DetectionConfig(RunConfig):
                 f"data.splits={self.data.splits} and data.images={self.data.images}: both must have three entries,"
                 " for train, validation and test"
             )
+        if self.data.parts and self.data.name == "scenes":
+            raise ConfigError("data.train, data.val and data.test are for data.name=voc, coco and yolo")
         if min(self.data.images) < 0:
             raise ConfigError(f"data.images={self.data.images}: each must be at least 0")
         if not 0 < self.data.validation_share < 1:

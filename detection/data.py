@@ -1,14 +1,17 @@
 """The three parts of the data: what the loss sees, what the metric sees, and what the result is reported on."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from metricopt_ext.data.own_parts import digests_of_files, renumbered, same_classes, warn_of_copies
 from metricopt_ext.data.splits import PARTS
-from metricopt_ext.detection.coco import category_ids_of, read_coco
-from metricopt_ext.detection.config import DataConfig, DetectionConfig
+from metricopt_ext.detection.coco import category_ids_of
+from metricopt_ext.detection.config import SPLITS, DataConfig, DetectionConfig
+from metricopt_ext.detection.layouts import KINDS, Part, is_whole, part_at, part_of
 from metricopt_ext.detection.records import Annotated, DetectionSet, inside
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.task import load_examples
@@ -16,6 +19,7 @@ from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import read_voc
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import counted
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class DetectionSplits:
         validation: What metric queries see.
         test: What the result is reported on.
         category_ids: How COCO's format numbers the classes; empty for other formats.
+        found: How the data were read, in words: a line for each part, or for what differs from what was asked for.
     """
 
     classes: tuple[str, ...]
@@ -35,6 +40,7 @@ class DetectionSplits:
     validation: list[Example]
     test: list[Example]
     category_ids: tuple[int | str, ...] = ()
+    found: tuple[str, ...] = ()
 
 
 def load_splits(config: DetectionConfig, seed: int, folder: Path) -> DetectionSplits:
@@ -49,21 +55,43 @@ def load_splits(config: DetectionConfig, seed: int, folder: Path) -> DetectionSp
         ConfigError: A setting is unknown.
         DataError: The data are missing or unusable.
     """
-    parts = _read(config, seed, folder)
-    classes = parts[0].classes
+    read, found = _read(config, seed, folder)
+    classes = same_classes({name: part.classes for name, part in read.items()})
     limits = config.data.images if config.data.name != "scenes" else [0, 0, 0]
-    drawn = [_drawn(part, limit, seed, name) for name, part, limit in zip(PARTS, parts, limits, strict=True)]
+    drawn = [
+        _drawn(with_classes(read[name], classes), limit, seed, name) for name, limit in zip(PARTS, limits, strict=True)
+    ]
     for name, part in zip(PARTS, drawn, strict=True):
-        if part.classes != classes:
-            raise DataError(f"{name} has the classes {', '.join(part.classes)}, train has {', '.join(classes)}")
         if all(bool((image.difficult | image.crowd).all()) for image in part.images):
             raise DataError(
                 f"none of the {len(part)} images for {name} has a box that is neither difficult nor a crowd region"
             )
     if not any(_learned_from(image).any() for image in drawn[0].images):
         raise DataError(f"none of the {len(drawn[0])} images for train has a box with area in its image")
-    train, validation, test = (load_examples(part, config.data.size or None, **config.limits) for part in drawn)
-    return DetectionSplits(classes, train, validation, test, category_ids_of(parts[0]))
+    if config.data.name != "scenes":
+        warn_of_copies(digests_of_files({name: _files(part) for name, part in zip(PARTS, drawn, strict=True)}), "image")
+    size, stream = config.data.size or None, config.data.stream
+    train, validation, test = (load_examples(part, size, stream=stream, **config.limits) for part in drawn)
+    numbers = category_ids_of(read["train"]) if read["train"].classes == tuple(classes) else ()
+    return DetectionSplits(classes, train, validation, test, numbers, found)
+
+
+def with_classes(data: DetectionSet, classes: Sequence[str]) -> DetectionSet:
+    """Return a set whose labels count other classes, by name.
+
+    Args:
+        data: The set.
+        classes: All classes, its own among them.
+    """
+    if data.classes == tuple(classes):
+        return data
+    images = [replace(image, labels=renumbered(image.labels, data.classes, classes)) for image in data.images]
+    return DetectionSet(tuple(classes), images)
+
+
+def _files(part: DetectionSet) -> list[Path]:
+    """The files of the images that are not in a zip file."""
+    return [image.path for image in part.images if image.archive is None]
 
 
 def _learned_from(image: Annotated) -> Tensor:
@@ -72,35 +100,64 @@ def _learned_from(image: Annotated) -> Tensor:
     return within & ~(image.difficult | image.crowd)
 
 
-def _read(config: DetectionConfig, seed: int, folder: Path) -> tuple[DetectionSet, DetectionSet, DetectionSet]:
+def _read(config: DetectionConfig, seed: int, folder: Path) -> tuple[dict[str, DetectionSet], tuple[str, ...]]:
+    """The three parts by their names, and how they were found."""
     data = config.data
     if data.name != "scenes" and not config.shift.is_none:
         raise ConfigError(f"the settings of shift are for data.name=scenes and don't affect data.name={data.name}")
-    if data.name not in ("scenes", "voc", "coco"):
-        raise ConfigError(f"data.name={data.name!r} is none of scenes, voc, coco")
+    if data.name not in ("scenes", *KINDS):
+        raise ConfigError(f"data.name={data.name!r} is none of scenes, {', '.join(KINDS)}")
     if data.more_train and data.name != "voc":
         raise ConfigError(f"data.more_train={data.more_train} is for data.name=voc")
     if data.classes and data.name != "voc":
-        raise ConfigError(f"data.classes={data.classes} is for data.name=voc; scenes and COCO files have their own")
+        raise ConfigError(f"data.classes={data.classes} is for data.name=voc; scenes, COCO and YOLO have their own")
     if data.name == "scenes":
-        return _scenes(config, seed, folder / "scenes")
-    if not data.root:
-        raise ConfigError(f"data.name={data.name} needs data.root=PATH, its folder or, for voc, zip file")
-    train = _split(data, data.root, data.splits[0])
+        return dict(zip(PARTS, _scenes(config, seed, folder / "scenes"), strict=True)), ()
+    if own := data.parts:
+        found = {name: part_at(Path(path), data.name) for name, path in own.items()}
+    else:
+        found = _found(data)
+    classes = data.classes or None
+    read = {name: part.read(classes) for name, part in found.items()}
+    train = read["train"]
     for root in data.more_train:
-        more = _split(data, root, data.splits[0])
+        more = read_voc(root, data.splits[0], classes=classes)
         if more.classes != train.classes:
             raise DataError(f"{root} and {data.root} have different classes; name them in data.classes")
         train = DetectionSet(train.classes, [*train.images, *more.images])
-    if data.splits[1]:
-        return train, _split(data, data.root, data.splits[1]), _split(data, data.root, data.splits[2])
-    return *_held_out(train, data.validation_share, seed), _split(data, data.root, data.splits[2])
+    return _completed({**read, "train": train}, found, data.validation_share, seed)
 
 
-def _split(data: DataConfig, root: str, split: str) -> DetectionSet:
-    if data.name == "coco":
-        return read_coco(split, root)
-    return read_voc(root, split, classes=data.classes or None)
+def _found(data: DataConfig) -> dict[str, Part]:
+    """Where the parts of a root are."""
+    if not data.root:
+        raise ConfigError(
+            f"data.name={data.name} needs data.root=PATH, its folder or, for voc, zip file, or data.train=PATH and"
+            " data.val or data.test"
+        )
+    root = Path(data.root)
+    if tuple(data.splits) == SPLITS and is_whole(root, data.name):
+        return {"train": part_at(root, data.name)}
+    named = {name: split for name, split in zip(PARTS, data.splits, strict=True) if split}
+    if "train" not in named:
+        raise ConfigError(f"data.splits={data.splits}: the first one, train, must be named")
+    return {name: part_of(root, split, data.name) for name, split in named.items()}
+
+
+def _completed(
+    read: Mapping[str, DetectionSet], found: Mapping[str, Part], share: float, seed: int
+) -> tuple[dict[str, DetectionSet], tuple[str, ...]]:
+    """All parts, those that are not given held out from train, and how they were found."""
+    parts = {**read}
+    said = [f"{name}: {found[name].found}; {counted(len(part), 'image')}" for name, part in parts.items()]
+    whole = len(parts["train"])
+    for name in ("validation", "test"):
+        if name not in parts:
+            # The second part that is held out is as large as the first.
+            left = len(parts["train"])
+            parts["train"], parts[name] = _held_out(parts["train"], share * whole / left, seed, name)
+            said.append(f"{name}: {counted(len(parts[name]), 'image')} held out from train")
+    return parts, tuple(said)
 
 
 def _scenes(config: DetectionConfig, seed: int, folder: Path) -> tuple[DetectionSet, DetectionSet, DetectionSet]:
@@ -118,12 +175,13 @@ def _scenes(config: DetectionConfig, seed: int, folder: Path) -> tuple[Detection
     return train, validation, test
 
 
-def _held_out(train: DetectionSet, share: float, seed: int) -> tuple[DetectionSet, DetectionSet]:
+def _held_out(train: DetectionSet, share: float, seed: int, name: str) -> tuple[DetectionSet, DetectionSet]:
     """Hold out a part of the train images, drawn by the seed."""
-    order = torch.randperm(len(train), generator=generator(seed, "held_out")).tolist()
+    purpose = "held_out" if name == "validation" else f"held_out {name}"
+    order = torch.randperm(len(train), generator=generator(seed, purpose)).tolist()
     size = max(1, round(share * len(train)))
     if size == len(train):
-        raise DataError(f"{len(train)} image can't be divided into train and validation")
+        raise DataError(f"{counted(len(train), 'image')} can't be divided into train and {name}")
     return train.subset(sorted(order[size:])), train.subset(sorted(order[:size]))
 
 

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.data.rare import Rare
+from metricopt_ext.data.reading import Reading
 from metricopt_ext.detection.build import attach, build_metric, build_toolkit, detector, remembering, with_outputs_of
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, load_splits
 from metricopt_ext.detection.metric import ValueOn, detect_all, detector_metric, in_batches, rare_images, truth_of
 from metricopt_ext.detection.pictures import plot_detections, plot_proposals
 from metricopt_ext.detection.proposals import proposal_recall
-from metricopt_ext.detection.task import ExampleBatches, detection_loss
+from metricopt_ext.detection.task import ExampleBatches, InputsOnDisk, detection_loss
 from metricopt_ext.detection.toolkit import Toolkit
 from metricopt_ext.evidence.bootstrap import error_of, within_groups
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
@@ -59,6 +60,10 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         kept = folder / "model.safetensors"
         weights = str(kept) if kept.exists() else config.model.weights
         self.toolkit = with_outputs_of(self.toolkit, config, splits.classes, splits.category_ids, weights)
+        if splits.found:
+            self.reading = Reading("; ".join(splits.found))
+            for line in self.reading.lines() if seed == config.seed else ():
+                self.watcher.say(line)
         metric.try_on(truth_of(splits.validation, splits.classes))
         model = detector(config, self.toolkit, splits, seed, folder, self.watcher)
         adapter = attach(self.toolkit, model, config.adapter, seed)
@@ -80,7 +85,11 @@ class DetectionExperiment(Experiment[DetectionConfig]):
     def validation(self) -> tuple[Sequence[Any], Batches]:
         """Return the validation images as the detector takes them, and labelled batches of them."""
         part = self.splits.validation
-        inputs = [self.toolkit.inputs(self.task.adapter.model, batch) for batch in in_batches(part)]
+        inputs: Sequence[Any] = InputsOnDisk(
+            list(in_batches(part)), lambda batch: self.toolkit.inputs(self.task.adapter.model, batch)
+        )
+        if not self.config.data.stream:
+            inputs = list(inputs)
         return inputs, ExampleBatches(part, self.config.batch_size)
 
     def test_error(self, before: State, after: State) -> float:

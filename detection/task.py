@@ -1,8 +1,10 @@
 """Detectors in a `FinetuneTask`: examples in memory, batches of them, and a loss that can be replayed."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,11 +18,65 @@ from metricopt_ext.tasks.batches import IndexSampler
 from metricopt_ext.utils.seeding import seeded_streams
 from metricopt_ext.utils.words import counted
 
+KEPT = 16  # images on disk that are kept once read: a batch's are looked at several times
+
+
+class ExampleOnDisk(Example):
+    """An image that is read whenever it is asked for, with its ground truth; the last few of a set are kept.
+
+    Args:
+        found: The image with its ground truth, of known size.
+        size: As in `load_examples`.
+        max_pixels: As in `load_examples`.
+        kept: The images of its set that were read last.
+    """
+
+    def __init__(self, found: Annotated, size: int | None, max_pixels: int, kept: "OrderedDict[int, Tensor]") -> None:
+        self.__dict__.update(truth=_scaled_truth(found, size), found=found, size=size, most=max_pixels, kept=kept)
+
+    @property
+    def image(self) -> Tensor:
+        """``3 x h x w``, uint8 RGB."""
+        kept: OrderedDict[int, Tensor] = self.__dict__["kept"]
+        if id(self) not in kept:
+            found: Annotated = self.__dict__["found"]
+            pixels = _within(Example(found.load(self.__dict__["most"]), found), self.__dict__["size"]).image
+            while len(kept) >= KEPT:
+                kept.popitem(last=False)
+            kept[id(self)] = pixels
+        kept.move_to_end(id(self))
+        return kept[id(self)]
+
+
+class InputsOnDisk(Sequence[Any]):
+    """What is computed of parts of the data, each whenever it is asked for.
+
+    Args:
+        parts: The parts.
+        compute: What is computed of one.
+    """
+
+    def __init__(self, parts: Sequence[Any], compute: Callable[[Any], Any]) -> None:
+        self._parts, self._compute = parts, compute
+
+    def __len__(self) -> int:
+        """Number of parts."""
+        return len(self._parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Compute it of a part."""
+        return self._compute(self._parts[index])
+
 
 def load_examples(
-    dataset: DetectionSet, size: int | None = None, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIXELS
+    dataset: DetectionSet,
+    size: int | None = None,
+    *,
+    max_bytes: int = MAX_BYTES,
+    max_pixels: int = MAX_PIXELS,
+    stream: bool = False,
 ) -> list[Example]:
-    """Read images into memory.
+    """Read images into memory, or leave them on disk.
 
     Args:
         dataset: The images with their boxes.
@@ -28,6 +84,8 @@ def load_examples(
             leaves all unchanged.
         max_bytes: Most bytes of all images in memory.
         max_pixels: Most pixels of an image as it is stored.
+        stream: Whether images are read whenever they are asked for (`ExampleOnDisk`); ``max_bytes`` is then not for
+            them, and an image that can't be decoded is found when it is.
 
     Raises:
         DataError: An image can't be read, or there are more bytes or pixels than allowed.
@@ -35,6 +93,9 @@ def load_examples(
     if size is not None and size < 1:
         raise ConfigError(f"images can't be scaled to size={size}; it must be at least 1 pixel")
     images = [truth.with_size(max_pixels) for truth in dataset.images]
+    if stream:
+        kept: OrderedDict[int, Tensor] = OrderedDict()
+        return [ExampleOnDisk(truth, size, max_pixels, kept) for truth in images]
     pixels = sum(math.prod(_scaled(truth, size)) for truth in images)
     check_bytes(f"the set of {counted(len(images), 'image')}", 3 * pixels, max_bytes)
     return [_within(Example(truth.load(max_pixels), truth), size) for truth in images]
@@ -48,14 +109,21 @@ def _scaled(truth: Annotated, size: int | None) -> tuple[int, int]:
     return max(1, round(truth.width * size / longer)), max(1, round(truth.height * size / longer))
 
 
-def _within(example: Example, size: int | None) -> Example:
-    truth = example.truth
+def _scaled_truth(truth: Annotated, size: int | None) -> Annotated:
+    """The boxes in pixels of an image in memory."""
     width, height = _scaled(truth, size)
+    if (width, height) == (truth.width, truth.height):
+        return truth
+    scale = truth.boxes.new_tensor([width / truth.width, height / truth.height] * 2)
+    return replace(truth, width=width, height=height, boxes=truth.boxes * scale)
+
+
+def _within(example: Example, size: int | None) -> Example:
+    truth, scaled = example.truth, _scaled_truth(example.truth, size)
+    width, height = scaled.width, scaled.height
     if (width, height) == (truth.width, truth.height):
         return example
     pixels = F.interpolate(example.image[None].float(), (height, width), mode="bilinear", antialias=True)[0]
-    scale = truth.boxes.new_tensor([width / truth.width, height / truth.height] * 2)
-    scaled = replace(truth, width=width, height=height, boxes=truth.boxes * scale)
     return Example(pixels.round().clamp(0, 255).to(example.image.dtype), scaled)
 
 

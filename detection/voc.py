@@ -40,6 +40,11 @@ FLAGS = {
 }
 
 XML = ".xml"
+
+# What the folders of a set are called, in lower case: VOC's own names first, then others' (Kaggle's, Label Studio's)
+ANNOTATIONS = ("annotations", "annotation", "xmls", "xml")
+IMAGES = ("jpegimages", "images", "image", "imgs", "img", "pngimages", "jpgimages")
+LISTS = (("imagesets", "main"), ("imagesets",))
 LONGEST_NAME, LISTED = 80, 10  # characters of a name in a message, and names
 
 # The largest XML file that is read: a thousand objects take 0.3 MB. Parsed, XML takes up to 100 times as much.
@@ -50,6 +55,29 @@ LIST_BYTES = 1 << 27
 
 Folder = Path | zipfile.Path
 Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class VocTree:
+    """Where the files of a set are.
+
+    Attributes:
+        folder: What holds them.
+        annotations: The folder of the XML files.
+        images: Folders that images are looked for in, one after the other.
+        lists: The folder of the lists of images; None for a set without lists.
+    """
+
+    folder: Folder
+    annotations: Folder
+    images: tuple[Folder, ...]
+    lists: Folder | None
+
+    def __str__(self) -> str:
+        """Say where what was found."""
+        lists = f"lists in {self.lists}" if self.lists is not None else "no lists"
+        images = " and ".join(map(str, self.images)) or "no folder"
+        return f"VOC's format: XML in {self.annotations}, images in {images}, {lists}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +114,7 @@ class _Annotation:
 
 def read_voc(
     root: str | Path,
-    split: str | None = None,
+    split: str | Path | None = None,
     *,
     classes: Sequence[str] | None = None,
     keep_difficult: bool = True,
@@ -95,7 +123,8 @@ def read_voc(
     """Read annotated images in Pascal VOC's format.
 
     The folders ``Annotations``, ``JPEGImages`` and ``ImageSets`` may lie in ``root``, in a folder within it, or one
-    level deeper (``VOCdevkit/VOC2007``); ``root`` may also be ``Annotations`` itself. VOC counts pixels from 1, with
+    level deeper (``VOCdevkit/VOC2007``); ``root`` may also be ``Annotations`` itself. Their names may be in any case,
+    images may be in ``images``, and XML files may lie beside their images (`find_tree`). VOC counts pixels from 1, with
     both ends inside the box: its ``(xmin, ymin, xmax, ymax)`` become the edges ``(xmin - 1, ymin - 1, xmax, ymax)``.
     Images are opened only for a size that an XML file does not tell. An image without objects is kept.
 
@@ -106,7 +135,8 @@ def read_voc(
 
     Args:
         root: A folder, or a zip file, which is read without unpacking it.
-        split: Name of a list of images, ``ImageSets/Main/<split>.txt``, which also gives their order; None for every
+        split: Name of a list of images, ``ImageSets/Main/<split>.txt``, or the path of one, which also gives their
+            order; None for every
             annotated image, sorted by name. A line is a name, with a suffix and folders or without, or a name without
             spaces and a flag.
         classes: Names of the classes; None for all in the tree's annotations, whatever the split, sorted.
@@ -131,19 +161,22 @@ def read_voc(
 def _read_tree(
     root: Folder,
     archive: Archive | None,
-    split: str | None,
+    split: str | Path | None,
     classes: Sequence[str] | None,
     keep_difficult: bool,
     need_images: bool,
 ) -> DetectionSet:
-    tree = _find_tree(root)
-    annotated = _xml_files(tree / "Annotations")
-    stems = sorted(annotated) if split is None else _read_split(tree, split, annotated, archive)
+    found_tree = find_tree(root)
+    tree = found_tree.folder
+    annotated = _xml_files(found_tree.annotations)
+    stems = sorted(annotated) if split is None else _read_split(found_tree, split, annotated, archive)
     missing = [stem for stem in stems if stem not in annotated]
     if missing:
-        raise DataError(f"{tree / 'Annotations'} lacks {_named(missing[0])}.xml, which the split {split!r} names")
+        raise DataError(
+            f"{found_tree.annotations} lacks {_named(missing[0])}.xml, which the split {str(split)!r} names"
+        )
     if not stems:
-        raise DataError(f"{tree / 'Annotations'} holds no .xml file")
+        raise DataError(f"{found_tree.annotations} holds no .xml file")
 
     double = [name for name, count in Counter(classes or ()).items() if count > 1]
     if double:
@@ -153,12 +186,11 @@ def _read_tree(
     if classes is None:
         classes = sorted({thing.name for annotation in parsed.values() for thing in annotation.objects})
         _warn_of_like_names(tree, classes)
-    images_dir = tree / "JPEGImages"
-    images = _images(images_dir)
+    images = [(folder, _images(folder)) for folder in found_tree.images]
     chosen = [parsed[stem] for stem in stems]
     found = []
     for annotation in chosen:
-        path = images_dir / _image_name(annotation, images, images_dir, need_images)
+        path = _image_of(annotation, images, need_images)
         objects = _objects(annotation, classes, keep_difficult)
         image = Annotated(
             image_id=annotation.stem,
@@ -238,20 +270,84 @@ def _list_of(names: Sequence[str]) -> str:
     return ", ".join(map(_named, names[:LISTED])) + more
 
 
-def _find_tree(root: Folder) -> Folder:
-    """The folder that holds Annotations: the root, one in it, or one a level deeper, or the one that the root is in."""
+def find_tree(root: Folder) -> VocTree:
+    """Return where the files of a set are: in the root, in a folder of it, one level deeper, or around the root.
+
+    Annotations are in a folder of one of the names `ANNOTATIONS`, images beside it in one of `IMAGES`, in any case; or
+    XML files lie beside their images in the root, or in a folder of it.
+
+    Args:
+        root: The folder, or the top of a zip file.
+
+    Raises:
+        DataError: There is no such set, or several.
+    """
     level: list[Folder] = [root]
-    for _ in range(3):
-        found = [folder for folder in level if (folder / "Annotations").is_dir()]
+    for depth in range(3):
+        found = [folder for folder in level if _annotations_in(folder) is not None]
+        if not found:
+            found = [folder for folder in level if _is_flat(folder, alone=depth == 0) and not _is_annotations(folder)]
         if len(found) > 1:
             several = _list_of(sorted(map(str, found)))
             raise DataError(f"{root} holds several sets; name one of them: {several}")
         if found:
-            return found[0]
+            return _tree(found[0], _annotations_in(found[0]) or found[0])
+        if depth == 0 and _is_annotations(root):
+            assert isinstance(root, Path)
+            inside_link = root.name.lower() not in ANNOTATIONS  # then its parent is not what is around it
+            root = root.resolve() if inside_link else root
+            return _tree(root.parent, root)
         level = [inner for folder in level for inner in folder.iterdir() if inner.is_dir()]
-    if isinstance(root, Path) and root.resolve().name == "Annotations":
-        return root.parent if root.name == "Annotations" else root.resolve().parent
-    raise DataError(f"{root} holds no folder Annotations, neither directly nor in the two levels of folders below")
+    raise DataError(
+        f"{root} holds no folder Annotations, neither directly nor in the two levels of folders below, and no XML files"
+        " beside their images"
+    )
+
+
+def _tree(folder: Folder, annotations: Folder) -> VocTree:
+    inner = [each for each in annotations.iterdir() if each.is_dir() and each.name.lower() in ANNOTATIONS]
+    if inner and not _holds(annotations, (XML,)):  # as annotations/xmls
+        annotations = inner[0]
+    beside = [each for name in IMAGES for each in _children(folder, name)]
+    images = [*beside, *(each for each in dict.fromkeys((annotations, folder)) if _holds(each, SUFFIXES))]
+    lists = next((found for names in LISTS for found in _below(folder, names) if _holds(found, (".txt",))), None)
+    return VocTree(folder, annotations, tuple(images), lists)
+
+
+def _annotations_in(folder: Folder) -> Folder | None:
+    """The folder of the XML files in another; one called so by VOC need not hold any."""
+    named = [each for name in ANNOTATIONS for each in _children(folder, name)]
+    inner = [(each, below) for each in named for name in ANNOTATIONS for below in _children(each, name)]
+    holding = [each for each in named if _holds(each, (XML,))]
+    holding += [each for each, below in inner if _holds(below, (XML,))]
+    own = [each for each in named if each.name == "Annotations"]
+    return next(iter([*holding, *own]), None)
+
+
+def _is_annotations(root: Folder) -> bool:
+    return isinstance(root, Path) and {root.name.lower(), root.resolve().name.lower()} & {*ANNOTATIONS} != set()
+
+
+def _is_flat(folder: Folder, alone: bool) -> bool:
+    """Whether a folder holds XML files beside their images, or alone."""
+    return _holds(folder, (XML,)) and (alone or _holds(folder, SUFFIXES))
+
+
+def _holds(folder: Folder, suffixes: tuple[str, ...]) -> bool:
+    return any(each.name.lower().endswith(suffixes) and not each.name.startswith(".") for each in folder.iterdir())
+
+
+def _children(folder: Folder, name: str) -> list[Folder]:
+    """The folders of a name, in any case, within another; those that are written as VOC's own come first."""
+    found = [each for each in folder.iterdir() if each.name.lower() == name and each.is_dir()]
+    return sorted(found, key=lambda each: each.name)
+
+
+def _below(folder: Folder, names: Sequence[str]) -> list[Folder]:
+    found = [folder]
+    for name in names:
+        found = [inner for each in found for inner in _children(each, name)]
+    return found
 
 
 def _xml_files(folder: Folder) -> dict[str, Folder]:
@@ -273,13 +369,13 @@ def _stem(name: str, suffixes: Sequence[str]) -> str:
     return name[: len(name) - len(suffix)]
 
 
-def _read_split(tree: Folder, split: str, annotated: Container[str], archive: Archive | None) -> list[str]:
+def _read_split(tree: VocTree, split: str | Path, annotated: Container[str], archive: Archive | None) -> list[str]:
     """The names in a split's file: whole lines that are a name, and the first word of others (name and flag)."""
-    folder = tree / "ImageSets" / "Main"
-    file = folder / f"{split}.txt"
+    folder = tree.folder / "ImageSets" / "Main" if tree.lists is None else tree.lists
+    file = split if isinstance(split, Path) else folder / f"{split}.txt"
     if not file.is_file():
         known = sorted(each.name.removesuffix(".txt") for each in folder.iterdir()) if folder.is_dir() else []
-        raise DataError(f"there is no split {brief(split)} in {folder}; it has {_list_of(known) or 'none'}")
+        raise DataError(f"there is no split {brief(str(split))} in {folder}; it has {_list_of(known) or 'none'}")
     try:
         lines = _read_bytes(file, archive, LIST_BYTES).decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
@@ -396,16 +492,22 @@ def _images(folder: Folder) -> dict[str, str]:
     return {**lower, **{name: name for name in names}}
 
 
-def _image_name(annotation: _Annotation, images: Mapping[str, str], images_dir: Folder, needed: bool) -> str:
+def _image_of(annotation: _Annotation, folders: Sequence[tuple[Folder, Mapping[str, str]]], needed: bool) -> Folder:
     # The stem is tried first: in many sets files were renamed, but not their <filename>.
-    for name in (*(annotation.stem + suffix for suffix in SUFFIXES), annotation.image):
-        if name in images:
-            return images[name]
+    names = (*(annotation.stem + suffix for suffix in SUFFIXES), annotation.image)
+    for folder, images in folders:
+        for name in names:
+            if name in images:
+                return folder / images[name]
     if not needed:
-        return annotation.stem + SUFFIXES[0]
+        name = annotation.stem + SUFFIXES[0]
+        return folders[0][0] / name if folders else Path(name)
+    where = " and ".join(str(folder) for folder, _ in folders)
     raise DataError(
-        f"{images_dir} lacks the image of {annotation.file}: neither {_named(annotation.stem)} with"
+        f"{where} lacks the image of {annotation.file}: neither {_named(annotation.stem)} with"
         f" {', '.join(SUFFIXES)} nor its filename {brief(annotation.image)}"
+        if where
+        else f"there is no folder of images beside {annotation.file.parent}; it may be called {', '.join(IMAGES)}"
     )
 
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.data.images import Limits, load_image_folder
+from metricopt_ext.data.images import Limits
 from metricopt_ext.data.labelled import Labelled, Split
 from metricopt_ext.data.named_model import folder_weights, has_weights, settings_of
 from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.pretrained import pretrained
+from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import ConfigError
@@ -27,8 +28,10 @@ from metricopt_ext.retrieval.data import (
     load_stanford_online_products,
     split_classes,
 )
+from metricopt_ext.retrieval.layouts import load_class_folders
 from metricopt_ext.retrieval.metrics import embedding_metric
 from metricopt_ext.retrieval.models import Embedder, build_model
+from metricopt_ext.retrieval.own_data import own_parts
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import ClassBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
@@ -39,10 +42,13 @@ from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.state_dict import load_checkpoint
 
 LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the settings and the bounds
-    "class_folders": lambda data, limits: load_image_folder(data.root, data.image_size or None, **limits),
+    "class_folders": lambda data, limits: load_class_folders(Path(data.root), data.image_size or None, limits)[0],
     "digits": lambda data, limits: load_digits(),
     "omniglot": lambda data, limits: load_omniglot(data.root, data.image_size or None, **limits),
 }
+
+
+WITH_PARTS = ("in_shop", "stanford_online_products")  # sets with train and test parts of their own
 
 
 def embed(model: nn.Module, x: Tensor) -> Tensor:
@@ -57,7 +63,9 @@ def embed_with(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
         return embed(model, x).cpu()
 
 
-def build_metric(config: MetricConfig, part: Split, halves: Sequence[Tensor] | str = ()) -> Metric:
+def build_metric(
+    config: MetricConfig, part: Split, halves: Sequence[Tensor] | str = (), queries: Tensor | None = None
+) -> Metric:
     """Make the black box: the metric of a part's embeddings, by default mean Recall@k.
 
     Args:
@@ -65,18 +73,22 @@ def build_metric(config: MetricConfig, part: Split, halves: Sequence[Tensor] | s
         part: Images and labels.
         halves: Indices of two halves of them, for a metric that also reports its value within each, or why there
             are none; empty for one that does not.
+        queries: Which of the images are queries, ``n`` booleans, and the others their gallery; None if each searches
+            all others.
 
     Raises:
         ConfigError: The metric's settings are impossible.
     """
     metric = embedding_metric(config)
+    if queries is not None and metric.against is None:
+        metric.judge(torch.zeros(0, 1), part.y[:0], queries[:0])  # refuses
 
     def function(model: nn.Module) -> Any:
         embeddings, labels = embed(model, part.x).cpu(), part.y.cpu()
 
         def value_on(half: Tensor | None) -> float:
             rows = slice(None) if half is None else half.cpu()
-            return metric.function(embeddings[rows], labels[rows])
+            return metric.judge(embeddings[rows], labels[rows], None if queries is None else queries.cpu()[rows])
 
         return with_halves(value_on, halves)
 
@@ -233,15 +245,25 @@ def attach(model: nn.Module, config: RetrievalConfig, seed: int) -> Adapter:
 
 
 def _divided(data: DataConfig, limits: Limits, seed: int) -> Splits:
-    if data.name != "stanford_online_products" and data.name not in LOADERS:
-        raise ConfigError(f"data.name={data.name!r} is none of {', '.join(LOADERS)}, stanford_online_products")
-    if data.name != "digits" and not data.root:
-        raise ConfigError(f"data.name={data.name} needs data.root=PATH, the file or folder that holds it")
+    if data.name not in (*WITH_PARTS, *LOADERS):
+        raise ConfigError(f"data.name={data.name!r} is none of {', '.join((*LOADERS, *WITH_PARTS))}")
+    if data.name != "digits" and not (data.root or data.parts):
+        raise ConfigError(
+            f"data.name={data.name} needs data.root=PATH, the file or folder that holds it"
+            + ", or data.train=PATH and data.val or data.test" * (data.name == "class_folders")
+        )
+    if (parts := own_parts(data, limits, seed)) is not None:
+        return parts
     if data.name == "stanford_online_products":
         train, test = load_stanford_online_products(data.root, data.image_size or 224, **limits)
         return hold_out_classes(train, test, data.validation_share, seed)
-    whole = LOADERS[data.name](data, limits)
-    return split_classes(whole, data.fractions, seed, last_test=data.last_test, test_classes=data.test_classes)
+    said = ""
+    if data.name == "class_folders":
+        whole, said = load_class_folders(Path(data.root), data.image_size or None, limits, stream=data.stream)
+    else:
+        whole = LOADERS[data.name](data, limits)
+    splits = split_classes(whole, data.fractions, seed, last_test=data.last_test, test_classes=data.test_classes)
+    return replace(splits, reading=Reading(said)) if said else splits
 
 
 def _snake(name: str) -> str:

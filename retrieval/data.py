@@ -4,6 +4,7 @@ import difflib
 import os
 import posixpath
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +24,23 @@ StrPath = str | os.PathLike[str]
 LIST_BYTES = 1 << 28
 
 _COLUMNS = ["image_id", "class_id", "super_class_id", "path"]  # of the lists of Stanford Online Products
+
+
+@dataclass(frozen=True, eq=False)
+class Searched(Splits):
+    """Splits whose test images are queries and a gallery.
+
+    Attributes:
+        queries: Which test images are queries, ``n`` booleans; the others are the gallery. None if each searches all
+            others.
+    """
+
+    queries: Tensor | None = None
+
+
+def queries_of(splits: Splits, part: str = "test") -> Tensor | None:
+    """Return which images of a part are queries, ``n`` booleans; None if each searches all others."""
+    return splits.queries if isinstance(splits, Searched) and part == "test" else None
 
 
 def split_classes(

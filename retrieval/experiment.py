@@ -29,6 +29,7 @@ from metricopt_ext.retrieval.build import (
     untrained,
 )
 from metricopt_ext.retrieval.config import RetrievalConfig
+from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.metrics import check_ks, embedding_metric, try_metric
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
 from metricopt_ext.retrieval.recall import hits_at_k
@@ -74,8 +75,14 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         config, seed, device = self.config, self.seed, choose_device(self.config.device)
         loss = build_loss(config.loss)
         self.splits = load_splits(config, seed).to(device)
+        self.reading = self.splits.reading
+        if self.reading is not None and seed == config.seed:
+            for line in self.reading.lines():
+                self.watcher.say(line)
         self.validation()  # too few pairs for a batch are found here rather than after training
         try_metric(config.metric, self.splits.validation.y, config.model.embedding)
+        whole = replace(config.metric, query_subset=0)
+        test = build_metric(whole, self.splits.test, queries=queries_of(self.splits))
         validation, batches = self.splits.validation, class_batches(self.splits.train, config.loss)
         task = FinetuneTask(
             attach(embedder(config, self.splits, seed, self.folder, self.watcher), config, seed),
@@ -86,7 +93,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         )
         for name in config.trained_methods:
             self._siblings.build(name).check(self._training(task))
-        return task, build_metric(replace(config.metric, query_subset=0), self.splits.test)
+        return task, test
 
     def rare(self) -> Rare | None:
         """Return the groups of queries, the classes, of which validation has few examples."""
@@ -117,21 +124,25 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
     def test_error(self, before: State, after: State) -> float | None:
         """Return the standard error of the test metric's difference between two states, None for too few classes.
 
-        In both all test images are searched. Images of a class depend on each other, so whole classes are drawn, of
-        queries for Recall@k, which is a mean over them, or left out in turn, for other metrics.
+        In both all test images are searched, or the gallery. Images of a class depend on each other, so whole classes
+        are drawn, of queries for Recall@k, which is a mean over them, or left out in turn, for other metrics.
         """
         labels, rng, embedded = self.splits.test.y.cpu(), generator(self.seed, "test_error"), []
         for task, phi in (before, after):
             with evaluating(task.adapter.model):
                 embedded.append(embed_with(task.adapter, phi, self.splits.test.x))
         if self.config.metric.name == "recall":
-            return recall_error(embedded[0], embedded[1], labels, check_ks(self.config.metric), rng)
+            return recall_error(
+                embedded[0], embedded[1], labels, check_ks(self.config.metric), rng, queries_of(self.splits)
+            )
+        queries = queries_of(self.splits)
         metric, classes = embedding_metric(self.config.metric), labels.unique()
         if len(classes) < FEWEST:
             return None
 
         def change(rows: Tensor) -> float:
-            old, new = (metric.function(embeddings[rows], labels[rows]) for embeddings in embedded)
+            those = None if queries is None else queries[rows]
+            old, new = (metric.judge(embeddings[rows], labels[rows], those) for embeddings in embedded)
             return new - old
 
         parts = classes[torch.randperm(len(classes), generator=rng)].chunk(LEFT_OUT)
@@ -145,8 +156,9 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         with self.as_trained():
             before = embed_with(adapter, self.task.origin(), test.x)
         after = embed_with(adapter, adapter.phi.detach(), test.x)
-        plot_neighbours(test, before, after, self.folder / "neighbours.png", self.seed)
-        save_recalls(test.y, {"pretrained": before, "metricopt": after}, self.folder / "recalls.json")
+        queries, found = queries_of(self.splits), {"pretrained": before, "metricopt": after}
+        plot_neighbours(test, before, after, self.folder / "neighbours.png", self.seed, queries)
+        save_recalls(test.y, found, self.folder / "recalls.json", queries)
 
     @property
     def _siblings(self) -> EmbedderSiblingsConfig:
@@ -168,7 +180,12 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
 
 
 def recall_error(
-    before: Tensor, after: Tensor, labels: Tensor, ks: Sequence[int], rng: torch.Generator
+    before: Tensor,
+    after: Tensor,
+    labels: Tensor,
+    ks: Sequence[int],
+    rng: torch.Generator,
+    queries: Tensor | None = None,
 ) -> float | None:
     """Return the standard error of mean Recall@k's difference, by resampled classes of queries; None for one class.
 
@@ -180,12 +197,16 @@ def recall_error(
         labels: ``n``.
         ks: Numbers of neighbours.
         rng: Source of the draws.
+        queries: Which of the images are queries, ``n`` booleans; None if each searches all others.
     """
-    found = []
+    found, gallery = [], None
+    own_labels = labels if queries is None else labels[queries]
     for embeddings in (before, after):
-        rows, hits = hits_at_k(embeddings, labels, ks)
+        if queries is not None:
+            gallery = embeddings[~queries], labels[~queries]
+        rows, hits = hits_at_k(embeddings if queries is None else embeddings[queries], own_labels, ks, gallery=gallery)
         found.append(torch.from_numpy(hits).double().mean(1))
-    change, own = found[1] - found[0], labels[torch.from_numpy(rows)]
+    change, own = found[1] - found[0], own_labels[torch.from_numpy(rows)]
     classes = [(own == label).nonzero().flatten() for label in own.unique()]
     n = len(classes)
     if n == 1:

@@ -25,6 +25,8 @@ class EmbeddingMetric:
 
     Attributes:
         function: Called with embeddings, ``n x d``, and labels, ``n``, both on the CPU; returns the value.
+        against: The same of queries and a gallery: embeddings and labels of the former, then of the latter; None for a
+            metric that has no gallery.
         name: Name in tables.
         maximize: Whether higher is better.
         bounds: Lowest and highest value.
@@ -36,6 +38,28 @@ class EmbeddingMetric:
     maximize: bool = True
     bounds: tuple[float, float] = (0.0, 1.0)
     description: str = ""
+    against: Callable[[Tensor, Tensor, Tensor, Tensor], float] | None = None
+
+    def judge(self, embeddings: Tensor, labels: Tensor, queries: Tensor | None = None) -> float:
+        """Return the value for embeddings, ``n x d``, of which each searches all others, or queries a gallery.
+
+        Args:
+            embeddings: The embeddings, on the CPU.
+            labels: ``n``.
+            queries: Which of them are queries, ``n`` booleans; None if each searches all others.
+
+        Raises:
+            ConfigError: There is a gallery, but the metric has none.
+        """
+        if queries is None:
+            return self.function(embeddings, labels)
+        if self.against is None:
+            raise ConfigError(
+                f"metric.name={self.name} is of embeddings that search each other, but the test images are queries and"
+                f" a gallery; take recall, {' or '.join(CALCULATED)}"
+            )
+        queries = queries.cpu()
+        return self.against(embeddings[queries], labels[queries], embeddings[~queries], labels[~queries])
 
 
 def embedding_metric(config: MetricConfig) -> EmbeddingMetric:
@@ -53,9 +77,18 @@ def embedding_metric(config: MetricConfig) -> EmbeddingMetric:
     if name == "recall":
         ks, subset = check_ks(config), config.query_subset or None
         title = ("mean " if len(ks) > 1 else "") + "Recall@" + ",".join(map(str, ks))
-        return EmbeddingMetric(lambda x, y: recall_at_k(x, y, ks, query_subset=subset).mean, title)
+        return EmbeddingMetric(
+            lambda x, y: recall_at_k(x, y, ks, query_subset=subset).mean,
+            title,
+            against=lambda x, y, *gallery: recall_at_k(x, y, ks, query_subset=subset, gallery=gallery).mean,
+        )
     if name in CALCULATED:
-        return EmbeddingMetric(_checked(_calculated(name), (0.0, 1.0), name), name, description=CALCULATED[name])
+        return EmbeddingMetric(
+            _checked(_calculated(name), (0.0, 1.0), name),
+            name,
+            description=CALCULATED[name],
+            against=_calculated_against(name),
+        )
     known = ", ".join(["recall", *CALCULATED])
     raise ConfigError(f"metric.name={name!r} is none of {known}; name your own function as MODULE:FUNCTION")
 
@@ -100,6 +133,18 @@ def _calculated(name: str) -> Callable[[Array, Array], float]:
 
     calculator = RecallCalculator(include=(name,), k="max_bin_count", device=torch.device("cpu"))
     return lambda embeddings, labels: calculator.get_accuracy(embeddings, labels)[name]
+
+
+def _calculated_against(name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], float]:
+    from metricopt_ext.retrieval.accuracy import RecallCalculator
+
+    calculator = RecallCalculator(include=(name,), k="max_bin_count", device=torch.device("cpu"))
+
+    def value(x: Tensor, y: Tensor, items: Tensor, labels: Tensor) -> float:
+        (x, y), (items, labels) = (map(torch.from_numpy, check_items(*each)) for each in ((x, y), (items, labels)))
+        return number_within(calculator.get_accuracy(x, y, items, labels, False)[name], (0.0, 1.0), name)
+
+    return value
 
 
 def _checked(

@@ -23,7 +23,9 @@ HIT, MISS = "#2e7d4f", "#c02942"
 CURVE_KS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def plot_neighbours(part: Split, before: Tensor, after: Tensor, path: Path, seed: int) -> Path:
+def plot_neighbours(
+    part: Split, before: Tensor, after: Tensor, path: Path, seed: int, queries: Tensor | None = None
+) -> Path:
     """Draw a random sample of the queries whose nearest neighbour became right or wrong, each with its neighbours.
 
     If there are too few such queries, others whose neighbours changed are added, then any.
@@ -34,11 +36,19 @@ def plot_neighbours(part: Split, before: Tensor, after: Tensor, path: Path, seed
         after: Embeddings after finetuning, ``n x d``.
         path: The PNG file.
         seed: Seed of the sample.
+        queries: Which of the images are queries, ``n`` booleans, and the others their gallery; None if each searches
+            all others.
     """
-    y = part.y.cpu()
-    count = min(NEIGHBOURS, len(y) - 1)
-    found = [torch.from_numpy(nearest(embeddings, count)) for embeddings in (before, after)]
-    right = [y[rows[:, 0]] == y for rows in found]
+    everywhere = torch.arange(len(part))
+    own, items = (everywhere, everywhere) if queries is None else (everywhere[queries], everywhere[~queries])
+    labels = part.y.cpu()
+    y = labels[own]
+    count = min(NEIGHBOURS, len(items) - (queries is None))
+    found = [
+        items[torch.from_numpy(nearest(each[own], count, gallery=None if queries is None else each[items]))]
+        for each in (before, after)
+    ]
+    right = [labels[rows[:, 0]] == y for rows in found]
     interest = 2 * (right[0] != right[1]).long() + (found[0] != found[1]).any(1).long()
     order = torch.randperm(len(y), generator=generator(seed, "neighbours"))
     shown = order[interest[order].argsort(descending=True, stable=True)][:ROWS].tolist()
@@ -54,26 +64,36 @@ def plot_neighbours(part: Split, before: Tensor, after: Tensor, path: Path, seed
         fontsize=9,
     )
     for line, query in zip(panels, shown, strict=True):
-        _show(line[0], part.x[query], "black", 1.0)
+        _show(line[0], part.x[own[query]], "black", 1.0)
         line[count + 1].set_axis_off()
         for rows, columns in zip(found, (line[1 : count + 1], line[count + 2 :]), strict=True):
             for axes, item in zip(columns, rows[query].tolist(), strict=True):
-                _show(axes, part.x[item], HIT if y[item] == y[query] else MISS, 3.0)
+                _show(axes, part.x[item], HIT if labels[item] == y[query] else MISS, 3.0)
     for column, title in ((0, "query"), (1, "before"), (count + 2, "after")):
         panels[0, column].set_title(title, fontsize=9, loc="left")
     return save_figure(figure, path)
 
 
-def save_recalls(y: Tensor, embeddings: dict[str, Tensor], path: Path) -> None:
+def save_recalls(y: Tensor, embeddings: dict[str, Tensor], path: Path, queries: Tensor | None = None) -> None:
     """Write Recall@k on the test data, for several k, as JSON.
 
     Args:
         y: Labels, ``n``.
         embeddings: Embeddings by method, ``n x d``.
         path: The file.
+        queries: Which of them are queries, ``n`` booleans, and the others their gallery; None if each searches all
+            others.
     """
-    ks = [k for k in CURVE_KS if k < len(y)]
-    recalls = {name: recall_at_k(vectors, y.cpu(), ks).at for name, vectors in embeddings.items()}
+    y = y.cpu()
+    ks = [k for k in CURVE_KS if k < (len(y) if queries is None else int((~queries).sum()))]
+    recalls = {
+        name: (
+            recall_at_k(vectors, y, ks)
+            if queries is None
+            else recall_at_k(vectors[queries], y[queries], ks, gallery=(vectors[~queries], y[~queries]))
+        ).at
+        for name, vectors in embeddings.items()
+    }
     write_json(path, {"ks": ks, **{name: [at[k] for k in ks] for name, at in recalls.items()}})
 
 

@@ -147,14 +147,20 @@ def recall_at_k(
 
 
 def hits_at_k(
-    embeddings: Array, labels: Array, ks: Sequence[int], *, distance: Distance = "l2"
+    embeddings: Array,
+    labels: Array,
+    ks: Sequence[int],
+    *,
+    gallery: tuple[Array, Array] | None = None,
+    distance: Distance = "l2",
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return which queries are hits when each searches all others; the mean of a column is `recall_at_k`.
+    """Return which queries are hits, as each searches all others, or a gallery; a column's mean is `recall_at_k`.
 
     Args:
         embeddings: ``n x d``, as in `recall_at_k`.
         labels: ``n`` integers.
         ks: Numbers of neighbours, each at least 1.
+        gallery: As in `recall_at_k`.
         distance: As in `recall_at_k`.
 
     Returns:
@@ -165,26 +171,35 @@ def hits_at_k(
     """
     ks = check_options(ks, distance, None, 0)
     queries, own = _check(embeddings, labels, "", distance)
-    rows = _with_match(own, own, includes_queries=True)
-    ranks, _ = ranks_of_first(queries, own, rows, queries, own, True, ks, distance)
+    items, item_labels = queries, own
+    if gallery is not None:
+        items, item_labels = _check_gallery(embeddings, queries, own, gallery, False)
+    rows = _with_match(own, item_labels, includes_queries=gallery is None)
+    ranks, _ = ranks_of_first(queries, own, rows, items, item_labels, gallery is None, ks, distance)
     return rows, ranks[:, None] < np.array(ks)
 
 
-def nearest(embeddings: Array, k: int, *, distance: Distance = "l2") -> npt.NDArray[np.int64]:
+def nearest(
+    embeddings: Array, k: int, *, gallery: Array | None = None, distance: Distance = "l2"
+) -> npt.NDArray[np.int64]:
     """Find the k nearest other embeddings of each, ``n x k`` rows, nearest first; exact, as in `recall_at_k`.
 
     Args:
         embeddings: ``n x d``, real and finite, n above k; a tensor on any device or an array.
         k: Number of neighbours, at least 1.
+        gallery: What they are searched in, ``m x d``, m at least k; None for the embeddings themselves.
         distance: As in `recall_at_k`.
 
     Raises:
         DataError: As in `recall_at_k`, for the embeddings.
     """
-    items, _ = _check(embeddings, np.arange(len(embeddings)), "", distance)
-    search, own = Search(items, items, distance, k, own=True), np.arange(items.size)
+    items, own = _check(embeddings, np.arange(len(embeddings)), "", distance)
+    searched = items
+    if gallery is not None:
+        searched, _ = _check_gallery(embeddings, items, own, (gallery, np.arange(len(gallery))), False)
+    search, rows = Search(items, searched, distance, k, own=gallery is None), np.arange(items.size)
     return np.concatenate(
-        [search.nearest(own[part], k) for part in chunks(items.size, *chunk_sizes(k, items.dimension))]
+        [search.nearest(rows[part], k) for part in chunks(items.size, *chunk_sizes(k, items.dimension))]
     )
 
 

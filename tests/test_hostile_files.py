@@ -27,6 +27,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from scipy.io import savemat
 from torch import nn
 
 from metricopt_ext.adapters.attach import attach_film, attach_outputs, load_adapter
@@ -34,11 +35,14 @@ from metricopt_ext.adapters.skeleton import attach_checkpoint, chosen, moved_ten
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.tables import load_csv, load_libsvm
-from metricopt_ext.data.images import MAX_PIXELS, load_image_folder
+from metricopt_ext.data.arrays import read_array
+from metricopt_ext.data.images import MAX_PIXELS, Limits, load_image_folder
+from metricopt_ext.data.parquet import parquet_cells
 from metricopt_ext.data.training_state import TrainingState
 from metricopt_ext.detection.coco import read_coco, read_detections
 from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.voc import read_voc
+from metricopt_ext.detection.yolo import read_yolo, read_yolo_file
 from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.evidence import contest, contest_report
 from metricopt_ext.evidence.joined import joined
@@ -50,6 +54,7 @@ from metricopt_ext.methods.siblings.set_loss import SetLoss, load_set_loss
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.methods.siblings.unfinished import Unfinished
 from metricopt_ext.retrieval.data import load_stanford_online_products
+from metricopt_ext.retrieval.layouts import load_cars196, load_in_shop
 from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
 from metricopt_ext.tasks import kept_evaluations
 from metricopt_ext.tasks.batch_metric import BatchMetric
@@ -323,6 +328,66 @@ def write_npy(folder: Path) -> Path:
     return folder / "x.npy"
 
 
+XY: dict[str, Any] = {"embeddings": np.zeros((3, 2), np.float32), "labels": np.array(["a", "bc", "a"])}
+
+
+def write_npz(folder: Path) -> Path:
+    np.savez_compressed(folder / "x.npz", **XY)
+    return folder / "x.npz"
+
+
+def write_pt(folder: Path) -> Path:
+    torch.save({"embeddings": torch.zeros(3, 2), "labels": ["a", "bc", "a"]}, folder / "x.pt")
+    return folder / "x.pt"
+
+
+def write_h5(folder: Path) -> Path:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(folder / "x.h5", "w") as file:
+        file["embeddings"], file["labels"] = XY["embeddings"], XY["labels"].tolist()
+    return folder / "x.h5"
+
+
+def write_parquet(folder: Path) -> Path:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    content = {"embeddings": [[0.0, 1.0]] * 3, "labels": ["a", "bc", "a"], "y": [1, 2, 1]}
+    parquet.write_table(arrow.table(content), folder / "x.parquet")
+    return folder / "x.parquet"
+
+
+def write_table(folder: Path) -> Path:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"a": [0.5, 1.0], "b": ["a", None], "y": [1, 2]}), folder / "x.parquet")
+    return folder / "x.parquet"
+
+
+def read_both(path: Path) -> None:
+    for name in ("embeddings", "labels"):
+        read_array(path, name)
+
+
+def write_cars(folder: Path) -> Path:
+    text("car_ims/0.jpg", SMALL)(folder)
+    rows = np.array([("car_ims/0.jpg", 1)], dtype=[("relative_im_path", "O"), ("class", "O")])
+    savemat(folder / "cars_annos.mat", {"annotations": rows})
+    return folder / "cars_annos.mat"
+
+
+def write_partition(folder: Path) -> Path:
+    for name in "abc":
+        text(f"img/{name}.jpg", SMALL)(folder)
+    rows = "img/a.jpg x train\nimg/b.jpg y query\nimg/c.jpg y gallery\n"
+    return text("list_eval_partition.txt", f"3\nimage_name item_id evaluation_status\n{rows}")(folder)
+
+
+def write_yolo(folder: Path) -> Path:
+    text("images/a.png", SMALL)(folder)
+    return text("labels/a.txt", "0 0.5 0.5 0.5 0.25\n1 0.1 0.1 0.2 0.1 0.2 0.9\n")(folder)
+
+
+LIMITS = Limits(max_bytes=10**8, max_pixels=10**6)
+
+
 def write_list(folder: Path) -> Path:
     for part, name in (("test", "a/y.png"), ("train", "a/x.png")):
         text(name, SMALL)(folder)
@@ -462,6 +527,15 @@ LOADERS: dict[str, Loader] = {
     "libsvm": Loader(text("x.txt", "1 1:0.5 3:2\n-1 2:1\n"), load_libsvm),
     "libsvm gz": Loader(text("x.gz", gzip.compress(b"1 1:0.5 3:2\n-1 2:1\n", mtime=0)), load_libsvm),
     "csv": Loader(text("x.csv", "a,b,y\n1,x,0\n2,z,1\n"), lambda path: load_csv(path, "y")),
+    "npz": Loader(write_npz, read_both),
+    "pt": Loader(write_pt, read_both),
+    "h5": Loader(write_h5, read_both),
+    "parquet": Loader(write_parquet, read_both),
+    "parquet table": Loader(write_table, lambda path: parquet_cells(path, 10**6)),
+    "cars": Loader(write_cars, lambda path: load_cars196(path.parent, None, LIMITS)),
+    "partition": Loader(write_partition, lambda path: load_in_shop(path.parent, None, LIMITS)),
+    "yolo": Loader(write_yolo, lambda path: read_yolo(path.parents[1] / "images", ("cat", "dog"))),
+    "data.yaml": Loader(text("data.yaml", "train: a\nval: [b, c]\nnc: 2\nnames: {0: cat, 1: dog}\n"), read_yolo_file),
     "npy": Loader(write_npy, lambda path: evaluate_recall.read_array(path, "embeddings")),
     "embeddings": Loader(checkpoint(".safetensors"), lambda path: evaluate_recall.read_array(path, "weight")),
     "products": Loader(write_list, lambda path: load_stanford_online_products(path.parent, 4)),

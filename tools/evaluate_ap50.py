@@ -7,7 +7,8 @@ r"""Compute the AP50 of detections: the average precision if a hit needs an inte
         --weights out/run/seed-0/tuned.pth --annotations out/run/seed-0/scenes --split test --output-dir out/ap50
 
 Detections are in COCO's results format: a list of {"image_id", "category_id", "bbox": [x, y, width, height], "score"}.
-Annotations are COCO's JSON, or a folder or zip file in Pascal VOC's format: image_id is then the image's file name
+Annotations are COCO's JSON, or a folder or zip file in Pascal VOC's format, or a folder as Roboflow, Kaggle or YOLO
+have them, which a note then says (metricopt_ext.detection.layouts). For VOC and YOLO, image_id is the image's file name
 without suffix, and category_id counts the classes from 1 (or category_name names one). Ids that are written otherwise
 are read where one reading fits them all (metricopt_ext.detection.ids), and notes below the table say what did not
 count. The module metricopt_ext.detection.ap50 explains how the definitions differ. Instead of a file, detections can
@@ -223,6 +224,7 @@ def read_annotations(
     from torch import float64
 
     from metricopt_ext.detection.coco import read_coco
+    from metricopt_ext.detection.layouts import as_usual, part_in
     from metricopt_ext.detection.voc import read_voc
 
     if not is_coco(path):
@@ -231,6 +233,11 @@ def read_annotations(
                 f"{path} is neither COCO's .json file nor a folder or complete zip file in Pascal VOC's format; unpack"
                 " or rename it"
             )
+        if path.is_dir() and (part := part_in(path, split)) is not None and not as_usual(part):
+            if classes is not None and part.kind != "voc":
+                raise DataError(f"--classes is for VOC's format; {path} is in {part.kind.upper()}'s, which has its own")
+            warnings.warn(f"read as {part.found}", stacklevel=2)
+            return part.read(classes, images=images, dtype=float64)
         return read_voc(path, split, classes=classes, images=images)
     if split is not None or classes is not None:
         raise DataError(f"--split and --classes are for VOC's format; {path} is in COCO's, which has its own")

@@ -12,7 +12,8 @@ A run is the output folder of tools/finetune_retrieval.py: the models of each se
 evaluated on its test classes (or --part validation), which seed-N/classes.json lists and data.test_classes can choose.
 Images are <class>/<file> in a folder or zip file, embedded by a model that the config file of
 tools/finetune_retrieval.py describes, with its weights, and with a finetuned adapter if one is given.
-Files are .npy, or .safetensors with tensors "embeddings" and "labels"; --labels (--gallery-labels) is then omitted.
+Files are .npy, or have "embeddings" and "labels": .npz, .safetensors, .pt, .h5 or .parquet; --labels (--gallery-labels)
+is then omitted. Labels are integers, or names, which all files must then have.
 Without a gallery, or with a gallery that is the queries (the same file, or a copy), the queries search each other. Any
 other gallery should not contain the queries, which would find themselves: a note counts them. Embeddings are
 compared as they are; pytorch-metric-learning's testers scale them to length 1 first, as --distance cosine does. Prints
@@ -31,12 +32,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from metricopt_ext.data.arrays import Names, holds_several, read_array, read_shape
 from metricopt_ext.errors import ConfigError, DataError, MetricOptError
 from metricopt_ext.evidence.cli import add_show_config, errors_in_one_line, show_config, shows_config
 from metricopt_ext.evidence.report import versions
 from metricopt_ext.evidence.style import print_table
 from metricopt_ext.utils.files import write_json
-from metricopt_ext.utils.words import brief
 
 Items = tuple[Any, Any]  # embeddings and labels
 Gallery = tuple[str, Items | None]  # its name, and its items unless they are the queries
@@ -84,12 +85,16 @@ def main() -> None:
     queries.add_argument("--images", type=Path, help="queries, a folder of <class>/<file>")
     queries.add_argument("--run-dir", type=Path, help="output folder of tools/finetune_retrieval.py, with its own data")
     parser.add_argument("--part", choices=["train", "validation", "test"], help="of the run's data; default: test")
-    parser.add_argument("--labels", type=Path, help="their labels, n integers")
+    parser.add_argument("--labels", type=Path, help="their labels, n integers or names")
     parser.add_argument(
         "--gallery-embeddings", action="append", default=[], type=Path, help="a gallery, m x d; may be repeated"
     )
     parser.add_argument(
-        "--gallery-labels", action="append", default=[], type=Path, help="its labels, m integers; one per gallery"
+        "--gallery-labels",
+        action="append",
+        default=[],
+        type=Path,
+        help="its labels, m of them; one per gallery",
     )
     parser.add_argument(
         "--gallery-images", action="append", default=[], type=Path, help="a gallery for --images; may be repeated"
@@ -214,10 +219,11 @@ def searches(arguments: argparse.Namespace) -> Iterable[Search]:
 
 def read_files(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery]]:
     """Read the queries and, one after the other, the galleries, from files of embeddings."""
-    queries = read_items(arguments.embeddings, arguments.labels, "--labels")
+    names = Names()  # over all files: the same name is the same class
+    queries = read_items(arguments.embeddings, arguments.labels, "--labels", names)
     embeddings, labels = arguments.gallery_embeddings, arguments.gallery_labels
     check_galleries(embeddings, labels, queries)
-    return queries, galleries(embeddings, labels, arguments.embeddings, queries)
+    return queries, galleries(embeddings, labels, arguments.embeddings, queries, names)
 
 
 def embed_images(arguments: argparse.Namespace) -> tuple[Items, Iterator[Gallery]]:
@@ -273,6 +279,7 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
     from metricopt_ext.methods.run_folder import FORMAT
     from metricopt_ext.retrieval.build import built, embed, load_splits
     from metricopt_ext.retrieval.config import RetrievalConfig
+    from metricopt_ext.retrieval.data import queries_of
     from metricopt_ext.utils.config import load_config
     from metricopt_ext.utils.device import choose_device
     from metricopt_ext.utils.files import read_json
@@ -293,13 +300,18 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
         raise DataError(f"{folder} has no seed-N/tuned.safetensors, which is written once a seed has finished")
     device = choose_device(config.device)
     for seed in seeds:
-        data = getattr(load_splits(config, seed), part)
+        splits = load_splits(config, seed)
+        data, queries = getattr(splits, part), queries_of(splits, part)
         for name in ("model", "tuned"):
             model = built(config.model, data.x.shape[1:])
             load_checkpoint(model, folder / f"seed-{seed}" / f"{name}.safetensors")
             with torch.no_grad():
                 embeddings = embed(model.to(device).eval(), data.x.to(device)).cpu()
-            yield f"seed-{seed}/{name}", (embeddings, data.y), None
+            if queries is None:
+                yield f"seed-{seed}/{name}", (embeddings, data.y), None
+            else:
+                items = embeddings[~queries], data.y[~queries]
+                yield f"seed-{seed}/{name}", (embeddings[queries], data.y[queries]), items
 
 
 def check_galleries(embeddings: list[Path], labels: list[Path], queries: Items) -> None:
@@ -327,7 +339,9 @@ def check_galleries(embeddings: list[Path], labels: list[Path], queries: Items) 
             raise DataError(f"{path} has {shape[0]} embeddings, and {names or path} {size[0] if size else 'no'} labels")
 
 
-def galleries(embeddings: list[Path], labels: list[Path], file: Path, queries: Items) -> Iterator[Gallery]:
+def galleries(
+    embeddings: list[Path], labels: list[Path], file: Path, queries: Items, names: Names
+) -> Iterator[Gallery]:
     """Read one gallery after the other.
 
     Args:
@@ -335,6 +349,7 @@ def galleries(embeddings: list[Path], labels: list[Path], file: Path, queries: I
         labels: As in `check_galleries`.
         file: The queries' file.
         queries: The queries and their labels.
+        names: Numbers labels that are names.
 
     Yields:
         Name and (embeddings, labels) of each; None instead of these for the queries.
@@ -345,7 +360,8 @@ def galleries(embeddings: list[Path], labels: list[Path], file: Path, queries: I
     if not embeddings:
         yield "the queries", None
     for i, path in enumerate(embeddings):
-        items, own = read_items(path, labels[i] if labels else None, "--gallery-labels"), path.samefile(file)
+        items = read_items(path, labels[i] if labels else None, "--gallery-labels", names)
+        own = path.samefile(file)
         if own and not equal_items(queries, items):
             raise DataError(f"{path} is the queries' own file, but its labels are not those of --labels")
         yield str(path), None if own else items
@@ -376,14 +392,15 @@ def repeated(items: Items) -> int:
     return int(counts[counts > 1].sum())
 
 
-def read_items(embeddings: Path, labels: Path | None, option: str) -> tuple[Any, Any]:
-    """Read embeddings ``n x d`` and their labels ``n``; without a file of labels, both from one .safetensors file.
+def read_items(embeddings: Path, labels: Path | None, option: str, names: Names) -> tuple[Any, Any]:
+    """Read embeddings ``n x d`` and their labels ``n``; without a file of labels, both from one file.
 
     Raises:
         DataError: A file can't be read or lacks what it should hold; ``option`` is the option for a file of labels.
     """
     check_labels(embeddings, labels, option)
-    return read_array(embeddings, "embeddings"), read_array(labels or embeddings, "labels")
+    own = labels or embeddings
+    return read_array(embeddings, "embeddings"), names.numbered(read_array(own, "labels"), own)
 
 
 def check_labels(embeddings: Path, labels: Path | None, option: str) -> None:
@@ -392,7 +409,7 @@ def check_labels(embeddings: Path, labels: Path | None, option: str) -> None:
     Raises:
         DataError: They are so, or a file can't be read; ``option`` is the option for a file of labels.
     """
-    if embeddings.suffix != ".safetensors":
+    if not holds_several(embeddings):
         if labels is None:
             raise DataError(f"{embeddings} holds no labels; name their file with {option}")
     elif labels is not None and not (labels.exists() and labels.samefile(embeddings)):
@@ -402,45 +419,6 @@ def check_labels(embeddings: Path, labels: Path | None, option: str) -> None:
             return
         if not np.array_equal(own, read_array(labels, "labels")):
             raise DataError(f"{embeddings} holds labels other than {labels}; leave {option} out for its own")
-
-
-def read_shape(path: Path, name: str) -> tuple[int, ...]:
-    """Return the shape of what `read_array` reads; errors are the same."""
-    return tuple(read_array(path, name, shape=True))
-
-
-def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
-    """Read an array from a .npy file, or the tensor of this name from a .safetensors file; or its shape alone.
-
-    Raises:
-        DataError: The file is missing, of another kind, corrupt, or has no such tensor.
-    """
-    if not path.is_file():
-        raise DataError(f"{path} does not exist")
-    if path.suffix == ".npy":
-        try:
-            # Mapped, as then no more memory is taken than the file has, whatever shape it declares.
-            mapped = np.lib.format.open_memmap(path, mode="r")
-            return mapped.shape if shape else np.array(mapped)
-        except Exception as error:  # its header is parsed as Python, with errors of many types
-            raise DataError(f"{path} is not a .npy file of numbers ({brief(error)})") from error
-    if path.suffix != ".safetensors":
-        raise DataError(f"{path} must be a .npy or .safetensors file")
-
-    from safetensors import safe_open
-
-    from metricopt_ext.utils.files import check_header
-
-    try:
-        check_header(path)
-        with safe_open(path, framework="pt") as file:
-            if name not in (names := list(file.keys())):
-                raise DataError(f"{path} has no tensor {name!r}, only {', '.join(map(repr, names))}")
-            return file.get_slice(name).get_shape() if shape else file.get_tensor(name)
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{path} is truncated or not a safetensors file ({brief(error)})") from error
 
 
 def print_rows(rows: list[Row], searched: str) -> None:

@@ -19,6 +19,7 @@ from metricopt_ext.data.archives import open_zip
 from metricopt_ext.detection.box_kinds import check_annotated
 from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.detectron2.config import DatasetsNode
+from metricopt_ext.detection.layouts import images_of
 from metricopt_ext.detection.records import UNREADABLE, Annotated, DetectionSet, warn_of_boxes
 from metricopt_ext.detection.scenes import write_scenes
 from metricopt_ext.detection.voc import read_voc
@@ -303,7 +304,7 @@ def register_entries(entries: Sequence[str], root: str | Path, classes: Sequence
             continue
         data: DetectionSet
         if split.lower().endswith(".json"):
-            data = read_coco(folder / split, folder)
+            data = read_coco(folder / split, images_of(folder / split, folder))
         else:
             data = read_voc(folder, split, classes=classes or None)
         register(name, _part(data, int(match["first"] or 0), int(match["last"] or 100)))

@@ -1,5 +1,6 @@
 """Images with class labels: read from folders and zip files, and varied for training."""
 
+import hashlib
 import io
 import os
 import warnings
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from metricopt_ext.data.archives import MEMBER_BYTES, open_zip
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, check_bytes
+from metricopt_ext.data.streamed import StreamedImages, as_inputs
 from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.files import existing, read_bounded, walked
@@ -80,6 +82,8 @@ def load_image_folder(
     mode: Mode = "RGB",
     max_bytes: int = MAX_BYTES,
     max_pixels: int = MAX_PIXELS,
+    contents: dict[str, str] | None = None,
+    stream: bool = False,
 ) -> Labelled:
     """Read ``<class>/<file>`` images from a folder or a zip file, possibly below one more folder.
 
@@ -95,6 +99,9 @@ def load_image_folder(
         mode: ``"RGB"``, or ``"L"`` for greyscale.
         max_bytes: Most bytes of all images in memory, and of all files that are read from a zip file.
         max_pixels: Most pixels of an image as it is stored.
+        contents: Receives a digest of each file that is read, by its name there.
+        stream: Whether the images stay on disk, in a folder, and are read whenever they are asked for
+            (`StreamedImages`); they are then no files of ``contents``, and ``max_bytes`` is not for them.
 
     Returns:
         Inputs ``n x 3 x h x w`` uint8 (``n x 1 x h x w`` in grey), ordered by class and
@@ -117,11 +124,18 @@ def load_image_folder(
                 stacklevel=2,
             )
         chosen, y, class_names = _chosen(path, entries, limit_per_class, depth)
-        x = read_images(path, chosen, reader(path), image_size, mode, max_bytes=max_bytes, max_pixels=max_pixels)
+        if stream:
+            images = stream_images(path, chosen, reader(path), image_size, mode, max_pixels=max_pixels)
+            return Labelled(as_inputs(images), y, class_names)
+        read = noting(reader(path), contents)
+        x = read_images(path, chosen, read, image_size, mode, max_bytes=max_bytes, max_pixels=max_pixels)
         return Labelled(x, y, class_names)
+    if stream:
+        raise DataError(f"{path} is a zip file, from which single images are read too slowly; unpack it to stream them")
     with open_zip(path, max_bytes) as archive:
         chosen, y, class_names = _chosen(path, archive.names(), limit_per_class, depth)
-        x = read_images(path, chosen, archive.read, image_size, mode, max_bytes=max_bytes, max_pixels=max_pixels)
+        read = noting(archive.read, contents)
+        x = read_images(path, chosen, read, image_size, mode, max_bytes=max_bytes, max_pixels=max_pixels)
     return Labelled(x, y, class_names)
 
 
@@ -167,9 +181,109 @@ def read_images(
     return torch.from_numpy(x)
 
 
+def stream_images(
+    path: Path,
+    names: Sequence[str],
+    read: Callable[[str], bytes],
+    image_size: ImageSize | None = None,
+    mode: Mode = "RGB",
+    *,
+    max_pixels: int = MAX_PIXELS,
+) -> StreamedImages:
+    """Return images that are read whenever they are asked for, as `read_images` reads them all.
+
+    The first one is read, for the shape; of the others that each can be opened is checked, and without ``image_size``
+    that all have one size. What is lost of an image is warned of as it is read, once for each kind of loss.
+
+    Args:
+        path: The folder that holds them, for messages.
+        names: Their names there, at least one.
+        read: Returns the content of a file by its name there.
+        image_size: As in `load_image_folder`.
+        mode: As in `load_image_folder`.
+        max_pixels: As in `load_image_folder`.
+
+    Raises:
+        DataError: For an image that can't be opened, unequal sizes without ``image_size``, or more pixels than allowed.
+    """
+    size = (image_size, image_size) if isinstance(image_size, int) else image_size
+    noted = defaultdict[str, list[str]](list)
+    told = set[str]()
+    first = _pixels(path, names[0], read, size, mode, max_pixels, noted).shape
+    noted.clear()  # which is told as the image is read
+
+    def pixels(row: int) -> Tensor:
+        found = np.array(_pixels(path, names[row], read, size, mode, max_pixels, noted))
+        if found.shape != first:
+            raise DataError(
+                f"{path}: images must all have one size, got {found.shape[1]} x {found.shape[2]} ({names[row]}) and"
+                f" {first[1]} x {first[2]} ({names[0]}); set image_size"
+            )
+        for what in noted.keys() - told:
+            warnings.warn(f"{path}: of some images {what}: first {brief(names[row])}", stacklevel=2)
+            told.add(what)
+        noted.clear()
+        return torch.from_numpy(found)
+
+    for name in names[1:]:
+        height, width = _height_and_width(path, name, read, max_pixels)
+        if size is None and (height, width) != first[1:]:
+            raise DataError(
+                f"{path}: images must all have one size, got {height} x {width} ({name}) and"
+                f" {first[1]} x {first[2]} ({names[0]}); set image_size"
+            )
+    return StreamedImages(pixels, range(len(names)), first)
+
+
+def _height_and_width(path: Path, name: str, read: Callable[[str], bytes], max_pixels: int) -> tuple[int, int]:
+    """The size of an image upright, which is not decoded."""
+    try:
+        with opened(read(name), max_pixels) as image:
+            width, height = image.size
+            orientation = image.getexif().get(0x0112, 1) if image.format != "TIFF" else 1
+    except (DataError, OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot read {name[:200]} as an image: {brief(error)}") from error
+    except Exception:  # broken EXIF data raise errors of many types, and turn nothing
+        return height, width
+    return (width, height) if orientation in (5, 6, 7, 8) else (height, width)
+
+
 def reader(folder: Path) -> Callable[[str], bytes]:
     """Return a function that reads a folder's files by their names in it."""
     return lambda name: read_bounded(folder / name, MEMBER_BYTES)
+
+
+def noting(read: Callable[[str], bytes], contents: dict[str, str] | None) -> Callable[[str], bytes]:
+    """Return a function that reads files by their names, as another does, and notes a digest of each.
+
+    Args:
+        read: The other.
+        contents: Receives the digests by name; None to note none.
+    """
+    if contents is None:
+        return read
+
+    def noted(name: str) -> bytes:
+        content = read(name)
+        contents[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
+        return content
+
+    return noted
+
+
+def centre_crop(size: int, crop: int) -> Callable[[Any], Any]:
+    """Return what scales a PIL image to a shorter side of ``size`` pixels and cuts out a square of ``crop`` pixels.
+
+    Args:
+        size: Pixels of the shorter side, at least ``crop``.
+        crop: Pixels per side of the square in the centre, at least 1.
+    """
+    from torchvision.transforms import functional
+
+    def cut(image: Any) -> Any:
+        return functional.center_crop(functional.resize(image, size, antialias=True), crop)
+
+    return cut
 
 
 @contextmanager

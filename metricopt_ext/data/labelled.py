@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.reading import Reading
+from metricopt_ext.data.streamed import is_streamed, taken
 from metricopt_ext.errors import DataError
 
 # Most bytes of a set in memory, unless a caller allows more: VOC2007 takes 2.8 GB, but a picture of one
@@ -38,7 +39,7 @@ class Split:
     """Examples and their labels.
 
     Attributes:
-        x: Inputs, ``n x ...``: finite float32, or uint8 images.
+        x: Inputs, ``n x ...``: finite float32, or uint8 images; or images on disk (`StreamedImages`).
         y: Labels, ``n`` int64; of several labels each (multi-label) ``n x k`` int64, 0 or 1; or quantities, ``n``
             finite float64; or of each pixel of an image (segmentation), ``n x h x w`` int64, 255 for one to ignore.
         columns: What else is known of each row, such as its weight or its region, by name: arrays of ``n``. A metric
@@ -73,6 +74,8 @@ class Split:
             )
 
     def _check_x(self) -> None:
+        if is_streamed(self.x):  # finite as far as it was read
+            return
         if self.x.dtype not in (torch.float32, torch.uint8) or self.x.ndim < 2:
             raise DataError(
                 f"x must be float32 or uint8 of shape n x ..., got {self.x.dtype} of shape {tuple(self.x.shape)}"
@@ -88,7 +91,7 @@ class Split:
 
     def take(self, rows: Tensor) -> "Split":
         """The examples at these positions, or where these booleans are true."""
-        return Split(self.x[rows], self.y[rows], columns=self._columns_at(rows))
+        return Split(taken(self.x, rows), self.y[rows], columns=self._columns_at(rows))
 
     def _columns_at(self, rows: Tensor) -> dict[str, npt.NDArray[Any]]:
         places = rows.numpy(force=True)
@@ -137,7 +140,9 @@ class Table(Unscaled):
         y: Labels, ``n`` int64 in 0..c-1.
         class_names: The ``c`` names.
         reading: How it was read.
+        rows: What each row is called, file by file; none if that is not known.
     """
 
     class_names: tuple[str, ...]
     reading: Reading
+    rows: tuple[tuple[str, ...], ...] = ()

@@ -1,6 +1,7 @@
 """Inputs in parts, as many of them at once as a model evaluates fastest."""
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ def part_size(x: Tensor) -> int:
     return _within(x, CPU_BYTES if x.device.type == "cpu" else GPU_BYTES)
 
 
-def large_parts(x: Tensor, largest: int = LARGEST) -> tuple[Tensor, ...]:
+def large_parts(x: Tensor, largest: int = LARGEST) -> Sequence[Tensor]:
     """Divide inputs, ``n x ...``, into parts of about equal size, at most ``largest`` examples and 64 MiB each.
 
     BatchNorm's statistics of a part should be of many examples.

@@ -8,6 +8,7 @@ import torch
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.shift import ImageShift
+from metricopt_ext.data.streamed import is_streamed
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.seeding import generator
 
@@ -86,7 +87,15 @@ class Splits:
         Args:
             shift: The shift of images, ``n x c x h x w``, uint8 or floats in [0, 1].
             seed: Seed of its draws, which differ between the two parts.
+
+        Raises:
+            DataError: The images are read from disk.
         """
+        if is_streamed(self.train.x):
+            raise DataError(
+                "a shift of images draws for all of them at once, but they are read from disk one by one; set"
+                " shift.kind=none or data.stream=false"
+            )
         drawn = {name: generator(seed, "shift", i).initial_seed() for i, name in enumerate(PARTS[1:])}
 
         def change(part: Split, name: str) -> Split:

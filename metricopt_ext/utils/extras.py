@@ -16,6 +16,7 @@ EXTRAS = {
         *("PIL", "jinja2", "matplotlib", "omegaconf"),
         *("pycocotools", "sklearn", "tensorboard", "torchvision", "yaml"),
     ),
+    "files": ("h5py", "pyarrow"),
     "compare": ("botorch", "nevergrad"),
     "optuna": ("optuna",),
     "siblings": ("diffsort",),

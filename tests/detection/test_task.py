@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +242,26 @@ def test_the_rate_rises_and_then_falls_to_0_and_long_gradients_are_clipped() -> 
     assert max(rates) == rates[2]
     moved = [before - after for before, after in itertools.pairwise(seen)]
     assert moved == pytest.approx([rate * (2 if t == 2 else 1) for t, rate in enumerate(rates)], abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [None, 40])
+def test_images_on_disk_are_those_in_memory_and_few_are_kept(
+    squares: Callable[..., DetectionSet], size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, read = squares(24, width=70), []
+    load = Annotated.load
+    memory = load_examples(data, size)
+    monkeypatch.setattr(Annotated, "load", lambda self, most: read.append(self.image_id) or load(self, most))
+    disk = load_examples(data, size, stream=True)
+    assert read == []
+    assert [torch.equal(one.truth.boxes, other.truth.boxes) for one, other in zip(disk, memory, strict=True)] == [
+        True
+    ] * 24
+    assert [(each.truth.width, each.truth.height) for each in disk] == [(e.truth.width, e.truth.height) for e in memory]
+    assert read == []
+    assert all(torch.equal(one.image, other.image) for one, other in zip(disk, memory, strict=True))
+    assert len(read) == 24
+    assert disk[23].image is disk[23].image  # one of the last few
+    assert len(read) == 24
+    assert torch.equal(disk[0].image, memory[0].image)  # which is no longer there
+    assert len(read) == 25

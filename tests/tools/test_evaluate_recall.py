@@ -371,7 +371,10 @@ def test_wide_tables_are_whole(folder: Path, capsys: pytest.CaptureFixture[str])
     [
         (("--embeddings", "q.npy"), "q.npy holds no labels; name their file with --labels"),
         (("--embeddings", "none.npy", "--labels", "q_labels.npy"), "none.npy does not exist"),
-        (("--embeddings", "q.txt", "--labels", "q_labels.npy"), "q.txt must be a .npy or .safetensors file"),
+        (
+            ("--embeddings", "q.txt", "--labels", "q_labels.npy"),
+            "q.txt must be a .npy, .npz, .safetensors, .pt, .pth,",
+        ),
         (("--embeddings", "broken.npy", "--labels", "q_labels.npy"), "broken.npy is not a .npy file of numbers"),
         (("--embeddings", "short.npy", "--labels", "q_labels.npy"), "short.npy is not a .npy file of numbers"),
         (("--embeddings", "objects.npy", "--labels", "q_labels.npy"), "objects.npy is not a .npy file of numbers"),
@@ -427,3 +430,30 @@ def test_bad_input_ends_with_one_line(folder: Path, arguments: tuple[str, ...], 
     assert message in caught.value.code
     assert "\n" not in caught.value.code
     assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["npz", "pt", "h5", "parquet"])
+def test_names_of_queries_and_galleries_are_one(folder: Path, kind: str) -> None:
+    """The recall is that of numbers, whatever file the embeddings and the names are in."""
+    for name in ("q", "a"):
+        x, y = np.load(folder / f"{name}.npy"), np.load(folder / f"{name}_labels.npy")
+        names = [f"id_{label}" for label in y.tolist()]
+        if kind == "npz":
+            np.savez(folder / f"{name}.npz", embeddings=x, labels=np.array(names))
+        elif kind == "pt":
+            torch.save({"features": torch.from_numpy(x), "labels": names}, folder / f"{name}.pt")
+        elif kind == "h5":
+            with pytest.importorskip("h5py").File(folder / f"{name}.h5", "w") as file:
+                file["embeddings"], file["labels"] = x, names
+        else:
+            arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+            parquet.write_table(arrow.table({"x": list(x), "y": names}), folder / f"{name}.parquet")
+    found = evaluate(folder, "--embeddings", f"q.{kind}", "--gallery-embeddings", f"a.{kind}", "--ks", "1", "3")
+    expected = evaluate(folder, *QUERIES, "--gallery-embeddings", "a.npy", *A_LABELS, "--ks", "1", "3")
+    assert found["galleries"][0]["recall"] == expected["galleries"][0]["recall"]
+
+
+def test_names_and_numbers_are_not_compared(folder: Path) -> None:
+    np.save(folder / "names.npy", np.array([f"id_{i % 6}" for i in range(40)]))
+    with pytest.raises(SystemExit, match=r"a_labels\.npy has numbers as labels, but those of another file are text"):
+        evaluate(folder, *QUERIES[:2], "--labels", "names.npy", "--gallery-embeddings", "a.npy", *A_LABELS)

@@ -1,0 +1,132 @@
+"""Labelled examples from files of arrays: x and y of .npz, .pt, .h5, .safetensors or .parquet files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from metricopt_ext.data.arrays import array_names, holds_several, read_array, read_shape
+from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
+from metricopt_ext.data.reading import Reading
+from metricopt_ext.errors import DataError
+from metricopt_ext.utils.words import brief, counted, shortened
+
+INPUTS = ("x", "X", "inputs", "images", "data", "features", "embeddings")
+LABELS = ("y", "Y", "labels", "label", "targets", "target")
+PARTS = {"train": ("train",), "validation": ("val", "valid", "validation"), "test": ("test",)}
+MOST = 1000  # classes
+
+
+def parts_in(path: Path) -> tuple[str, ...]:
+    """Return the parts that a file has inputs of, as ``x_train`` or ``train_images``.
+
+    Raises:
+        DataError: The file can't be read.
+    """
+    if not (path.is_file() and holds_several(path)):
+        return ()
+    names = array_names(path)
+    return tuple(part for part in PARTS if _names(names, INPUTS, part))
+
+
+def read_arrays(
+    paths: Sequence[Path], parts: Sequence[str] = (), *, max_bytes: int = MAX_BYTES
+) -> list[Labelled | Table]:
+    """Read inputs and labels of files, one set for each.
+
+    Inputs are ``n x d`` numbers, or images: ``n x h x w`` or ``n x h x w x c`` or ``n x c x h x w`` uint8, or floats in
+    the last order. Labels are ``n`` or ``n x 1`` integers or text.
+
+    Args:
+        paths: The files.
+        parts: Of each the part whose arrays are read, as ``x_train``; empty for ``x`` and ``y``.
+        max_bytes: Most bytes of all inputs in memory.
+
+    Raises:
+        DataError: A file can't be read, or lacks one of the arrays; shapes or types are others; labels are no classes.
+    """
+    read, left = [], max_bytes
+    for path, part in zip(paths, parts or [""] * len(paths), strict=True):
+        if not holds_several(path):
+            raise DataError(f"{path} must be a .npz, .pt, .h5, .safetensors or .parquet file with x and y")
+        names = array_names(path)
+        inputs, labels = (_one(path, names, known, part) for known in (INPUTS, LABELS))
+        size = 8 * int(np.prod(read_shape(path, inputs), dtype=np.float64))
+        check_bytes(path, size if len(read_shape(path, inputs)) == 2 else size // 8, left)
+        left -= size
+        x, y = read_array(path, inputs), np.asarray(read_array(path, labels))
+        read.append(_labelled(path, x if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x)), y))
+    return read
+
+
+def _names(names: Sequence[str], known: Sequence[str], part: str) -> list[str]:
+    """What a file calls an array of a part."""
+    if not part:
+        return [each for each in names if each in known]
+    said = [(base, own) for base in known for own in PARTS[part]]
+    wanted = {f"{base}_{own}" for base, own in said} | {f"{own}_{base}" for base, own in said}
+    return [each for each in names if each in wanted]
+
+
+def _one(path: Path, names: Sequence[str], known: Sequence[str], part: str) -> str:
+    found = _names(names, known, part)
+    if len(found) != 1:
+        which = f" of {part}" if part else ""
+        raise DataError(
+            f"{path} must have one array{which} called {', '.join(known)}"
+            + (f", each with _{part}" if part else "")
+            + f", got {shortened(list(names)) if not found else shortened(found)}"
+        )
+    return found[0]
+
+
+def _labelled(path: Path, x: Tensor, y: npt.NDArray[Any]) -> Labelled | Table:
+    labels = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+    if labels.ndim != 1 or len(labels) != len(x) or len(x) == 0:
+        raise DataError(f"{path} must have one label for each of its {counted(len(x), 'input')}, got shape {y.shape}")
+    names, numbers = _classes(path, labels)
+    if x.dim() == 2:
+        if x.is_complex() or (x.is_floating_point() and bool(x.isinf().any())):
+            raise DataError(f"{path} must have finite real numbers, got {x.dtype}")
+        kept = x if x.dtype == torch.float32 else x.double()
+        found = f"arrays of {path}, {counted(len(x), 'row')} of {counted(x.shape[1], 'feature')}"
+        return Table(kept, numbers, names, Reading(found), (tuple(map(str, range(len(x)))),))
+    return Labelled(_images(path, x), numbers, names)
+
+
+def _classes(path: Path, labels: npt.NDArray[Any]) -> tuple[tuple[str, ...], Tensor]:
+    """The classes' names, in numeric or alphabetical order, and the place of each label."""
+    if labels.dtype.kind == "f" and np.array_equal(labels, np.rint(labels)) and (np.abs(labels) < 2**24).all():
+        labels = labels.astype(np.int64)
+    if labels.dtype.kind == "O":
+        labels = np.array([str(each) for each in labels])
+    if labels.dtype.kind not in "iubU":
+        raise DataError(f"{path} must have integers or text as labels, got {labels.dtype}")
+    values, places = np.unique(labels, return_inverse=True)
+    if len(values) > MOST:
+        raise DataError(f"{path} must have classes as labels, got {len(values)} different ones")
+    return tuple(map(str, values.tolist())), torch.from_numpy(places.reshape(-1).astype(np.int64))
+
+
+def _images(path: Path, x: Tensor) -> Tensor:
+    """Images as ``n x c x h x w``, uint8 or float32."""
+    if x.dtype == torch.uint8 and x.dim() == 3:
+        return x[:, None].contiguous()
+    if x.dtype == torch.uint8 and x.dim() == 4:
+        first, last = (x.shape[axis] in (1, 3) for axis in (1, 3))
+        if first and last and x.shape[1] != x.shape[3]:
+            raise DataError(f"{path} has images of shape {tuple(x.shape)}, whose channels may come first or last")
+        if last and not first:
+            return x.permute(0, 3, 1, 2).contiguous()
+        if first:
+            return x.contiguous()
+    if x.is_floating_point() and x.dim() == 4 and x.shape[1] in (1, 3):
+        return x.float()
+    raise DataError(
+        f"{path} has inputs of {x.dtype} and shape {brief(tuple(x.shape))}; they must be n x d numbers, uint8 images"
+        " n x h x w, n x h x w x c or n x c x h x w, or float images n x c x h x w"
+    )

@@ -1,0 +1,286 @@
+"""Arrays from files: .npy, and those of a name from .npz, .safetensors, .pt, .h5 and .parquet."""
+
+import re
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metricopt_ext.data.labelled import MAX_BYTES
+from metricopt_ext.data.parquet import PARQUET, parquet_table
+from metricopt_ext.errors import DataError
+from metricopt_ext.utils.files import check_header, check_uncompressed, open_regular
+from metricopt_ext.utils.words import brief, shortened
+
+NPZ, TORCH, HDF5 = (".npz",), (".pt", ".pth"), (".h5", ".hdf5")
+SUFFIXES = (".npy", *NPZ, ".safetensors", *TORCH, *HDF5, *PARQUET)
+
+# What people call them, besides "embeddings" and "labels".
+OTHER_NAMES = {
+    "embeddings": ("embedding", "features", "feature", "feats", "vectors", "x", "X"),
+    "labels": ("label", "targets", "target", "classes", "ids", "y", "Y"),
+}
+NUMBERED = re.compile(r"(?P<name>.*?)(?P<number>[0-9]+)")  # a column of a table with one for each dimension
+
+
+def read_shape(path: Path, name: str) -> tuple[int, ...]:
+    """Return the shape of what `read_array` reads; errors are the same."""
+    return tuple(read_array(path, name, shape=True))
+
+
+def holds_several(path: Path) -> bool:
+    """Whether a file is of a kind that has several arrays, each by its name."""
+    return path.suffix.lower() in SUFFIXES and path.suffix.lower() != ".npy"
+
+
+def read_array(path: Path, name: str, *, shape: bool = False) -> Any:
+    """Read an array from a file; or its shape alone.
+
+    A .npy file has one. In the others it is the one of this name, or of another that means the same (`OTHER_NAMES`), if
+    the file has one such. A .pt file may also hold a pair, embeddings and labels; a .parquet file may have a column of
+    lists, or one for each dimension, such as ``f0``, ``f1``, ... In all of them labels may be text.
+
+    Args:
+        path: The file.
+        name: ``"embeddings"``, ``"labels"``, or another name.
+        shape: Whether only the shape is wanted.
+
+    Returns:
+        An array, a tensor, or the shape.
+
+    Raises:
+        DataError: The file is missing, of another kind, corrupt, or has no such array.
+    """
+    if not path.is_file():
+        raise DataError(f"{path} does not exist")
+    suffix = path.suffix.lower()
+    readers: dict[str, Callable[[Path, str, bool], Any]] = {
+        ".npy": _npy,
+        ".safetensors": _safetensors,
+        **dict.fromkeys(NPZ, _npz),
+        **dict.fromkeys(TORCH, _torch),
+        **dict.fromkeys(HDF5, _hdf5),
+        **dict.fromkeys(PARQUET, _parquet),
+    }
+    if suffix not in readers:
+        raise DataError(f"{path} must be a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file")
+    return readers[suffix](path, name, shape)
+
+
+def array_names(path: Path) -> list[str]:
+    """Return the names of the arrays of a file that has several; errors are those of `read_array`."""
+    try:
+        read_array(path, "", shape=True)
+    except _AbsentError as error:
+        return error.there
+    return []
+
+
+class _AbsentError(DataError):
+    """A file lacks an array.
+
+    Attributes:
+        there: The names of those that it has.
+    """
+
+    there: list[str]
+
+
+class Names:
+    """Numbers names in the order in which they first occur, over all files: the same name is the same number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._numeric = ""  # a file whose labels are numbers
+
+    def numbered(self, labels: Any, path: Path) -> Any:
+        """Return labels as they are if they are numbers, or the numbers of their names, ``n`` int64.
+
+        Args:
+            labels: ``n`` or ``n x 1``, numbers or text.
+            path: Their file, for the message.
+
+        Raises:
+            DataError: They are text, and those of another file numbers, or the other way round.
+        """
+        if isinstance(labels, Tensor) or np.asarray(labels).dtype.kind not in "USO":
+            if self._numbers:
+                raise DataError(f"{path} has numbers as labels, but those of another file are text; write them alike")
+            self._numeric = self._numeric or str(path)
+            return labels
+        if self._numeric:
+            raise DataError(f"{path} has text as labels, but those of {self._numeric} are numbers; write them alike")
+        named = np.asarray(labels)
+        flat = [each.decode("utf-8", "replace") if isinstance(each, bytes) else each for each in named.ravel().tolist()]
+        wrong = next((each for each in flat if not isinstance(each, str)), None)
+        if wrong is not None or "" in flat:
+            raise DataError(f"{path} has the label {brief(wrong or '')}; each must be a number, or text")
+        numbers = [self._numbers.setdefault(each, len(self._numbers)) for each in flat]
+        return np.array(numbers, dtype=np.int64).reshape(named.shape)
+
+
+def _named(path: Path, name: str, there: Sequence[str], what: str = "array") -> str:
+    """The name by which a file has what is wanted."""
+    if name in there:
+        return name
+    others = [each for each in there if each in OTHER_NAMES.get(name, ())]
+    if len(others) > 1:
+        raise DataError(f"{path} has {' and '.join(map(repr, others))}; call the one to use {name!r}")
+    if not others:
+        listed = ", ".join(map(repr, there)) if len(there) <= 20 else shortened(list(there))
+        error = _AbsentError(f"{path} has no {what} {name!r}, only {listed}")
+        error.there = list(there)
+        raise error
+    return others[0]
+
+
+def _npy(path: Path, name: str, shape: bool) -> Any:
+    try:
+        # Mapped, as then no more memory is taken than the file has, whatever shape it declares.
+        mapped = np.lib.format.open_memmap(path, mode="r")
+        return mapped.shape if shape else np.array(mapped)
+    except Exception as error:  # its header is parsed as Python, with errors of many types
+        raise DataError(f"{path} is not a .npy file of numbers ({brief(error)})") from error
+
+
+def _npz(path: Path, name: str, shape: bool) -> Any:
+    try:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            members = {each.filename.removesuffix(".npy"): each for each in archive.infolist()}
+            member = members[_named(path, name, list(members))]
+            with archive.open(member) as opened:
+                found, kind, header = _header(opened)
+                size = int(np.prod(found, dtype=np.float64)) * kind.itemsize
+                # What is zipped may unpack to a thousand times its size.
+                packed = member.compress_type != zipfile.ZIP_STORED
+                if size != member.file_size - header or (packed and size > MAX_BYTES):
+                    raise DataError(f"{path}: {member.filename} says that it has {size} bytes, which can't be read")
+            if shape:
+                return found
+            with archive.open(member) as opened:
+                return np.lib.format.read_array(opened, allow_pickle=False)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path} is not a .npz file of numbers and text ({brief(error)})") from error
+
+
+def _header(file: Any) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+    """The shape and the type of an array, and how many bytes its header takes; objects would run code."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, kind = read(file)
+    if kind.hasobject:
+        raise ValueError("it holds Python objects; save numbers, or text as an array of type str")
+    return shape, kind, file.tell()
+
+
+def _safetensors(path: Path, name: str, shape: bool) -> Any:
+    from safetensors import safe_open
+
+    try:
+        check_header(path)
+        with safe_open(path, framework="pt") as file:
+            found = _named(path, name, list(file.keys()), "tensor")
+            return file.get_slice(found).get_shape() if shape else file.get_tensor(found)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path} is truncated or not a safetensors file ({brief(error)})") from error
+
+
+def _torch(path: Path, name: str, shape: bool) -> Any:
+    try:
+        check_uncompressed(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise DataError(
+            f"{path} can't be read without running code of its own ({brief(error)}); save a dict of tensors, and text"
+            " as a list"
+        ) from error
+    if isinstance(content, tuple | list) and len(content) == 2 and isinstance(content[0], Tensor):
+        content = {"embeddings": content[0], "labels": content[1]}
+    if isinstance(content, Tensor):  # alone: labels have one number each
+        flat = content.dim() == 1 or tuple(content.shape[1:]) == (1,)
+        content = {"labels" if flat else "embeddings" if name in ("", *OTHER_NAMES) else name: content}
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds a {type(content).__name__}; it must be a dict of tensors, or a pair of them")
+    found = content[_named(path, name, [each for each in content if isinstance(each, str)], "tensor")]
+    found = found if isinstance(found, Tensor) else _listed(path, found)
+    return tuple(found.shape) if shape else found
+
+
+def _listed(path: Path, values: Any) -> Any:
+    if not isinstance(values, list | tuple) or not all(type(each) in (int, str) for each in values):
+        raise DataError(f"{path} has labels of type {type(values).__name__}; they must be a tensor, or a list of text")
+    if len({type(each) for each in values}) > 1:
+        raise DataError(f"{path} has labels that are numbers and labels that are text; write them alike")
+    return np.array(values)
+
+
+def _hdf5(path: Path, name: str, shape: bool) -> Any:
+    import h5py
+
+    try:
+        with open_regular(path) as opened, h5py.File(opened, "r") as file:
+            # What a link leads to may lie in another file.
+            own = [each for each in file if isinstance(file.get(each, getlink=True), h5py.HardLink)]
+            own = [each for each in own if isinstance(file[each], h5py.Dataset)]
+            found = file[_named(path, name, own, "dataset")]
+            if found.external or found.is_virtual:
+                raise DataError(f"{path}: {found.name} lies in another file; copy it into this one")
+            size = int(np.prod(found.shape, dtype=np.float64)) * found.dtype.itemsize
+            if size > max(MAX_BYTES, 2 * path.stat().st_size):  # packed, or not written at all
+                raise DataError(f"{path}: {found.name} says that it has {size} bytes, which can't be read")
+            if shape:
+                return tuple(found.shape)
+            text = h5py.check_string_dtype(found.dtype) is not None
+            return np.asarray(found.asstr()[()] if text else found[()])
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path} is not an HDF5 file of numbers and text ({brief(error)})") from error
+
+
+def _parquet(path: Path, name: str, shape: bool) -> Any:
+    table = parquet_table(path, MAX_BYTES)
+    names = list(map(str, table.column_names))
+    dimensions = _numbered_columns(names) if name == "embeddings" else []
+    if dimensions and not {name, *OTHER_NAMES[name]} & {*names}:
+        found = np.column_stack([_column(path, table, each) for each in dimensions])
+    else:
+        found = _column(path, table, _named(path, name, names, "column"))
+    return tuple(found.shape) if shape else found
+
+
+def _column(path: Path, table: Any, name: str) -> Any:
+    """A column of numbers or text, ``n``, or of lists of one length, ``n x d``."""
+    import pyarrow.compute
+    import pyarrow.types
+
+    column = table.column(name).combine_chunks()
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if column.null_count:
+        raise DataError(f"{path}: column {name!r} has no value in {column.null_count} of {len(column)} rows")
+    if not hasattr(column, "values"):
+        return np.array(column.to_numpy(zero_copy_only=False))  # a copy, as its own can't be written to
+    values, lengths = column.flatten(), pyarrow.compute.list_value_length(column).unique().to_pylist()
+    width = len(values) // max(1, len(column))
+    if lengths != [width] or values.null_count or hasattr(values, "values"):
+        raise DataError(f"{path}: column {name!r} must hold lists of numbers, all of one length")
+    return np.array(values.to_numpy(zero_copy_only=False)).reshape(len(column), width)
+
+
+def _numbered_columns(names: Sequence[str]) -> list[str]:
+    """The columns of a table that are numbered from 0 or 1 on, in order; none unless they are of one name."""
+    found = {each: match for each in names if (match := NUMBERED.fullmatch(each))}
+    if len({match["name"] for match in found.values()}) != 1:
+        return []
+    order = sorted(found, key=lambda each: int(found[each]["number"]))
+    numbers = [int(found[each]["number"]) for each in order]
+    return order if numbers == list(range(numbers[0], numbers[0] + len(order))) and numbers[0] in (0, 1) else []

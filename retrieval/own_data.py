@@ -1,0 +1,174 @@
+"""A retrieval set in parts of one's own, or with queries and a gallery: parts whose classes differ."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.data.images import SUFFIXES, Limits
+from metricopt_ext.data.labelled import Labelled, Split
+from metricopt_ext.data.own_parts import digests_of_files, folders_of_parts, warn_of_copies
+from metricopt_ext.data.reading import Reading
+from metricopt_ext.data.splits import PARTS, Splits
+from metricopt_ext.data.streamed import taken
+from metricopt_ext.errors import DataError
+from metricopt_ext.retrieval.config import DataConfig
+from metricopt_ext.retrieval.data import Searched, disjoint, hold_out_classes
+from metricopt_ext.retrieval.layouts import joined, load_class_folders, load_in_shop, queries_and_gallery
+from metricopt_ext.utils.files import walked
+from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import brief, counted
+
+VALIDATION, TEST = PARTS[1:]
+
+
+def own_parts(data: DataConfig, limits: Limits, seed: int) -> Splits | None:
+    """Read parts of one's own; None if the settings name none, and ``data.root`` is no folder that holds them.
+
+    Validation that is not given is held out from train's classes (``data.validation_share``), test from validation's
+    (half of them).
+
+    Args:
+        data: The settings.
+        limits: What the files may take.
+        seed: Draws what is held out.
+
+    Raises:
+        ConfigError: The settings of the parts don't go together.
+        DataError: A part can't be read; a class is in two parts; queries have no gallery.
+    """
+    if data.name == "in_shop":
+        parts = load_in_shop(Path(data.root), data.image_size or None, limits, data.stream)
+        counts = ", ".join(f"{name}: {counted(len(part), 'image')}" for name, part in parts.items())
+        test = {"query": parts["query"], "gallery": parts["gallery"]}
+        return completed({"train": {"train": parts["train"]}, TEST: test}, data, seed, f"In-Shop's partition, {counts}")
+    paths, left = {name: Path(path) for name, path in data.parts.items()}, list[Path]()
+    if not paths and data.name == "class_folders" and data.root:
+        paths, left = _folders_of(Path(data.root))
+    if not paths:
+        return None
+    contents: dict[str, dict[str, str]] = {}
+    read = {name: _part(path, data, limits, contents.setdefault(name, {})) for name, path in paths.items()}
+    if data.stream:  # which has read none
+        contents = digests_of_files({name: _images_of(path) for name, path in paths.items()})
+    warn_of_copies(contents)
+    told = {
+        name: " and ".join(f"{counted(len(each), 'image')} of {paths[name] / own}" for own, each in part.items())
+        for name, part in read.items()
+    }
+    said = ", ".join(f"{name}: {folders}" for name, folders in told.items())
+    more = f"; not read, as it has no classes: {left[0].name}" if left else ""
+    return completed(read, data, seed, f"folders of images for each part ({said}){more}")
+
+
+def completed(read: Mapping[str, Mapping[str, Labelled]], data: DataConfig, seed: int, found: str) -> Splits:
+    """Return all parts; one that is not given is held out from another, whole classes.
+
+    Args:
+        read: Of each part its images: one set, or queries and a gallery, in this order.
+        data: The settings.
+        seed: Draws what is held out.
+        found: What was read, in words.
+
+    Raises:
+        DataError: A class is in two parts, or a part has too few.
+    """
+    pooled = {name: joined(part) for name, part in read.items()}
+    _check_classes(pooled)
+    said, queries = found, None
+    if TEST in read and len(read[TEST]) > 1:
+        first, second = (len(part) for part in read[TEST].values())
+        queries = torch.arange(first + second) < first
+        said += f"; {counted(first, 'test query')} search {counted(second, 'gallery image')}"
+    if VALIDATION in read and len(read[VALIDATION]) > 1:
+        said += "; queries and gallery of validation are one set, in which each searches all others"
+    train, reading = pooled["train"], Reading(said)
+    if VALIDATION not in pooled:
+        splits = hold_out_classes(train, pooled[TEST], data.validation_share, seed)
+        said += f"; validation: {counted(len(splits.classes_of(VALIDATION)), 'class')} held out from train"
+    elif TEST not in pooled:
+        splits = _divided(train, pooled[VALIDATION], seed)
+        said += f"; test: {counted(len(splits.classes_of(TEST)), 'class')} held out from validation"
+    else:
+        splits = _joined(train, pooled[VALIDATION], pooled[TEST])
+    reading = replace(reading, found=said)
+    return Searched(splits.train, splits.validation, splits.test, splits.class_names, reading, queries)
+
+
+def _joined(train: Labelled, validation: Labelled, test: Labelled) -> Splits:
+    """Splits of parts whose labels count their own classes; each part after the first counts on."""
+    first = len(train.class_names)
+    second = first + len(validation.class_names)
+    names = train.class_names + validation.class_names + test.class_names
+    later = Split(validation.x, validation.y + first), Split(test.x, test.y + second)
+    return disjoint(Splits(Split(train.x, train.y), *later, names))
+
+
+def _divided(train: Labelled, other: Labelled, seed: int) -> Splits:
+    """Splits whose validation and test have half of a part's classes each."""
+    n = len(other.class_names)
+    order = torch.randperm(n, generator=generator(seed, "classes"))
+    halves = order.tensor_split([n - n // 2])
+    validation, test = (_of_classes(other, half.sort().values) for half in halves)
+    return _joined(train, validation, test)
+
+
+def _of_classes(part: Labelled, classes: Tensor) -> Labelled:
+    rows = torch.isin(part.y, classes).nonzero().flatten()
+    places = torch.full((len(part.class_names),), -1)
+    places[classes] = torch.arange(len(classes))
+    names = tuple(part.class_names[label] for label in classes.tolist())
+    return Labelled(taken(part.x, rows), places[part.y[rows]], names)
+
+
+def _part(path: Path, data: DataConfig, limits: Limits, contents: dict[str, str]) -> dict[str, Labelled]:
+    """A part's images by folder within it: all of them, or queries and gallery."""
+    both = queries_and_gallery(path)
+    read = {}
+    for folder in both or (path,):
+        own: dict[str, str] = {}
+        read[folder.name if both else ""], _ = load_class_folders(
+            folder, data.image_size or None, limits, own, data.stream
+        )
+        contents.update({str(folder / name): digest for name, digest in own.items()})
+    return read
+
+
+def _images_of(path: Path) -> list[Path]:
+    """The files of a part's images."""
+    folders = queries_and_gallery(path) or (path,)
+    return [each / name for each in folders for name in walked(each)[0] if name.lower().endswith(SUFFIXES)]
+
+
+def _folders_of(root: Path) -> tuple[dict[str, Path], list[Path]]:
+    """The folder of each part in a root: train, and val, test, or queries and a gallery beside it."""
+    if queries_and_gallery(root) is None:
+        return folders_of_parts(root)
+    train = [each for each in root.iterdir() if each.is_dir() and each.name.lower() in ("train", "training")]
+    if len(train) != 1:
+        raise DataError(
+            f"{root} holds queries and a gallery, but no folder train, whose classes the loss sees; name it by"
+            " data.train, and the folder of queries and gallery by data.test"
+        )
+    known = {train[0].name.lower(), "query", "queries", "gallery", "index", "database"}
+    val = [each for each in root.iterdir() if each.is_dir() and each.name.lower() in ("val", "valid", "validation")]
+    others = sorted(
+        each.name for each in root.iterdir() if each.is_dir() and each.name.lower() not in known and each not in val
+    )
+    if others:
+        raise DataError(f"{root} holds train, queries and a gallery, and also {brief(others)}; take these away")
+    return {"train": train[0], **({VALIDATION: val[0]} if val else {}), TEST: root}, []
+
+
+def _check_classes(parts: Mapping[str, Labelled]) -> None:
+    """Refuse a class that is in two parts, by name."""
+    seen: dict[str, str] = {}
+    for part, labelled in parts.items():
+        for name in labelled.class_names:
+            if name in seen:
+                raise DataError(
+                    f"class {name!r} is in {seen[name]} and in {part}; the parts of a retrieval set share no class"
+                )
+            seen[name] = part

@@ -1,0 +1,103 @@
+"""Labelled examples from files of arrays."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("torchvision")
+
+from metricopt_ext.classification.arrays import parts_in, read_arrays
+from metricopt_ext.classification.build import load_splits
+from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.data.splits import Splits
+from metricopt_ext.errors import DataError
+from metricopt_ext.utils.config import load_config
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((20, 3))
+Y = np.array(["no", "yes"] * 10)
+
+
+def splits_of(*overrides: str) -> Splits:
+    model = "small_cnn" if "images" in overrides else "tabular_mlp"
+    settings = [each for each in overrides if each != "images"]
+    config = load_config(ClassificationConfig, None, ["data.name=arrays", f"model.name={model}", *settings])
+    config.check()
+    return load_splits(config, 0)
+
+
+def test_numbers_keep_their_digits_and_classes_their_names(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", features=X, labels=Y[:, None])
+    (table,) = read_arrays([tmp_path / "a.npz"])
+    assert torch.equal(table.x, torch.from_numpy(X))
+    assert (table.class_names, table.y.tolist()) == (("no", "yes"), [0, 1] * 10)
+    splits = splits_of(f"data.root={tmp_path / 'a.npz'}", "data.standardise=true", "data.fractions=[0.5,0.2,0.3]")
+    assert [len(splits.train), len(splits.validation), len(splits.test)] == [10, 4, 6]
+
+
+@pytest.mark.parametrize("kind", ["npz", "pt"])
+def test_parts_may_be_files_of_their_own(tmp_path: Path, kind: str) -> None:
+    for name, rows in (("train", slice(12)), ("val", slice(12, 16)), ("test", slice(16, 20))):
+        if kind == "npz":
+            np.savez(tmp_path / f"{name}.npz", x=X[rows], y=Y[rows])
+        else:
+            torch.save({"x": torch.from_numpy(X[rows]), "y": Y[rows].tolist()}, tmp_path / f"{name}.pt")
+    splits = splits_of(*(f"data.{name}={tmp_path / name}.{kind}" for name in ("train", "val", "test")))
+    assert torch.equal(splits.test.x, torch.from_numpy(X[16:]).float())
+    assert splits.validation.y.tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["x_{}", "{}_images"])
+def test_parts_may_lie_in_one_file(tmp_path: Path, name: str) -> None:
+    images = RNG.integers(0, 256, (20, 6, 5, 3), dtype=np.uint8)
+    label = "y_{}" if name == "x_{}" else "{}_labels"
+    arrays: dict[str, Any] = {}
+    for part, rows in (("train", slice(12)), ("test", slice(12, 20))):
+        arrays |= {name.format(part): images[rows], label.format(part): np.arange(20)[rows] % 2 + 3}
+    np.savez(tmp_path / "all.npz", **arrays)
+    assert parts_in(tmp_path / "all.npz") == ("train", "test")
+    splits = splits_of("images", f"data.root={tmp_path / 'all.npz'}", "data.fractions=[0.5,0.25,0.25]")
+    assert splits.class_names == ("3", "4")
+    assert [len(splits.train), len(splits.validation), len(splits.test)] == [8, 4, 8]
+    assert torch.equal(splits.test.x, torch.from_numpy(images[12:]).permute(0, 3, 1, 2).float() / 255)
+
+
+def test_classes_are_compared_by_name_and_copies_found(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=X, y=np.arange(20) % 3)
+    np.savez(tmp_path / "b.npz", x=X[:4], y=np.array([2, 1, 0, 1]))
+    with pytest.warns(UserWarning, match="1 row in two parts, by content: row 1 of .*b.npz of test is row 1 of"):
+        splits = splits_of(f"data.train={tmp_path / 'a.npz'}", f"data.test={tmp_path / 'b.npz'}")
+    assert splits.test.y.tolist() == [2, 1, 0, 1]
+    np.savez(tmp_path / "b.npz", x=X[:4], y=np.array([2, 1, 7, 0]))
+    with pytest.raises(DataError, match=r"class '7' is in data\.test alone"):
+        splits_of(f"data.train={tmp_path / 'a.npz'}", f"data.test={tmp_path / 'b.npz'}")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": X}, "must have one array called y, Y, labels"),
+        ({"x": X, "X": X, "y": Y}, r"must have one array called x, .*got \['x', 'X'\]"),
+        ({"x": X, "y": Y[:5]}, r"one label for each of its 20 inputs, got shape \(5,\)"),
+        ({"x": X, "y": np.eye(20)}, r"got shape \(20, 20\)"),
+        ({"x": X, "y": X[:, 0]}, "must have integers or text as labels, got float64"),
+        ({"x": X[:, 0], "y": Y}, "they must be n x d numbers"),
+        ({"x": X / 0.0, "y": Y}, "must have finite real numbers"),
+        ({"x": np.zeros((20, 4, 4, 5), np.uint8), "y": Y}, "they must be n x d numbers"),
+        ({"x": np.zeros((20, 1, 4, 3), np.uint8), "y": Y}, "whose channels may come first or last"),
+    ],
+)
+def test_what_is_no_set_is_refused(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(DataError, match=message):
+        read_arrays([tmp_path / "a.npz"])
+
+
+def test_a_file_of_one_array_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", X)
+    with pytest.raises(DataError, match=r"must be a \.npz"):
+        read_arrays([tmp_path / "a.npy"])

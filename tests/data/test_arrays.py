@@ -1,0 +1,174 @@
+"""Arrays from files of several kinds."""
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from metricopt_ext.data.arrays import Names, read_array, read_shape
+from metricopt_ext.errors import DataError
+
+X = np.arange(12, dtype=np.float32).reshape(4, 3) / 7
+Y = np.array([3, 1, 2**40, 1])
+
+
+def test_npy_and_safetensors_hold_what_was_written(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", X)
+    save_file({"embeddings": torch.from_numpy(X), "labels": torch.from_numpy(Y)}, tmp_path / "xy.safetensors")
+    assert np.array_equal(read_array(tmp_path / "x.npy", "embeddings"), X)
+    assert torch.equal(read_array(tmp_path / "xy.safetensors", "embeddings"), torch.from_numpy(X))
+    assert (
+        read_shape(tmp_path / "x.npy", "embeddings") == read_shape(tmp_path / "xy.safetensors", "embeddings") == (4, 3)
+    )
+    assert read_shape(tmp_path / "xy.safetensors", "labels") == (4,)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"x\.npy does not exist"):
+        read_array(tmp_path / "x.npy", "embeddings")
+    (tmp_path / "x.csv").write_text("1,2")
+    with pytest.raises(DataError, match=r"x\.csv must be a \.npy"):
+        read_array(tmp_path / "x.csv", "embeddings")
+
+
+NAMES = np.array(["bee", "ant", "zebra", "ant"])
+
+
+def write_npz(path: Path, x: np.ndarray, y: np.ndarray, names: tuple[str, str]) -> None:
+    np.savez(path, **dict(zip(names, (x, y), strict=True)))
+
+
+def write_npz_compressed(path: Path, x: np.ndarray, y: np.ndarray, names: tuple[str, str]) -> None:
+    np.savez_compressed(path, **dict(zip(names, (x, y), strict=True)))
+
+
+def write_pt(path: Path, x: np.ndarray, y: np.ndarray, names: tuple[str, str]) -> None:
+    labels = y.tolist() if y.dtype.kind == "U" else torch.from_numpy(y)
+    torch.save(dict(zip(names, (torch.from_numpy(x), labels), strict=True)), path)
+
+
+def write_pair(path: Path, x: np.ndarray, y: np.ndarray, names: tuple[str, str]) -> None:
+    torch.save((torch.from_numpy(x), y.tolist() if y.dtype.kind == "U" else torch.from_numpy(y)), path)
+
+
+def write_h5(path: Path, x: np.ndarray, y: np.ndarray, names: tuple[str, str]) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(path, "w") as file:
+        file[names[0]] = x
+        file.create_dataset(names[1], data=y.astype(object) if y.dtype.kind == "U" else y)
+
+
+def table(path: Path, columns: dict[str, Any]) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table(columns), path)
+
+
+def write_lists(path: Path, x: np.ndarray, y: np.ndarray, names: tuple[str, str]) -> None:
+    table(path, {names[0]: list(x), names[1]: y.tolist()})
+
+
+def write_fixed_lists(path: Path, x: np.ndarray, y: np.ndarray, names: tuple[str, str]) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    lists = arrow.FixedSizeListArray.from_arrays(arrow.array(x.ravel()), x.shape[1])
+    table(path, {names[0]: lists, names[1]: arrow.array(y.tolist()).dictionary_encode()})
+
+
+def write_columns(path: Path, x: np.ndarray, y: np.ndarray, names: tuple[str, str]) -> None:
+    columns = {f"dim_{i}": x[:, i] for i in (2, 0, 1)}
+    table(path, {"row": np.arange(len(x)), **columns, names[1]: y.tolist()})
+
+
+WRITERS = {
+    "a.npz": write_npz,
+    "b.npz": write_npz_compressed,
+    "a.pt": write_pt,
+    "a.pth": write_pair,
+    "a.h5": write_h5,
+    "a.parquet": write_lists,
+    "b.pq": write_fixed_lists,
+    "c.parquet": write_columns,
+}
+
+
+@pytest.mark.parametrize("file", WRITERS)
+@pytest.mark.parametrize("names", [("embeddings", "labels"), ("features", "targets"), ("x", "y")])
+@pytest.mark.parametrize("y", [Y, NAMES], ids=["numbers", "text"])
+def test_both_lie_in_one_file(tmp_path: Path, file: str, names: tuple[str, str], y: np.ndarray) -> None:
+    path = tmp_path / file
+    WRITERS[file](path, X, y, names)
+    assert np.array_equal(np.asarray(read_array(path, "embeddings")), X)
+    assert np.asarray(read_array(path, "labels")).tolist() == y.tolist()
+    assert (read_shape(path, "embeddings"), read_shape(path, "labels")) == ((4, 3), (4,))
+
+
+def test_names_are_numbered_over_all_files(tmp_path: Path) -> None:
+    numbered = Names().numbered
+    assert numbered(NAMES, tmp_path / "a").tolist() == [0, 1, 2, 1]
+    assert numbered(np.array([["zebra"], ["cow"]]), tmp_path / "b").tolist() == [[2], [3]]
+    assert numbered(np.array([b"ant"]), tmp_path / "c").tolist() == [1]
+    with pytest.raises(DataError, match="d has numbers as labels, but those of another file are text"):
+        numbered(Y, tmp_path / "d")
+
+
+def test_numbers_stay_as_they_are_and_are_not_mixed_with_names(tmp_path: Path) -> None:
+    numbered = Names().numbered
+    assert numbered(Y, tmp_path / "a") is Y
+    with pytest.raises(DataError, match=r"b has text as labels, but those of .*a are numbers"):
+        numbered(NAMES, tmp_path / "b")
+    with pytest.raises(DataError, match="has the label ''"):
+        Names().numbered(np.array(["a", ""]), tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("file", "write", "message"),
+    [
+        ("a.npz", lambda path: np.savez(path, weights=X), "has no array 'embeddings', only 'weights'"),
+        ("a.npz", lambda path: np.savez(path, x=X, feats=X), "has 'x' and 'feats'; call the one to use 'embeddings'"),
+        ("a.npz", lambda path: np.savez(path, x=np.array([{}], dtype=object)), "it holds Python objects"),
+        ("a.npz", lambda path: path.write_bytes(b"PK\x03\x04 torn"), r"is not a \.npz file"),
+        ("a.pt", lambda path: torch.save({"x": X}, path), "can't be read without running code of its own"),
+        ("a.pt", lambda path: torch.save({"x": [1, "a"]}, path), "labels that are numbers and labels that are text"),
+        ("a.pt", lambda path: torch.save([1, 2, 3], path), "holds a list; it must be a dict of tensors"),
+        ("a.pt", lambda path: torch.save(torch.zeros(3), path), "has no tensor 'embeddings', only 'labels'"),
+        ("a.h5", lambda path: path.write_bytes(b"\x89HDF torn"), "is not an HDF5 file"),
+        ("a.parquet", lambda path: table(path, {"x": [[1.0], [1.0, 2.0]]}), "lists of numbers, all of one length"),
+        ("a.parquet", lambda path: table(path, {"x": [[1.0], None]}), "no value in 1 of 2 rows"),
+        (
+            "a.parquet",
+            lambda path: table(path, {"d0": [1.0], "d2": [1.0]}),
+            "no column 'embeddings', only 'd0', 'd2'",
+        ),
+    ],
+)
+def test_what_can_t_be_read_is_named(tmp_path: Path, file: str, write: Callable[[Path], Any], message: str) -> None:
+    pytest.importorskip({"h5": "h5py", "parquet": "pyarrow"}.get(file[2:], "numpy"))
+    write(tmp_path / file)
+    with pytest.raises(DataError, match=message):
+        read_array(tmp_path / file, "embeddings")
+
+
+def test_what_an_hdf5_file_leads_to_is_not_read(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["embeddings"] = X
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["embeddings"] = h5py.ExternalLink("other.h5", "embeddings")
+        file.create_dataset("x", (2, 2), "f4", external=[("secret.bin", 0, 16)])
+        file["other"] = Y
+    with pytest.raises(DataError, match="x lies in another file; copy it into this one"):
+        read_array(tmp_path / "a.h5", "embeddings")
+
+
+def test_a_file_that_declares_more_than_it_has_is_not_read(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", embeddings=X)
+    with zipfile.ZipFile(tmp_path / "a.npz") as archive:
+        content = archive.read("embeddings.npy")
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("embeddings.npy", content.replace(b"(4, 3)", b"(9, 9)"))
+    with pytest.raises(DataError, match="says that it has 324 bytes"):
+        read_array(tmp_path / "a.npz", "embeddings")
