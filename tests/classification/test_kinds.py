@@ -17,7 +17,7 @@ from metricopt_ext.classification.models import SmallCNN, TabularMLP
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.evidence.cli import run_and_report
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.files import load_checkpoint
+from metricopt_ext.utils.state_dict import load_checkpoint
 
 SIZES = [
     *("data.standardise=true", "data.fractions=[0.5,0.3,0.2]", "model.name=tabular_mlp", "model.epochs=4", "seeds=1"),

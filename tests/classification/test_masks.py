@@ -21,7 +21,7 @@ from metricopt_ext.classification.targets import Target
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.evidence.cli import run_and_report
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.utils.files import load_checkpoint
+from metricopt_ext.utils.state_dict import load_checkpoint
 
 
 def write(folder: Path, count: int = 20, size: int = 32) -> Path:

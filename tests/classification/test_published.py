@@ -116,7 +116,7 @@ def test_unknown_names_are_refused(model: str, weights: str, message: str) -> No
     [
         ({"name": "cifar10"}, "needs data.name=image_folder"),
         ({"image_size": 64}, "leave out data.image_size"),
-        ({"mean": [0.5], "std": [0.5]}, "leave out data.image_size, data.mean and data.std"),
+        ({"mean": [0.5], "std": [0.5]}, "leave out data.image_size, data.crop, data.mean and data.std"),
         ({"mean": [0.5], "std": []}, "both must have one number for each channel"),
         ({"mean": [0.5], "std": [0.0]}, "those of data.std above 0"),
     ],
