@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import MATRIX, Adapter, Described, read_adapter, refuse_wrapper
 from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, calls_on, may_give_logits, shape_of
+from metricopt_ext.adapters.foreign_norms import is_foreign_norm, scales_alone, weight_offset
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
     MATRICES,
@@ -66,8 +67,9 @@ def attach_film(
     Args:
         model: Any module. It is changed in place.
         layers: Patterns of module names, e.g. ``"layer4.*.bn2"``; by default every normalisation layer with a
-            weight and a bias. Convolutions and linear layers with a bias can be named as well, and ``nn.RMSNorm``, of
-            which the scale alone is modulated.
+            weight and a bias, or, in a model without any, every one without a bias, as RMSNorm is, of which the scale
+            alone is modulated: torch's, and by their names a model's own (``LlamaRMSNorm``, ``T5LayerNorm``).
+            Convolutions and linear layers with a bias can be named as well.
         dim: Number of phi's coordinates that A and B multiply, at least 1: all of phi without ``outputs``.
         seed: Seed of A and B; ``outputs`` make no difference to them.
         outputs: Give phi further coordinates, which act on the logits; their layer can't be among ``layers``.
@@ -92,13 +94,13 @@ def attach_film(
     usable = {name: module for name, module in model.named_modules() if _unusable(module) is None}
     calls = None if example is None else _calls(model, example, usable)
     if layers is None:
-        others = (*CONVOLUTIONS, nn.Linear, nn.RMSNorm)
-        names = [name for name, module in usable.items() if not isinstance(module, others)]
+        norms = {n: each for n, each in usable.items() if not isinstance(each, (*CONVOLUTIONS, nn.Linear))}
         if calls is not None:
-            names = [name for name in names if name in calls.outputs]
+            norms = {name: module for name, module in norms.items() if name in calls.outputs}
+        names = [name for name, module in norms.items() if not scales_alone(module)] or list(norms)
         if not names:
             raise AdapterError(
-                f"{type(model).__name__} has no normalisation layer with a weight and a bias; name layers to modulate"
+                f"{type(model).__name__} has no normalisation layer with a weight; name layers to modulate"
                 f" (possible: {shortened(list(usable)) if usable else 'none of its layers has both'})"
             )
     else:
@@ -110,7 +112,9 @@ def attach_film(
 
     def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
         channels, rng = weight_of(layer).shape[0], generator(seed, "film", index)
-        return Scale(context, channels, rng) if _scales(layer) else FiLM(context, channels, channel_axis(layer), rng)
+        if scales_alone(layer):
+            return Scale(context, channels, rng, weight_offset(layer) or 0.0)
+        return FiLM(context, channels, channel_axis(layer), rng)
 
     return _attach(model, "film", names, dim, seed, modulation, outputs, calls)
 
@@ -232,7 +236,7 @@ def _check_matrices(
         if (why := _unusable(known[name])) is not None:
             raise AdapterError(f"{path}: layer {name!r} {why}")
         channels = weight_of(known[name]).shape[0]
-        keys = SCALE_ALONE if _scales(known[name]) else MATRICES[described.kind]
+        keys = SCALE_ALONE if scales_alone(known[name]) else MATRICES[described.kind]
         expected |= {f"{MATRIX}{name}.{key}": [channels, described.matrix_dim] for key in keys}
     check_tensors(path, tensors, expected)
 
@@ -318,7 +322,7 @@ def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str], calls: 
         raise AdapterError(f"the outputs' layer {name!r} is not called on the example")
     if name not in known:
         raise AdapterError(f"the outputs' layer {name!r} is no layer of the model{nearest(name, list(known))}")
-    why = f"is a {type(known[name]).__name__} without a bias" if _scales(known[name]) else _unusable(known[name])
+    why = f"is a {type(known[name]).__name__} without a bias" if scales_alone(known[name]) else _unusable(known[name])
     if why is not None:
         raise AdapterError(f"the outputs' layer {name!r} {why}; it must be the layer that gives the logits")
     if name in others:
@@ -341,11 +345,6 @@ def _found(model: nn.Module, calls: Calls) -> str:
     return name
 
 
-def _scales(module: nn.Module) -> bool:
-    """Whether FiLM has a scale alone in a module."""
-    return isinstance(module, nn.RMSNorm)
-
-
 def _inner(module: nn.Module) -> bool:
     """Whether a module is the output projection of an attention layer, which is never called as a layer."""
     return isinstance(module, nn.Linear) and not may_give_logits(module)
@@ -354,15 +353,16 @@ def _inner(module: nn.Module) -> bool:
 def _unusable(module: nn.Module) -> str | None:
     """Why FiLM can't modulate a module; None if it can."""
     kind = type(module).__name__
-    if not (isinstance(module, (*NORMS, *CONVOLUTIONS, nn.Linear)) or kind in TOOLKIT_NORMS):
+    foreign = is_foreign_norm(module)
+    if not (isinstance(module, (*NORMS, *CONVOLUTIONS, nn.Linear)) or kind in TOOLKIT_NORMS or foreign):
         return f"is a {kind}, neither a normalisation, convolution nor linear layer"
     if _inner(module):
         return "is the output projection of an attention layer, which is never called as a layer"
-    if _scales(module):
+    if scales_alone(module):
         if getattr(module, "weight", None) is None or weight_of(module).dim() != 1:
             return f"is a {kind} without a weight per channel to merge into"
-        if type(module).forward is not nn.RMSNorm.forward:
-            return f"is a {kind}, whose output need not be its weight's multiple, so phi could not be merged"
+        if weight_offset(module) is None:
+            return f"is a {kind}, whose output is no multiple of its weight, so phi could not be merged"
         return None
     if getattr(module, "weight", None) is None or getattr(module, "bias", None) is None:
         return f"is a {kind} without a weight and a bias to merge into"
@@ -373,7 +373,7 @@ def _unusable(module: nn.Module) -> str | None:
         return f"is a {kind} with a norm or an activation inside; name its norm instead"
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
         return f"is a {kind} over {len(module.normalized_shape)} axes, which has no channel axis"
-    if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) and not is_affine(module):
+    if (foreign or isinstance(module, (nn.LayerNorm, nn.GroupNorm))) and not is_affine(module):
         return f"is a {kind}, whose output is not affine in its weight and bias, so phi could not be merged"
     return None
 

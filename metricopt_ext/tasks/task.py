@@ -386,28 +386,23 @@ class FinetuneTask:
     def _computed(self, phi: Tensor, batches: Sequence[Any], differentiable: bool) -> tuple[Tensor, Tensor]:
         if not (differentiable and phi.requires_grad):
             phi = phi.detach().requires_grad_(True)
-        losses = self._losses(phi, batches)
-        try:
-            (gradient,) = (
-                torch.autograd.grad(losses.sum(), phi, create_graph=differentiable, allow_unused=True)
-                if losses.requires_grad
-                else (None,)
-            )
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # an operation without a backward pass
-            raise AdapterError(
-                f"loss(model, batch) has no gradient in phi: {brief(error)}; {WITHOUT_GRADIENT}"
-            ) from error
-        if gradient is None:
-            raise AdapterError(
-                "loss(model, batch) has no gradient in phi; compute it from the model's output by differentiable"
-                f" operations, with gradients enabled; {WITHOUT_GRADIENT}"
-            )
-        return losses if differentiable else losses.detach(), gradient
+        if differentiable or not self._one_by_one(batches):
+            losses = self._losses(phi, batches)
+            gradient = _gradient_of(losses, phi, differentiable)
+            return losses if differentiable else losses.detach(), gradient
+        rows = [self._alone(*each) for each in zip(phi.detach(), batches, strict=True)]
+        loss, gradient = (torch.stack(each) for each in zip(*rows, strict=True))
+        return loss, gradient
+
+    def _alone(self, phi: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """Compute one phi, ``d``; it stays in place for the backward pass, which may run checkpointed layers again."""
+        phi = phi.requires_grad_(True)
+        with self.adapter.using(phi):
+            loss = self._loss(phi, batch)
+            return loss.detach(), _gradient_of(loss, phi, differentiable=False)
 
     def _losses(self, phi: Tensor, batches: Sequence[Any]) -> Tensor:
-        if len(phi) == 1 or self._one_by_one(batches):
+        if self._one_by_one(batches):
             return torch.stack([self._loss(p, batch) for p, batch in zip(phi, batches, strict=True)])
         stacked = tree_map(lambda *leaves: torch.stack(leaves), *batches)
         with FoldedBatchNorm():
@@ -420,7 +415,9 @@ class FinetuneTask:
 
     def _one_by_one(self, batches: Sequence[Any]) -> bool:
         """Whether phi are computed alone; of a chosen population also where a batch has another size."""
-        return self.at_once == 1 or (isinstance(self.population, Population) and not alike(batches))
+        if len(batches) == 1 or self.at_once == 1:
+            return True
+        return isinstance(self.population, Population) and not alike(batches)
 
     def _loss(self, phi: Tensor, batch: Any) -> Tensor:
         assert self.loss is not None
@@ -431,6 +428,30 @@ class FinetuneTask:
         assert isinstance(self.loss, OutputLoss)
         with self.adapter.using(phi) as model:
             return self.loss.forward(model, batch)
+
+
+def _gradient_of(losses: Tensor, phi: Tensor, differentiable: bool) -> Tensor:
+    """Return the gradients of losses in phi, of its shape.
+
+    Raises:
+        AdapterError: There is none.
+    """
+    try:
+        (gradient,) = (
+            torch.autograd.grad(losses.sum(), phi, create_graph=differentiable, allow_unused=True)
+            if losses.requires_grad
+            else (None,)
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # an operation without a backward pass
+        raise AdapterError(f"loss(model, batch) has no gradient in phi: {brief(error)}; {WITHOUT_GRADIENT}") from error
+    if gradient is None:
+        raise AdapterError(
+            "loss(model, batch) has no gradient in phi; compute it from the model's output by differentiable"
+            f" operations, with gradients enabled; {WITHOUT_GRADIENT}"
+        )
+    return gradient
 
 
 def _scalar(loss: Any) -> Tensor:

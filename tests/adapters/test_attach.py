@@ -256,17 +256,17 @@ class OnePlus(nn.LayerNorm):
         return nn.functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias)
 
 
-class OnePlusScale(nn.RMSNorm):
-    """A RMSNorm whose weight is around 0, as Gemma's."""
+class SquaredScale(nn.RMSNorm):
+    """A RMSNorm that phi can't be folded into."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, self.normalized_shape, self.weight + 1)
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight**2 + 1)
 
 
 @pytest.mark.parametrize(
     ("norm", "message"),
     [
-        (OnePlusScale(4), "is a OnePlusScale, whose output need not be its weight's multiple"),
+        (SquaredScale(4), "is a SquaredScale, whose output is no multiple of its weight"),
         (nn.RMSNorm(4, elementwise_affine=False), "without a weight per channel"),
         (nn.RMSNorm((2, 4)), "without a weight per channel"),
     ],
