@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import MATRIX, Adapter, Described, read_adapter, refuse_wrapper
 from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, calls_on, may_give_logits, shape_of
 from metricopt_ext.adapters.foreign_norms import is_foreign_norm, scales_alone, weight_offset
+from metricopt_ext.adapters.lora import LoraScale, lora_layers
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
     MATRICES,
@@ -189,6 +190,43 @@ def attach_outputs(model: nn.Module, outputs: Outputs | None = None, *, example:
     return _attach(model, "outputs", [], 0, 0, none, Outputs() if outputs is None else outputs, calls)
 
 
+def attach_lora_scales(
+    model: nn.Module, *, adapter_name: str | None = None, outputs: Outputs | None = None, example: Any = None
+) -> Adapter:
+    """Freeze a model that PEFT has adapted by LoRA, and let phi scale the change of each layer: one factor for each.
+
+    A layer computes ``W x + (1 + phi_i) s B A x``. `Adapter.merge` folds the factors into LoRA's matrices B, so that
+    PEFT's own ``merge_and_unload`` and ``save_pretrained`` take them along.
+
+    Args:
+        model: A model of PEFT's, changed in place as by `attach_film`; its LoRA is active and not merged.
+        adapter_name: PEFT's name of the adapter; by default the one that is active.
+        outputs: As in `attach_film`.
+        example: As in `attach_film`.
+
+    Raises:
+        AdapterError: The model has no layer that LoRA acts on, several adapters are active, or a factor could not be
+            merged, as with DoRA; or as in `attach_film`. The model is then as it was.
+
+    Example:
+        >>> model = peft.get_peft_model(base, peft.LoraConfig())  # doctest: +SKIP
+        >>> attach_lora_scales(model).dim  # doctest: +SKIP
+        24
+    """
+    refuse_wrapper(model)
+    return _lora_scales(model, lora_layers(model, adapter_name), outputs, example)
+
+
+def _lora_scales(model: nn.Module, names: list[str], outputs: Outputs | None, example: Any = None) -> Adapter:
+    calls = None if example is None else _calls(model, example, names)
+    _refuse_idle(names, calls)
+
+    def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
+        return LoraScale(context, index)
+
+    return _attach(model, "lora", names, len(names), 0, modulation, outputs, calls)
+
+
 def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
     """Attach an adapter that `Adapter.save` wrote to a bare model, and apply what it holds: phi, and a start's tensors.
 
@@ -211,6 +249,8 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
         with content_of(path, "adapter"):
             if kind == "film":
                 adapter = attach_film(model, layers, dim=dim, seed=seed, outputs=outputs)
+            elif kind == "lora":
+                adapter = _lora_scales(model, layers, outputs)
             elif kind == "input_bias":
                 adapter = attach_input_bias(model, layers[0], dim=dim, seed=seed, outputs=outputs)
             else:
@@ -229,7 +269,9 @@ def _check_matrices(
 ) -> None:
     """Check that a file holds the matrices of an adapter before it is attached, which allocates as many."""
     known, expected = dict(model.named_modules()), {"phi": [described.dim]}
-    for name in layers:
+    if described.kind == "lora" and (strange := [name for name in layers if name not in lora_layers(model)]):
+        raise AdapterError(f"{path}: {brief(strange[0])} is no matrix of an active LoRA of the model")
+    for name in [] if described.kind == "lora" else layers:
         if name not in known:  # attaching would take it for a pattern
             near = nearest(name[:100], [each for each in known if each])
             raise AdapterError(f"{path}: {brief(name)} is no layer of the model{near}")

@@ -14,10 +14,10 @@ from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
 
-AdapterKind = Literal["film", "input_bias", "outputs"]
+AdapterKind = Literal["film", "input_bias", "outputs", "lora"]
 
 # The random matrices of each modulated layer, by kind: names of buffers.
-MATRICES: dict[AdapterKind, tuple[str, ...]] = {"film": ("A", "B"), "input_bias": ("C",), "outputs": ()}
+MATRICES: dict[AdapterKind, tuple[str, ...]] = {"film": ("A", "B"), "input_bias": ("C",), "outputs": (), "lora": ()}
 SCALE_ALONE = ("A",)  # of FiLM on a norm without a bias
 
 CONTEXT_NAME = "metricopt"
