@@ -300,7 +300,7 @@ def _attach(
     if outputs is not None:
         guessed = isinstance(outputs, Outputs) and outputs.layer is None and calls is None
         name, logits = _logits_layer(outputs, model, names, calls)
-        outputs, names, classes = replace(outputs, layer=name), [*names, name], affine(logits)[1].shape[0]
+        outputs, names, classes = replace(outputs, layer=name), [*names, name], weight_of(logits).shape[0]
     example = weight_of(layers[0] if layers else logits)
     dtype = torch.float64 if example.dtype == torch.float64 else torch.float32
     context = Context(int(dim), kind, names, int(seed), dtype, outputs, classes)
@@ -354,7 +354,7 @@ def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str], calls: 
     if name is None and calls is not None:
         name = _found(model, calls)
     if name is None:
-        linear = [each for each, module in known.items() if isinstance(module, nn.Linear) and may_give_logits(module)]
+        linear = [each for each, module in known.items() if _may_be_the_last(each, module)]
         if not linear:
             raise AdapterError(
                 f"{type(model).__name__} has no linear layer; say which gives the logits, Outputs(layer)"
@@ -364,7 +364,7 @@ def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str], calls: 
         raise AdapterError(f"the outputs' layer {name!r} is not called on the example")
     if name not in known:
         raise AdapterError(f"the outputs' layer {name!r} is no layer of the model{nearest(name, list(known))}")
-    why = f"is a {type(known[name]).__name__} without a bias" if scales_alone(known[name]) else _unusable(known[name])
+    why = _why_no_offsets(model, known[name])
     if why is not None:
         raise AdapterError(f"the outputs' layer {name!r} {why}; it must be the layer that gives the logits")
     if name in others:
@@ -372,6 +372,35 @@ def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str], calls: 
             f"layer {name!r} gives the logits, on which the outputs act; name other layers, or leave the outputs out"
         )
     return name, known[name]
+
+
+def _may_be_the_last(name: str, module: nn.Module) -> bool:
+    """Whether a module is a linear layer of the model itself; LoRA's matrices beside a layer are none."""
+    own = not {"lora_A", "lora_B"} & set(name.split("."))
+    return own and isinstance(module, nn.Linear) and may_give_logits(module)
+
+
+def _why_no_offsets(model: nn.Module, layer: nn.Module) -> str | None:
+    """Why a layer's output can't get offsets; None if it can: it has a bias, or can be given one."""
+    kind = f"is a {type(layer).__name__}"
+    if scales_alone(layer):
+        return f"{kind} without a bias"
+    if (
+        not may_give_logits(layer)
+        or getattr(layer, "weight", None) is None
+        or getattr(layer, "bias", layer) is not None
+    ):
+        return _unusable(layer)
+    if type(layer).forward not in (nn.Linear.forward, *(each.forward for each in CONVOLUTIONS)):
+        return f"{kind} without a bias, whose own code need not add one"
+    tied = [
+        each
+        for each, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter is layer.weight and model.get_submodule(each.rpartition(".")[0]) is not layer
+    ]
+    if tied:
+        return f"{kind} without a bias, and its weight is {tied[0]} too, so a saved model has no place for a bias"
+    return None
 
 
 def _found(model: nn.Module, calls: Calls) -> str:

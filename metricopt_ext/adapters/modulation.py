@@ -309,7 +309,10 @@ class OutputOffsets(Modulation):
 
     @torch.no_grad()
     def merge_into(self, layer: nn.Module) -> None:
-        """Multiply the layer's weight and bias by the factor, then add the offsets to its bias."""
+        """Multiply the layer's weight and bias by the factor, then add the offsets to its bias, or to a new one."""
+        if layer.bias is None:
+            weight = weight_of(layer)
+            layer.bias = nn.Parameter(weight.new_zeros(len(weight)), requires_grad=False)
         weight, bias = affine(layer)
         factor, offsets = self.factor_and_offsets()
         if factor is not None:

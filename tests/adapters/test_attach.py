@@ -1,6 +1,7 @@
 """Attaching: which layers phi modulates, what stays as it was, and what is refused."""
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -398,13 +399,69 @@ def test_no_coordinate_is_an_offset_without_outputs(cnn: Callable[[], nn.Sequent
     assert torch.arange(3)[adapter.offsets].numel() == 0
 
 
+class Tied(nn.Module):
+    """A head that is the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.words.weight
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("temperature", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_a_head_without_a_bias_gets_one(kind: str, temperature: bool, tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        head = nn.Linear(4, 3, bias=False) if kind == "linear" else nn.Conv1d(4, 3, 1, bias=False)
+        return nn.Sequential(nn.Linear(4, 4), head).double()
+
+    bare, x = model(), rand(4, 4)
+    outputs = Outputs("1", scale=2.0, temperature=temperature)
+    adapter = attach_outputs(bare, outputs)
+    offsets = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+    shown = offsets if kind == "linear" else offsets[:, None]
+    factor = 1.0
+    if temperature:
+        offsets, factor = torch.cat([offsets, torch.tensor([0.3], dtype=torch.float64)]), math.exp(0.3)
+    adapter.set_phi(offsets)
+    expected = model()(x) * factor + 2 * shown
+    torch.testing.assert_close(bare(x), expected)
+    assert bare[1].bias is None
+    adapter.save(tmp_path / "adapter.safetensors")
+    torch.testing.assert_close(load_adapter(model(), tmp_path / "adapter.safetensors").model(x), expected)
+    assert adapter.merged_state_dict()["1.bias"].shape == (3,)
+    assert bare[1].bias is None  # of the copy alone
+    torch.testing.assert_close(adapter.merge()(x), expected)
+    assert bare[1].bias.requires_grad
+    assert list(bare.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_removing_leaves_a_head_without_a_bias() -> None:
+    model = nn.Sequential(nn.Linear(4, 3, bias=False))
+    adapter = attach_outputs(model)
+    adapter.set_phi(torch.ones(3))
+    adapter.remove()
+    assert model[0].bias is None
+
+
 HEAD = {"body": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)}
 
 
 @pytest.mark.parametrize(
     ("make", "attach", "message"),
     [
-        (lambda: nn.Sequential(nn.Linear(3, 2, bias=False)), attach_outputs, "'0' is a Linear without a weight and a"),
+        (Tied, attach_outputs, "'head' is a Linear without a bias, and its weight is words.weight too, so a saved"),
+        (
+            lambda: nn.Sequential(Doubled(3, 2, bias=False)),
+            attach_outputs,
+            "'0' is a Doubled without a bias, whose own code need not add one; it must be",
+        ),
         (lambda: nn.Sequential(nn.LayerNorm(3), nn.Conv1d(3, 2, 1)), attach_outputs, "has no linear layer; say which"),
         (
             lambda: nn.ModuleDict(HEAD),
