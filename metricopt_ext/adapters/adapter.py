@@ -23,6 +23,7 @@ from metricopt_ext.adapters.modulation import (
 )
 from metricopt_ext.adapters.signature import Outputs, Signature
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.wrappers import COMPILED, PARALLEL
 from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.described import from_json
@@ -39,8 +40,6 @@ MATRIX = "matrices."  # begins a matrix's name in a file
 REPLACED = ("buffers", "parameters")  # what a start may replace; the names of its attributes
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what phi and matrices are kept in
-
-COMPILED = "OptimizedModule"  # what torch.compile returns; named, because its class takes long to import
 
 TAG = "metricopt_signature"  # the attribute of a parameter that says what its numbers mean
 
@@ -528,7 +527,7 @@ def refuse_wrapper(model: nn.Module) -> None:
         AdapterError: It is; the message says how to get at the model.
     """
     kind = type(model).__name__
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    if isinstance(model, PARALLEL):
         raise AdapterError(
             f"{kind} wraps the model that is checkpointed; attach before wrapping it, or checkpoints will lack phi (the"
             " model itself is its .module)"

@@ -33,6 +33,7 @@ from metricopt_ext.adapters.modulation import (
     weight_of,
 )
 from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.adapters.wrappers import bare_name, is_unused, unwrapped
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.files import check_tensors, content_of
@@ -66,8 +67,10 @@ def attach_film(
     as in evaluation whatever ``model.training`` says (functional dropout in the model's own code is out of reach).
 
     Args:
-        model: Any module. It is changed in place.
-        layers: Patterns of module names, e.g. ``"layer4.*.bn2"``; by default every normalisation layer with a
+        model: Any module. It is changed in place. Of one within DataParallel, DistributedDataParallel or torch.compile
+            it is the model itself, as its layers are called there.
+        layers: Patterns of module names, e.g. ``"layer4.*.bn2"``; what wrappers within the model put into names, as
+            ``module.`` and PEFT's ``base_model.model.``, may be left out. By default every normalisation layer with a
             weight and a bias, or, in a model without any, every one without a bias, as RMSNorm is, of which the scale
             alone is modulated: torch's, and by their names a model's own (``LlamaRMSNorm``, ``T5LayerNorm``).
             Convolutions and linear layers with a bias can be named as well.
@@ -92,7 +95,8 @@ def attach_film(
         >>> attach_film(model, dim=8).layers
         ['1']
     """
-    usable = {name: module for name, module in model.named_modules() if _unusable(module) is None}
+    model = unwrapped(model)
+    usable = {name: each for name, each in model.named_modules() if not is_unused(name) and _unusable(each) is None}
     calls = None if example is None else _calls(model, example, usable)
     if layers is None:
         norms = {n: each for n, each in usable.items() if not isinstance(each, (*CONVOLUTIONS, nn.Linear))}
@@ -142,6 +146,7 @@ def attach_input_bias(
     Raises:
         AdapterError, ValueError: As in `attach_film`, for linear layers with a bias.
     """
+    model = unwrapped(model)
     linear = {
         name: module
         for name, module in model.named_modules()
@@ -186,6 +191,7 @@ def attach_outputs(model: nn.Module, outputs: Outputs | None = None, *, example:
     def none(context: Context, index: int, layer: nn.Module) -> Modulation:
         raise AssertionError("no layer but that of the logits is modulated")
 
+    model = unwrapped(model)
     calls = None if example is None else _calls(model, example, ())
     return _attach(model, "outputs", [], 0, 0, none, Outputs() if outputs is None else outputs, calls)
 
@@ -213,6 +219,7 @@ def attach_lora_scales(
         >>> attach_lora_scales(model).dim  # doctest: +SKIP
         24
     """
+    model = unwrapped(model)
     refuse_wrapper(model)
     return _lora_scales(model, lora_layers(model, adapter_name), outputs, example)
 
@@ -238,7 +245,7 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
         AdapterError: The model lacks a layer or tensor that the file names, or has one of another shape or type, or has
             an adapter. The model is then as it was.
     """
-    saved = read_adapter(path)
+    saved, model = read_adapter(path), unwrapped(model)
     described = saved.described
     kind, dim, seed, outputs = described.kind, described.matrix_dim, described.seed, described.outputs
     layers = described.layers if outputs is None else described.layers[:-1]
@@ -360,7 +367,8 @@ def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str], calls: 
                 f"{type(model).__name__} has no linear layer; say which gives the logits, Outputs(layer)"
             )
         name = linear[-1]
-    elif calls is not None and name in known and name not in calls.outputs and may_give_logits(known[name]):
+    name = _as_called(name, known)
+    if calls is not None and name in known and name not in calls.outputs and may_give_logits(known[name]):
         raise AdapterError(f"the outputs' layer {name!r} is not called on the example")
     if name not in known:
         raise AdapterError(f"the outputs' layer {name!r} is no layer of the model{nearest(name, list(known))}")
@@ -374,9 +382,16 @@ def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str], calls: 
     return name, known[name]
 
 
+def _as_called(name: str, known: dict[str, nn.Module]) -> str:
+    """Return the name of the one layer that wrappers of its parts have given another, or the name itself."""
+    fitting = [each for each, module in known.items() if bare_name(each) == name and may_give_logits(module)]
+    used = [each for each in fitting if not is_unused(each)]
+    return used[0] if name not in known and len(used) == 1 else name
+
+
 def _may_be_the_last(name: str, module: nn.Module) -> bool:
     """Whether a module is a linear layer of the model itself; LoRA's matrices beside a layer are none."""
-    own = not {"lora_A", "lora_B"} & set(name.split("."))
+    own = not {"lora_A", "lora_B"} & set(name.split(".")) and not is_unused(name)
     return own and isinstance(module, nn.Linear) and may_give_logits(module)
 
 
@@ -481,5 +496,13 @@ def _matching(patterns: list[str], model: nn.Module, usable: dict[str, nn.Module
         for name, module in model.named_modules():
             if fnmatchcase(name, pattern):
                 raise AdapterError(f"layers={pattern!r} matches {name!r}, which {_unusable(module)}")
-        raise AdapterError(f"layers={pattern!r} matches no layer{nearest(pattern, list(usable))}")
-    return [name for name in usable if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        if not any(fnmatchcase(bare_name(name), pattern) for name in usable):
+            raise AdapterError(f"layers={pattern!r} matches no layer{nearest(pattern, list(usable))}")
+    return [name for name in usable if any(_matches(name, pattern, usable) for pattern in patterns)]
+
+
+def _matches(name: str, pattern: str, usable: dict[str, nn.Module]) -> bool:
+    """Whether a pattern is a layer's; one that none has as it is called is tried without what wrappers have added."""
+    if any(fnmatchcase(each, pattern) for each in usable):
+        return fnmatchcase(name, pattern)
+    return fnmatchcase(bare_name(name), pattern)

@@ -535,15 +535,18 @@ def test_no_layers(cnn: Callable[[], nn.Sequential]) -> None:
 
 
 @pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
-def test_a_compiled_model_is_refused_and_left_as_it_was(
-    cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter]
-) -> None:
-    model = cnn()
+def test_a_compiled_model_computes_with_phi(cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter]) -> None:
+    model, x = cnn().eval(), rand(2, 3, 6, 6, dtype=torch.float32)
     compiled = torch.compile(model, backend="eager")
-    before = state_of(model)
-    with pytest.raises(AdapterError, match=r"OptimizedModule wraps the model .* attach before wrapping it"):
-        attach(compiled, dim=2)
-    assert state_of(model) == before
+    plain = compiled(x)
+    adapter = attach(compiled, dim=2)
+    assert adapter.model is model
+    for size in (0.5, -1.0):
+        adapter.set_phi(torch.full((2,), size))
+        torch.testing.assert_close(compiled(x), model(x))
+        assert (compiled(x) - plain).abs().max() > 1e-3
+    adapter.remove()
+    torch.testing.assert_close(compiled(x), plain)
 
 
 def test_an_adapter_that_does_not_fit_into_memory_changes_nothing(
@@ -615,10 +618,19 @@ def test_adapters_of_disjoint_parts_are_removed_in_any_order(first: int) -> None
     assert state_of(model) == bare
 
 
-@pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
-def test_wrapped_models(cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter]) -> None:
-    model = cnn()
-    with pytest.raises(AdapterError, match=r"DataParallel wraps the model .* attach before wrapping it"):
-        attach(nn.DataParallel(model), dim=2)
-    attach(model, dim=2)
+@pytest.mark.parametrize("attach", [attach_film, attach_input_bias, attach_outputs])
+def test_wrapped_models(cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter], tmp_path: Path) -> None:
+    def attached(model: nn.Module) -> Adapter:
+        return attach(model) if attach is attach_outputs else attach(model, dim=2)
+
+    model, other = cnn().eval(), cnn().eval()
+    wrapped, x = nn.DataParallel(model), rand(2, 3, 6, 6, dtype=torch.float32)
+    adapter = attached(wrapped)
+    assert adapter.model is model
+    assert adapter.layers == attached(other).layers
+    adapter.set_phi(torch.full((adapter.dim,), 0.5))
+    assert torch.equal(wrapped(x), model(x))
     assert "metricopt.phi" in nn.DataParallel(model).module.state_dict()
+    adapter.save(tmp_path / "adapter.safetensors")
+    loaded = load_adapter(nn.DataParallel(cnn().eval()), tmp_path / "adapter.safetensors")
+    assert torch.equal(loaded.model(x), model(x))

@@ -147,8 +147,15 @@ def test_the_part_within_a_peft_model() -> None:
 def test_a_bias_that_from_pretrained_does_not_read_is_told() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        **{"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_labels": 3},
-        **{"intermediate_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        vocab_size=9,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_labels=3,
+        intermediate_size=8,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     model = transformers.LlamaForSequenceClassification(config).eval()
     ids = torch.arange(1, 7)[None]
