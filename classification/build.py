@@ -576,7 +576,7 @@ def _check_adapter(adapter: Adapter, config: ClassificationConfig) -> None:
     """Reject what the adapter or its number of coordinates makes impossible, on a model that isn't trained yet."""
     if isinstance(adapter.model, Rest):
         for layer in adapter.layers:
-            if layer.split(".")[0] in adapter.model.before:
+            if not adapter.model.runs(layer):
                 raise ConfigError(
                     f"adapter.layers has {layer!r}, which comes before adapter.keep_before={adapter.model.first}: what"
                     " it computes is kept, so phi can't act there; name layers from there on"

@@ -34,7 +34,7 @@ class TabularMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``n x features`` to logits, ``n`` for one output, otherwise ``n x outputs``."""
         logits: Tensor = self.head(self.body(x))
-        return logits.squeeze(-1) if logits.shape[-1] == 1 else logits
+        return logits.squeeze(-1) if self.head.out_features == 1 else logits
 
 
 class SmallCNN(nn.Sequential):

@@ -137,7 +137,7 @@ class DetectionConfig(RunConfig):
     metric: MetricConfig = field(default_factory=MetricConfig)
     classification_loss: str = TorchvisionToolkit.classification_loss  # of the box head; or ap
     batch_size: int = 4  # of finetuning
-    population: int = 1  # detectors compute one task at a time
+    population: int | None = 1  # detectors compute one task at a time
 
     def data_files(self) -> list[Path]:
         """Return the trees or zip files of the data, or the annotation files and the folder of the images."""
@@ -154,7 +154,7 @@ class DetectionConfig(RunConfig):
             self.metric.check()
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
         check_at_least(0, {"data.size": self.data.size, "model.steps": self.model.steps})
-        if self.population != 1:
+        if self.population not in (1, None):
             raise ConfigError(f"population={self.population}: detectors compute one task at a time, so it must be 1")
         if not self.model.lr > 0:
             raise ConfigError(f"model.lr={self.model.lr}: it must be above 0")

@@ -108,7 +108,7 @@ class RetrievalConfig(RunConfig):
     metric: MetricConfig = field(default_factory=MetricConfig)
     shift: ShiftConfig = field(default_factory=ShiftConfig)
     siblings: EmbedderSiblingsConfig | None = field(default=None, metadata=brought_by(*FOR_EMBEDDINGS))
-    population: int = 1  # tasks whose images are embedded together; on a CPU 1 is fastest for convolutions
+    population: int | None = 1  # tasks whose images are embedded together; on a CPU 1 is fastest for convolutions
 
     def data_files(self) -> list[Path]:
         """Return the file or folder of the data, or nothing."""

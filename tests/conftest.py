@@ -90,7 +90,7 @@ def quadratic() -> Callable[..., Quadratic]:
     def make(
         dim: int = 4,
         *,
-        population: int = 32,
+        population: int | None = 32,
         noise: float = 0.3,
         dtype: torch.dtype = torch.float64,
         budget: int | None = None,

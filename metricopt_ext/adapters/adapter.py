@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from metricopt_ext.adapters.hosts import left_out
+from metricopt_ext.adapters.hosts import left_out, not_read
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
     MODULATION_NAME,
@@ -23,6 +23,7 @@ from metricopt_ext.adapters.modulation import (
 )
 from metricopt_ext.adapters.signature import Outputs, Signature
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.adapters.wrappers import COMPILED, PARALLEL
 from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.described import from_json
@@ -39,8 +40,6 @@ MATRIX = "matrices."  # begins a matrix's name in a file
 REPLACED = ("buffers", "parameters")  # what a start may replace; the names of its attributes
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what phi and matrices are kept in
-
-COMPILED = "OptimizedModule"  # what torch.compile returns; named, because its class takes long to import
 
 TAG = "metricopt_signature"  # the attribute of a parameter that says what its numbers mean
 
@@ -313,8 +312,8 @@ class Adapter:
         """Fold phi into the modulated layers and detach: the plain model computes what the adapted one did.
 
         Every host can save, export and serve it, and it costs nothing at inference. What a start replaced stays.
-        Returns the model. Where the host's own function will leave out what phi was folded into, as PEFT's
-        ``save_pretrained`` does with norms, a UserWarning says so.
+        Returns the model. Offsets of logits give a layer without a bias one. Where the host's own function will leave
+        out what phi was folded into, as PEFT's ``save_pretrained`` does with norms, a UserWarning says so.
 
         Raises:
             AdapterError: A modulated layer shares its weight with another, or computes it; nothing is changed.
@@ -324,8 +323,10 @@ class Adapter:
             for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True)
             for key in modulation.merges_into
         }
-        if bool(self.phi.any()):
-            for message in left_out(self.model, merged):  # before the merge, after which nothing can be undone
+        added = [name for name, tensor in merged.items() if tensor is None]
+        merged = {name: tensor for name, tensor in merged.items() if tensor is not None}
+        if bool(self.phi.any()):  # before the merge, after which nothing can be undone
+            for message in (*left_out(self.model, merged), *not_read(self.model, added)):
                 warnings.warn(message, stacklevel=2)
         return self._merge()
 
@@ -337,6 +338,8 @@ class Adapter:
         for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True):
             for key in modulation.merges_into:
                 tensor = layer._parameters.get(key, layer._buffers.get(key))
+                if tensor is None and layer._parameters.get(key, tensor) is None and key in layer._parameters:
+                    continue  # a bias that is added
                 if tensor is None:
                     raise AdapterError(f"{name}.{key} is computed from other tensors, so phi can't be folded into it")
                 if owners[id(tensor)] > 1:
@@ -346,8 +349,12 @@ class Adapter:
                 before.append((tensor, tensor.detach().clone()))
         modules = KeptModules(self.model)
         try:
-            for layer, modulation in self.modulations():
+            for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True):
+                bare = layer._parameters.get("bias", layer) is None
                 modulation.merge_into(layer)
+                weight, bias = (f"{name}.{key}" if name else key for key in ("weight", "bias"))
+                if bare and layer.bias is not None and weight in self.context.thawed:
+                    self.context.thawed.append(bias)
             return self._detach()
         except BaseException:
             modules.put_back()
@@ -520,7 +527,7 @@ def refuse_wrapper(model: nn.Module) -> None:
         AdapterError: It is; the message says how to get at the model.
     """
     kind = type(model).__name__
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    if isinstance(model, PARALLEL):
         raise AdapterError(
             f"{kind} wraps the model that is checkpointed; attach before wrapping it, or checkpoints will lack phi (the"
             " model itself is its .module)"

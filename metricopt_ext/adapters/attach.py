@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import MATRIX, Adapter, Described, read_adapter, refuse_wrapper
 from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, calls_on, may_give_logits, shape_of
+from metricopt_ext.adapters.foreign_norms import is_foreign_norm, scales_alone, weight_offset
+from metricopt_ext.adapters.lora import LoraScale, lora_layers
 from metricopt_ext.adapters.modulation import (
     CONTEXT_NAME,
     MATRICES,
@@ -31,6 +33,7 @@ from metricopt_ext.adapters.modulation import (
     weight_of,
 )
 from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.adapters.wrappers import bare_name, is_unused, unwrapped
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.files import check_tensors, content_of
@@ -64,10 +67,13 @@ def attach_film(
     as in evaluation whatever ``model.training`` says (functional dropout in the model's own code is out of reach).
 
     Args:
-        model: Any module. It is changed in place.
-        layers: Patterns of module names, e.g. ``"layer4.*.bn2"``; by default every normalisation layer with a
-            weight and a bias. Convolutions and linear layers with a bias can be named as well, and ``nn.RMSNorm``, of
-            which the scale alone is modulated.
+        model: Any module. It is changed in place. Of one within DataParallel, DistributedDataParallel or torch.compile
+            it is the model itself, as its layers are called there.
+        layers: Patterns of module names, e.g. ``"layer4.*.bn2"``; what wrappers within the model put into names, as
+            ``module.`` and PEFT's ``base_model.model.``, may be left out. By default every normalisation layer with a
+            weight and a bias, or, in a model without any, every one without a bias, as RMSNorm is, of which the scale
+            alone is modulated: torch's, and by their names a model's own (``LlamaRMSNorm``, ``T5LayerNorm``).
+            Convolutions and linear layers with a bias can be named as well.
         dim: Number of phi's coordinates that A and B multiply, at least 1: all of phi without ``outputs``.
         seed: Seed of A and B; ``outputs`` make no difference to them.
         outputs: Give phi further coordinates, which act on the logits; their layer can't be among ``layers``.
@@ -89,16 +95,17 @@ def attach_film(
         >>> attach_film(model, dim=8).layers
         ['1']
     """
-    usable = {name: module for name, module in model.named_modules() if _unusable(module) is None}
+    model = unwrapped(model)
+    usable = {name: each for name, each in model.named_modules() if not is_unused(name) and _unusable(each) is None}
     calls = None if example is None else _calls(model, example, usable)
     if layers is None:
-        others = (*CONVOLUTIONS, nn.Linear, nn.RMSNorm)
-        names = [name for name, module in usable.items() if not isinstance(module, others)]
+        norms = {n: each for n, each in usable.items() if not isinstance(each, (*CONVOLUTIONS, nn.Linear))}
         if calls is not None:
-            names = [name for name in names if name in calls.outputs]
+            norms = {name: module for name, module in norms.items() if name in calls.outputs}
+        names = [name for name, module in norms.items() if not scales_alone(module)] or list(norms)
         if not names:
             raise AdapterError(
-                f"{type(model).__name__} has no normalisation layer with a weight and a bias; name layers to modulate"
+                f"{type(model).__name__} has no normalisation layer with a weight; name layers to modulate"
                 f" (possible: {shortened(list(usable)) if usable else 'none of its layers has both'})"
             )
     else:
@@ -110,7 +117,9 @@ def attach_film(
 
     def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
         channels, rng = weight_of(layer).shape[0], generator(seed, "film", index)
-        return Scale(context, channels, rng) if _scales(layer) else FiLM(context, channels, channel_axis(layer), rng)
+        if scales_alone(layer):
+            return Scale(context, channels, rng, weight_offset(layer) or 0.0)
+        return FiLM(context, channels, channel_axis(layer), rng)
 
     return _attach(model, "film", names, dim, seed, modulation, outputs, calls)
 
@@ -137,6 +146,7 @@ def attach_input_bias(
     Raises:
         AdapterError, ValueError: As in `attach_film`, for linear layers with a bias.
     """
+    model = unwrapped(model)
     linear = {
         name: module
         for name, module in model.named_modules()
@@ -181,8 +191,47 @@ def attach_outputs(model: nn.Module, outputs: Outputs | None = None, *, example:
     def none(context: Context, index: int, layer: nn.Module) -> Modulation:
         raise AssertionError("no layer but that of the logits is modulated")
 
+    model = unwrapped(model)
     calls = None if example is None else _calls(model, example, ())
     return _attach(model, "outputs", [], 0, 0, none, Outputs() if outputs is None else outputs, calls)
+
+
+def attach_lora_scales(
+    model: nn.Module, *, adapter_name: str | None = None, outputs: Outputs | None = None, example: Any = None
+) -> Adapter:
+    """Freeze a model that PEFT has adapted by LoRA, and let phi scale the change of each layer: one factor for each.
+
+    A layer computes ``W x + (1 + phi_i) s B A x``. `Adapter.merge` folds the factors into LoRA's matrices B, so that
+    PEFT's own ``merge_and_unload`` and ``save_pretrained`` take them along.
+
+    Args:
+        model: A model of PEFT's, changed in place as by `attach_film`; its LoRA is active and not merged.
+        adapter_name: PEFT's name of the adapter; by default the one that is active.
+        outputs: As in `attach_film`.
+        example: As in `attach_film`.
+
+    Raises:
+        AdapterError: The model has no layer that LoRA acts on, several adapters are active, or a factor could not be
+            merged, as with DoRA; or as in `attach_film`. The model is then as it was.
+
+    Example:
+        >>> model = peft.get_peft_model(base, peft.LoraConfig())  # doctest: +SKIP
+        >>> attach_lora_scales(model).dim  # doctest: +SKIP
+        24
+    """
+    model = unwrapped(model)
+    refuse_wrapper(model)
+    return _lora_scales(model, lora_layers(model, adapter_name), outputs, example)
+
+
+def _lora_scales(model: nn.Module, names: list[str], outputs: Outputs | None, example: Any = None) -> Adapter:
+    calls = None if example is None else _calls(model, example, names)
+    _refuse_idle(names, calls)
+
+    def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
+        return LoraScale(context, index)
+
+    return _attach(model, "lora", names, len(names), 0, modulation, outputs, calls)
 
 
 def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
@@ -196,7 +245,7 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
         AdapterError: The model lacks a layer or tensor that the file names, or has one of another shape or type, or has
             an adapter. The model is then as it was.
     """
-    saved = read_adapter(path)
+    saved, model = read_adapter(path), unwrapped(model)
     described = saved.described
     kind, dim, seed, outputs = described.kind, described.matrix_dim, described.seed, described.outputs
     layers = described.layers if outputs is None else described.layers[:-1]
@@ -207,6 +256,8 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
         with content_of(path, "adapter"):
             if kind == "film":
                 adapter = attach_film(model, layers, dim=dim, seed=seed, outputs=outputs)
+            elif kind == "lora":
+                adapter = _lora_scales(model, layers, outputs)
             elif kind == "input_bias":
                 adapter = attach_input_bias(model, layers[0], dim=dim, seed=seed, outputs=outputs)
             else:
@@ -225,14 +276,16 @@ def _check_matrices(
 ) -> None:
     """Check that a file holds the matrices of an adapter before it is attached, which allocates as many."""
     known, expected = dict(model.named_modules()), {"phi": [described.dim]}
-    for name in layers:
+    if described.kind == "lora" and (strange := [name for name in layers if name not in lora_layers(model)]):
+        raise AdapterError(f"{path}: {brief(strange[0])} is no matrix of an active LoRA of the model")
+    for name in [] if described.kind == "lora" else layers:
         if name not in known:  # attaching would take it for a pattern
             near = nearest(name[:100], [each for each in known if each])
             raise AdapterError(f"{path}: {brief(name)} is no layer of the model{near}")
         if (why := _unusable(known[name])) is not None:
             raise AdapterError(f"{path}: layer {name!r} {why}")
         channels = weight_of(known[name]).shape[0]
-        keys = SCALE_ALONE if _scales(known[name]) else MATRICES[described.kind]
+        keys = SCALE_ALONE if scales_alone(known[name]) else MATRICES[described.kind]
         expected |= {f"{MATRIX}{name}.{key}": [channels, described.matrix_dim] for key in keys}
     check_tensors(path, tensors, expected)
 
@@ -254,7 +307,7 @@ def _attach(
     if outputs is not None:
         guessed = isinstance(outputs, Outputs) and outputs.layer is None and calls is None
         name, logits = _logits_layer(outputs, model, names, calls)
-        outputs, names, classes = replace(outputs, layer=name), [*names, name], affine(logits)[1].shape[0]
+        outputs, names, classes = replace(outputs, layer=name), [*names, name], weight_of(logits).shape[0]
     example = weight_of(layers[0] if layers else logits)
     dtype = torch.float64 if example.dtype == torch.float64 else torch.float32
     context = Context(int(dim), kind, names, int(seed), dtype, outputs, classes)
@@ -308,17 +361,18 @@ def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str], calls: 
     if name is None and calls is not None:
         name = _found(model, calls)
     if name is None:
-        linear = [each for each, module in known.items() if isinstance(module, nn.Linear) and may_give_logits(module)]
+        linear = [each for each, module in known.items() if _may_be_the_last(each, module)]
         if not linear:
             raise AdapterError(
                 f"{type(model).__name__} has no linear layer; say which gives the logits, Outputs(layer)"
             )
         name = linear[-1]
-    elif calls is not None and name in known and name not in calls.outputs and may_give_logits(known[name]):
+    name = _as_called(name, known)
+    if calls is not None and name in known and name not in calls.outputs and may_give_logits(known[name]):
         raise AdapterError(f"the outputs' layer {name!r} is not called on the example")
     if name not in known:
         raise AdapterError(f"the outputs' layer {name!r} is no layer of the model{nearest(name, list(known))}")
-    why = f"is a {type(known[name]).__name__} without a bias" if _scales(known[name]) else _unusable(known[name])
+    why = _why_no_offsets(model, known[name])
     if why is not None:
         raise AdapterError(f"the outputs' layer {name!r} {why}; it must be the layer that gives the logits")
     if name in others:
@@ -326,6 +380,42 @@ def _logits_layer(outputs: Outputs, model: nn.Module, others: list[str], calls: 
             f"layer {name!r} gives the logits, on which the outputs act; name other layers, or leave the outputs out"
         )
     return name, known[name]
+
+
+def _as_called(name: str, known: dict[str, nn.Module]) -> str:
+    """Return the name of the one layer that wrappers of its parts have given another, or the name itself."""
+    fitting = [each for each, module in known.items() if bare_name(each) == name and may_give_logits(module)]
+    used = [each for each in fitting if not is_unused(each)]
+    return used[0] if name not in known and len(used) == 1 else name
+
+
+def _may_be_the_last(name: str, module: nn.Module) -> bool:
+    """Whether a module is a linear layer of the model itself; LoRA's matrices beside a layer are none."""
+    own = not {"lora_A", "lora_B"} & set(name.split(".")) and not is_unused(name)
+    return own and isinstance(module, nn.Linear) and may_give_logits(module)
+
+
+def _why_no_offsets(model: nn.Module, layer: nn.Module) -> str | None:
+    """Why a layer's output can't get offsets; None if it can: it has a bias, or can be given one."""
+    kind = f"is a {type(layer).__name__}"
+    if scales_alone(layer):
+        return f"{kind} without a bias"
+    if (
+        not may_give_logits(layer)
+        or getattr(layer, "weight", None) is None
+        or getattr(layer, "bias", layer) is not None
+    ):
+        return _unusable(layer)
+    if type(layer).forward not in (nn.Linear.forward, *(each.forward for each in CONVOLUTIONS)):
+        return f"{kind} without a bias, whose own code need not add one"
+    tied = [
+        each
+        for each, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter is layer.weight and model.get_submodule(each.rpartition(".")[0]) is not layer
+    ]
+    if tied:
+        return f"{kind} without a bias, and its weight is {tied[0]} too, so a saved model has no place for a bias"
+    return None
 
 
 def _found(model: nn.Module, calls: Calls) -> str:
@@ -341,11 +431,6 @@ def _found(model: nn.Module, calls: Calls) -> str:
     return name
 
 
-def _scales(module: nn.Module) -> bool:
-    """Whether FiLM has a scale alone in a module."""
-    return isinstance(module, nn.RMSNorm)
-
-
 def _inner(module: nn.Module) -> bool:
     """Whether a module is the output projection of an attention layer, which is never called as a layer."""
     return isinstance(module, nn.Linear) and not may_give_logits(module)
@@ -354,15 +439,16 @@ def _inner(module: nn.Module) -> bool:
 def _unusable(module: nn.Module) -> str | None:
     """Why FiLM can't modulate a module; None if it can."""
     kind = type(module).__name__
-    if not (isinstance(module, (*NORMS, *CONVOLUTIONS, nn.Linear)) or kind.endswith(TOOLKIT_NORMS)):
+    foreign = is_foreign_norm(module)
+    if not (isinstance(module, (*NORMS, *CONVOLUTIONS, nn.Linear)) or kind.endswith(TOOLKIT_NORMS) or foreign):
         return f"is a {kind}, neither a normalisation, convolution nor linear layer"
     if _inner(module):
         return "is the output projection of an attention layer, which is never called as a layer"
-    if _scales(module):
+    if scales_alone(module):
         if getattr(module, "weight", None) is None or weight_of(module).dim() != 1:
             return f"is a {kind} without a weight per channel to merge into"
-        if type(module).forward is not nn.RMSNorm.forward:
-            return f"is a {kind}, whose output need not be its weight's multiple, so phi could not be merged"
+        if weight_offset(module) is None:
+            return f"is a {kind}, whose output is no multiple of its weight, so phi could not be merged"
         return None
     if getattr(module, "weight", None) is None or getattr(module, "bias", None) is None:
         return f"is a {kind} without a weight and a bias to merge into"
@@ -373,7 +459,7 @@ def _unusable(module: nn.Module) -> str | None:
         return f"is a {kind} with a norm or an activation inside; name its norm instead"
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
         return f"is a {kind} over {len(module.normalized_shape)} axes, which has no channel axis"
-    if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) and not is_affine(module):
+    if (foreign or isinstance(module, (nn.LayerNorm, nn.GroupNorm))) and not is_affine(module):
         return f"is a {kind}, whose output is not affine in its weight and bias, so phi could not be merged"
     return None
 
@@ -410,5 +496,13 @@ def _matching(patterns: list[str], model: nn.Module, usable: dict[str, nn.Module
         for name, module in model.named_modules():
             if fnmatchcase(name, pattern):
                 raise AdapterError(f"layers={pattern!r} matches {name!r}, which {_unusable(module)}")
-        raise AdapterError(f"layers={pattern!r} matches no layer{nearest(pattern, list(usable))}")
-    return [name for name in usable if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        if not any(fnmatchcase(bare_name(name), pattern) for name in usable):
+            raise AdapterError(f"layers={pattern!r} matches no layer{nearest(pattern, list(usable))}")
+    return [name for name in usable if any(_matches(name, pattern, usable) for pattern in patterns)]
+
+
+def _matches(name: str, pattern: str, usable: dict[str, nn.Module]) -> bool:
+    """Whether a pattern is a layer's; one that none has as it is called is tried without what wrappers have added."""
+    if any(fnmatchcase(each, pattern) for each in usable):
+        return fnmatchcase(name, pattern)
+    return fnmatchcase(bare_name(name), pattern)

@@ -160,7 +160,7 @@ def recorded(model: nn.Module, layers: Iterable[str] = (), *, probing: bool = Fa
         probing: Whether to add probes, by which `Calls.giving` knows what a tensor depends on; shapes alone tell less.
     """
     calls, wanted = Calls(probing), set(layers)
-    with ExitStack() as handles, _eager():
+    with ExitStack() as handles, eager():
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -269,7 +269,7 @@ def _takes(model: nn.Module, example: Mapping[Any, Any]) -> bool:
     return True
 
 
-def _eager() -> Any:
+def eager() -> Any:
     """Have compiled parts of a model run as written: compiled code would not be told of hooks, or would keep them."""
     compiler = sys.modules.get("torch._dynamo")  # which takes long to import
     set_stance = getattr(torch.compiler, "set_stance", None)

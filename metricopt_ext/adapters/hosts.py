@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,6 +44,20 @@ def left_out(model: nn.Module, merged: Mapping[str, Tensor]) -> Iterator[str]:
                 f"{name} ({kind}) keeps an average of the weights, which lacks phi; save the model itself, or attach to"
                 " the average"
             )
+
+
+def not_read(model: nn.Module, added: Sequence[str]) -> Iterator[str]:
+    """Say what loading a saved model will leave out.
+
+    Args:
+        model: A model that phi is merged into.
+        added: Names of the biases that it gets by that.
+    """
+    if added and any(kind.__name__ == "PreTrainedModel" for each in model.modules() for kind in type(each).__mro__):
+        yield (
+            f"from_pretrained makes the model without {shortened(list(added))}, where phi is now, and leaves it out;"
+            " save the adapter before merging (Adapter.save), and load it into the model that from_pretrained makes"
+        )
 
 
 def _by_peft(model: nn.Module, merged: Mapping[str, Tensor]) -> list[str]:

@@ -9,14 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.foreign_norms import is_affine_norm, is_foreign_norm
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
 
-AdapterKind = Literal["film", "input_bias", "outputs"]
+AdapterKind = Literal["film", "input_bias", "outputs", "lora"]
 
 # The random matrices of each modulated layer, by kind: names of buffers.
-MATRICES: dict[AdapterKind, tuple[str, ...]] = {"film": ("A", "B"), "input_bias": ("C",), "outputs": ()}
+MATRICES: dict[AdapterKind, tuple[str, ...]] = {"film": ("A", "B"), "input_bias": ("C",), "outputs": (), "lora": ()}
 SCALE_ALONE = ("A",)  # of FiLM on a norm without a bias
 
 CONTEXT_NAME = "metricopt"
@@ -224,13 +225,17 @@ class Scale(Modulation):
         context: Holds phi.
         channels: Number of channels C of the layer's output.
         rng: Draws A, ``C x d`` with entries N(0, 1/d).
+        offset: What the layer adds to its weight before it multiplies, 1 in Gemma's.
     """
+
+    offset: float = 0.0  # of the class too: a model pickled by an earlier version has none
 
     A: Tensor
     merges_into = ("weight",)
 
-    def __init__(self, context: Context, channels: int, rng: torch.Generator) -> None:
+    def __init__(self, context: Context, channels: int, rng: torch.Generator, offset: float = 0.0) -> None:
         super().__init__(context)
+        self.offset = offset
         self.register_buffer("A", _gaussian(channels, context, rng), persistent=False)
 
     def forward(self, h: Tensor) -> Tensor:
@@ -241,7 +246,8 @@ class Scale(Modulation):
     def merge_into(self, layer: nn.Module) -> None:
         """Scale the layer's weight."""
         weight = weight_of(layer)
-        weight.mul_((1 + self.times_phi(self.A)).to(weight.dtype))
+        change = self.times_phi(self.A).to(weight.dtype)
+        weight.add_((weight + self.offset) * change)
 
 
 class InputBias(Modulation):
@@ -303,7 +309,10 @@ class OutputOffsets(Modulation):
 
     @torch.no_grad()
     def merge_into(self, layer: nn.Module) -> None:
-        """Multiply the layer's weight and bias by the factor, then add the offsets to its bias."""
+        """Multiply the layer's weight and bias by the factor, then add the offsets to its bias, or to a new one."""
+        if layer.bias is None:
+            weight = weight_of(layer)
+            layer.bias = nn.Parameter(weight.new_zeros(len(weight)), requires_grad=False)
         weight, bias = affine(layer)
         factor, offsets = self.factor_and_offsets()
         if factor is not None:
@@ -348,7 +357,7 @@ def channel_axis(layer: nn.Module) -> int:
         if isinstance(layer, kinds):
             return -1 - spatial  # counted from the end: these layers also take an input without a batch axis
     channels_last = isinstance(layer, nn.LayerNorm) and not _takes_channels_first(layer)
-    return -1 if channels_last or isinstance(layer, nn.Linear) else 1
+    return -1 if channels_last or isinstance(layer, (nn.Linear, nn.RMSNorm)) or is_foreign_norm(layer) else 1
 
 
 def output_of(layer: nn.Module) -> nn.Module:
@@ -361,13 +370,15 @@ def output_of(layer: nn.Module) -> nn.Module:
     return drop if isinstance(drop, nn.Module) and isinstance(getattr(layer, "act", None), nn.Module) else layer
 
 
-def is_affine(layer: nn.LayerNorm | nn.GroupNorm) -> bool:
+def is_affine(layer: nn.Module) -> bool:
     """Whether phi can be folded into a norm's weight and bias; a subclass may add 1 to its weight, as Nemotron's does.
 
     It is asked by a forward pass with other weights, up to `output_of`, which one with further arguments can't be.
     """
     if type(layer).forward in (nn.LayerNorm.forward, nn.GroupNorm.forward):
         return True
+    if is_foreign_norm(layer):
+        return is_affine_norm(layer)
     (weight, bias), outputs = affine(layer), []
     shape = (2, 3, len(weight)) if channel_axis(layer) == -1 else (2, len(weight), 1, 3)
     x = torch.arange(6.0 * len(weight)).sin().view(shape).to(weight)

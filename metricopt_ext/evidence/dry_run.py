@@ -100,7 +100,7 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, at
         check_known(methods)
         found = sorted(path.name for path in Path(own).iterdir())
         strategy = config.build_strategy()
-        plan, work = planned(strategy, config, task.dim, task.population)
+        plan, work = planned(strategy, config, task.dim, task.at_once)
         one, wide, query = _probe(task, work.width, config.seed)
     subject = experiment.describe(config)
     rivals = known_queries(config, methods)

@@ -102,7 +102,12 @@ class CountedTask(FinetuneTask):
 def counting(task: FinetuneTask) -> CountedTask:
     """Return the same task, which counts the batches of its loss from now on."""
     return CountedTask(
-        task.adapter, loss=task.loss, batches=task.batches, metric=task.metric, population=task.population
+        task.adapter,
+        loss=task.loss,
+        batches=task.batches,
+        metric=task.metric,
+        population=task.population,
+        memory=task.memory,
     )
 
 

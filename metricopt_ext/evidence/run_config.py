@@ -133,7 +133,7 @@ class RunConfig:
     # outputs in phi: those at which as many train examples are predicted as there are; on where data.kind has them).
     starts: list[str] = field(default_factory=lambda: [each for each in STARTS if each != "thresholds"])
     queries: int = 600  # MetricOpt's metric queries in total
-    population: int = 32  # tasks computed together
+    population: int | None = None  # tasks computed together; null: as many of 1, 4, 16, 32 as fit 1 GiB, if it can be
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
     search_queries: int | str = 0
@@ -281,12 +281,12 @@ class RunConfig:
         return as_plain(self)
 
 
-def check_at_least(least: int, values: Mapping[str, float]) -> None:
-    """Reject settings below a minimum.
+def check_at_least(least: int, values: Mapping[str, float | None]) -> None:
+    """Reject settings below a minimum; None, meaning no value, passes.
 
     Raises:
         ConfigError: A value is below it; the message names its key.
     """
     for name, value in values.items():
-        if value < least:
+        if value is not None and value < least:
             raise ConfigError(f"{name}={value}: it must be at least {least}")

@@ -10,12 +10,13 @@ from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.kept_aside import check_kept_aside, confirmed
 from metricopt_ext.methods.result import Own, Result
-from metricopt_ext.methods.run_folder import KEPT_ASIDE, RunFolder, identity_of
+from metricopt_ext.methods.run_folder import KEPT_ASIDE, RunFolder, identity_of, settled
 from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.population import Population
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.telling import telling
 from metricopt_ext.tasks.undone import undone_if_cut_short
@@ -110,10 +111,13 @@ def optimize_metric(
         identity["kept aside"] = [fingerprint_of_code(kept_aside.function), guard_confidence]
     with ExitStack() as run:
         run.enter_context(ranks.sharing({"queries": queries, **identity}))
+        task = settled(task, identity, output_dir)
         folder = RunFolder(output_dir, identity)
         run.enter_context(folder.writing(resume))
         shown = run.enter_context(watched(watcher, task.metric.name, queries))
         run.enter_context(telling(task, shown))
+        if isinstance(task.population, Population) and task.population.why:
+            shown.say(task.population.line)
         base = run.enter_context(ExitStack())
         base.enter_context(task.adapter.applied(Start(task.origin())))
         base.enter_context(task.keeping_weights())

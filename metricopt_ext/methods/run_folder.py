@@ -1,7 +1,7 @@
 """What a run keeps in its folder so that it can be resumed: its identity, trajectories and evaluations."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from metricopt_ext.search.update_rule import UpdateRule
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
 from metricopt_ext.tasks.metric import Ledger, Metric
+from metricopt_ext.tasks.population import Population
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils import ranks
@@ -293,7 +294,7 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "seed": seed,
-        "population": task.population,
+        **({} if isinstance(task.population, Population) else {"population": task.at_once}),  # or see `settled`
         "metric": [metric.name, metric.maximize, metric.bounds],  # stored costs depend on the last two
         "repeats": metric.repeats,
         "code of the metric": fingerprint_of_code(metric.function),
@@ -302,6 +303,35 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         "loss of the first batch": first_loss,
         **({} if task.gradients is None else {"gradients": fingerprint({"gradients": task.gradients})}),
     }
+
+
+def settled(task: FinetuneTask, identity: dict[str, Any], folder: str | Path | None) -> FinetuneTask:
+    """Return a task with the population that its run has, which the identity gets too.
+
+    One that was chosen is that of the run which the folder holds, whatever this machine would choose, and the first
+    rank's on all. One that was given stays.
+
+    Args:
+        task: The task.
+        identity: What `identity_of` returned.
+        folder: The run's; None without any.
+    """
+    chosen = task.population
+    if not isinstance(chosen, Population):
+        return task
+
+    def kept() -> Population:
+        if folder is not None and (path := Path(folder) / IDENTITY).exists():
+            with suppress(FileFormatError):  # `RunFolder.writing` says it
+                number = (content := read_json(path)) and isinstance(content, dict) and content.get("population")
+                if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
+                    same = chosen.why if number == chosen else "the run in the folder has it"
+                    return Population(number, same)
+        return chosen
+
+    population = ranks.on_first(kept)
+    identity["population"] = int(population)
+    return task.with_population(int(population), population.why)
 
 
 def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequence[Path] = ()) -> None:

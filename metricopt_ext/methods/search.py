@@ -12,7 +12,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.run_folder import RunFolder, identity_of
+from metricopt_ext.methods.run_folder import RunFolder, identity_of, settled
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import check_strategy
 from metricopt_ext.methods.trials import Trials
@@ -93,7 +93,9 @@ class Search(Trials):
             strategy.check(task)
             task.check_loss(seed, 2)
         others = {name: start for name, start in candidates.items() if name != "start"}
-        self.folder = RunFolder(output_dir, identity_of(strategy, task, others, seed=seed, size=size))
+        identity = identity_of(strategy, task, others, seed=seed, size=size)
+        task = settled(task, identity, output_dir)
+        self.folder = RunFolder(output_dir, identity)
         self._run = ExitStack()
         self._run.enter_context(self.folder.writing(resume))
         try:

@@ -89,7 +89,7 @@ def collect(
 ) -> list[Trajectory]:
     """Run one round of tasks and observe the metric K times along each (Algorithm 1, line 3).
 
-    No step depends on the metric, so each chunk of ``task.population`` tasks runs first and is evaluated afterwards,
+    No step depends on the metric, so each chunk of ``task.at_once`` tasks runs first and is evaluated afterwards,
     task by task; each task is stored once its K queries are done. Tasks already in the store are not evaluated again.
     Ranks that share the work run as many chunks at once as there are of them, and then as many evaluations.
 
@@ -111,7 +111,7 @@ def collect(
         BudgetError: The metric's budget ran out; finished trajectories are in the store.
         MetricError: The metric failed; finished trajectories are in the store.
     """
-    chunks = [indices[at : at + task.population] for at in range(0, len(indices), task.population)]
+    chunks = [indices[at : at + task.at_once] for at in range(0, len(indices), task.at_once)]
     unfinished = [chunk for chunk in chunks if any(store.get(round, index) is None for index in chunk)]
 
     def run(chunk: Sequence[int]) -> tuple[Tensor, Tensor]:

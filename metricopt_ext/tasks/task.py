@@ -19,8 +19,9 @@ from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.population import MEMORY, Population, alike, choose
 from metricopt_ext.utils import ranks
-from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.modes import kept_modes
 from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.weights import held_weights, put_back_different
@@ -102,9 +103,12 @@ class FinetuneTask:
             (`TensorBatches`, `DatasetBatches`).
         gradients: Of a task without a loss: gradients of one in phi that were computed elsewhere, ``m x d``; their
             directions shape f's kernel and the first design.
-        population: Maximum number of phi in one forward pass, at least 1. Use 1 for models that ``vmap`` can't handle
-            (data-dependent control flow), or if one batch fills the machine anyway. It is also the unit of work:
-            results can depend on it in the last bits.
+        population: Maximum number of phi in one forward pass, at least 1; results can depend on it in the last bits.
+            None has it chosen on the first batch: 1 if ``vmap`` can't compute two phi as one by one, as where control
+            flow depends on data; else the largest of 1, 4, 16 and 32 whose activations fit ``memory``. What was chosen
+            is a `Population`, with the reason; a task without a loss has 1.
+        memory: Bytes that the activations of a chosen population may take, above 0: 1 GiB by default. They are counted
+            from the sizes of tensors, so machines agree; a given population is not bounded by it.
     """
 
     adapter: Adapter
@@ -113,26 +117,32 @@ class FinetuneTask:
     loss: Loss | None = None
     batches: Batches | None = None
     gradients: Tensor | None = None
-    population: int = 32
+    population: int | None = None
+    memory: float = MEMORY
 
     def __post_init__(self) -> None:
         """Check the arguments, and on the first batch that phi acts (see `check_effect`).
 
         Raises:
-            ValueError: ``population`` is below 1, one of ``loss`` and ``batches`` is given without the other, or
-                ``gradients`` beside them, or of another shape, or not finite.
+            ValueError: ``population`` is below 1, ``memory`` no number above 0, one of ``loss`` and ``batches`` is
+                given without the other, or ``gradients`` beside them, or of another shape, or not finite.
             TypeError: ``batches`` can't be replayed.
             AdapterError: The offsets act on a layer that does not give what the model returns, or a coordinate of phi
                 moves no output on the first batch.
             WeightsError: The loss changed the model's weights on the first batch.
         """
-        check_integer(1, population=self.population)
+        if self.population is not None:
+            check_integer(1, population=self.population)
+        if self.memory is None:
+            raise ValueError("memory is None; it must be a number of bytes above 0")
+        check_above(0, memory=self.memory)
         if (self.loss is None) != (self.batches is None):
             given, other = ("loss", "batches") if self.batches is None else ("batches", "loss")
             raise ValueError(f"{given} is given without {other}; give both, or neither for a search without a loss")
         if self.gradients is not None:
             self._check_gradients(self.gradients)
         if self.loss is None or self.batches is None:
+            self._settle()
             return
         if not callable(self.batches):
             raise TypeError(
@@ -141,6 +151,38 @@ class FinetuneTask:
             )
         first = partial(self.batches, 0, 0, 0)
         check_effect(self.adapter, self.loss, first)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Choose the population unless it is given, or was chosen for the same model, loss and batches."""
+        given, basis = self.population, (self.adapter.model, self.loss, self.batches, self.memory)
+        if given is None or (isinstance(given, Population) and not given.stands_on(basis)):
+            chosen = self._chosen() if self.loss is not None else Population(1, "")
+            object.__setattr__(self, "population", Population(chosen, chosen.why, basis))
+
+    def _chosen(self) -> Population:
+        origin, trial = self.origin(), self._with("population", 2)
+
+        def compute(phi: Tensor, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+            with seeded_streams(0, origin.device):
+                return trial._computed(phi, batches, False)
+
+        try:
+            with seeded_streams(0, origin.device):
+                batches = [self.batches(0, task, 0) for task in range(2)]  # type: ignore[misc]
+        except Exception:  # of the user's code, which the search says in its own words
+            return Population(1, "a first batch fails")
+        return choose(self.adapter.model, compute, batches, origin, self.memory)
+
+    @property
+    def at_once(self) -> int:
+        """How many phi are computed in one forward pass, at most."""
+        return self.population or 1
+
+    def with_population(self, number: int, why: str) -> "FinetuneTask":
+        """Return the same task with another number for the one that was chosen, as of a run that goes on."""
+        basis = self.adapter.model, self.loss, self.batches, self.memory
+        return self._with("population", Population(number, why, basis))
 
     def _check_gradients(self, gradients: Tensor) -> None:
         if self.loss is not None:
@@ -202,8 +244,8 @@ class FinetuneTask:
                 " by GuidedTrustRegion() or CMAES(), which do without"
             )
         parts = []
-        for at in range(0, len(indices), self.population):  # one population's batches and activations are held at once
-            some = slice(at, at + self.population)
+        for at in range(0, len(indices), self.at_once):  # one population's batches and activations are held at once
+            some = slice(at, at + self.at_once)
             batches = [self.batches(seed, index, step) for index in indices[some]]
             parts.append(self._losses_and_gradients(phi[some], batches, differentiable))
         loss, gradient = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -333,7 +375,7 @@ class FinetuneTask:
         try:
             return self._computed(phi, batches, differentiable)
         except Exception as error:
-            if len(phi) == 1 or self.population == 1:
+            if len(phi) == 1 or self.at_once == 1:
                 raise
             for row in range(len(phi)):
                 self._computed(phi[row : row + 1], batches[row : row + 1], differentiable)
@@ -345,28 +387,23 @@ class FinetuneTask:
     def _computed(self, phi: Tensor, batches: Sequence[Any], differentiable: bool) -> tuple[Tensor, Tensor]:
         if not (differentiable and phi.requires_grad):
             phi = phi.detach().requires_grad_(True)
-        losses = self._losses(phi, batches)
-        try:
-            (gradient,) = (
-                torch.autograd.grad(losses.sum(), phi, create_graph=differentiable, allow_unused=True)
-                if losses.requires_grad
-                else (None,)
-            )
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # an operation without a backward pass
-            raise AdapterError(
-                f"loss(model, batch) has no gradient in phi: {brief(error)}; {WITHOUT_GRADIENT}"
-            ) from error
-        if gradient is None:
-            raise AdapterError(
-                "loss(model, batch) has no gradient in phi; compute it from the model's output by differentiable"
-                f" operations, with gradients enabled; {WITHOUT_GRADIENT}"
-            )
-        return losses if differentiable else losses.detach(), gradient
+        if differentiable or not self._one_by_one(batches):
+            losses = self._losses(phi, batches)
+            gradient = _gradient_of(losses, phi, differentiable)
+            return losses if differentiable else losses.detach(), gradient
+        rows = [self._alone(*each) for each in zip(phi.detach(), batches, strict=True)]
+        loss, gradient = (torch.stack(each) for each in zip(*rows, strict=True))
+        return loss, gradient
+
+    def _alone(self, phi: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """Compute one phi, ``d``; it stays in place for the backward pass, which may run checkpointed layers again."""
+        phi = phi.requires_grad_(True)
+        with self.adapter.using(phi):
+            loss = self._loss(phi, batch)
+            return loss.detach(), _gradient_of(loss, phi, differentiable=False)
 
     def _losses(self, phi: Tensor, batches: Sequence[Any]) -> Tensor:
-        if len(phi) == 1 or self.population == 1:
+        if self._one_by_one(batches):
             return torch.stack([self._loss(p, batch) for p, batch in zip(phi, batches, strict=True)])
         stacked = tree_map(lambda *leaves: torch.stack(leaves), *batches)
         with FoldedBatchNorm():
@@ -377,6 +414,12 @@ class FinetuneTask:
         own = [tree_map(lambda leaf, row=row: leaf[row], outputs) for row in range(len(phi))]
         return torch.stack([_scalar(self.loss.loss(*each)) for each in zip(own, batches, strict=True)])
 
+    def _one_by_one(self, batches: Sequence[Any]) -> bool:
+        """Whether phi are computed alone; of a chosen population also where a batch has another size."""
+        if len(batches) == 1 or self.at_once == 1:
+            return True
+        return isinstance(self.population, Population) and not alike(batches)
+
     def _loss(self, phi: Tensor, batch: Any) -> Tensor:
         assert self.loss is not None
         with self.adapter.using(phi) as model:
@@ -386,6 +429,30 @@ class FinetuneTask:
         assert isinstance(self.loss, OutputLoss)
         with self.adapter.using(phi) as model:
             return self.loss.forward(model, batch)
+
+
+def _gradient_of(losses: Tensor, phi: Tensor, differentiable: bool) -> Tensor:
+    """Return the gradients of losses in phi, of its shape.
+
+    Raises:
+        AdapterError: There is none.
+    """
+    try:
+        (gradient,) = (
+            torch.autograd.grad(losses.sum(), phi, create_graph=differentiable, allow_unused=True)
+            if losses.requires_grad
+            else (None,)
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # an operation without a backward pass
+        raise AdapterError(f"loss(model, batch) has no gradient in phi: {brief(error)}; {WITHOUT_GRADIENT}") from error
+    if gradient is None:
+        raise AdapterError(
+            "loss(model, batch) has no gradient in phi; compute it from the model's output by differentiable"
+            f" operations, with gradients enabled; {WITHOUT_GRADIENT}"
+        )
+    return gradient
 
 
 def _scalar(loss: Any) -> Tensor:

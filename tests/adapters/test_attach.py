@@ -1,6 +1,7 @@
 """Attaching: which layers phi modulates, what stays as it was, and what is refused."""
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -256,17 +257,17 @@ class OnePlus(nn.LayerNorm):
         return nn.functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias)
 
 
-class OnePlusScale(nn.RMSNorm):
-    """A RMSNorm whose weight is around 0, as Gemma's."""
+class SquaredScale(nn.RMSNorm):
+    """A RMSNorm that phi can't be folded into."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, self.normalized_shape, self.weight + 1)
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight**2 + 1)
 
 
 @pytest.mark.parametrize(
     ("norm", "message"),
     [
-        (OnePlusScale(4), "is a OnePlusScale, whose output need not be its weight's multiple"),
+        (SquaredScale(4), "is a SquaredScale, whose output is no multiple of its weight"),
         (nn.RMSNorm(4, elementwise_affine=False), "without a weight per channel"),
         (nn.RMSNorm((2, 4)), "without a weight per channel"),
     ],
@@ -398,13 +399,69 @@ def test_no_coordinate_is_an_offset_without_outputs(cnn: Callable[[], nn.Sequent
     assert torch.arange(3)[adapter.offsets].numel() == 0
 
 
+class Tied(nn.Module):
+    """A head that is the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.words.weight
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("temperature", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_a_head_without_a_bias_gets_one(kind: str, temperature: bool, tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        head = nn.Linear(4, 3, bias=False) if kind == "linear" else nn.Conv1d(4, 3, 1, bias=False)
+        return nn.Sequential(nn.Linear(4, 4), head).double()
+
+    bare, x = model(), rand(4, 4)
+    outputs = Outputs("1", scale=2.0, temperature=temperature)
+    adapter = attach_outputs(bare, outputs)
+    offsets = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+    shown = offsets if kind == "linear" else offsets[:, None]
+    factor = 1.0
+    if temperature:
+        offsets, factor = torch.cat([offsets, torch.tensor([0.3], dtype=torch.float64)]), math.exp(0.3)
+    adapter.set_phi(offsets)
+    expected = model()(x) * factor + 2 * shown
+    torch.testing.assert_close(bare(x), expected)
+    assert bare[1].bias is None
+    adapter.save(tmp_path / "adapter.safetensors")
+    torch.testing.assert_close(load_adapter(model(), tmp_path / "adapter.safetensors").model(x), expected)
+    assert adapter.merged_state_dict()["1.bias"].shape == (3,)
+    assert bare[1].bias is None  # of the copy alone
+    torch.testing.assert_close(adapter.merge()(x), expected)
+    assert bare[1].bias.requires_grad
+    assert list(bare.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_removing_leaves_a_head_without_a_bias() -> None:
+    model = nn.Sequential(nn.Linear(4, 3, bias=False))
+    adapter = attach_outputs(model)
+    adapter.set_phi(torch.ones(3))
+    adapter.remove()
+    assert model[0].bias is None
+
+
 HEAD = {"body": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)}
 
 
 @pytest.mark.parametrize(
     ("make", "attach", "message"),
     [
-        (lambda: nn.Sequential(nn.Linear(3, 2, bias=False)), attach_outputs, "'0' is a Linear without a weight and a"),
+        (Tied, attach_outputs, "'head' is a Linear without a bias, and its weight is words.weight too, so a saved"),
+        (
+            lambda: nn.Sequential(Doubled(3, 2, bias=False)),
+            attach_outputs,
+            "'0' is a Doubled without a bias, whose own code need not add one; it must be",
+        ),
         (lambda: nn.Sequential(nn.LayerNorm(3), nn.Conv1d(3, 2, 1)), attach_outputs, "has no linear layer; say which"),
         (
             lambda: nn.ModuleDict(HEAD),
@@ -478,15 +535,18 @@ def test_no_layers(cnn: Callable[[], nn.Sequential]) -> None:
 
 
 @pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
-def test_a_compiled_model_is_refused_and_left_as_it_was(
-    cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter]
-) -> None:
-    model = cnn()
+def test_a_compiled_model_computes_with_phi(cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter]) -> None:
+    model, x = cnn().eval(), rand(2, 3, 6, 6, dtype=torch.float32)
     compiled = torch.compile(model, backend="eager")
-    before = state_of(model)
-    with pytest.raises(AdapterError, match=r"OptimizedModule wraps the model .* attach before wrapping it"):
-        attach(compiled, dim=2)
-    assert state_of(model) == before
+    plain = compiled(x)
+    adapter = attach(compiled, dim=2)
+    assert adapter.model is model
+    for size in (0.5, -1.0):
+        adapter.set_phi(torch.full((2,), size))
+        torch.testing.assert_close(compiled(x), model(x))
+        assert (compiled(x) - plain).abs().max() > 1e-3
+    adapter.remove()
+    torch.testing.assert_close(compiled(x), plain)
 
 
 def test_an_adapter_that_does_not_fit_into_memory_changes_nothing(
@@ -558,10 +618,19 @@ def test_adapters_of_disjoint_parts_are_removed_in_any_order(first: int) -> None
     assert state_of(model) == bare
 
 
-@pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
-def test_wrapped_models(cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter]) -> None:
-    model = cnn()
-    with pytest.raises(AdapterError, match=r"DataParallel wraps the model .* attach before wrapping it"):
-        attach(nn.DataParallel(model), dim=2)
-    attach(model, dim=2)
+@pytest.mark.parametrize("attach", [attach_film, attach_input_bias, attach_outputs])
+def test_wrapped_models(cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter], tmp_path: Path) -> None:
+    def attached(model: nn.Module) -> Adapter:
+        return attach(model) if attach is attach_outputs else attach(model, dim=2)
+
+    model, other = cnn().eval(), cnn().eval()
+    wrapped, x = nn.DataParallel(model), rand(2, 3, 6, 6, dtype=torch.float32)
+    adapter = attached(wrapped)
+    assert adapter.model is model
+    assert adapter.layers == attached(other).layers
+    adapter.set_phi(torch.full((adapter.dim,), 0.5))
+    assert torch.equal(wrapped(x), model(x))
     assert "metricopt.phi" in nn.DataParallel(model).module.state_dict()
+    adapter.save(tmp_path / "adapter.safetensors")
+    loaded = load_adapter(nn.DataParallel(cnn().eval()), tmp_path / "adapter.safetensors")
+    assert torch.equal(loaded.model(x), model(x))

@@ -235,7 +235,7 @@ def test_a_task_runs_its_first_batch_once() -> None:
     def task(adapter: Adapter) -> FinetuneTask:
         y = torch.arange(16) % 3
         metric = Metric(lambda: 0.0, maximize=True)
-        return FinetuneTask(adapter, loss=loss, batches=TensorBatches(x, y, 4), metric=metric)
+        return FinetuneTask(adapter, loss=loss, batches=TensorBatches(x, y, 4), metric=metric, population=1)
 
     made = task(attach_outputs(Model()))
     made.copied().judged_by(made.metric)

@@ -142,3 +142,27 @@ def test_peft_saves_modules_to_save(tmp_path: Any) -> None:
 def test_the_part_within_a_peft_model() -> None:
     (message,) = warnings_of_merging(peft_model().base_model.model)
     assert "phi in ['norm.weight', 'norm.bias'] will be lost" in message
+
+
+def test_a_bias_that_from_pretrained_does_not_read_is_told() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=9,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_labels=3,
+        intermediate_size=8,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    ids = torch.arange(1, 7)[None]
+    plain = model(ids).logits.detach()
+    adapter = attach_outputs(model)
+    assert adapter.layers == ["score"]
+    adapter.set_phi(torch.tensor([1.0, -2.0, 0.5]))
+    with pytest.warns(UserWarning, match=r"from_pretrained makes the model without \['score.bias'\]"):
+        adapter.merge()
+    torch.testing.assert_close(model(ids).logits, plain + torch.tensor([1.0, -2.0, 0.5]))

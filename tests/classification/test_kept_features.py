@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+import torchvision
+from torch import Tensor, nn
 
-from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.adapters.attach import attach_film, attach_outputs
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.models import CifarResNet, SmallCNN, TabularMLP
 from metricopt_ext.data.labelled import Split
@@ -86,9 +87,83 @@ def test_a_batchnorm_start_changes_only_what_runs(splits: Splits) -> None:
     assert changed == {f"stage3.0.norm{i}.{of}" for i in (1, 2) for of in STATISTICS}
 
 
+def resnet() -> nn.Module:
+    torch.manual_seed(0)
+    return torchvision.models.resnet18(num_classes=4).eval()
+
+
+@pytest.mark.parametrize("first", ["layer4", "layer4.1", "avgpool", "fc"])
+def test_a_model_that_is_no_sequential_is_cut_too(first: str, splits: Splits) -> None:
+    model, rest = resnet(), Rest(resnet(), first)
+    kept = rest.features(splits)
+    found = []
+    for each, part in ((model, splits.test), (rest, kept.test)):
+        adapter = attach_outputs(each) if first in ("fc", "avgpool") else attach_film(each, "layer4.1.bn2", dim=5)
+        adapter.set_phi(torch.linspace(-1, 1, adapter.dim))
+        found.append((each(part.x).detach(), adapter.merged_state_dict()))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
+    assert found[0][1].keys() == found[1][1].keys()
+    assert rest.runs("layer4.1.bn2") == (first in ("layer4", "layer4.1"))
+    assert not rest.runs("layer3.0.bn1")
+    assert rest.runs("fc")
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+def test_a_table_is_kept_too(classes: int) -> None:
+    torch.manual_seed(0)
+    model, x = TabularMLP(4, outputs=classes).eval(), torch.rand(9, 4)
+    part = Split(x, torch.arange(9) % 3)
+    kept = (rest := Rest(model, "head")).features(Splits(part, part, part, ("a", "b", "c"))).test.x
+    assert torch.equal(rest(kept), model(x))
+
+
+def test_a_cut_model_is_copied_with_its_layers(splits: Splits) -> None:
+    rest = Rest(resnet(), "layer4")
+    kept = rest.features(splits).test.x
+    copied = copy.deepcopy(rest)
+    assert torch.equal(copied(kept), rest(kept))
+    with torch.no_grad():
+        copied.fc.bias.add_(1)
+    torch.testing.assert_close(copied(kept), rest(kept) + 1)
+
+
 def test_what_cannot_be_kept_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"one layer after the other .*TabularMLP is none"):
-        Rest(TabularMLP(4), "head")
-    for name in ("stage4", "conv"):
-        with pytest.raises(ConfigError, match=rf"adapter.keep_before={name} must be one of norm, relu, .*head$"):
-            Rest(CifarResNet(8), name)
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.c(self.b(h.relu()) + h)
+
+    with pytest.raises(ConfigError, match=r"adapter.keep_before=b .* needs more than its input: \['a'\]"):
+        Rest(Skips(), "b")
+
+    class Branches(Skips):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(x) if x.sum() > 0 else x
+
+    with pytest.raises(ConfigError, match=r"adapter.keep_before=c .*torch.fx can't trace its forward pass"):
+        Rest(Branches(), "c")
+    with pytest.raises(
+        ConfigError, match=r"'stage4' is no module of the model.* must be one of norm, relu, .*head, in"
+    ):
+        Rest(CifarResNet(8), "stage4")
+    with pytest.raises(ConfigError, match=r"'conv' is called on the model's own input"):
+        Rest(CifarResNet(8), "conv")
+
+
+def test_features_have_a_row_for_each_example(splits: Splits) -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.conv(x).mean((0, 2, 3)))
+
+    with pytest.raises(
+        ConfigError, match=r"adapter.keep_before=head: the layers before it give \(4,\) for \d+ examples"
+    ):
+        Rest(Mixing(), "head").features(splits)

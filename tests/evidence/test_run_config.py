@@ -38,6 +38,14 @@ def test_numbers_out_of_range_are_refused_before_any_work(override: str, message
         config.check()
 
 
+def test_a_population_is_chosen_unless_it_is_given() -> None:
+    config = load_config(RunConfig, None, [])
+    config.check()
+    assert config.population is None
+    assert load_config(RunConfig, None, ["population=3"]).population == 3
+    assert load_config(RunConfig, None, ["population=null"]).population is None
+
+
 def test_too_few_queries_are_refused_before_any_work() -> None:
     with pytest.raises(BudgetError, match=r"9 queries are too few .* give at least (\d+)") as caught:
         RunConfig(queries=9, method=RecipeConfig()).check()

@@ -19,6 +19,7 @@ RUNS = {
     "plain_loop": (["plain_loop.py", "--epochs", "2", "--queries", "20"], "plain_loop.pth"),
     "lightning_module": (["lightning_module.py", "--epochs", "2", "--queries", "20"], "lightning_module.pth"),
     "huggingface_trainer": (["huggingface_trainer.py", "--epochs", "1", "--queries", "20"], "huggingface"),
+    "generation": (["generation.py", "--epochs", "1", "--queries", "20"], "generation"),
     "accelerate_loop": (["accelerate_loop.py", "--epochs", "1", "--queries", "20"], "accelerate_loop.pth"),
     "pml_trainer": (["pml_trainer.py", "--epochs", "1", "--queries", "20"], "pml_trainer.pth"),
     "sklearn_table": (["sklearn_table.py", "--epochs", "2", "--queries", "20"], "sklearn_table.joblib"),

@@ -11,9 +11,11 @@ import torch
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.run_folder import FORMAT, identity_of, load_run, open_run
+from metricopt_ext.methods.run_folder import FORMAT, IDENTITY, identity_of, load_run, open_run, settled
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.population import Population
+from metricopt_ext.utils import ranks
 from metricopt_ext.utils.identity import sole_writer
 from metricopt_ext.utils.progress import Watcher
 
@@ -129,3 +131,52 @@ def test_two_runs_do_not_write_to_one_folder(quadratic: Callable[..., Any], stra
     with sole_writer(tmp_path), pytest.raises(FileFormatError, match="is being written by another process"):
         optimize_metric(task, queries=100, strategy=strategy, output_dir=tmp_path, resume=True, watcher=Watcher())
     assert task.metric.ledger.spent == 0
+
+
+class Heard(Watcher):
+    """Keeps what a run says."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def test_a_chosen_population_is_said_kept_and_taken_up_again(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    def go(resume: bool = False, **task: Any) -> list[str]:
+        heard = Heard()
+        optimize_metric(
+            quadratic(**task), queries=20, strategy=CMAES(), output_dir=tmp_path, resume=resume, watcher=heard
+        )
+        return [line for line in heard.lines if line.startswith("population")]
+
+    (line,) = go(population=None)
+    assert line.startswith("population 32: the activations of 32 batches take 0.")
+    kept = json.loads((tmp_path / IDENTITY).read_text())
+    assert kept["population"] == 32
+    assert go(resume=True, population=None) == [line]
+    (tmp_path / IDENTITY).write_text(json.dumps({**kept, "population": 4}))
+    assert go(resume=True, population=None) == ["population 4: the run in the folder has it"]
+    with pytest.raises(FileFormatError, match="population was 4, now 32"):
+        go(resume=True, population=32)
+    assert go(resume=True, population=4) == []
+
+
+def test_a_chosen_population_is_that_of_the_first_rank(
+    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "on_first", lambda function: Population(16, "the first rank has room for it"))
+    for population, expected in ((None, 16), (3, 3)):
+        task, identity = quadratic(population=population), dict[str, Any]()
+        task = settled(task, identity, None)
+        assert task.population == expected
+        assert identity == ({} if population else {"population": 16})
+
+
+@pytest.mark.parametrize("damaged", ["[]", '{"population": true}', '{"population": 0}', "{}", "not json"])
+def test_a_damaged_identity_does_not_choose_a_population(
+    quadratic: Callable[..., Any], tmp_path: Path, damaged: str
+) -> None:
+    (tmp_path / IDENTITY).write_text(damaged)
+    assert settled(quadratic(population=None), {}, tmp_path).population == 32

@@ -393,7 +393,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
     ) -> tuple[Tensor, float]:
         """Estimate the gradient of Eq. 7 in the optimizer's weights, ``W``, and its value.
 
-        Pairs are unrolled in parts of ``task.population`` runs.
+        Pairs are unrolled in parts of ``task.at_once`` runs.
 
         Args:
             task: What is finetuned.
@@ -405,7 +405,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         noise = torch.randn(self.pairs, len(rule.weights), generator=generator(seed, "weights", update))
         noise = noise.to(rule.weights)
         tasks = range(UNROLLED + update * self.pairs, UNROLLED + (update + 1) * self.pairs)
-        at_once = max(1, task.population // 2)
+        at_once = max(1, task.at_once // 2)
         slopes, scores, values = [], [], []
         for at in range(0, self.pairs, at_once):
             some = list(tasks[at : at + at_once])

@@ -1,0 +1,57 @@
+"""What wraps a model, and what its layers would be called without that."""
+
+import warnings
+
+from torch import nn
+
+COMPILED = "OptimizedModule"  # what torch.compile returns; named, because its class takes long to import
+PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+# Parts of a module's name that a wrapper has put there, and further ones that PEFT puts before or after.
+WRAPPERS = ("module", "_orig_mod", "base_layer")
+PEFT_MODEL, PEFT_COPY, UNUSED = "base_model.model.", "modules_to_save", "original_module"
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model within DataParallel, DistributedDataParallel and torch.compile: they run it as it is by then.
+
+    A UserWarning says that a DistributedDataParallel which is there already does not average phi's gradients.
+    """
+    while True:
+        if isinstance(model, PARALLEL):
+            if isinstance(model, nn.parallel.DistributedDataParallel):
+                warnings.warn(
+                    "DistributedDataParallel was made before phi, whose gradients it does not average: that makes no"
+                    " difference to a search; to train phi in a loop of your own, attach first and wrap then",
+                    stacklevel=3,
+                )
+            model = model.module
+        elif type(model).__name__ == COMPILED:
+            inner = model._orig_mod
+            assert isinstance(inner, nn.Module)
+            model = inner
+        else:
+            return model
+
+
+def bare_name(name: str) -> str:
+    """Return a module's name without the parts that wrappers of it, or of what holds it, have put there.
+
+    Example:
+        >>> bare_name("trunk.module.bn2"), bare_name("base_model.model.bert.classifier.modules_to_save.default")
+        ('trunk.bn2', 'bert.classifier')
+    """
+    parts = name.removeprefix(PEFT_MODEL).split(".")
+    kept = []
+    while parts:
+        part = parts.pop(0)
+        if part == PEFT_COPY:
+            parts = parts[1:]  # the adapter's name
+        elif part not in WRAPPERS:
+            kept.append(part)
+    return ".".join(kept)
+
+
+def is_unused(name: str) -> bool:
+    """Whether a module is one that PEFT keeps beside the copy of it which is in use."""
+    return UNUSED in name.split(".")

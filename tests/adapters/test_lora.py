@@ -1,0 +1,148 @@
+"""A factor for each layer that PEFT has adapted, against PEFT's own scales, merge and files."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.attach import attach_film, attach_lora_scales, load_adapter
+from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.errors import AdapterError
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.task import FinetuneTask
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.first, self.second = nn.Embedding(9, 4), nn.Linear(4, 5), nn.Linear(5, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(self.words(x)).tanh()).tanh())
+
+
+X = torch.arange(7)
+
+
+def adapted(targets: Any = ("first", "second"), base: Any = None, **how: Any) -> Any:
+    config = peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False, lora_dropout=0.3, **how)
+    torch.manual_seed(1)
+    return peft.get_peft_model(Net() if base is None else base, config)
+
+
+def scaled_by_hand(model: Any, phi: Tensor) -> Tensor:
+    """The output with PEFT's own scales."""
+    copied = copy.deepcopy(model).eval()
+    layers = [each for each in copied.modules() if isinstance(each, peft.tuners.lora.LoraLayer)]
+    for layer, each in zip(layers, phi.tolist(), strict=True):
+        layer.scale_layer(1 + each)
+    return copied(X)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_factors_are_the_scales_of_peft_and_are_merged_by_it(bias: bool, tmp_path: Path) -> None:
+    model, phi = adapted(lora_bias=bias), torch.tensor([0.5, -0.7])
+    plain = copy.deepcopy(model).eval()
+    expected = scaled_by_hand(model, phi)
+    model.train()
+    adapter = attach_lora_scales(model)
+    assert adapter.dim == 2
+    assert adapter.layers == [f"base_model.model.{name}.lora_B.default" for name in ("first", "second")]
+    torch.testing.assert_close(model(X), plain(X))  # dropout is pinned, and phi is 0
+    adapter.set_phi(phi)
+    torch.testing.assert_close(model(X), expected)
+    assert (expected - plain(X)).abs().max() > 1e-2
+    adapter.save(tmp_path / "adapter.safetensors")
+    loaded = load_adapter(copy.deepcopy(plain), tmp_path / "adapter.safetensors")
+    torch.testing.assert_close(loaded.model(X), expected)
+    assert loaded.signature == adapter.signature
+    adapter.merge()
+    torch.testing.assert_close(model.eval()(X), expected)
+    model.save_pretrained(tmp_path / "peft")
+    again = peft.PeftModel.from_pretrained(Net(), tmp_path / "peft").eval()
+    torch.testing.assert_close(again(X), expected)
+    torch.testing.assert_close(model.merge_and_unload()(X), expected)
+
+
+def test_removing_restores_the_model() -> None:
+    model = adapted().eval()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    adapter = attach_lora_scales(model)
+    adapter.set_phi(torch.ones(2))
+    adapter.remove()
+    assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
+    assert {name for name, each in model.named_parameters() if each.requires_grad} == trained
+
+
+def test_a_tuned_language_model_is_searched() -> None:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, num_labels=3
+    )
+    base = transformers.BertForSequenceClassification(config)
+    lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"], init_lora_weights=False)
+    model = peft.get_peft_model(base, lora).eval()
+    adapter = attach_lora_scales(model, outputs=Outputs())
+    assert adapter.dim == 4 + 3
+    assert adapter.layers[-1] == "base_model.model.classifier.modules_to_save.default"
+    batch = {"input_ids": X[None], "attention_mask": torch.ones(1, 7, dtype=torch.long), "labels": torch.tensor([1])}
+    task = FinetuneTask(
+        adapter,
+        loss=lambda model, batch: model(**batch).loss,
+        batches=lambda *place: batch,
+        metric=Metric(lambda: 0.0, maximize=True),
+    )
+    _, gradient = task.loss_and_gradient(torch.zeros(1, 7), 0, [0], 0)
+    assert gradient.shape == (1, 7)
+    assert (gradient != 0).all()
+
+
+def test_embeddings_are_left_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"no factor for LoRA of embeddings .*words"):
+        assert attach_lora_scales(adapted(("words", "first"))).dim == 1
+    with pytest.raises(AdapterError, match="changes embeddings alone"):
+        attach_lora_scales(adapted(("words",)))
+
+
+def test_what_a_factor_can_not_act_on_is_refused() -> None:
+    with pytest.raises(AdapterError, match="Net has no layer that PEFT has adapted by LoRA"):
+        attach_lora_scales(Net())
+    with pytest.raises(AdapterError, match=r"is a variant \(Dora"):
+        attach_lora_scales(adapted(use_dora=True))
+    merged = adapted()
+    merged.merge_adapter()
+    with pytest.raises(AdapterError, match=r"is merged into its layer already; call model.unmerge_adapter\(\)"):
+        attach_lora_scales(merged)
+    disabled = adapted()
+    disabled.base_model.disable_adapter_layers()
+    with pytest.raises(AdapterError, match=r"is disabled; call model.enable_adapter_layers\(\)"):
+        attach_lora_scales(disabled)
+    with pytest.raises(AdapterError, match=r"adapter_name is 'other'; the model has \['default'\]"):
+        attach_lora_scales(adapted(), adapter_name="other")
+    several = adapted()
+    several.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first"]))
+    several.base_model.set_adapter(["default", "other"])
+    with pytest.raises(AdapterError, match=r"of which \['default', 'other'\] acts: set one"):
+        attach_lora_scales(several)
+    several.set_adapter("other")
+    assert attach_lora_scales(several).layers == ["base_model.model.first.lora_B.other"]
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    attach_lora_scales(adapted()).save(tmp_path / "a.safetensors")
+    with pytest.raises(AdapterError, match="has no layer that PEFT has adapted"):
+        load_adapter(Net(), tmp_path / "a.safetensors")
+    with pytest.raises(AdapterError, match=r"second\.lora_B\.default' is no matrix of an active LoRA"):
+        load_adapter(adapted(("first",)), tmp_path / "a.safetensors")
+    attach_film(nn.Sequential(nn.LayerNorm(3)), dim=2).save(tmp_path / "b.safetensors")
+    with pytest.raises(AdapterError):
+        load_adapter(adapted(), tmp_path / "b.safetensors")

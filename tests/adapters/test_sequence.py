@@ -1,0 +1,87 @@
+"""Models cut in two: both parts together are the whole, and what can't be cut is refused."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.sequence import attributes_of, cut_at, modules_of, run
+from metricopt_ext.errors import AdapterError
+
+
+class Net(nn.Module):
+    """Modules with functions, methods, shapes and a parameter between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(6))
+        self.stem = nn.Sequential(nn.Linear(4, 6), nn.ReLU())
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.norm, self.unused = nn.LayerNorm(6), nn.Linear(1, 1)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, scale: float = 2.0) -> dict[str, Tensor]:
+        h = torch.relu(self.stem(x) + self.shift) * 0.5
+        h = self.norm(self.body(h) + h)
+        h = h.view(h.size(0), -1)[:, 1:4]
+        return {"logits": self.head(torch.cat([h[:, :1], h[:, 1:]], dim=1))}
+
+
+@pytest.mark.parametrize("first", ["body", "norm", "head"])
+def test_both_parts_are_the_whole(first: str) -> None:
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(5, 4)
+    cut = cut_at(net, first)
+    for each in (cut, copy.deepcopy(cut), pickle.loads(pickle.dumps(cut))):
+        kept = run(net, each.before, each.given, x, each.kept)
+        assert torch.equal(run(net, each.after, each.kept, kept)["logits"], net(x)["logits"])
+    assert set(modules_of(cut.before)).isdisjoint(modules_of(cut.after))
+    assert modules_of(cut.after)[-1] == "head"
+    assert attributes_of(cut.before) == ("shift",)
+    assert attributes_of(cut.after) == ()
+
+
+def test_a_part_runs_under_vmap() -> None:
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(3, 5, 4)
+    cut = cut_at(net, "norm")
+    kept = torch.stack([run(net, cut.before, cut.given, each, cut.kept) for each in x])
+    together = torch.func.vmap(lambda each: run(net, cut.after, cut.kept, each)["logits"])(kept)
+    torch.testing.assert_close(together, torch.stack([net(each)["logits"] for each in x]))
+
+
+def test_a_layer_within_another() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(Net().stem, Net().body), torch.randn(5, 4)
+    cut = cut_at(net, "1.2")
+    assert modules_of(cut.before) == ("0", "1.0", "1.1")
+    assert torch.equal(run(net, cut.after, cut.kept, run(net, cut.before, cut.given, x, cut.kept)), net(x))
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        return self.body(h) if h.sum() > 0 else h
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "message"),
+    [
+        (Net(), "boddy", "'boddy' is no module of the model; did you mean"),
+        (Net(), "unused", "Net does not call 'unused'"),
+        (Net(), "stem", "'stem' is called on the model's own input"),
+        (Net(), "body.2", r"what follows 'body.2' needs more than its input: \['mul'\]"),
+        (Branches(), "body", "Branches can't be cut at 'body': torch.fx can't trace its forward pass"),
+    ],
+)
+def test_what_can_not_be_cut_is_refused(model: nn.Module, first: str, message: str) -> None:
+    before = {name: each.training for name, each in model.named_modules()}
+    with pytest.raises(AdapterError, match=message):
+        cut_at(model, first)
+    assert before == {name: each.training for name, each in model.named_modules()}

@@ -1,0 +1,92 @@
+"""What wraps a model, or a part of one, does not hide its layers."""
+
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.attach import attach_film, attach_outputs
+from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.adapters.wrappers import bare_name, unwrapped
+from metricopt_ext.errors import AdapterError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm, self.head = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.body(x)).relu())
+
+
+@pytest.mark.parametrize(
+    ("name", "bare"),
+    [
+        ("layer4.0.bn2", "layer4.0.bn2"),
+        ("module.layer4.0.bn2", "layer4.0.bn2"),
+        ("trunk.module._orig_mod.layer4.0.bn2", "trunk.layer4.0.bn2"),
+        ("base_model.model.bert.layer.0.attention.self.query.base_layer", "bert.layer.0.attention.self.query"),
+        ("base_model.model.classifier.modules_to_save.default", "classifier"),
+        ("base_model.body", "base_model.body"),
+        ("", ""),
+    ],
+)
+def test_bare_names(name: str, bare: str) -> None:
+    assert bare_name(name) == bare
+
+
+def test_wrappers_are_taken_off_one_after_the_other() -> None:
+    net = Net()
+    assert unwrapped(net) is net
+    assert unwrapped(torch.compile(nn.DataParallel(net), backend="eager")) is net
+
+
+def test_a_distributed_model_says_what_it_does_not_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = net = Net()
+    with pytest.warns(UserWarning, match=r"made before phi, whose gradients it does not average.* attach first"):
+        assert attach_film(wrapped, dim=2).model is net
+
+
+def test_layers_of_wrapped_parts_are_found_by_their_own_names() -> None:
+    trunk = torchvision.models.resnet18(num_classes=4)
+    for part in (nn.DataParallel(trunk), torch.compile(trunk, backend="eager")):
+        model = nn.ModuleDict({"trunk": part, "embedder": nn.Linear(4, 4)})
+        adapter = attach_film(model, "trunk.layer4.*.bn2", dim=2)
+        assert [bare_name(name) for name in adapter.layers] == ["trunk.layer4.0.bn2", "trunk.layer4.1.bn2"]
+        adapter.remove()
+    exact = nn.ModuleDict({"module": nn.LayerNorm(3), "norm": nn.ModuleDict({"module": nn.LayerNorm(3)})})
+    assert attach_film(exact, "norm.module", dim=2).layers == ["norm.module"]
+    with pytest.raises(AdapterError, match=r"layers='layer5.\*' matches no layer"):
+        attach_film(nn.ModuleDict({"trunk": nn.DataParallel(trunk)}), "layer5.*")
+
+
+def peft_model(**how: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(Net(), peft.LoraConfig(r=2, **how)).eval()
+
+
+def test_layers_under_peft() -> None:
+    model = peft_model(target_modules=["body", "head"], modules_to_save=["norm"])
+    x = torch.randn(5, 4)
+    plain = model(x)
+    adapter = attach_film(model, "norm", dim=2, outputs=Outputs())
+    assert adapter.layers == ["base_model.model.norm.modules_to_save.default", "base_model.model.head.base_layer"]
+    adapter.set_phi(torch.tensor([0.0, 0.0, 1.0, -2.0, 0.5]))
+    torch.testing.assert_close(model(x), plain + torch.tensor([1.0, -2.0, 0.5]))
+    torch.testing.assert_close(adapter.remove()(x), plain)
+    assert attach_film(model, dim=2).layers == ["base_model.model.norm.modules_to_save.default"]
+
+
+def test_offsets_of_a_wrapped_classifier() -> None:
+    adapter = attach_outputs(nn.DataParallel(Net()))
+    assert adapter.layers == ["head"]
+    model = nn.Sequential(nn.Linear(4, 4), nn.DataParallel(Net()))
+    assert attach_outputs(model, Outputs("1.head")).layers == ["1.module.head"]
+    lora = peft_model(target_modules=["body", "head"])
+    assert attach_outputs(lora, Outputs("head")).layers == ["base_model.model.head.base_layer"]

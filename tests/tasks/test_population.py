@@ -1,0 +1,276 @@
+"""A population that nobody has given: chosen by what fits, and by whether two phi can be computed together."""
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from metricopt_ext.adapters.attach import attach_film, attach_outputs
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.population import Population, activations, alike, amount
+from metricopt_ext.tasks.task import FinetuneTask
+
+METRIC = Metric(lambda: 0.0, maximize=True)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.embed, self.cells, self.head = nn.Embedding(20, 8), kind(8, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cells(self.embed(x))[0][:, -1])
+
+
+class Branching(nn.Module):
+    """Control flow that depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return self.head(h if (h > 100).any() else h * 2)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.norm, x, use_reentrant=False))
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def numbers(seed: int, task: int, step: int, size: int = 8) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(100 * task + step)
+    return torch.randn(size, 6, generator=rng), torch.arange(size) % 3
+
+
+def words(seed: int, task: int, step: int) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(100 * task + step)
+    return torch.randint(0, 20, (8, 5), generator=rng), torch.arange(8) % 3
+
+
+def ragged(seed: int, task: int, step: int) -> tuple[Tensor, Tensor]:
+    """A batch of another size now and then, but not among the first two."""
+    return numbers(seed, task, step, 8 - task // 2)
+
+
+def made(model: nn.Module, batches: Any = numbers, attach: Any = attach_film, loss: Any = cross_entropy, **how: Any):
+    return FinetuneTask(attach(model, **({"dim": 4} if attach is attach_film else {})), loss=loss, batches=batches,
+                        metric=METRIC, **how)  # fmt: skip
+
+
+def test_what_fits_is_taken() -> None:
+    task = made(mlp())
+    assert task.population == task.at_once == 32
+    assert isinstance(task.population, Population)
+    assert task.population.line.startswith("population 32: the activations of 32 batches take 0.")
+    assert task.population.line.endswith("MiB of 1 GiB")
+
+
+@pytest.mark.parametrize("number", [4, 16])
+def test_the_largest_that_fits_is_taken(number: int) -> None:
+    task = made(mlp())
+    model = task.adapter.model
+    batch = numbers(0, 0, 0)
+    phi = task.origin().requires_grad_(True)
+
+    def run() -> Tensor:
+        with task.adapter.using(phi):
+            return cross_entropy(model, batch)
+
+    needed = activations(model, run, batch).size
+    assert replace(task, memory=number * needed).population == number
+    assert replace(task, memory=number * needed - 1).population == {4: 1, 16: 4}[number]
+    assert replace(task, memory=32 * needed).population == 32
+
+
+def test_activations_are_counted_by_hand() -> None:
+    weight, x = nn.Parameter(torch.randn(6, 50)), torch.randn(10, 6)
+    model = nn.ParameterList([weight])
+    scale = torch.ones(50, requires_grad=True)
+
+    def run() -> Tensor:
+        h = (x @ weight.detach()) * scale  # keeps the product; its gradient is not asked for
+        return (h.view(50, 10) ** 2).sum()  # keeps a view of h
+
+    found = activations(model, run, x)
+    kept = 4 * (500 + 500)  # x @ weight, and h
+    assert found.size == kept + 4 * x.numel() + 4 * 500  # and the batch, and the largest tensor
+    assert found.rounding == torch.finfo(torch.float32).eps
+
+
+def test_a_tensor_that_is_saved_twice_counts_once() -> None:
+    x = torch.randn(100, requires_grad=True)
+
+    def run() -> Tensor:
+        y = x * 2
+        return (y * y).sum() + (y[:50] * y[:50]).sum()
+
+    assert activations(nn.Identity(), run, ()).size == 400 + 400  # y, and the largest
+
+
+@pytest.mark.parametrize(
+    ("model", "batches", "attach"),
+    [
+        pytest.param(lambda: Recurrent(nn.LSTM), words, attach_outputs, id="LSTM"),
+        pytest.param(lambda: Recurrent(nn.GRU), words, attach_outputs, id="GRU"),
+        pytest.param(Branching, numbers, attach_film, id="control flow"),
+    ],
+)
+def test_a_model_that_vmap_can_not_take_is_computed_one_by_one(
+    model: Callable[[], nn.Module], batches: Any, attach: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    with caplog.at_level(logging.DEBUG, logger="metricopt_ext"):
+        task = made(model(), batches, attach)
+    assert task.population == 1
+    assert task.population.line == (
+        "population 1: torch.func.vmap can't compute this model and loss for two phi at once"
+    )
+    (said,) = [record for record in caplog.records if "torch.func.vmap, of two phi" in record.message]
+    assert said.levelno == logging.DEBUG
+    loss, gradient = task.loss_and_gradient(torch.zeros(3, task.dim), 0, [0, 1, 2], 0)
+    given = replace(task, population=1).loss_and_gradient(torch.zeros(3, task.dim), 0, [0, 1, 2], 0)
+    assert torch.equal(loss, given[0])
+    assert torch.equal(gradient, given[1])
+
+
+def test_gradient_checkpointing_gives_its_gradients() -> None:
+    torch.manual_seed(0)
+    task = made(Checkpointed())
+    phi = 0.1 * torch.randn(5, task.dim)
+    loss, gradient = task.loss_and_gradient(phi, 0, range(5), 0)
+    model = task.adapter.model
+    for row in range(5):
+        own = phi[row].clone().requires_grad_(True)
+        x, y = numbers(0, row, 0)
+        with task.adapter.using(own):
+            expected = F.cross_entropy(model.head(model.norm(x)), y)
+        (slope,) = torch.autograd.grad(expected, own)
+        torch.testing.assert_close(loss[row], expected.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient[row], slope, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_is_another_for_two_phi_at_once_is_computed_one_by_one() -> None:
+    calls = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(None)
+        return cross_entropy(model, batch) * (1 + len(calls) % 2)
+
+    task = made(mlp(), loss=loss)
+    assert task.population == 1
+    assert task.population.why == "two phi at once have other losses or gradients than one by one"
+
+
+def test_batches_of_other_sizes_are_computed_one_by_one() -> None:
+    task = made(mlp(), batches=ragged)
+    assert task.population == 32
+    phi = 0.1 * torch.randn(6, task.dim)
+    loss, gradient = task.loss_and_gradient(phi, 0, range(6), 0)
+    alone = replace(task, population=1).loss_and_gradient(phi, 0, range(6), 0)
+    assert torch.equal(loss, alone[0])
+    assert torch.equal(gradient, alone[1])
+    first = made(mlp(), batches=lambda seed, task, step: numbers(seed, task, step, 8 - task))
+    assert first.population == 1
+    assert first.population.why == "the batches of two tasks differ in shape"
+
+
+def test_a_loss_that_fails_is_left_to_the_search() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        raise KeyError("no such column")
+
+    task = made(mlp(), loss=loss)
+    assert task.population == 1
+    with pytest.raises(KeyError, match="no such column"):
+        task.check_loss(0, 2)
+
+
+def test_a_task_without_a_loss_has_one() -> None:
+    task = FinetuneTask(attach_film(mlp(), dim=4), metric=METRIC)
+    assert task.at_once == 1
+    assert task.population.why == ""
+
+
+def test_the_choice_leaves_model_and_streams_as_they_were() -> None:
+    class Caching(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x * 1
+            return super().forward(x)
+
+    model = Caching().train()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    torch.manual_seed(7)
+    task = made(model)
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(drawn, torch.rand(3))
+    assert not torch._C._functorch.is_batchedtensor(model.last)
+    assert model.training
+    state = task.adapter.base_state_dict()
+    assert all(torch.equal(before[name], state[name]) for name in before)
+
+
+def test_a_given_population_stays_and_a_chosen_one_is_kept_for_the_same_model_alone() -> None:
+    task = made(mlp(), population=3)
+    assert type(task.population) is int
+    assert replace(task, metric=METRIC).population == 3
+    chosen = replace(task, population=None)
+    calls: list[Any] = []
+    again = replace(chosen, metric=Metric(lambda: 1.0, maximize=True))
+    assert again.population is not None
+    assert again.population.stands_on((chosen.adapter.model, chosen.loss, chosen.batches, chosen.memory))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(float(batch[0].sum()))
+        return cross_entropy(model, batch)
+
+    assert replace(chosen, loss=loss).population == 1  # vmap refuses the number that it makes of a tensor
+    assert calls
+
+
+@pytest.mark.parametrize("memory", [0, -1, float("nan"), "1 GiB", None, True])
+def test_memory_out_of_range(memory: Any) -> None:
+    with pytest.raises(ValueError, match="memory is"):
+        made(mlp(), memory=memory)
+
+
+def test_a_population_is_an_integer_that_can_be_copied() -> None:
+    population = Population(16, "it fits", (object(),))
+    for each in (copy.deepcopy(population), pickle.loads(pickle.dumps(population))):
+        assert (each, each.why, each.basis) == (16, "it fits", ())
+
+
+def test_alike() -> None:
+    a, b = torch.zeros(2, 3), torch.zeros(2, 4)
+    assert alike([(a, {"y": a}), (a, {"y": a})])
+    assert not alike([(a, {"y": a}), (a, {"y": b})])
+    assert not alike([(a, a), [a, a]])
+    assert not alike([a, a.double()])
+    assert not alike([(a, a), (a, 1)])
+
+
+def test_amount() -> None:
+    assert amount(2**20 * 3) == "3 MiB"
+    assert amount(2**31) == "2 GiB"
