@@ -18,9 +18,18 @@ from transformers.trainer_utils import get_last_checkpoint
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.data.halves import Halves, random_halves, stratified_halves
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.integrations.loops import FILM, ReplayedLoss, judged_together, loader_batches, of_first, unwrapped
+from metricopt_ext.integrations.loops import (
+    FILM,
+    ReplayedLoss,
+    in_step,
+    judged_together,
+    loader_batches,
+    of_first,
+    several,
+    unwrapped,
+)
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.result import Result
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
@@ -42,7 +51,7 @@ def tune_trainer(
     checkpoints: bool = True,
     seed: int = 0,
     **options: Any,
-) -> SearchRun:
+) -> Result:
     """Tune a trained ``Trainer``'s model for a metric of its ``compute_metrics``, and merge phi into its weights.
 
     Call it after ``trainer.train()``: what the script saves, evaluates or predicts next is the tuned model, and so is
@@ -71,7 +80,8 @@ def tune_trainer(
         What the search did.
 
     Raises:
-        ConfigError: No metric is named, or the trainer has no evaluation data, or several sets of them.
+        ConfigError: No metric is named, or the trainer has no evaluation data, or several sets of them; or there are
+            several processes and an ``output_dir``, which they can't share.
         DataError: The training data can't be drawn in batches.
         MetricError: The evaluation does not report the metric.
         Others: As from ``attach``, `FinetuneTask` and `optimize_metric`; the model has no adapter then.
@@ -81,6 +91,8 @@ def tune_trainer(
         >>> run = tune_trainer(trainer, "f1", queries=100)  # doctest: +SKIP
         >>> trainer.save_model()  # doctest: +SKIP
     """
+    if several():
+        options = in_step(options)
     name = _named(trainer, metric)
     judge = _Evaluation(trainer, name, _judged_on(trainer, eval_dataset), seed)
     loader = trainer.get_train_dataloader()
@@ -102,7 +114,7 @@ def tune_trainer(
             ),
             population=1,  # a trainer's loss can be any code
         )
-        run: SearchRun = optimize_metric(task, queries=queries, seed=seed, **options)
+        run: Result = optimize_metric(task, queries=queries, seed=seed, **options)
         adapter.set_phi(of_first(adapter.phi.detach()))
         moved = bool(adapter.phi.any()) or bool(adapter.context.originals)
         adapter.merge()

@@ -12,14 +12,15 @@ from torch.utils.data import IterableDataset
 
 from metricopt_ext.adapters.adapter import COMPILED, Adapter
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.errors import DataError
+from metricopt_ext.errors import ConfigError, DataError, MetricError
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.result import SearchRun
+from metricopt_ext.methods.result import Result
 from metricopt_ext.tasks.batches import DatasetBatches
-from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.metric import Halved, Metric
 from metricopt_ext.tasks.task import FinetuneTask, Loss
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import in_mode
+from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import seeded_streams
 
 FILM = partial(attach_film, dim=32)  # numbers that suit 60 to 300 queries
@@ -30,7 +31,7 @@ WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 def tune_model(
     model: nn.Module,
     loader: Any,
-    loss: Loss,
+    loss: Loss | nn.Module,
     metric: Callable[..., Any],
     *,
     queries: int,
@@ -40,7 +41,7 @@ def tune_model(
     training: bool = False,
     attach: Callable[[nn.Module], Adapter] = FILM,
     **options: Any,
-) -> SearchRun:
+) -> Result:
     """Tune a trained model for a metric, by what a training script has at hand, and merge phi into its weights.
 
     The script goes on with an ordinary model: what it saves next is the tuned one. A DataParallel, DDP or
@@ -51,8 +52,9 @@ def tune_model(
         model: The model as the script has it, or its wrapper.
         loader: The training data: a DataLoader of a dataset with an index. Its collate function and batch size are
             taken, its order is not.
-        loss: ``loss(model, batch) -> scalar`` of the model without its wrapper, on a batch on the model's device. What
-            it draws at random is the same each time.
+        loss: ``loss(model, batch) -> scalar`` of the model without its wrapper, on a batch on the model's device; or a
+            criterion, a module such as ``nn.CrossEntropyLoss()`` that takes the model's outputs for a batch's first
+            part, and its second. What it draws at random is the same each time.
         metric: The script's own validation: a function of nothing, or of the model without its wrapper, that returns
             what `Metric` takes: a number, or ``(value, (half, half))`` for the guard. Of several processes the first
             one's counts.
@@ -70,17 +72,20 @@ def tune_model(
 
     Raises:
         DataError: The training data can't be drawn in batches.
+        ConfigError: There are several processes and an ``output_dir``, which they can't share.
         Others: As from ``attach``, `FinetuneTask` and `optimize_metric`; the model has no adapter then.
 
     Example:
         >>> run = tune_model(  # doctest: +SKIP
         ...     model,
         ...     train_loader,
-        ...     lambda model, batch: criterion(model(batch[0]), batch[1]),
+        ...     criterion,
         ...     lambda: validate(val_loader, model),
         ...     queries=100,
         ... )
     """
+    if several():
+        options = in_step(options)
     inner = unwrapped(model)
     drawn, device = loader_batches(loader), next(inner.parameters()).device
     named = getattr(metric, "__name__", "<lambda>")
@@ -100,7 +105,7 @@ def tune_model(
             metric=judged,
             population=1,  # a script's loss can be any code
         )
-        run: SearchRun = optimize_metric(task, queries=queries, **options)
+        run: Result = optimize_metric(task, queries=queries, **options)
         adapter.set_phi(of_first(adapter.phi.detach()))
         adapter.merge()
     except BaseException:
@@ -113,17 +118,20 @@ class ReplayedLoss:
     """A loss in one mode of the model, whose random draws are the same each time.
 
     Args:
-        loss: ``loss(model, batch) -> scalar``.
+        loss: ``loss(model, batch) -> scalar``, or a criterion of outputs and targets; see `tune_model`.
         training: Whether the model is in training mode meanwhile.
     """
 
-    def __init__(self, loss: Loss, training: bool) -> None:
+    def __init__(self, loss: Loss | nn.Module, training: bool) -> None:
         self.loss, self.training = loss, training
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss of a model on a batch, a scalar."""
         device = next(model.parameters()).device
         with in_mode(model, training=self.training), seeded_streams(0, device):
+            if isinstance(self.loss, nn.Module):
+                loss: Tensor = self.loss(model(batch[0]), batch[1])
+                return loss
             return self.loss(model, batch)
 
 
@@ -138,17 +146,52 @@ def judged_together(adapter: Adapter, metric: Callable[..., Any]) -> Callable[..
         judged = Adapter(model[0]) if model else adapter
         phi = of_first(judged.phi.detach())
         with nullcontext() if torch.equal(phi, judged.phi) else judged.using(phi):
-            answer = [metric(*model)]
-        if several():
-            distributed.broadcast_object_list(answer, src=0)
-        return answer[0]
+            return _answer_of_first(partial(metric, *model))
 
     return together
+
+
+def _answer_of_first(metric: Callable[[], Any]) -> Any:
+    """Return what a metric answers in the first process, or raise its error, in each of several that all call it.
+
+    Raises:
+        MetricError: It failed in the first process alone.
+    """
+    if not several():
+        return metric()
+    answer, own = None, None
+    try:
+        answer = metric()
+    except Exception as error:
+        own = error
+    plain = (float(answer), answer.halves) if isinstance(answer, Halved) else answer
+    sent = [(plain, None if own is None else f"{type(own).__name__}: {own}")]
+    distributed.broadcast_object_list(sent, src=0)
+    first, failed = sent[0]
+    if own is not None:
+        raise own
+    if failed is not None:
+        raise MetricError(f"in the first process it raised {failed}")
+    return first
 
 
 def several() -> bool:
     """Whether the script runs in several processes of one group."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def in_step(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a search that several processes make in step, of which the first tells.
+
+    Raises:
+        ConfigError: They would write to one folder, and one that resumes would not wait for the others.
+    """
+    if options.get("output_dir") is not None:
+        raise ConfigError(
+            f"output_dir={str(options['output_dir'])!r} is for one process, and here {distributed.get_world_size()}"
+            " judge together; leave it out, or let each judge all data under ranks.joined()"
+        )
+    return options if distributed.get_rank() == 0 else {"watcher": Watcher(), **options}
 
 
 def of_first(values: Tensor) -> Tensor:

@@ -103,6 +103,14 @@ def test_a_loss_that_is_there_in_training_mode_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_a_criterion_of_outputs_and_targets() -> None:
+    ours, other = network(), network()
+    tuned(ours, likelihood)
+    options = {"queries": 20, "watcher": Watcher(), "attach": lambda inner: mo.attach_film(inner, dim=4)}
+    tune_model(other, LOADER, nn.CrossEntropyLoss(), likelihood, **options)
+    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), other.state_dict().values(), strict=True))
+
+
 def test_after_an_error_the_model_is_as_it_was() -> None:
     model, asked = network(), []
 
@@ -168,9 +176,12 @@ SHARDED = """
 import sys, torch, torch.nn.functional as F
 from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
+from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.integrations.loops import tune_model
+from metricopt_ext.tasks.metric import with_halves
 from metricopt_ext.utils.progress import Watcher
 
+ROWS = torch.arange(60)
 distributed.init_process_group("gloo")
 rank, world = distributed.get_rank(), distributed.get_world_size()
 x = torch.randn(60, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -183,10 +194,25 @@ def metric():  # of each process's shard, gathered; the first one alone returns 
     right = wrapped(x[rank::world]).softmax(1).gather(1, y[rank::world, None])[:, 0].contiguous()
     shards = [torch.empty_like(right) for _ in range(world)]
     distributed.all_gather(shards, right)
-    return float(torch.stack(shards).mean()) if rank == 0 else None
+    return with_halves(lambda half: float(torch.stack(shards).mean()), (ROWS[::2], ROWS[1::2])) if rank == 0 else None
+
+def fails():
+    if rank == 0:
+        raise RuntimeError("no data")
+    return 0.5
 
 loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
 run = tune_model(wrapped, DataLoader(TensorDataset(x, y), 20), loss, metric, queries=16, watcher=Watcher())
+try:
+    tune_model(model, DataLoader(TensorDataset(x, y), 20), loss, fails, queries=16)
+except MetricError as error:
+    assert "no data" in str(error), error
+else:
+    raise AssertionError("it did not fail")
+try:
+    world == 1 or tune_model(wrapped, DataLoader(TensorDataset(x, y), 20), loss, metric, queries=16, output_dir="out")
+except ConfigError as error:
+    assert world == 2 and "output_dir='out' is for one process" in str(error)
 torch.save((run.before, run.after, model.state_dict()), f"{sys.argv[1]}/{world}-{rank}.pt")
 distributed.destroy_process_group()
 """
