@@ -54,4 +54,4 @@ search.run.fit.f.save("f.safetensors")  # ++
 L.Trainer(max_steps=30, **options).fit(module, train)  # ++
 print("on test, after following f:", L.Trainer(**options).validate(module, test, verbose=False))
 search.adapter.merge()  # +
-torch.save(module.state_dict(), "lightning_module.pth")
+torch.save(module.state_dict(), "lightning_follow.pth")
