@@ -46,7 +46,7 @@ class MetricRegressor(RegressorMixin, TunedNetwork):  # type: ignore[misc]
         model_: The network, on ``n x features`` as they come, float64; it predicts ``(y - mean_) / std_``, ``n x 1``.
         mean_: Mean of the targets that it was trained on.
         std_: Their standard deviation; 1 if they are all the same.
-        run_: What the search did (`SearchRun`); None without queries.
+        run_: What the search did (`Result`); None without queries.
 
     Raises:
         ValueError: From ``fit``, before training: there are too few rows, a number is out of range or missing, there

@@ -1,4 +1,4 @@
-"""pytorch-metric-learning: a search with trainer and tester records, fits and saves f; then the trainer follows it."""
+"""pytorch-metric-learning's trainer and tester, as in its examples: the trunk is tuned for the tester's metric."""
 
 import argparse
 from functools import partial
@@ -10,12 +10,10 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import metricopt_ext as mo  # +
-from metricopt_ext.retrieval.search import search_with_trainer  # +
+from metricopt_ext.retrieval.search import tune_with_trainer  # +
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=10)
-parser.add_argument("--queries", type=int, default=60)  # +
 args = parser.parse_args()
 torch.manual_seed(0)
 digits = load_digits()
@@ -45,15 +43,6 @@ trainer = trainers.MetricLossOnly(
 trainer.train(num_epochs=args.epochs)
 on_test = partial(tester.test, datasets, 0, trunk, embedder, [("test", ["test"])])
 print("test, before:", on_test()["test"])
-adapter = mo.attach_film(trunk, dim=32)  # +
-run = search_with_trainer(trainer, tester, adapter, datasets, queries=args.queries, metric=score)  # +
-print(run, f"test, after: {on_test()['test']}", sep="\n")
-run.fit.f.save("f.safetensors")  # ++
-adapter.set_phi(torch.zeros(32))  # ++
-f = mo.load_value_function("f.safetensors")  # ++
-trainer.optimizers = {"trunk_optimizer": mo.MetricOpt(adapter.parameters(), f, lr=0.01, steps=33)}  # ++
-trainer.freeze_these = ("embedder",)  # ++
-trainer.train(start_epoch=1, num_epochs=3)  # ++
-print("test, after following f:", on_test()["test"])
-adapter.merge()  # +
+print(tune_with_trainer(trainer, tester, datasets, queries=60, metric=score))  # +
+print("test, after:", on_test()["test"])
 torch.save({"trunk": trunk.state_dict(), "embedder": embedder.state_dict()}, "pml_trainer.pth")

@@ -1,13 +1,15 @@
 """A search for phi from what a user of pytorch-metric-learning has at hand: a trainer and a tester."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.halves import class_halves
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -21,6 +23,7 @@ from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.words import counted
 
 CPU = torch.device("cpu")
+FILM = partial(attach_film, dim=32)  # numbers that suit 60 to 300 queries
 
 # A tester's queried split and the splits that its items are searched in.
 Evaluated = Sequence[tuple[str, Sequence[str]]]
@@ -95,6 +98,50 @@ def search_with_trainer(
     except BaseException:
         models.put_back()
         raise
+
+
+def tune_with_trainer(
+    trainer: Any,
+    tester: Any,
+    dataset_dict: Mapping[str, Any],
+    *,
+    queries: int,
+    part: str = "trunk",
+    attach: Callable[[nn.Module], Adapter] = FILM,
+    **options: Any,
+) -> Result:
+    """Tune one of a trainer's models in one call, and merge phi into its weights; see `search_with_trainer`.
+
+    What the script tests or saves next is the tuned model.
+
+    Args:
+        trainer: The trainer.
+        tester: The tester.
+        dataset_dict: Datasets by split, as for ``tester.test``.
+        queries: Evaluations of the split that may be spent.
+        part: Which of the trainer's models is tuned, as ``"trunk"`` or ``"embedder"``. A DataParallel or DDP wrapper of
+            it is refused.
+        attach: Attaches the adapter to it; by default FiLM on every normalisation layer, with 32 numbers.
+        options: Further arguments of `search_with_trainer`, e.g. ``metric`` and ``split``.
+
+    Raises:
+        ConfigError: The trainer has no such model.
+        Others: As from ``attach`` and `search_with_trainer`; the models have no adapter then.
+
+    Example:
+        >>> run = tune_with_trainer(trainer, tester, {"val": val_dataset}, queries=150)  # doctest: +SKIP
+    """
+    if part not in trainer.models:
+        raise ConfigError(f"part={part!r} is none of the trainer's models: {', '.join(trainer.models)}")
+    before = KeptModules(trainer.models[part])
+    try:
+        adapter = attach(trainer.models[part])
+        run = search_with_trainer(trainer, tester, adapter, dataset_dict, queries=queries, **options)
+        adapter.merge()
+    except BaseException:
+        before.put_back()  # without an adapter
+        raise
+    return run
 
 
 def trainer_task(

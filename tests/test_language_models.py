@@ -69,7 +69,7 @@ def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         return model(**{name: each for name, each in inputs.items() if name != "labels"}).logits
 
 
-def searched(adapter: mo.Adapter, inputs: dict[str, Tensor]) -> mo.SearchRun:
+def searched(adapter: mo.Adapter, inputs: dict[str, Tensor]) -> mo.Result:
     rows = [{name: each[row] for name, each in inputs.items()} for row in range(24)]
 
     def accuracy(model: nn.Module) -> tuple[float, tuple[float, float]]:

@@ -12,14 +12,18 @@ WRAPPERS = ("module", "_orig_mod", "base_layer")
 PEFT_MODEL, PEFT_COPY, UNUSED = "base_model.model.", "modules_to_save", "original_module"
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module, *, searched: bool = False) -> nn.Module:
     """Return the model within DataParallel, DistributedDataParallel and torch.compile: they run it as it is by then.
 
     A UserWarning says that a DistributedDataParallel which is there already does not average phi's gradients.
+
+    Args:
+        model: The model.
+        searched: Whether phi is searched for, and never trained by gradients, so that there is nothing to warn of.
     """
     while True:
         if isinstance(model, PARALLEL):
-            if isinstance(model, nn.parallel.DistributedDataParallel):
+            if isinstance(model, nn.parallel.DistributedDataParallel) and not searched:
                 warnings.warn(
                     "DistributedDataParallel was made before phi, whose gradients it does not average: that makes no"
                     " difference to a search; to train phi in a loop of your own, attach first and wrap then",

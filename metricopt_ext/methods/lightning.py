@@ -9,12 +9,12 @@ from typing import Any
 import lightning as L
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import IterableDataset
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.methods.lightning_checkpoints import load_best, save_tuned, warn_of_older_weights
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import RunFolder
@@ -34,10 +34,10 @@ class SearchPhi(L.Callback):
 
     The loss is that of ``training_step``, on the trainer's training data; what the step logs meanwhile is dropped. Each
     query is one pass of ``validation_step`` over the trainer's validation data, by a trainer without loggers and
-    callbacks, on one device. The module keeps its adapter, with the phi that the guard kept; ``adapter.merge()`` makes
-    it an ordinary module again, to be saved anew: checkpoints of the fit are older than the search, which a warning
-    says. Settings, adapter and data are checked before the first training step, what the validation logs after the
-    sanity check or the first validation.
+    callbacks, on one device. It begins from the best checkpoint, if the trainer keeps one, and ends with phi merged:
+    the module is an ordinary one again, and the checkpoints that Lightning reloads, ``"best"`` and ``"last"``, have the
+    tuned weights. What was in them is beside them, in files that end in ``.untuned``. Settings, adapter and data are
+    checked before the first training step, what the validation logs after the sanity check or the first validation.
 
     Args:
         monitor: What to tune, by the name under which ``validation_step`` logs it.
@@ -47,13 +47,16 @@ class SearchPhi(L.Callback):
         bounds: Lowest and highest possible value; None for a metric without known bounds.
         attach: Attaches the adapter to the module; by default FiLM on every normalisation layer (`attach_film`). It is
             called before training too, for a check, and that adapter is removed.
+        merge: Whether phi is merged and the checkpoints are rewritten. If False, the search begins from the last
+            weights, the module keeps its adapter, with the phi that the guard kept, and a warning names the files that
+            lack it.
         options: Further arguments of `optimize_metric`, e.g. ``seed`` and ``output_dir``.
 
     Raises:
         ValueError: ``halves`` name one value twice, or ``monitor`` itself.
 
     Attributes:
-        adapter: The module's adapter, after fit.
+        adapter: The module's adapter, after fit; of no use once it is merged.
         run: What the search did, after fit.
 
     Raises:
@@ -78,13 +81,14 @@ class SearchPhi(L.Callback):
         maximize: bool = True,
         bounds: tuple[float, float] | None = (0.0, 1.0),
         attach: Callable[[nn.Module], Adapter] = attach_film,
+        merge: bool = True,
         **options: Any,
     ) -> None:
         if halves is not None and len({monitor, *halves}) != len(halves) + 1:
             raise ValueError(
                 f"halves are {halves} of {monitor!r}; give the names of its values on two halves of the data"
             )
-        self.monitor, self.halves, self.attach = monitor, halves, attach
+        self.monitor, self.halves, self.attach, self.merge = monitor, halves, attach, merge
         self.queries, self.maximize, self.bounds, self.options = queries, maximize, bounds, options
         if maximize and LOWER.search(monitor):
             warnings.warn(f"{monitor!r} will be maximised; set maximize=False if lower is better", stacklevel=2)
@@ -134,7 +138,7 @@ class SearchPhi(L.Callback):
         self._batches(trainer)
 
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Attach the adapter and search; after an error the module is as it was.
+        """Attach the adapter, search, and merge phi; after an error the module is as it was.
 
         Raises:
             MetricError: The validation does not log ``monitor`` or one of the halves.
@@ -151,24 +155,33 @@ class SearchPhi(L.Callback):
             self._check_logged(scores)
             return scores[self.monitor], None if self.halves is None else [scores[half] for half in self.halves]
 
-        before = KeptModules(module)
+        before, put_back = KeptModules(module), None
         try:
-            self.adapter = self.attach(module)
+            if self.merge:
+                put_back = load_best(trainer, module)
+            self.adapter = adapter = self.attach(module)
             task = FinetuneTask(
-                self.adapter,
+                adapter,
                 loss=_training_loss,
                 batches=lambda *place: move_data_to_device(drawn(*place), module.device),
                 metric=self._metric(validate),
                 population=1,  # a training step can be any code
             )
             self.run = optimize_metric(task, queries=self.queries, **self.options)
+            moved = bool(adapter.phi.any()) or bool(adapter.context.originals)
+            if self.merge:
+                adapter.merge()
             module.trainer = trainer
         except BaseException:
             before.put_back()  # without an adapter
+            if put_back is not None:
+                put_back()
             module.trainer = trainer
             raise
-        if self.adapter.phi.any():
-            _warn_of_older_weights(trainer)
+        if moved:
+            if self.merge:
+                save_tuned(trainer)
+            warn_of_older_weights(trainer, self.merge)
 
     def _metric(self, function: Callable[[Any], Any]) -> Metric:
         return Metric(function, maximize=self.maximize, bounds=self.bounds, name=self.monitor)
@@ -207,25 +220,6 @@ class SearchPhi(L.Callback):
                 " single examples, so give one of them a batch_size"
             )
         return DatasetBatches(dataset, size, collate=loader.collate_fn)
-
-
-def _warn_of_older_weights(trainer: L.Trainer) -> None:
-    """Say which of a trainer's files and callbacks have weights without phi."""
-    files = [path for each in trainer.checkpoint_callbacks if (path := getattr(each, "best_model_path", ""))]
-    if files:
-        warnings.warn(
-            f"{', '.join(files)} was saved before the search and lacks phi: call adapter.merge(), then"
-            " trainer.save_checkpoint(FILE), and load that in place of it",
-            stacklevel=2,
-        )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if any(isinstance(each, AveragedModel) for each in vars(callback).values()):
-            kind = type(callback).__name__
-            warnings.warn(
-                f"{kind} saves its own average of the weights, which lacks phi, in checkpoints: after adapter.merge()"
-                " save module.state_dict() itself",
-                stacklevel=2,
-            )
 
 
 def _quiet_trainer() -> L.Trainer:

@@ -1,28 +1,36 @@
 """Each script of `examples`, run as it is on little training, and the counts of its marked lines."""
 
 import ast
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import joblib
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARED = "three_ways.py"  # a comparison, and no script of a user that was changed
 EXAMPLES = sorted({path.name for path in (ROOT / "examples").glob("*.py")} - {COMPARED})
-LINES = 60
+LINES = 60  # of scripts that show the parts
+
+# Hosts' own scripts, and how few of their lines may change beside those of the metric itself.
+HOSTS = (
+    *("imagenet_trainer", "lightning_classifier", "huggingface_text", "accelerate_loop", "torchvision_detection"),
+    *("pml_trainer", "sklearn_table"),
+)
+HOSTS_LINES, HOSTS_CHANGED = 80, 3
 
 # What makes a run short, and the checkpoint that it leaves.
 RUNS = {
     "plain_loop": (["plain_loop.py", "--epochs", "2", "--queries", "20"], "plain_loop.pth"),
-    "lightning_module": (["lightning_module.py", "--epochs", "2", "--queries", "20"], "lightning_module.pth"),
-    "huggingface_trainer": (["huggingface_trainer.py", "--epochs", "1", "--queries", "20"], "huggingface"),
     "generation": (["generation.py", "--epochs", "1", "--queries", "20"], "generation"),
-    "accelerate_loop": (["accelerate_loop.py", "--epochs", "1", "--queries", "20"], "accelerate_loop.pth"),
-    "pml_trainer": (["pml_trainer.py", "--epochs", "1", "--queries", "20"], "pml_trainer.pth"),
-    "sklearn_table": (["sklearn_table.py", "--epochs", "2", "--queries", "20"], "sklearn_table.joblib"),
+    "lightning_follow": (["lightning_follow.py", "--epochs", "2", "--queries", "20"], "lightning_follow.pth"),
+    "pml_follow": (["pml_follow.py", "--epochs", "1", "--queries", "20"], "pml_follow.pth"),
     **{
         f"timm_model-{name}": (["timm_model.py", "--model", name, "--epochs", "1", "--queries", "20"], "timm_model.pth")
         for name in ("test_resnet", "test_efficientnet_gn", "test_convnext")  # BatchNorm, GroupNorm, LayerNorm
@@ -71,19 +79,149 @@ def marked(script: str, mark: str) -> int:
     return sum(line.endswith(f"  # {mark}") for line in (ROOT / "examples" / script).read_text().splitlines())
 
 
-@pytest.mark.parametrize("script", EXAMPLES)
+def row_of(script: str) -> list[str]:
+    """The cells of a script's row in the table."""
+    (row,) = [line for line in (ROOT / "examples" / "README.md").read_text().splitlines() if f"| `{script}` |" in line]
+    return [cell.strip() for cell in row.strip("| ").split(" |")]
+
+
+@pytest.mark.parametrize("script", [name for name in EXAMPLES if Path(name).stem not in HOSTS])
 def test_the_table_states_what_changed(script: str) -> None:
     lines = len((ROOT / "examples" / script).read_text().splitlines())
     assert lines <= LINES
-    (row,) = [line for line in (ROOT / "examples" / "README.md").read_text().splitlines() if f"| `{script}` |" in line]
-    counts = [int(cell) for cell in row.split("|")[-4:-1] if cell.strip().isdigit()]
+    counts = [int(cell) for cell in row_of(script)[2:] if cell.isdigit()]
     searched, followed = marked(script, "+"), marked(script, "++")
     assert searched > 0
     assert counts == [lines, searched, *([searched + followed] if followed else [])]
 
 
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_hosts_script_changes_in_three_lines(host: str) -> None:
+    text = (ROOT / "examples" / f"{host}.py").read_text()
+    lines = len(text.splitlines())
+    assert lines <= HOSTS_LINES
+    assert 0 < marked(f"{host}.py", "+") <= HOSTS_CHANGED
+    assert [int(cell) for cell in row_of(f"{host}.py")[2:5]] == [
+        lines,
+        marked(f"{host}.py", "+"),
+        marked(f"{host}.py", "metric"),
+    ]
+    ours = [line for line in text.splitlines() if "metricopt" in line or "tune_" in line or "SearchPhi(" in line]
+    assert ours
+    assert not [line for line in ours if not line.endswith("  # +")]  # none is left unmarked
+
+
+class Ran:
+    """A host's script that was run with fewer queries: its names, and what it printed.
+
+    Args:
+        host: The script.
+        folder: Where it ran, and where its copy is.
+        arguments: Those of its command line.
+    """
+
+    def __init__(self, host: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str) -> None:
+        text = (ROOT / "examples" / f"{host}.py").read_text()
+        assert "queries=60" in text
+        script = folder / f"{host}.py"
+        script.write_text(text.replace("queries=60", "queries=20"))
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", [script.name, *arguments])
+        with torch.random.fork_rng():
+            try:
+                self.names = runpy.run_path(str(script), run_name="__main__")
+            except SystemExit as left:
+                print(left)
+        self.printed = capsys.readouterr().out
+
+    def value(self, before: str) -> float:
+        """Return the last number that was printed after some words."""
+        *_, found = re.findall(rf"{before}(\d\.\d+)", self.printed)
+        return float(found)
+
+
+@pytest.fixture
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    return lambda host, *arguments: Ran(host, tmp_path, monkeypatch, capsys, *arguments)
+
+
+def plain(state: dict[str, Any]) -> bool:
+    """Whether a state dict has the names of a model without an adapter."""
+    return bool(state) and not [name for name in state if "metricopt" in name]
+
+
+@pytest.mark.slow
+def test_the_imagenet_trainer_resumes_the_tuned_model(ran: Any) -> None:
+    tuned = ran("imagenet_trainer", "--epochs", "4")
+    again = ran("imagenet_trainer", "--evaluate", "--resume", "model_best.pth.tar")
+    assert again.value("mean recall: ") == tuned.value("-> ")
+    assert plain(torch.load("model_best.pth.tar")["state_dict"])
+
+
+@pytest.mark.slow
+def test_lightnings_best_checkpoint_is_the_tuned_model(ran: Any) -> None:
+    tuned = ran("lightning_classifier", "--epochs", "3")
+    best = torch.load("lightning_classifier/best.ckpt", weights_only=True)["state_dict"]
+    untuned = torch.load("lightning_classifier/best.ckpt.untuned", weights_only=True)["state_dict"]
+    assert best.keys() == untuned.keys()
+    assert not all(torch.equal(each, untuned[name]) for name, each in best.items())
+    module = tuned.names["ImageClassifier"].load_from_checkpoint("lightning_classifier/best.ckpt")
+    data = tuned.names["Digits"]()
+    data.setup("validate")
+    assert float(module.f1(*data.sets["val"].tensors)) == pytest.approx(tuned.names["search"].run.after, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_trainers_best_checkpoint_is_the_tuned_model(ran: Any) -> None:
+    tuned = ran("huggingface_text", "--epochs", "3")
+    assert tuned.value("test, after: ") == tuned.value("of the best checkpoint: ")
+    assert Path("huggingface_text/model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_processes_judge_their_shards_of_the_data(ran: Any, tmp_path: Path) -> None:
+    one = ran("accelerate_loop", "--epochs", "3")
+    assert plain(torch.load("accelerate_loop.pth"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    two = subprocess.run(
+        [*launch, "accelerate_loop.py", "--epochs", "3"],
+        cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    for printed in (one.printed, two.stdout):
+        assert len(re.findall(r"macro recall on test, after: \d\.\d{4}", printed)) == 1
+        assert len(re.findall(r"-> \d\.\d{4}; kept ", printed)) == 1
+    assert plain(torch.load("accelerate_loop.pth"))
+
+
+@pytest.mark.slow
+def test_the_detectors_checkpoint_is_the_tuned_model(ran: Any) -> None:
+    tuned = ran("torchvision_detection", "--epochs", "5")
+    again = ran("torchvision_detection", "--test-only", "torchvision_detection.pth")
+    assert again.value("AP50 on test: ") == tuned.value("AP50 on test, after: ")
+    assert plain(torch.load("torchvision_detection.pth")["model"])
+
+
+@pytest.mark.slow
+def test_the_trunk_is_tuned(ran: Any) -> None:
+    tuned = ran("pml_trainer", "--epochs", "1")
+    states = torch.load("pml_trainer.pth")
+    assert plain(states["trunk"])
+    assert tuned.names["trunk"].state_dict().keys() == states["trunk"].keys()
+    assert re.search(r"-> \d\.\d{4}; kept ", tuned.printed)
+
+
+@pytest.mark.slow
+def test_the_pipeline_is_tuned(ran: Any) -> None:
+    tuned = ran("sklearn_table", "--epochs", "2")
+    loaded, rows = joblib.load("sklearn_table.joblib"), tuned.names["X"]
+    assert (loaded.predict(rows) == tuned.names["pipeline"].predict(rows)).all()
+    assert 0 < tuned.value("cross-validation: ") < 1
+
+
 def test_every_script_is_run() -> None:
-    assert {command[0] for command, _ in RUNS.values()} | {f"{name}.py" for name in DETECTRON2} == set(EXAMPLES)
+    parts = {command[0] for command, _ in RUNS.values()} | {f"{name}.py" for name in DETECTRON2}
+    assert parts | {f"{host}.py" for host in HOSTS} == set(EXAMPLES)
 
 
 @pytest.mark.slow

@@ -100,6 +100,14 @@ def test_the_search_asks_the_modules_own_validation() -> None:
     (scores,) = trainer().validate(module, DataLoader(TensorDataset(X, Y), batch_size=48), verbose=False)
     assert scores["score"] == pytest.approx(callback.run.after, abs=1e-12)
     assert not {"log", "log_dict"} & vars(module).keys()
+    assert module.state_dict().keys() == Module().state_dict().keys()  # phi is merged
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_the_adapter_stays_if_it_is_asked_for() -> None:
+    module, callback = Module(), search(merge=False)
+    trainer(callbacks=[callback]).fit(module, BATCHES, BATCHES)
+    assert callback.adapter.dim == D
     assert "net.1.weight" in callback.adapter.merge().state_dict()
 
 
@@ -191,7 +199,7 @@ def test_files_that_are_older_than_the_search_are_named(
     def found(task: Any, **options: Any) -> None:
         task.adapter.set_phi(torch.full((D,), 0.5 * kept))
 
-    callback = search()
+    callback = search(merge=False)
     monkeypatch.setattr("metricopt_ext.methods.lightning.optimize_metric", found)
     callbacks = [callback, checkpoint, Averaging()]
     with warnings.catch_warnings(record=True) as caught:

@@ -23,7 +23,7 @@ from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataErr
 from metricopt_ext.retrieval.accuracy import RecallCalculator
 from metricopt_ext.retrieval.hooks import TrajectoryRecorder
 from metricopt_ext.retrieval.recall import recall_at_k
-from metricopt_ext.retrieval.search import TrainerBatches, search_with_trainer, trainer_task
+from metricopt_ext.retrieval.search import TrainerBatches, search_with_trainer, trainer_task, tune_with_trainer
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.progress import Watcher
@@ -422,3 +422,30 @@ def test_classes_kept_aside_have_the_last_word() -> None:
     }
     assert run.chosen == max(run.aside, key=lambda name: run.aside[name])
     assert other.metric.ledger.spent_on == {"kept aside": 2, "check": 2}
+
+
+@pytest.mark.parametrize("part", ["trunk", "embedder"])
+def test_one_call_attaches_searches_and_merges(part: str) -> None:
+    ours, parts = make_trainer(make_trunk()), make_trainer(make_trunk())
+    attach = lambda model: mo.attach_film(model, dim=D)  # noqa: E731
+    options: dict[str, Any] = {"metric": "recall_at_1", "watcher": Watcher(), "queries": QUERIES}
+    names = set(ours.models[part].state_dict())
+    run = tune_with_trainer(ours, make_tester(), {"val": pairs(7, 4.0)}, part=part, attach=attach, **options)
+    adapter = attach(parts.models[part])
+    assert search_with_trainer(parts, make_tester(), adapter, {"val": pairs(7, 4.0)}, **options).after == run.after
+    adapter.merge()
+    assert set(ours.models[part].state_dict()) == names
+    for name, model in ours.models.items():
+        others = parts.models[name].state_dict()
+        assert all(torch.equal(each, others[key]) for key, each in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in ours.models[part].parameters())
+
+
+def test_one_call_leaves_no_adapter_after_an_error() -> None:
+    trainer = make_trainer(make_trunk())
+    names = set(trainer.models["trunk"].state_dict())
+    with pytest.raises(ConfigError, match="not calculated by the tester"):
+        tune_with_trainer(trainer, make_tester(), {"val": pairs(7)}, queries=QUERIES, metric="f1")
+    assert set(trainer.models["trunk"].state_dict()) == names
+    with pytest.raises(ConfigError, match="part='head' is none of the trainer's models: trunk, embedder"):
+        tune_with_trainer(trainer, make_tester(), {"val": pairs(7)}, queries=QUERIES, part="head")

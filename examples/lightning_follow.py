@@ -45,7 +45,7 @@ tail = (torch.rand(800) < 0.7 ** y[:800]).nonzero().flatten()  # few nines, many
 train = DataLoader(TensorDataset(x[tail], y[tail]), batch_size=64, shuffle=True)
 val, test = (DataLoader(TensorDataset(x[a:b], y[a:b]), batch_size=1000) for a, b in ((800, 1300), (1300, 1797)))
 module, options = Classifier(), {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-search = SearchPhi("f1", halves=("even", "odd"), queries=args.queries)  # +
+search = SearchPhi("f1", halves=("even", "odd"), queries=args.queries, merge=False)  # +
 L.Trainer(max_epochs=args.epochs, callbacks=[search], **options).fit(module, train, val)  # +
 print(search.run, "on test, after:", L.Trainer(**options).validate(module, test, verbose=False))
 search.adapter.set_phi(torch.zeros(search.adapter.dim))  # ++
@@ -54,4 +54,4 @@ search.run.fit.f.save("f.safetensors")  # ++
 L.Trainer(max_steps=30, **options).fit(module, train)  # ++
 print("on test, after following f:", L.Trainer(**options).validate(module, test, verbose=False))
 search.adapter.merge()  # +
-torch.save(module.state_dict(), "lightning_module.pth")
+torch.save(module.state_dict(), "lightning_follow.pth")

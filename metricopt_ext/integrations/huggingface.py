@@ -1,0 +1,301 @@
+"""A search in one line of a script with Hugging Face's ``Trainer``: its model, its data, its own compute_metrics."""
+
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import EvalPrediction
+from transformers.trainer_utils import get_last_checkpoint
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.data.halves import Halves, random_halves, stratified_halves
+from metricopt_ext.errors import ConfigError
+from metricopt_ext.integrations.loops import (
+    FILM,
+    ReplayedLoss,
+    in_step,
+    judged_together,
+    loader_batches,
+    of_first,
+    several,
+    unwrapped,
+)
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.result import Result
+from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.kept_modules import KeptModules
+
+PREFIX = "eval_"  # of the names by which a Trainer reports its metrics
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model*", "*.index.json", "config.json")
+UNTUNED = "untuned"  # the folder in a checkpoint that keeps what the tuned weights replaced
+
+
+def tune_trainer(
+    trainer: Any,
+    metric: str | None = None,
+    *,
+    queries: int,
+    eval_dataset: Any = None,
+    maximize: bool | None = None,
+    bounds: tuple[float, float] | None = (0.0, 1.0),
+    attach: Callable[[nn.Module], Adapter] = FILM,
+    checkpoints: bool = True,
+    seed: int = 0,
+    **options: Any,
+) -> Result:
+    """Tune a trained ``Trainer``'s model for a metric of its ``compute_metrics``, and merge phi into its weights.
+
+    Call it after ``trainer.train()``: what the script saves, evaluates or predicts next is the tuned model, and so is
+    what is reloaded from the checkpoints of the training that had the same model: the last one, and with
+    ``load_best_model_at_end`` the best. The weights that were in them are kept in their folder ``untuned``.
+
+    The loss is ``trainer.compute_loss`` on batches of the training data. A query is one pass over the evaluation data,
+    without callbacks and logs; ``compute_metrics`` is also asked on two halves of what was predicted, for the guard.
+    Several processes evaluate together, as in ``trainer.evaluate()``.
+
+    Args:
+        trainer: The Trainer, or a subclass's.
+        metric: What to tune, as ``compute_metrics`` names it, with or without ``eval_``; by default
+            ``metric_for_best_model`` of the training's arguments. ``"loss"`` is the mean loss.
+        queries: Passes over the evaluation data that may be spent.
+        eval_dataset: The data to judge on; by default the trainer's own.
+        maximize: Whether higher is better; by default the arguments' ``greater_is_better`` if they name this metric,
+            else whether it is no loss.
+        bounds: Lowest and highest possible value; None for a metric without known bounds, as a loss always is.
+        attach: Attaches the adapter to the model; by default FiLM on every normalisation layer, with 32 numbers.
+        checkpoints: Whether checkpoints get the tuned weights.
+        seed: Seed of all draws, that of the halves among them.
+        options: Further arguments of `optimize_metric`, e.g. ``output_dir``.
+
+    Returns:
+        What the search did.
+
+    Raises:
+        ConfigError: No metric is named, or the trainer has no evaluation data, or several sets of them; or there are
+            several processes and an ``output_dir``, which they can't share.
+        DataError: The training data can't be drawn in batches.
+        MetricError: The evaluation does not report the metric.
+        Others: As from ``attach``, `FinetuneTask` and `optimize_metric`; the model has no adapter then.
+
+    Example:
+        >>> trainer.train()  # doctest: +SKIP
+        >>> run = tune_trainer(trainer, "f1", queries=100)  # doctest: +SKIP
+        >>> trainer.save_model()  # doctest: +SKIP
+    """
+    if several():
+        options = in_step(options)
+    name = _named(trainer, metric)
+    judge = _Evaluation(trainer, name, _judged_on(trainer, eval_dataset), seed)
+    loader = trainer.get_train_dataloader()
+    drawn = loader_batches(loader, trainer.args.train_batch_size)
+    model = unwrapped(trainer.model)
+    higher = _maximize(trainer, name) if maximize is None else maximize
+    before = KeptModules(model)
+    try:
+        adapter = attach(model)
+        task = FinetuneTask(
+            adapter,
+            loss=ReplayedLoss(partial(_loss, trainer), training=False),
+            batches=drawn,
+            metric=Metric(
+                judged_together(adapter, judge),
+                maximize=higher,
+                bounds=None if name == "loss" else bounds,
+                name=name,
+            ),
+            population=1,  # a trainer's loss can be any code
+        )
+        run: Result = optimize_metric(task, queries=queries, seed=seed, **options)
+        adapter.set_phi(of_first(adapter.phi.detach()))
+        moved = bool(adapter.phi.any()) or bool(adapter.context.originals)
+        adapter.merge()
+    except BaseException:
+        before.put_back()  # without an adapter
+        raise
+    if checkpoints and moved:
+        _save_in_checkpoints(trainer)
+    return run
+
+
+def _named(trainer: Any, metric: str | None) -> str:
+    name = trainer.args.metric_for_best_model if metric is None else metric
+    if name is None:
+        raise ConfigError(
+            "no metric is named; give one that compute_metrics returns, as tune_trainer(trainer, 'f1', ...), or set"
+            " metric_for_best_model"
+        )
+    return str(name).removeprefix(PREFIX)
+
+
+def _maximize(trainer: Any, name: str) -> bool:
+    best, greater = trainer.args.metric_for_best_model, trainer.args.greater_is_better
+    if best is not None and best.removeprefix(PREFIX) == name and greater is not None:
+        return bool(greater)
+    return not name.endswith("loss")
+
+
+def _judged_on(trainer: Any, given: Any) -> Any:
+    """Return the evaluation data.
+
+    Raises:
+        ConfigError: There is none, or there are several sets.
+    """
+    data = trainer.eval_dataset if given is None else given
+    if data is None:
+        raise ConfigError("the trainer has no eval_dataset, on which to ask for the metric; give one")
+    if isinstance(data, dict):
+        raise ConfigError(
+            f"the trainer has several evaluation sets ({', '.join(data)}); give one, eval_dataset={next(iter(data))!r}"
+            " of them"
+        )
+    return data
+
+
+def _loss(trainer: Any, model: nn.Module, batch: Any) -> Tensor:
+    """Return the trainer's own loss of a batch, which it may take apart."""
+    loss: Tensor = trainer.compute_loss(model, trainer._prepare_inputs(dict(batch)))
+    return loss
+
+
+class _Evaluation:
+    """A pass over the evaluation data: the metric, and its values on two halves of what was predicted.
+
+    Args:
+        trainer: The Trainer; it is as it was after each pass.
+        name: The metric's name, without the prefix.
+        dataset: The data.
+        seed: Seed of the halves.
+    """
+
+    def __init__(self, trainer: Any, name: str, dataset: Any, seed: int) -> None:
+        self.trainer, self.name, self.dataset, self.seed = trainer, name, dataset, seed
+
+    def __call__(self) -> Any:
+        """Return the metric's value, with its halves where there are some."""
+        trainer, found = self.trainer, list[Any]()
+        own = trainer.compute_metrics
+        with _quiet(trainer, None if own is None else self._halved(own, found)):
+            loader = trainer.get_eval_dataloader(self.dataset)
+            alone = None if own is not None else True
+            metrics = trainer.evaluation_loop(loader, "Evaluation", prediction_loss_only=alone).metrics
+        if self.name == "loss" and PREFIX + "loss" in metrics:
+            return metrics[PREFIX + "loss"]
+        if not found or found[-1] is None:
+            reported = ", ".join(name.removeprefix(PREFIX) for name in metrics)
+            raise ConfigError(f"compute_metrics does not report {self.name!r}; the evaluation has {reported}")
+        return found[-1]
+
+    def _halved(self, own: Callable[..., Any], found: list[Any]) -> Callable[..., Any]:
+        """Return the same compute_metrics, which also notes the value and its halves."""
+
+        def compute(prediction: Any, *further: Any, **options: Any) -> Any:
+            metrics = own(prediction, *further, **options)
+            value = self._value(metrics)
+            if value is None or further or options:  # of batches, of which it keeps the state itself
+                found.append(None if value is None else (value, "compute_metrics is asked batch by batch"))
+            else:
+                halves = _halves_of(prediction, self.seed)
+                values = {None: lambda: value}
+                found.append(
+                    with_halves(
+                        lambda rows: values[None]() if rows is None else self._value(own(_rows(prediction, rows))),
+                        halves,
+                    )
+                )
+            return metrics
+
+        return compute
+
+    def _value(self, metrics: Any) -> Any:
+        return None if metrics is None else metrics.get(self.name, metrics.get(PREFIX + self.name))
+
+
+@contextmanager
+def _quiet(trainer: Any, compute_metrics: Any) -> Iterator[None]:
+    """Let a trainer evaluate with another compute_metrics, and without its callbacks."""
+    handler = trainer.callback_handler
+    before = trainer.compute_metrics, handler.callbacks
+    try:
+        trainer.compute_metrics, handler.callbacks = compute_metrics, []
+        yield
+    finally:
+        trainer.compute_metrics, handler.callbacks = before
+
+
+def _leaves(content: Any) -> list[Any]:
+    return [each for part in content for each in _leaves(part)] if isinstance(content, tuple) else [content]
+
+
+def _halves_of(prediction: Any, seed: int) -> Halves:
+    """Return two halves of what was predicted, with the same share of each class where labels are single numbers."""
+    leaves = [each for each in (*_leaves(prediction.predictions), *_leaves(prediction.label_ids)) if each is not None]
+    if not all(isinstance(each, np.ndarray) and each.ndim for each in leaves):
+        return "predictions and labels are no arrays of one row for each example"
+    if len({len(each) for each in leaves}) != 1:
+        return "predictions and labels have different numbers of rows"
+    labels = prediction.label_ids
+    if isinstance(labels, np.ndarray) and labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer):
+        halves = stratified_halves(torch.from_numpy(labels), seed)
+        if not isinstance(halves, str):
+            return halves
+    return random_halves(len(leaves[0]), seed)
+
+
+def _rows(prediction: Any, rows: Tensor) -> EvalPrediction:
+    """Return some examples of what was predicted."""
+    index = rows.numpy()
+
+    def taken(content: Any) -> Any:
+        if isinstance(content, tuple):
+            return tuple(map(taken, content))
+        return None if content is None else content[index]
+
+    parts = (prediction.predictions, prediction.label_ids, prediction.inputs, prediction.losses)
+    return EvalPrediction(*map(taken, parts))
+
+
+def _save_in_checkpoints(trainer: Any) -> None:
+    """Write the tuned model into the checkpoints that have what was tuned; name those that have another."""
+    for folder in _checkpoints_of(trainer):
+        if trainer.args.should_save:
+            _keep_untuned(folder)
+        trainer.save_model(str(folder))
+
+
+def _checkpoints_of(trainer: Any) -> list[Path]:
+    """Return the folders from which the trainer would reload its model."""
+    best, last = trainer.state.best_model_checkpoint, None
+    if Path(trainer.args.output_dir).is_dir():
+        last = get_last_checkpoint(trainer.args.output_dir)  # type: ignore[no-untyped-call]
+    number = re.search(r"(\d+)$", last or "")
+    if number is not None and int(number[1]) > trainer.state.global_step:
+        warnings.warn(f"{last} is of another training, and stays as it is", stacklevel=3)
+        last = None
+    if best is not None and not trainer.args.load_best_model_at_end:
+        if last is None or Path(best).resolve() != Path(last).resolve():
+            warnings.warn(
+                f"{best} has the weights of an earlier step, which were not tuned; with load_best_model_at_end=True"
+                " they are",
+                stacklevel=3,
+            )
+        best = None
+    found = {Path(each).resolve(): Path(each) for each in (best, last) if each is not None and Path(each).is_dir()}
+    return list(found.values())
+
+
+def _keep_untuned(folder: Path) -> None:
+    """Copy a checkpoint's weights into its folder for what was not tuned."""
+    kept = folder / UNTUNED
+    kept.mkdir(exist_ok=True)
+    for pattern in WEIGHTS:
+        for file in folder.glob(pattern):
+            shutil.copy2(file, kept / file.name)

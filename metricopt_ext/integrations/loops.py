@@ -1,0 +1,233 @@
+"""A search in one line of a training script of one's own: tune its model for its validation, and merge phi."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import IterableDataset
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.adapters.wrappers import unwrapped
+from metricopt_ext.errors import ConfigError, DataError, MetricError
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.result import Result
+from metricopt_ext.tasks.batches import DatasetBatches
+from metricopt_ext.tasks.metric import Halved, Metric
+from metricopt_ext.tasks.task import FinetuneTask, Loss
+from metricopt_ext.utils.kept_modules import KeptModules
+from metricopt_ext.utils.modes import in_mode
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.seeding import seeded_streams
+
+FILM = partial(attach_film, dim=32)  # numbers that suit 60 to 300 queries
+
+
+def tune_model(
+    model: nn.Module,
+    loader: Any,
+    loss: Loss | nn.Module,
+    metric: Callable[..., Any],
+    *,
+    queries: int,
+    maximize: bool = True,
+    bounds: tuple[float, float] | None = (0.0, 1.0),
+    name: str | None = None,
+    training: bool = False,
+    attach: Callable[[nn.Module], Adapter] = FILM,
+    **options: Any,
+) -> Result:
+    """Tune a trained model for a metric, by what a training script has at hand, and merge phi into its weights.
+
+    The script goes on with an ordinary model: what it saves next is the tuned one. A DataParallel, DDP or
+    torch.compile wrapper stays as it is around it. Where the script runs in several processes, each calls this: the
+    first one's phi is judged by all of them together, so a metric may gather what each finds on its shard of the data.
+
+    Args:
+        model: The model as the script has it, or its wrapper.
+        loader: The training data: a DataLoader of a dataset with an index. Its collate function and batch size are
+            taken, its order is not.
+        loss: ``loss(model, batch) -> scalar`` of the model without its wrapper, on a batch on the model's device; or a
+            criterion, a module such as ``nn.CrossEntropyLoss()`` that takes the model's outputs for a batch's first
+            part, and its second. What it draws at random is the same each time.
+        metric: The script's own validation: a function of nothing, or of the model without its wrapper, that returns
+            what `Metric` takes: a number, or ``(value, (half, half))`` for the guard. Of several processes the first
+            one's counts.
+        queries: Evaluations of the metric that may be spent.
+        maximize: Whether higher is better.
+        bounds: Lowest and highest possible value; None for a metric without known bounds.
+        name: The metric's name in messages; by default the function's.
+        training: Whether the loss is computed in training mode, as detectors return their losses only there; BatchNorm
+            and dropout layers still compute as in evaluation.
+        attach: Attaches the adapter to the model; by default FiLM on every normalisation layer, with 32 numbers.
+        options: Further arguments of `optimize_metric`, e.g. ``seed`` and ``output_dir``.
+
+    Returns:
+        What the search did.
+
+    Raises:
+        DataError: The training data can't be drawn in batches.
+        ConfigError: There are several processes and an ``output_dir``, which they can't share.
+        Others: As from ``attach``, `FinetuneTask` and `optimize_metric`; the model has no adapter then.
+
+    Example:
+        >>> run = tune_model(  # doctest: +SKIP
+        ...     model,
+        ...     train_loader,
+        ...     criterion,
+        ...     lambda: validate(val_loader, model),
+        ...     queries=100,
+        ... )
+    """
+    if several():
+        options = in_step(options)
+    inner = unwrapped(model, searched=True)
+    drawn, device = loader_batches(loader), next(inner.parameters()).device
+    named = getattr(metric, "__name__", "<lambda>")
+    before = KeptModules(inner)
+    try:
+        adapter = attach(inner)
+        judged = Metric(
+            judged_together(adapter, metric),
+            maximize=maximize,
+            bounds=bounds,
+            name=name or ("metric" if named == "<lambda>" else named),
+        )
+        task = FinetuneTask(
+            adapter,
+            loss=ReplayedLoss(loss, training),
+            batches=lambda *place: on_device(drawn(*place), device),
+            metric=judged,
+            population=1,  # a script's loss can be any code
+        )
+        run: Result = optimize_metric(task, queries=queries, **options)
+        adapter.set_phi(of_first(adapter.phi.detach()))
+        adapter.merge()
+    except BaseException:
+        before.put_back()  # without an adapter
+        raise
+    return run
+
+
+class ReplayedLoss:
+    """A loss in one mode of the model, whose random draws are the same each time.
+
+    Args:
+        loss: ``loss(model, batch) -> scalar``, or a criterion of outputs and targets; see `tune_model`.
+        training: Whether the model is in training mode meanwhile.
+    """
+
+    def __init__(self, loss: Loss | nn.Module, training: bool) -> None:
+        self.loss, self.training = loss, training
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of a model on a batch, a scalar."""
+        device = next(model.parameters()).device
+        with in_mode(model, training=self.training), seeded_streams(0, device):
+            if isinstance(self.loss, nn.Module):
+                loss: Tensor = self.loss(model(batch[0]), batch[1])
+                return loss
+            return self.loss(model, batch)
+
+
+def judged_together(adapter: Adapter, metric: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a metric that all processes evaluate at once, at the first one's phi, and whose answer is the first's.
+
+    Each searches by itself, and rounding could lead them apart: what they judge together must be one model.
+    """
+
+    @wraps(metric)
+    def together(*model: nn.Module) -> Any:
+        judged = Adapter(model[0]) if model else adapter
+        phi = of_first(judged.phi.detach())
+        with nullcontext() if torch.equal(phi, judged.phi) else judged.using(phi):
+            return _answer_of_first(partial(metric, *model))
+
+    return together
+
+
+def _answer_of_first(metric: Callable[[], Any]) -> Any:
+    """Return what a metric answers in the first process, or raise its error, in each of several that all call it.
+
+    Raises:
+        MetricError: It failed in the first process alone.
+    """
+    if not several():
+        return metric()
+    answer, own = None, None
+    try:
+        answer = metric()
+    except Exception as error:
+        own = error
+    plain = (float(answer), answer.halves) if isinstance(answer, Halved) else answer
+    sent = [(plain, None if own is None else f"{type(own).__name__}: {own}")]
+    distributed.broadcast_object_list(sent, src=0)
+    first, failed = sent[0]
+    if own is not None:
+        raise own
+    if failed is not None:
+        raise MetricError(f"in the first process it raised {failed}")
+    return first
+
+
+def several() -> bool:
+    """Whether the script runs in several processes of one group."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def in_step(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a search that several processes make in step, of which the first tells.
+
+    Raises:
+        ConfigError: They would write to one folder, and one that resumes would not wait for the others.
+    """
+    if options.get("output_dir") is not None:
+        raise ConfigError(
+            f"output_dir={str(options['output_dir'])!r} is for one process, and here {distributed.get_world_size()}"
+            " judge together; leave it out, or let each judge all data under ranks.joined()"
+        )
+    return options if distributed.get_rank() == 0 else {"watcher": Watcher(), **options}
+
+
+def of_first(values: Tensor) -> Tensor:
+    """Return the first process's values of a tensor, a copy, on each of several processes; else the tensor itself."""
+    if not several():
+        return values
+    copied = values.clone()
+    distributed.broadcast(copied, src=0)
+    return copied
+
+
+def loader_batches(loader: Any, size: int | None = None) -> DatasetBatches:
+    """Return a DataLoader's data as batches that can be drawn again.
+
+    Args:
+        loader: The DataLoader.
+        size: Examples of a batch; None for the loader's.
+
+    Raises:
+        DataError: They can't: there is no index, or no batch size.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None or isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"the training data is a {type(loader).__name__} without an index, so its batches can't be drawn again;"
+            " give a DataLoader of a dataset with __len__ and __getitem__"
+        )
+    size = size or loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if size is None:
+        raise DataError(
+            "the training data's DataLoader has no batch_size, nor its batch_sampler; give one of them a batch_size"
+        )
+    return DatasetBatches(dataset, size, collate=loader.collate_fn)
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device."""
+    if not isinstance(batch, Tensor) and callable(getattr(batch, "to", None)):  # as of Hugging Face's tokenizers
+        return batch.to(device)
+    return tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, batch)

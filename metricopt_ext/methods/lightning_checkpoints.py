@@ -1,0 +1,94 @@
+"""What Lightning reloads after a fit, the best checkpoint and the last: where a search begins, and where it ends."""
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning as L
+from torch.optim.swa_utils import AveragedModel
+
+UNTUNED = ".untuned"  # ends the name of the file that keeps what tuned weights replaced
+
+
+def load_best(trainer: L.Trainer, module: L.LightningModule) -> Callable[[], None]:
+    """Load the weights of the best checkpoint of a fit, those that Lightning reloads, if it has one.
+
+    A checkpoint that can't be read is named by a warning, and the module keeps its weights.
+
+    Returns:
+        A function that puts back the weights that were there before.
+    """
+    before = {name: each.detach().clone() for name, each in module.state_dict().items()}
+
+    def put_back() -> None:
+        module.load_state_dict(before)
+
+    path = best_of(trainer)
+    if path is None:
+        return put_back
+    try:
+        checkpoint = trainer.strategy.load_checkpoint(path)
+        trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
+    except Exception as error:
+        put_back()
+        warnings.warn(f"{path} can't be read, so the search begins from the last weights: {error}", stacklevel=3)
+    return put_back
+
+
+def best_of(trainer: L.Trainer) -> Path | None:
+    """Return the checkpoint that ``ckpt_path="best"`` names, if it is a file."""
+    path = Path(getattr(trainer.checkpoint_callback, "best_model_path", ""))
+    return path if path.is_file() else None
+
+
+def reloaded(trainer: L.Trainer) -> list[Path]:
+    """Return the checkpoints that ``ckpt_path="best"`` and ``"last"`` name, each file once."""
+    last = [Path(getattr(each, "last_model_path", "")) for each in trainer.checkpoint_callbacks]
+    files = [path for path in (best_of(trainer), *last) if path is not None and path.is_file()]
+    return list(dict.fromkeys(path.resolve() for path in files))
+
+
+def save_tuned(trainer: L.Trainer) -> None:
+    """Put the module's weights into the checkpoints that Lightning reloads, and keep copies as they were beside them.
+
+    All else in a file stays: epoch, hyper-parameters, the optimizer's state. One that can't be read stays as a whole,
+    and a warning names it.
+    """
+    state = trainer.strategy.lightning_module_state_dict()  # by all processes
+    if trainer.is_global_zero:
+        for path in reloaded(trainer):
+            try:
+                checkpoint = trainer.strategy.load_checkpoint(path)
+            except Exception as error:
+                warnings.warn(f"{path} lacks phi, as it can't be read: {error}", stacklevel=3)
+                continue
+            shutil.copy2(path, f"{path}{UNTUNED}")
+            trainer.strategy.save_checkpoint({**checkpoint, "state_dict": state}, path)
+    trainer.strategy.barrier("metricopt_ext: checkpoints")
+
+
+def warn_of_older_weights(trainer: L.Trainer, written: bool) -> None:
+    """Say which of a trainer's files and callbacks have weights without phi.
+
+    Args:
+        trainer: The trainer.
+        written: Whether those that it reloads have been given the tuned weights.
+    """
+    files = [path for each in trainer.checkpoint_callbacks if (path := getattr(each, "best_model_path", ""))]
+    tuned = reloaded(trainer) if written else []
+    if files := [path for path in files if Path(path).resolve() not in tuned]:
+        first = "call" if written else "call adapter.merge(), then"
+        warnings.warn(
+            f"{', '.join(files)} was saved before the search and lacks phi: {first} trainer.save_checkpoint(FILE), and"
+            " load that in place of it",
+            stacklevel=3,
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if any(isinstance(each, AveragedModel) for each in vars(callback).values()):
+            kind, after = type(callback).__name__, "" if written else "after adapter.merge() "
+            warnings.warn(
+                f"{kind} saves its own average of the weights, which lacks phi, in checkpoints: {after}save"
+                " module.state_dict() itself",
+                stacklevel=3,
+            )
