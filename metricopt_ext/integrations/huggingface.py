@@ -16,6 +16,7 @@ from transformers import EvalPrediction
 from transformers.trainer_utils import get_last_checkpoint
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.wrappers import unwrapped
 from metricopt_ext.data.halves import Halves, random_halves, stratified_halves
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.integrations.loops import (
@@ -26,7 +27,6 @@ from metricopt_ext.integrations.loops import (
     loader_batches,
     of_first,
     several,
-    unwrapped,
 )
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
@@ -97,7 +97,7 @@ def tune_trainer(
     judge = _Evaluation(trainer, name, _judged_on(trainer, eval_dataset), seed)
     loader = trainer.get_train_dataloader()
     drawn = loader_batches(loader, trainer.args.train_batch_size)
-    model = unwrapped(trainer.model)
+    model = unwrapped(trainer.model, searched=True)
     higher = _maximize(trainer, name) if maximize is None else maximize
     before = KeptModules(model)
     try:

@@ -1,5 +1,6 @@
 """What wraps a model, or a part of one, does not hide its layers."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -51,6 +52,9 @@ def test_a_distributed_model_says_what_it_does_not_average(monkeypatch: pytest.M
     wrapped.module = net = Net()
     with pytest.warns(UserWarning, match=r"made before phi, whose gradients it does not average.* attach first"):
         assert attach_film(wrapped, dim=2).model is net
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert unwrapped(wrapped, searched=True) is net
 
 
 def test_layers_of_wrapped_parts_are_found_by_their_own_names() -> None:
