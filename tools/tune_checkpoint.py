@@ -257,7 +257,6 @@ def report(arguments: argparse.Namespace, one: Any, tuned: Any, seconds: float) 
     """Write and print what was found; returns the report."""
     from metricopt_ext.evidence.report import versions
     from metricopt_ext.evidence.style import print_table, print_written
-    from metricopt_ext.methods.result import Result
     from metricopt_ext.utils.files import write_json
 
     result = tuned.result
@@ -295,7 +294,7 @@ def report(arguments: argparse.Namespace, one: Any, tuned: Any, seconds: float) 
         print(f"the best candidate has {result.best:.4f}, but {result.doubt()}")
     if result.guard == "none":
         print("unguarded: nobody can tell how much of a gain is chance; give --halves, --repeats or --holdout")
-    print(*map(plain, result.lines()[len(Result.lines(result)) :]), sep="\n")  # what there is to say of the search
+    print(*map(plain, result.details.lines(result)), sep="\n")  # what there is to say of the search
     print_written(path, arguments.output_dir / LOG, arguments.output)
     if tuned.changed:
         print(plain(f"{arguments.output} is tuned: {result.before:.4f} -> {result.after:.4f}"))

@@ -1062,7 +1062,9 @@ def test_training_and_finetuning_have_their_own_balance(
     settings = [f"model.balanced={balanced}", f"balanced={not balanced}", "methods=[second_round]"]
     config = config_of(*settings, "data.name=breast_cancer", *MLP, "shift.kind=none")
     experiment = ClassificationExperiment(config, tmp_path, 0)
-    result = SimpleNamespace(ends=experiment.task.origin()[None], chosen=0, fit=None, setting=None)
+    result = SimpleNamespace(
+        ends=experiment.task.origin()[None], chosen=0, fit=object(), details=SimpleNamespace(setting=None)
+    )
 
     def trained(task: FinetuneTask, fit: Any, train_theta: Callable[[nn.Module], None], **kwargs: Any) -> None:
         train_theta(task.adapter.model)

@@ -384,7 +384,7 @@ def test_coco_s_format_gives_the_images_of_the_same_voc_tree(finished: Path, tmp
     voc = ["data.name=voc", f"data.root={tree}"]
     ours, theirs = (load_splits(config_of(*TINY, *each, *unshifted), 1, tmp_path) for each in (coco, voc))
     assert ours.classes == theirs.classes
-    for a, b, count in zip(vars(ours).values(), vars(theirs).values(), (None, 6, 4, 6, None), strict=True):
+    for a, b, count in zip(vars(ours).values(), vars(theirs).values(), (None, 6, 4, 6, None, None), strict=True):
         if count:
             assert len(a) == len(b) == count
             for first, second in zip(a, b, strict=True):
