@@ -1,6 +1,6 @@
 """What the detection tools need from a toolkit of detectors; Detectron2's and torchvision's both provide it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from metricopt_ext.detection.records import Annotated, Detections
+from metricopt_ext.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,3 +58,22 @@ def patterns_in(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     modules = model.named_modules()
     names = [name for name, each in modules if all(getattr(each, k, None) is not None for k in ("weight", "bias"))]
     return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
+
+
+def layers_at(model: nn.Module, placements: Sequence[str], known: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return the patterns of a detector's layers that some placements stand for.
+
+    Args:
+        model: The detector.
+        placements: Names.
+        known: Patterns by name, for any of a toolkit's detectors.
+
+    Raises:
+        ConfigError: There is no such placement, or not in this detector.
+    """
+    present = {name: found for name, patterns in known.items() if (found := patterns_in(model, patterns))}
+    for name in placements:
+        if name not in present:
+            choices = ", ".join(present)
+            raise ConfigError(f"placement={name!r} is none of {type(model).__name__}'s; choose from {choices}")
+    return [pattern for name in placements for pattern in present[name]]

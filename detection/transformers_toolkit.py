@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.data.named_model import class_names_of, folder_weights, has_weights
 from metricopt_ext.detection.records import Detections, inside
-from metricopt_ext.detection.toolkit import Example, patterns_in
+from metricopt_ext.detection.toolkit import Example, layers_at
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.files import write_atomically
 from metricopt_ext.utils.modes import evaluating, in_mode
@@ -148,12 +148,7 @@ class TransformersToolkit:
         Raises:
             ConfigError: There is no such placement, or not in this detector.
         """
-        present = {name: found for name, patterns in PLACEMENTS.items() if (found := patterns_in(model, patterns))}
-        for name in placements:
-            if name not in present:
-                known = ", ".join(present)
-                raise ConfigError(f"placement={name!r} is none of {type(model).__name__}'s; choose from {known}")
-        return [pattern for name in placements for pattern in present[name]]
+        return layers_at(model, placements, PLACEMENTS)
 
     def inputs(self, model: nn.Module, batch: Sequence[Example]) -> Tensor:
         """Return what the model's ``forward`` takes in evaluation mode: the images as prepared, ``n x 3 x h x w``."""

@@ -63,14 +63,15 @@ class CachedMetric(Metric):
             new = at + 1
             while new < len(items) and not self._on_file(points[new]):
                 new += 1
-            found = self.metric.answers(judged, items[at:new], purpose)
+            found, spent = self.metric.answers(judged, items[at:new], purpose), self.ledger.spent
             for point, evaluation in zip(points[at:new], found, strict=True):
                 if self._kept is not None:
                     asked = KeptPoint.of(self._next, point, self._replaced)
                     self._kept.tell(KeptEvaluation.told(asked, evaluation, self.repeats))
                 self._next += 1
                 yield evaluation
-                self.tell(evaluation, purpose, point)
+                spent += self.repeats
+                self.tell(evaluation, purpose, point, spent)
             at = new
 
     def _on_file(self, point: Tensor) -> bool:

@@ -102,7 +102,7 @@ class Query(NamedTuple):
         evaluation: The answer, as costs.
         value: The metric's value, in its own units.
         purpose: What the ledger booked it under.
-        spent: Queries in the ledger by now, this one and its repeats among them.
+        spent: Queries in the ledger by then, this one and its repeats among them.
         on_file: Whether an interrupted run had asked it, and its answer was on file.
     """
 
@@ -325,9 +325,11 @@ class Metric(CostScale):
             WeightsError: As from `judge`, however many may fail.
             RankError: Ranks that share the work find different values of the first item.
         """
+        spent = self.ledger.spent
         for item, evaluation in zip(items, self.answers(judged, items, purpose), strict=True):
             yield evaluation
-            self.tell(evaluation, purpose, item)
+            spent += self.repeats  # the ledger has all that were evaluated at once already
+            self.tell(evaluation, purpose, item, spent)
 
     def repeat(self, evaluation: Evaluation, purpose: str, item: Item | None = None) -> Iterator[Evaluation]:
         """Yield an evaluation that is on file, which is booked and told like a new one; see `each`."""
@@ -336,10 +338,13 @@ class Metric(CostScale):
         yield evaluation
         self.tell(evaluation, purpose, item, on_file=True)
 
-    def tell(self, evaluation: Evaluation, purpose: str, item: Any = None, *, on_file: bool = False) -> None:
+    def tell(
+        self, evaluation: Evaluation, purpose: str, item: Any = None, spent: int | None = None, *, on_file: bool = False
+    ) -> None:
         """Tell the observers of a query that was answered, booked and kept (see `Query`)."""
         if self.observers:
-            query = Query(item, evaluation, self.to_value(evaluation.cost), purpose, self.ledger.spent, on_file)
+            spent = self.ledger.spent if spent is None else spent
+            query = Query(item, evaluation, self.to_value(evaluation.cost), purpose, spent, on_file)
             for observer in tuple(self.observers):
                 observer(query)
 

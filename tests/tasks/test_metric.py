@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, prune
 
 from metricopt_ext.errors import BudgetError, DataError, MetricError, UnguardedError, WeightsError
 from metricopt_ext.tasks.metric import Evaluation, Halved, Ledger, Metric, Query, noise_of, with_halves
+from metricopt_ext.utils import ranks
 
 
 def constant(value: Any) -> Callable[[], Any]:
@@ -775,3 +776,14 @@ def test_what_is_on_file_is_booked_and_told_as_such() -> None:
         assert list(metric.repeat(Evaluation(0.25), "search")) == [Evaluation(0.25)]
     assert [tuple(query) for query in told] == [(None, Evaluation(0.25), 0.75, "search", 2, True)]
     assert metric.ledger.spent_on == {"search": 2}
+
+
+def test_queries_that_are_asked_at_once_are_told_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Query] = []
+    metric = Metric(lambda: 0.5, maximize=True)
+    monkeypatch.setattr(ranks, "world", lambda: 2)
+    monkeypatch.setattr(ranks, "session", lambda: metric._compared)
+    monkeypatch.setattr(ranks, "each", lambda ask, items: map(ask, items))
+    with metric.observed_by(told.append):
+        list(metric.each(metric.judge, [nn.Identity()] * 3, "search"))
+    assert [query.spent for query in told] == [1, 2, 3]
