@@ -47,7 +47,6 @@ _PRESENT = {"1": 1, "1.0": 1, "true": 1, "yes": 1, "y": 1, "0": 0, "0.0": 0, "fa
 _SHOWN = 3  # bad cells of a column that are named
 _TELLING = 10  # rows from which on values of their own are worth a look
 _CLASSES = 100  # of numbers that are not whole so many may be classes
-_SINGLE = "set data.standardise=true, or leave it out (data.drop=[{}])"
 
 
 def load_libsvm(
