@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from metricopt_ext.classification.numerals import BLANK, MISSING, WHOLE, Numeral, in_one_go, number_in, plain_number
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
 from metricopt_ext.data.parquet import PARQUET, parquet_cells
 from metricopt_ext.data.precision import check_told_apart
@@ -38,9 +39,6 @@ TEXT_SHARE = 32
 NUMERIC = 0.9
 
 DELIMITERS = (",", ";", "\t", "|")  # looked for without a delimiter
-_BLANK = {"", "?"}  # how tables mark a missing value
-# and a missing number, in lower case
-_MISSING = {*_BLANK, "-", "--", ".", "#n/a", "#na", "<na>", "n.a.", "n/a", "na", "nan", "none", "null"}
 QUERY = "qid"  # the query's id in a row of a LIBSVM file
 # how a column says whether a row has a label, in lower case
 _PRESENT = {"1": 1, "1.0": 1, "true": 1, "yes": 1, "y": 1, "0": 0, "0.0": 0, "false": 0, "no": 0, "n": 0}
@@ -500,7 +498,7 @@ def _check_header(path: StrPath, header: list[str], target: str, named: Sequence
             why += "; take away its first row, which is for Excel"
         elif len(header) == 1:
             why += "; is data.delimiter the character between its cells?"
-        elif sum(_plain(cell) is not None for cell in header) > len(header) / 2:
+        elif sum(plain_number(cell) is not None for cell in header) > len(header) / 2:
             why += "; its first row must name the columns"
         raise DataError(why)
     if "" in header and "" not in named:
@@ -512,7 +510,7 @@ def _check_header(path: StrPath, header: list[str], target: str, named: Sequence
 
 def _check_names(path: StrPath, header: Sequence[str], target: str, labels: Sequence[str]) -> None:
     """Reject a header that is an example: nothing but numbers beside the target, which is a label or not in order."""
-    numbers = [_plain(cell) for cell in header if cell != target]
+    numbers = [plain_number(cell) for cell in header if cell != target]
     if None in numbers:
         return
     order = np.diff([number for number in numbers if number is not None])
@@ -535,16 +533,16 @@ def _labels(
     rows: dict[str, int | str] = {}
     for line, label in zip(lines, column, strict=True):
         rows.setdefault(label, line)
-    numbers = {label: value for label in classes if (value := _plain(label)) is not None}
-    words = [label for label in classes if label.lower() in _MISSING]
+    numbers = {label: value for label in classes if (value := plain_number(label)) is not None}
+    words = [label for label in classes if label.lower() in MISSING]
     # Among numbers a word like NA is a missing one; among words it may be a class like none.
     numeric = bool(numbers) and len(numbers) + len(words) == len(classes) and not as_they_are
     for label in sorted(words, key=column.index):
-        if label in _BLANK or numeric:
+        if label in BLANK or numeric:
             raise DataError(
                 f"{path}: {target!r} must be given in each row, but is {label!r} in row {rows[label]}; fill it in, or"
                 " leave out the row"
-                + ("" if label in _BLANK else f" (data.categories=[{target}] if it is the name of a class)")
+                + ("" if label in BLANK else f" (data.categories=[{target}] if it is the name of a class)")
             )
     alike: dict[Decimal, str] = {}
     for label in numbers if not as_they_are else ():
@@ -570,79 +568,6 @@ def _near(values: Iterable[str]) -> list[str]:
     return []
 
 
-class _Cell(NamedTuple):
-    """A number as a table has it.
-
-    Attributes:
-        value: The number.
-        sign: That of a percentage or a currency beside it; empty for none.
-        other: Whether it is written in another notation than the table's.
-    """
-
-    value: float
-    sign: str = ""
-    other: bool = False
-
-
-_SIGNS = "%$€£¥"
-_SIGNED = re.compile(rf"(?P<minus>[+-]?)\s*(?P<before>[{_SIGNS}]?)\s*(?P<bare>.*?)\s*(?P<after>[{_SIGNS}]?)")
-_SPACES = "' \u2019\u00a0\u202f"  # that part thousands, whatever the decimal sign is
-
-
-def _forms(point: str, parts: str) -> list[re.Pattern[str]]:
-    """What a plain number and one with thousands parted look like, for a decimal sign and a sign between thousands."""
-    point = re.escape(point)
-    return [
-        re.compile(rf"[+-]?(?:[0-9]+{point}?[0-9]*|{point}[0-9]+)(?:[eE][+-]?[0-9]+)?"),
-        re.compile(
-            rf"[+-]?[0-9]{{1,3}}(?P<mark>[{parts}{_SPACES}])[0-9]{{3}}(?:(?P=mark)[0-9]{{3}})*(?:{point}[0-9]*)?"
-        ),
-    ]
-
-
-_WITH_POINT, _WITH_COMMA = _forms(".", ","), _forms(",", ".")
-_NOTATIONS = {"": _WITH_POINT[:1], ".": _WITH_POINT, ",": _WITH_COMMA}  # by the decimal sign that is given
-_WHOLE = re.compile(r"[+-]?[0-9]+")
-_INFINITE = re.compile(r"[+-]?inf(?:inity)?", re.IGNORECASE)
-
-
-def _in_one_go(column: Sequence[str]) -> Array | None:
-    """A column of nothing but plain numbers; None for any other."""
-    if not set("".join(column)) <= set("0123456789.+-"):
-        return None
-    try:
-        return np.array(column, dtype=np.float64)
-    except ValueError:
-        return None
-
-
-def _plain(cell: str) -> float | None:
-    """The number that a cell is without a sign, a decimal comma or parted thousands; None if it is none."""
-    return float(cell) if _NOTATIONS[""][0].fullmatch(cell) else None
-
-
-def _cell(text: str, decimal: str) -> _Cell | None:
-    """What a cell holds as a number; None if it holds none."""
-    text = text.replace("\u2212", "-")  # the minus of typesetting
-    if _INFINITE.fullmatch(text):
-        return _Cell(float(text))
-    if text[:1] == "(" and text[-1:] == ")" and text[1:2] not in ("(", "-", "+"):
-        inner = _cell(text[1:-1].strip(), decimal)
-        return None if inner is None else inner._replace(value=0 - inner.value)
-    signed = _SIGNED.fullmatch(text)
-    if signed is None or (signed["before"] and signed["after"]):
-        return None
-    bare, sign = signed["minus"] + signed["bare"], signed["before"] or signed["after"]
-    if any(form.fullmatch(bare) for form in _NOTATIONS[decimal]):
-        point = decimal or "."
-        return _Cell(
-            float("".join(each for each in bare if each in f"0123456789eE+-{point}").replace(point, ".")), sign
-        )
-    if any(form.fullmatch(bare) for form in (*_WITH_POINT, *_WITH_COMMA)):
-        return _Cell(np.nan, sign, other=True)
-    return None
-
-
 class _Columns:
     """Reads the columns of a table: as numbers, or as categories."""
 
@@ -657,14 +582,14 @@ class _Columns:
         """Return a column's inputs, ``n x inputs`` float64 or bool, and how it was read."""
         if as_they_are:
             return self._categories(name, column, "")
-        if self._decimal != "," and (plain := _in_one_go(column)) is not None:
+        if self._decimal != "," and (plain := in_one_go(column)) is not None:
             return self._numbers(name, column, plain, "", [])
-        cells = {cell: _cell(cell, self._decimal) for cell in set(column) if cell.lower() not in _MISSING}
+        cells = {cell: number_in(cell, self._decimal) for cell in set(column) if cell.lower() not in MISSING}
         given = [cell for cell in column if cell in cells]
         found = [cell for cell in given if cells[cell] is not None]
         if given and len(found) < NUMERIC * len(given):
             return self._categories(name, column, self._mixed(column, given, found))
-        if not given and set(column) - _BLANK:  # nothing but words such as none
+        if not given and set(column) - BLANK:  # nothing but words such as none
             return self._categories(name, column, "")
         self._check_notation(name, column, cells)
         signs = {number.sign for number in cells.values() if number is not None}
@@ -678,8 +603,8 @@ class _Columns:
 
         It is one of numbers by the rule for inputs, int64 if all are whole, and else one of texts, which may be empty.
         """
-        cells = {} if as_they_are else {cell: _cell(cell, self._decimal) for cell in set(column) - _BLANK}
-        given = [cell for cell in column if cell in cells and cell.lower() not in _MISSING]
+        cells = {} if as_they_are else {cell: number_in(cell, self._decimal) for cell in set(column) - BLANK}
+        given = [cell for cell in column if cell in cells and cell.lower() not in MISSING]
         if not given or sum(cells[cell] is not None for cell in given) < NUMERIC * len(given):
             empty = [i for i, cell in enumerate(column) if not cell]
             how = Column(name, METRICS, 0, len(set(column)), len(empty), [self._at(column, i) for i in empty[:_SHOWN]])
@@ -693,7 +618,7 @@ class _Columns:
                     f" {self._at(column, i)}; fill it in, or leave out the row, or take all its cells as texts"
                     f" (data.categories=[{name}])"
                 )
-        if all(_WHOLE.fullmatch(cell) for cell in numbers):
+        if all(WHOLE.fullmatch(cell) for cell in numbers):
             whole = np.array([int(cell) for cell in column])  # all digits, as ids may have many
             values = whole if whole.dtype == np.int64 else np.array(column, dtype=object)
         else:
@@ -702,7 +627,7 @@ class _Columns:
 
     def quantity(self, name: str, column: Sequence[str]) -> tuple[Array, Column]:
         """Return a target's numbers, ``n`` float64, and how it was read; all must be there."""
-        cells = {cell: None if cell.lower() in _MISSING else _cell(cell, self._decimal) for cell in set(column)}
+        cells = {cell: None if cell.lower() in MISSING else number_in(cell, self._decimal) for cell in set(column)}
         self._check_notation(name, column, cells)
         numbers = {cell: found.value for cell, found in cells.items() if found is not None}
         for i, cell in enumerate(column):
@@ -762,7 +687,7 @@ class _Columns:
                 f" (data.drop=[{name}]) or raise data.max_categories" + (f" ({note})" if note else "")
             )
         self._widen(len(values))
-        empty = [i for i, cell in enumerate(column) if cell.lower() in _MISSING]
+        empty = [i for i, cell in enumerate(column) if cell.lower() in MISSING]
         notes = [note] if note else []
         single = sum(count == 1 for count in Counter(column).values())
         if single > len(column) / 2 and len(column) >= _TELLING:
@@ -786,7 +711,7 @@ class _Columns:
         what = f"{self._path}, of {rows} rows and at least {self.width} features,"
         check_bytes(what, 4 * self.width * rows, self._max_bytes)
 
-    def _check_notation(self, name: str, column: Sequence[str], cells: dict[str, _Cell | None]) -> None:
+    def _check_notation(self, name: str, column: Sequence[str], cells: dict[str, Numeral | None]) -> None:
         """Reject numbers of another notation than the table's, and of several signs: nothing fills these in."""
         number = {cell: found for cell, found in cells.items() if found is not None}
         for i, cell in enumerate(column):
