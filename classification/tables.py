@@ -19,7 +19,7 @@ from metricopt_ext.classification.numerals import BLANK, MISSING, WHOLE, Numeral
 from metricopt_ext.classification.text_files import TEXT_SHARE, content_of, decoded, rows_of_cells
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
 from metricopt_ext.data.parquet import PARQUET, parquet_cells
-from metricopt_ext.data.precision import check_told_apart
+from metricopt_ext.data.precision import in_single_precision
 from metricopt_ext.data.reading import METRICS, Column, Reading
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing
@@ -55,7 +55,7 @@ def load_libsvm(
             numbers that float32 can't tell apart, or labels that float64 can't, or that are no classes
             but a quantity.
     """
-    return _labelled(read_libsvm(paths, num_features, max_bytes=max_bytes))
+    return in_single_precision(read_libsvm(paths, num_features, max_bytes=max_bytes))
 
 
 def read_libsvm(
@@ -186,7 +186,7 @@ def load_csv(path: StrPath, target: str, **options: Any) -> Labelled:
     Raises:
         DataError: As from `read_csv`, and for a column whose numbers float32 can't tell apart.
     """
-    return _labelled(read_csv(path, target, **options))
+    return in_single_precision(read_csv(path, target, **options))
 
 
 def read_csv(
@@ -347,13 +347,6 @@ def _divided(rows: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
     """So many rows for each size, one after the other."""
     ends = np.cumsum(sizes)
     return [rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-
-
-def _labelled(table: Table) -> Labelled:
-    """The table as float32 inputs."""
-    x = table.x.float()
-    check_told_apart(table.x, x, table.reading.inputs, "standardise it in float64, or leave it out")
-    return Labelled(x, table.y, table.class_names)
 
 
 def _bad_row(files: Sequence[StrPath], texts: Sequence[bytes]) -> str:
