@@ -37,6 +37,7 @@ from metricopt_ext.classification.data import (
     with_positive,
 )
 from metricopt_ext.classification.kept_features import Rest
+from metricopt_ext.classification.libsvm import load_a9a
 from metricopt_ext.classification.masks import load_masks
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, check_split, expected_cost, from_callable
 from metricopt_ext.classification.models import CifarResNet, build_model
@@ -44,7 +45,6 @@ from metricopt_ext.classification.own_data import own_parts, read_table, size_of
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.published import cropped, load_published, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
-from metricopt_ext.classification.tables import load_a9a
 from metricopt_ext.classification.target_metrics import prepared_by, target_metric
 from metricopt_ext.classification.targets import IGNORED, Target, beyond
 from metricopt_ext.data.images import Limits, load_image_folder

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-
 BLANK = {"", "?"}  # how tables mark a missing value
 # and a missing number, in lower case
 MISSING = {*BLANK, "-", "--", ".", "#n/a", "#na", "<na>", "n.a.", "n/a", "na", "nan", "none", "null"}

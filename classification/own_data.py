@@ -9,7 +9,8 @@ import torch
 from metricopt_ext.classification.arrays import parts_in, read_arrays
 from metricopt_ext.classification.config import DataConfig, ImageFolderConfig, PartsConfig, TableConfig
 from metricopt_ext.classification.data import hold_out
-from metricopt_ext.classification.tables import read_csv, read_libsvm
+from metricopt_ext.classification.libsvm import read_libsvm
+from metricopt_ext.classification.tables import read_csv
 from metricopt_ext.data.images import SUFFIXES, ImageSize, Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.own_parts import (

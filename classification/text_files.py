@@ -18,7 +18,6 @@ from metricopt_ext.utils.words import brief, counted
 
 StrPath = str | os.PathLike[str]
 
-
 # Text may have max_bytes divided by this: while it is parsed, it takes up to 30 times its size.
 TEXT_SHARE = 32
 

@@ -34,7 +34,8 @@ from metricopt_ext.adapters.attach import attach_film, attach_outputs, load_adap
 from metricopt_ext.adapters.skeleton import attach_checkpoint, chosen, moved_tensors
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.classification.tables import load_csv, load_libsvm
+from metricopt_ext.classification.libsvm import load_libsvm
+from metricopt_ext.classification.tables import load_csv
 from metricopt_ext.data.arrays import read_array
 from metricopt_ext.data.images import MAX_PIXELS, Limits, load_image_folder
 from metricopt_ext.data.parquet import parquet_cells
