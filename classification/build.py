@@ -42,6 +42,7 @@ from metricopt_ext.classification.masks import load_masks
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, check_split, expected_cost, from_callable
 from metricopt_ext.classification.models import CifarResNet, build_model
 from metricopt_ext.classification.own_data import own_parts, read_table, size_of, streams
+from metricopt_ext.classification.predictions import output_of, predict
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.published import cropped, load_published, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
@@ -56,7 +57,6 @@ from metricopt_ext.data.named_model import (
     preprocessing_of,
     settings_of,
 )
-from metricopt_ext.data.parts import part_size
 from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import PARTS, Splits
@@ -68,7 +68,6 @@ from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.own_metric import own_metric
 from metricopt_ext.utils.config import config_section
-from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.state_dict import load_state, read_state_dict
@@ -98,32 +97,6 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     if logits.dim() == 1:
         return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
     return F.cross_entropy(logits, labels)
-
-
-def predict(model: nn.Module, x: Tensor) -> Tensor:
-    """Return the logits of inputs ``n x ...``, in batches; the caller sets evaluation mode and disables gradients."""
-    return torch.cat([output_of(model(part)) for part in x.split(part_size(x))])
-
-
-def output_of(found: Any) -> Tensor:
-    """Return a model's logits; torchvision's segmentation networks have them as ``"out"`` of several."""
-    logits: Tensor = found["out"] if isinstance(found, dict) else found
-    return logits
-
-
-@torch.no_grad()
-def scores_at(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
-    """Return the logits of the model with phi, ``d``, for inputs ``n x ...``."""
-    with adapter.using(phi) as model, evaluating(model):
-        return predict(model, x)
-
-
-@torch.no_grad()
-def predict_classes(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
-    """Return the classes, ``n``, that the model with phi, ``d``, predicts for inputs ``n x ...``."""
-    with adapter.using(phi) as model:
-        logits = predict(model, x)
-    return (logits > 0).long() if logits.dim() == 1 else logits.argmax(1)
 
 
 def loss_of(target: Target) -> Callable[[nn.Module, Any], Tensor]:

@@ -21,8 +21,6 @@ from metricopt_ext.classification.build import (
     load_splits,
     loss_of,
     model_metric,
-    predict,
-    scores_at,
     stratified_parts,
     target_in,
     train,
@@ -45,6 +43,7 @@ from metricopt_ext.classification.offsets import (
     tune_threshold,
 )
 from metricopt_ext.classification.pictures import plot_examples
+from metricopt_ext.classification.predictions import predict, scores_at
 from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import large_parts

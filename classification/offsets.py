@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.classification.build import predict
+from metricopt_ext.classification.predictions import predict
 from metricopt_ext.errors import DataError
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask

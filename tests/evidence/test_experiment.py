@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.classification.build import predict_classes
 from metricopt_ext.classification.config import (
     ClassificationConfig,
     ClassifierAdapterConfig,
@@ -20,6 +19,7 @@ from metricopt_ext.classification.config import (
     TableConfig,
 )
 from metricopt_ext.classification.experiment import ClassificationExperiment
+from metricopt_ext.classification.predictions import predict_classes
 from metricopt_ext.errors import FileFormatError, UnguardedError
 from metricopt_ext.evidence.cli import run_and_report
 from metricopt_ext.evidence.dry_run import dry_run

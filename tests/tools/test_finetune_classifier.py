@@ -27,11 +27,12 @@ from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification import build
 from metricopt_ext.classification import experiment as classification_experiment
-from metricopt_ext.classification.build import attach, classifier, load_splits, model_metric, predict
+from metricopt_ext.classification.build import attach, classifier, load_splits, model_metric
 from metricopt_ext.classification.config import ClassificationConfig, ClassifierAdapterConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.models import build_model
+from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.data.halves import stratified_halves
 from metricopt_ext.data.labelled import Split
@@ -49,23 +50,35 @@ from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.value.loading import load_value_function
 
 ROOT = Path(__file__).parents[2]
+
+
 SCRIPT = ROOT / "tools" / "finetune_classifier.py"
+
+
 DIGITS, A9A, A9A_SHIFTED = (
     ROOT / "configs" / "classification" / f"{name}.yaml" for name in ("digits", "a9a", "a9a_shifted")
 )
 
+
 LONGTAIL = ROOT / "configs" / "classification" / "digits_longtail.yaml"
+
 
 # One round of four tasks with two observations, three queries to choose and three for the guard.
 SIZES = [
     *("finetune.steps=3", "queries=16"),
     *("model.epochs=1", "adapter.dim=3", "population=4", "best_evals=2", "workers=1", "seeds=1", "device=cpu"),
 ]
+
+
 RECIPE = [
     *("method.name=recipe", "method.evals=2", "method.rounds=1", "method.folds=2", "method.trials=0"),
     "method.learners=[ridge]",  # the others take seconds to fit
 ]
+
+
 METHODS = {"search": [], "paper": ["method.name=paper", "method.evals=2"]}
+
+
 TINY = [*RECIPE, *SIZES]
 
 
@@ -130,9 +143,6 @@ def answers(config: ClassificationConfig, folder: Path, seed: int, tuned: bool) 
         load_adapter(model, folder / f"seed-{seed}" / "adapter.safetensors")
     with torch.no_grad():
         return splits.test.y, model(splits.test.x)
-
-
-# --- A run and its interruptions -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +241,6 @@ def test_a_deterministic_run_does_not_depend_on_the_shell(tmp_path: Path) -> Non
 def test_a_deterministic_run_within_another_program_is_refused(tmp_path: Path) -> None:
     message = refused("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, "deterministic=true")
     assert message.startswith("deterministic takes effect only before torch is loaded: start the program under ATEN_")
-
-
-# --- What else it takes ----------------------------------------------------------------------------------------
 
 
 def test_methods_on_request(finished: Path, tmp_path: Path) -> None:
@@ -414,6 +421,8 @@ def test_the_tuned_model_is_a_plain_one(finished: Path) -> None:
 
 
 WINE = ["data.name=wine", "data.fractions=[0.5,0.2,0.3]", "data.standardise=true", "shift.kind=none"]
+
+
 MLP = ["model.name=tabular_mlp", "adapter.kind=input_bias", "adapter.layers=[]"]
 
 
@@ -655,9 +664,6 @@ def test_offsets_of_the_logits_are_tuned_and_kept(tmp_path: Path, kind: str) -> 
     assert outputs.scale == (output_scale(adapter, x) if kind == "film" else 1.0)
 
 
-# --- What it refuses -------------------------------------------------------------------------------------------
-
-
 def table(folder: Path, positives: int) -> list[str]:
     path = folder / "table.csv"
     rows = [f"{i / 60},{i % 7},{'yes' if i < positives else 'no'}" for i in range(60)]
@@ -877,9 +883,6 @@ def test_the_process_fails_without_a_traceback(tmp_path: Path) -> None:
     assert done.stderr == "error: unknown key 'metric.nmae'; did you mean 'metric.name'?\n"
 
 
-# --- The parts -------------------------------------------------------------------------------------------------
-
-
 def test_only_validation_and_test_are_shifted_and_always_in_the_same_way() -> None:
     clean, shifted, again = (load_splits(config_of(*more), 5) for more in (["shift.kind=none"], [], []))
     assert torch.equal(clean.train.x, shifted.train.x)
@@ -1095,16 +1098,6 @@ def test_training_tells_the_digits_apart(tmp_path: Path) -> None:
         logits = predict(classifier(config, splits, seed, tmp_path / str(seed)), splits.test.x)
         right.append(sklearn.metrics.accuracy_score(splits.test.y, logits.argmax(1)))
     assert mean(right) > 0.5  # at worst 0.97 ± 0.01; a tenth is chance
-
-
-def test_large_sets_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sizes = build_model("tabular_mlp", torch.Size((5,)), 3).eval(), []
-    model.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
-    x = torch.randn(10, 5)
-    whole = predict(model, x)
-    monkeypatch.setattr("metricopt_ext.data.parts.CPU_BYTES", 4 * 5 * 4)  # of four examples of five floats
-    torch.testing.assert_close(predict(model, x), whole)
-    assert sizes == [10, 4, 4, 2]
 
 
 @pytest.mark.parametrize("name", ["small_cnn", "resnet18"])
