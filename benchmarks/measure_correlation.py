@@ -27,8 +27,6 @@ from kept import kept_json
 from metricopt_ext.classification.build import (
     batch_metric,
     build_metric,
-    classification_loss,
-    cross_entropy,
     load_splits,
     model_metric,
     stratified_parts,
@@ -36,6 +34,7 @@ from metricopt_ext.classification.build import (
     untrained,
 )
 from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.losses import classification_loss, cross_entropy
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.cli import RUNS_CODE, errors_in_one_line
 from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report

@@ -38,11 +38,12 @@ from metricopt_ext.classification.data import (
 )
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.libsvm import load_a9a
+from metricopt_ext.classification.losses import classification_loss, loss_of
 from metricopt_ext.classification.masks import load_masks
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, check_split, expected_cost, from_callable
 from metricopt_ext.classification.models import CifarResNet, build_model
 from metricopt_ext.classification.own_data import own_parts, read_table, size_of, streams
-from metricopt_ext.classification.predictions import output_of, predict
+from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.published import cropped, load_published, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
@@ -84,26 +85,6 @@ LOADERS: dict[str, Callable[[DataConfig, Limits, Sequence[str]], Labelled | Tabl
     "libsvm": lambda data, limits, columns: read_table(data, [data.root], limits, columns),
     **{name: lambda data, limits, _, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
 }
-
-
-def classification_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """Cross-entropy of ``n`` or ``n x c`` logits for inputs ``n x ...`` and labels ``n``."""
-    x, y = batch
-    return cross_entropy(model(x), y)
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of one logit per example, ``n``, or of ``n x c`` logits."""
-    if logits.dim() == 1:
-        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
-    return F.cross_entropy(logits, labels)
-
-
-def loss_of(target: Target) -> Callable[[nn.Module, Any], Tensor]:
-    """Return the loss of a model on a batch, inputs ``n x ...`` and labels, for what it predicts."""
-    if target.kind == "classes":
-        return classification_loss
-    return lambda model, batch: target.loss(output_of(model(batch[0])), batch[1])
 
 
 def target_in(config: ClassificationConfig, splits: Splits) -> Target:

@@ -17,9 +17,7 @@ from metricopt_ext.classification.build import (
     build_metric,
     check_part,
     classifier,
-    cross_entropy,
     load_splits,
-    loss_of,
     model_metric,
     stratified_parts,
     target_in,
@@ -32,6 +30,7 @@ from metricopt_ext.classification.build import (
 from metricopt_ext.classification.config import ClassificationConfig, TransferConfig
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
 from metricopt_ext.classification.kept_features import Rest
+from metricopt_ext.classification.losses import cross_entropy, loss_of
 from metricopt_ext.classification.metrics import MetricSpec
 from metricopt_ext.classification.nelder_mead import tune_cut_points, tune_line
 from metricopt_ext.classification.offsets import (

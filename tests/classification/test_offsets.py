@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_input_bias, attach_outputs
-from metricopt_ext.classification.build import classification_loss, model_metric
+from metricopt_ext.classification.build import model_metric
+from metricopt_ext.classification.losses import classification_loss
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost
 from metricopt_ext.classification.models import TabularMLP
 from metricopt_ext.classification.offsets import (
