@@ -40,13 +40,13 @@ from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.libsvm import load_a9a
 from metricopt_ext.classification.losses import classification_loss, loss_of
 from metricopt_ext.classification.masks import load_masks
-from metricopt_ext.classification.metrics import METRICS, MetricSpec, check_split, expected_cost, from_callable
+from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.models import CifarResNet, build_model
 from metricopt_ext.classification.own_data import own_parts, read_table, size_of, streams
-from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.published import cropped, load_published, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
+from metricopt_ext.classification.split_metric import value_of
 from metricopt_ext.classification.target_metrics import prepared_by, target_metric
 from metricopt_ext.classification.targets import IGNORED, Target, beyond
 from metricopt_ext.data.images import Limits, load_image_folder
@@ -64,9 +64,7 @@ from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.streamed import changed
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import TensorBatches
-from metricopt_ext.tasks.metric import Metric, with_halves
 from metricopt_ext.tasks.own_metric import own_metric
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.progress import Watcher
@@ -103,64 +101,6 @@ def target_in(config: ClassificationConfig, splits: Splits) -> Target:
     return Target("regression", 1, spread)
 
 
-def check_part(part: Split, target: Target, name: str) -> None:
-    """Make sure that a metric is meaningful on a part's labels (see `check_split`).
-
-    Raises:
-        DataError: It has one class, no label, or one quantity alone.
-    """
-    if target.kind == "multilabel":
-        if not bool((part.y == 1).any()):
-            raise DataError(f"no example of the {name} split has a label")
-    elif target.kind == "segmentation":
-        if bool((part.y == IGNORED).all()):
-            raise DataError(f"no pixel of the {name} split counts")
-    elif target.kind == "regression":
-        if len(part) and bool((part.y == part.y[0]).all()):
-            raise DataError(f"the {name} split must hold targets that differ, got {float(part.y[0]):g} everywhere")
-    else:
-        check_split(part.y, target.count, name)
-
-
-def value_of(spec: MetricSpec, logits: Tensor, part: Split, rows: Tensor | None = None) -> float:
-    """Return a metric's value on a part of the data, or on some rows of it.
-
-    Args:
-        spec: The metric; it is given what ``spec.columns`` names of the part's columns, of the same rows.
-        logits: Those of the whole part, ``n`` or ``n x c``.
-        part: Inputs, labels and columns.
-        rows: Indices, which may repeat; None for all rows.
-    """
-    columns = [part.columns[name] for name in spec.columns]
-    if rows is None:
-        return spec.function(logits, part.y, *columns)
-    places = rows.numpy(force=True)
-    return spec.function(logits[rows], part.y[rows], *(column[places] for column in columns))
-
-
-def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] | str = ()) -> Metric:
-    """Make the black box: a classifier's metric on one part of the data.
-
-    Args:
-        spec: The metric.
-        part: Inputs and labels.
-        halves: Indices of two halves of them, for a metric that also reports its value on each, or why there are
-            none; empty for one that does not.
-    """
-
-    def function(model: nn.Module) -> Any:
-        logits = predict(model, part.x)
-
-        return with_halves(lambda half: value_of(spec, logits, part, half), halves)
-
-    return Metric(
-        function,
-        maximize=spec.maximize,
-        bounds=spec.bounds,
-        name=spec.name,
-    )
-
-
 def stratified_parts(y: Tensor, size: int, seed: int) -> list[Tensor]:
     """Divide examples at random into parts with about the same share of each class.
 
@@ -178,11 +118,6 @@ def stratified_parts(y: Tensor, size: int, seed: int) -> list[Tensor]:
     order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
     parts = max(1, min(len(y) // size, int(y.unique(return_counts=True)[1].min())))
     return [order[i::parts] for i in range(parts)]
-
-
-def batch_metric(spec: MetricSpec) -> BatchMetric:
-    """Make the black box of a batch's scores and labels."""
-    return BatchMetric(spec.function, maximize=spec.maximize, bounds=spec.bounds, name=spec.name)
 
 
 def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:

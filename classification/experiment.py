@@ -13,19 +13,15 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.build import (
     attach,
-    batch_metric,
     build_metric,
-    check_part,
     classifier,
     load_splits,
-    model_metric,
     stratified_parts,
     target_in,
     train,
     try_metric,
     tuned_part,
     untrained,
-    value_of,
 )
 from metricopt_ext.classification.config import ClassificationConfig, TransferConfig
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
@@ -43,6 +39,7 @@ from metricopt_ext.classification.offsets import (
 )
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.classification.predictions import predict, scores_at
+from metricopt_ext.classification.split_metric import batch_metric, check_part, model_metric, value_of
 from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import large_parts

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_input_bias, attach_outputs
-from metricopt_ext.classification.build import model_metric
 from metricopt_ext.classification.losses import classification_loss
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost
 from metricopt_ext.classification.models import TabularMLP
@@ -21,6 +20,7 @@ from metricopt_ext.classification.offsets import (
     tune_offsets,
     tune_threshold,
 )
+from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import DataError
 from metricopt_ext.evidence.compare import compare
