@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from kept import kept_json
-from metricopt_ext.classification.build import build_metric, load_splits, stratified_parts, try_metric, untrained
+from metricopt_ext.classification.build import load_splits, stratified_parts, untrained
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.losses import classification_loss, cross_entropy
+from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.split_metric import batch_metric, model_metric
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.cli import RUNS_CODE, errors_in_one_line

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.build import (
     attach,
-    build_metric,
     classifier,
     load_splits,
     stratified_parts,
     target_in,
     train,
-    try_metric,
     tuned_part,
     untrained,
 )
@@ -28,6 +26,7 @@ from metricopt_ext.classification.groups import groups_of, metric_halves, strata
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.losses import cross_entropy, loss_of
 from metricopt_ext.classification.metrics import MetricSpec
+from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.nelder_mead import tune_cut_points, tune_line
 from metricopt_ext.classification.offsets import (
     adjust_logits,
