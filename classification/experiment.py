@@ -11,16 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.classification.build import (
-    attach,
-    classifier,
-    load_splits,
-    stratified_parts,
-    target_in,
-    train,
-    tuned_part,
-    untrained,
-)
+from metricopt_ext.classification.build import attach, classifier, stratified_parts, train, tuned_part, untrained
 from metricopt_ext.classification.config import ClassificationConfig, TransferConfig
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
 from metricopt_ext.classification.kept_features import Rest
@@ -39,6 +30,7 @@ from metricopt_ext.classification.offsets import (
 from metricopt_ext.classification.pictures import plot_examples
 from metricopt_ext.classification.predictions import predict, scores_at
 from metricopt_ext.classification.split_metric import batch_metric, check_part, model_metric, value_of
+from metricopt_ext.classification.splits import load_splits, target_in
 from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import large_parts

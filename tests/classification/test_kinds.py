@@ -10,11 +10,12 @@ import pytest
 import sklearn.metrics as skm
 import torch
 
-from metricopt_ext.classification.build import built, in_units_of, last_linear, load_splits
+from metricopt_ext.classification.build import built, in_units_of, last_linear
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.models import SmallCNN, TabularMLP
 from metricopt_ext.classification.predictions import predict, scores_at
+from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.evidence.cli import run_and_report
 from metricopt_ext.utils.config import load_config

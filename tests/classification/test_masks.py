@@ -11,12 +11,13 @@ import sklearn.metrics as skm
 import torch
 from PIL import Image
 
-from metricopt_ext.classification.build import built, load_splits, train_subset
+from metricopt_ext.classification.build import built
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.masks import load_masks
 from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.segmentation import boundary_f, boundary_f_metric, mean_iou_metric
+from metricopt_ext.classification.splits import load_splits, train_subset
 from metricopt_ext.classification.target_metrics import target_metric
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.errors import ConfigError, DataError

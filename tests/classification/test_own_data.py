@@ -11,13 +11,13 @@ from PIL import Image
 
 pytest.importorskip("torchvision")
 
-from metricopt_ext.classification.build import load_splits
 from metricopt_ext.classification.config import ClassificationConfig, MetricConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.named_metric import build_metric
 from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.split_metric import model_metric
+from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.streamed import is_streamed
 from metricopt_ext.errors import ConfigError, DataError

@@ -27,7 +27,7 @@ from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification import build
 from metricopt_ext.classification import experiment as classification_experiment
-from metricopt_ext.classification.build import attach, classifier, load_splits
+from metricopt_ext.classification.build import attach, classifier
 from metricopt_ext.classification.config import ClassificationConfig, ClassifierAdapterConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.metrics import METRICS
@@ -35,6 +35,7 @@ from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.classification.split_metric import model_metric
+from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.data.halves import stratified_halves
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
