@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.classification.build import attach, classifier, stratified_parts, train, tuned_part, untrained
+from metricopt_ext.classification.adapter import attach, tuned_part
+from metricopt_ext.classification.build import classifier, stratified_parts, train, untrained
 from metricopt_ext.classification.config import ClassificationConfig, TransferConfig
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
 from metricopt_ext.classification.kept_features import Rest

@@ -27,7 +27,8 @@ from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification import build
 from metricopt_ext.classification import experiment as classification_experiment
-from metricopt_ext.classification.build import attach, classifier
+from metricopt_ext.classification.adapter import attach
+from metricopt_ext.classification.build import classifier
 from metricopt_ext.classification.config import ClassificationConfig, ClassifierAdapterConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.metrics import METRICS
