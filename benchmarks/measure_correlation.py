@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from kept import kept_json
-from metricopt_ext.classification.build import stratified_parts, untrained
+from metricopt_ext.classification.classifier import untrained
 from metricopt_ext.classification.config import ClassificationConfig
+from metricopt_ext.classification.data import stratified_parts
 from metricopt_ext.classification.losses import classification_loss, cross_entropy
 from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.split_metric import batch_metric, model_metric

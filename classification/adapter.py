@@ -5,9 +5,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
-from metricopt_ext.classification.config import (
-    ClassificationConfig,
-)
+from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.errors import ConfigError

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.adapter import attach, tuned_part
-from metricopt_ext.classification.build import classifier, stratified_parts, train, untrained
+from metricopt_ext.classification.classifier import classifier, train, untrained
 from metricopt_ext.classification.config import ClassificationConfig, TransferConfig
+from metricopt_ext.classification.data import stratified_parts
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
 from metricopt_ext.classification.kept_features import Rest
 from metricopt_ext.classification.losses import cross_entropy, loss_of

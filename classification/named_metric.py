@@ -4,9 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metricopt_ext.classification.config import (
-    MetricConfig,
-)
+from metricopt_ext.classification.config import MetricConfig
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, from_callable
 from metricopt_ext.classification.split_metric import value_of
 from metricopt_ext.classification.target_metrics import prepared_by, target_metric

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.classification.arrays import read_arrays
-from metricopt_ext.classification.config import (
-    ClassificationConfig,
-    DataConfig,
-    PartsConfig,
-    TableConfig,
-)
+from metricopt_ext.classification.config import ClassificationConfig, DataConfig, PartsConfig, TableConfig
 from metricopt_ext.classification.data import (
     divided,
     hold_out,
@@ -34,9 +29,7 @@ from metricopt_ext.classification.shift import long_tail, shift_class_ratio
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.images import Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
-from metricopt_ext.data.named_model import (
-    preprocessing_of,
-)
+from metricopt_ext.data.named_model import preprocessing_of
 from metricopt_ext.data.precision import check_told_apart
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.streamed import changed

@@ -10,7 +10,7 @@ import pytest
 import sklearn.metrics as skm
 import torch
 
-from metricopt_ext.classification.build import built, in_units_of, last_linear
+from metricopt_ext.classification.classifier import built, in_units_of, last_linear
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.models import SmallCNN, TabularMLP

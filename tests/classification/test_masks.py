@@ -11,7 +11,7 @@ import sklearn.metrics as skm
 import torch
 from PIL import Image
 
-from metricopt_ext.classification.build import built
+from metricopt_ext.classification.classifier import built
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.masks import load_masks

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 from torchvision.models import ResNet18_Weights, SqueezeNet1_1_Weights
 
-from metricopt_ext.classification.build import classifier
+from metricopt_ext.classification.classifier import classifier
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.published import load_published, published
 from metricopt_ext.classification.splits import load_splits

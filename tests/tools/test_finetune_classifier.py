@@ -28,7 +28,7 @@ from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification import build
 from metricopt_ext.classification import experiment as classification_experiment
 from metricopt_ext.classification.adapter import attach
-from metricopt_ext.classification.build import classifier
+from metricopt_ext.classification.classifier import classifier
 from metricopt_ext.classification.config import ClassificationConfig, ClassifierAdapterConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.classification.metrics import METRICS

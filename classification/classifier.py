@@ -1,4 +1,4 @@
-"""Turns a classification config into the things it describes: data, model, adapter, metric."""
+"""The classifier that a config describes: loaded, resumed or trained."""
 
 import warnings
 from dataclasses import replace
@@ -6,27 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from metricopt_ext.classification.adapter import attach, check_adapter, tuned_part
 from metricopt_ext.classification.cifar_files import from_published
-from metricopt_ext.classification.config import (
-    ClassificationConfig,
-    ModelConfig,
-    SecondRoundConfig,
-)
+from metricopt_ext.classification.config import ClassificationConfig, ModelConfig, SecondRoundConfig
 from metricopt_ext.classification.losses import classification_loss, loss_of
 from metricopt_ext.classification.models import CifarResNet, build_model
 from metricopt_ext.classification.published import load_published, published
 from metricopt_ext.classification.splits import target_in
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.data.named_model import (
-    class_names_of,
-    folder_weights,
-    has_weights,
-    settings_of,
-)
+from metricopt_ext.data.named_model import class_names_of, folder_weights, has_weights, settings_of
 from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.training import train_supervised
@@ -36,25 +27,6 @@ from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.state_dict import load_state, read_state_dict
 from metricopt_ext.utils.words import shortened
-
-
-def stratified_parts(y: Tensor, size: int, seed: int) -> list[Tensor]:
-    """Divide examples at random into parts with about the same share of each class.
-
-    Args:
-        y: Labels, ``n``.
-        size: Examples in a part, about; parts are larger where a class would be missing from some otherwise.
-        seed: Seed of the division.
-
-    Returns:
-        The indices of each part.
-    """
-    order = torch.randperm(len(y), generator=generator(seed, "parts")).to(y.device)
-    if y.dim() > 1 or y.is_floating_point():  # no classes
-        return list(order.chunk(max(1, len(y) // size)))
-    order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
-    parts = max(1, min(len(y) // size, int(y.unique(return_counts=True)[1].min())))
-    return [order[i::parts] for i in range(parts)]
 
 
 def classifier(
