@@ -10,10 +10,9 @@ import pytest
 import sklearn.metrics as skm
 import torch
 
-from metricopt_ext.classification.classifier import built, in_units_of, last_linear
+from metricopt_ext.classification.classifier import built
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
-from metricopt_ext.classification.models import SmallCNN, TabularMLP
 from metricopt_ext.classification.predictions import predict, scores_at
 from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.errors import ConfigError, DataError
@@ -195,16 +194,6 @@ def test_data_of_another_kind_are_refused(name: str, kind: str, message: str) ->
     config = load_config(ClassificationConfig, None, [f"data.name={name}", f"data.kind={kind}", "model.name=small_cnn"])
     with pytest.raises(ConfigError, match=re.escape(message)):
         config.check()
-
-
-def test_a_layer_is_put_into_the_units_of_the_target() -> None:
-    model = TabularMLP(3, 1).eval()
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    before = model(x)
-    in_units_of(last_linear(model), 1e4, 250.0)
-    torch.testing.assert_close(model(x), before * 250 + 1e4)
-    with pytest.raises(ConfigError, match="needs a model whose last layer is linear, with a bias and one output"):
-        last_linear(SmallCNN(1, 3))
 
 
 def test_the_same_target_everywhere_is_refused(tmp_path: Path) -> None:
