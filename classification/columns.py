@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 # A column is one of numbers if so large a share of its cells are numbers, of those that do not mark a missing one.
 NUMERIC = 0.9
 # how a column says whether a row has a label, in lower case
-_PRESENT = {"1": 1, "1.0": 1, "true": 1, "yes": 1, "y": 1, "0": 0, "0.0": 0, "false": 0, "no": 0, "n": 0}
+PRESENT = {"1": 1, "1.0": 1, "true": 1, "yes": 1, "y": 1, "0": 0, "0.0": 0, "false": 0, "no": 0, "n": 0}
 _SHOWN = 3  # bad cells of a column that are named
 _TELLING = 10  # rows from which on values of their own are worth a look
 
@@ -75,10 +75,10 @@ def class_labels(
     if len(numbers) + len(words) == len(classes) and numbers:
         classes.sort(key=lambda label: numbers.get(label, np.inf))  # stable: words stay in order
     notes = [f"one is {words[0]!r}, as in row {rows[words[0]]}, like a missing one"] if words else []
-    return Column(target, "class", values=len(classes), note="; ".join([*notes, *_near(classes)])), classes
+    return Column(target, "class", values=len(classes), note="; ".join([*notes, *near_names(classes)])), classes
 
 
-def _near(values: Iterable[str]) -> list[str]:
+def near_names(values: Iterable[str]) -> list[str]:
     """Say which values differ in nothing but case or spaces; nothing if none do."""
     seen: dict[str, str] = {}
     for value in values:
@@ -162,12 +162,12 @@ class Columns:
     def present(self, name: str, column: Sequence[str]) -> Array:
         """Return in which rows a label is, ``n`` int64 of 0 and 1."""
         for i, cell in enumerate(column):
-            if cell.casefold() not in _PRESENT:
+            if cell.casefold() not in PRESENT:
                 raise DataError(
                     f"{self._path}: {name!r} of data.targets must be 1 or 0 in each row, yes or no, true or false,"
                     f" got {self._at(column, i)}; give each label a column of its own"
                 )
-        return np.array([_PRESENT[cell.casefold()] for cell in column])
+        return np.array([PRESENT[cell.casefold()] for cell in column])
 
     def _numbers(
         self, name: str, column: Sequence[str], values: Array, sign: str, bad: Sequence[int]
@@ -212,7 +212,7 @@ class Columns:
         single = sum(count == 1 for count in Counter(column).values())
         if single > len(column) / 2 and len(column) >= _TELLING:
             notes.append(f"{single} of {len(column)} rows have a value that no other row has, which teaches nothing")
-        notes += _near(values)
+        notes += near_names(values)
         how = Column(
             name,
             "category",

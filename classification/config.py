@@ -105,6 +105,19 @@ class ImageFolderConfig(PartsConfig):
 
 
 @dataclass
+class LabelledImagesConfig(ImageFolderConfig):
+    """The same with what images with several labels each, ``data.kind=multilabel``, take.
+
+    The root, or each part, is a CSV of images' names and labels, COCO's JSON, or the folder that holds it.
+    """
+
+    images: str = ""  # the folder of the images; empty: the one beside the file that has its name, or the file's own
+    # CSV: a column of 0 and 1 for each label, or the one that lists them; empty: all but that of the images' names
+    targets: list[str] = field(default_factory=list)
+    separator: str = ""  # between the labels of a list; empty: a comma, semicolon or bar, or else spaces
+
+
+@dataclass
 class TableConfig(PartsConfig):
     """The same with what a table, ``data.name=csv``, needs."""
 
@@ -162,6 +175,8 @@ DATA: dict[str, type[DataConfig]] = {
     "image_folder": ImageFolderConfig,
     "libsvm": PartsConfig,
 }
+# and those that it has with a data.kind
+KINDS_OF_DATA: dict[tuple[str, str], type[DataConfig]] = {("image_folder", "multilabel"): LabelledImagesConfig}
 
 
 @dataclass
@@ -293,7 +308,8 @@ class ClassificationConfig(RunConfig):
         """Return the defaults where these choices are made; see `config.Choosing`."""
         made, name = super().chosen(choices), choices.get("data.name")
         if isinstance(name, str):
-            made.data = DATA.get(name, DataConfig)(name)  # type: ignore[attr-defined]
+            kind = KINDS_OF_DATA.get((name, str(choices.get("data.kind"))), DATA.get(name, DataConfig))
+            made.data = kind(name)  # type: ignore[attr-defined]
         if choices.get("data.kind") in ("multilabel", "ordinal"):
             made.starts.append("thresholds")
         return made
@@ -302,6 +318,11 @@ class ClassificationConfig(RunConfig):
         """Return which choice would bring a key that this run lacks; see `config.Choosing`."""
         section, _, rest = key.partition(".")
         bringing = [name for name, kind in DATA.items() if section == "data" and rest in known_keys(kind)]
+        if not bringing and section == "data" and rest in known_keys(LabelledImagesConfig):
+            return (
+                f"{key} is a key of data.name=image_folder with data.kind=multilabel; this run has"
+                f" data.name={self.data.name} and data.kind={self.data.kind}"
+            )
         if bringing:
             return f"{key} is a key of data.name={' or '.join(bringing)}; this run has data.name={self.data.name}"
         return super().why_absent(key)
@@ -318,9 +339,10 @@ class ClassificationConfig(RunConfig):
             raise ConfigError(f"data.kind={data.kind!r} must be {either(KINDS)}")
         if data.order and data.kind != "ordinal":
             raise ConfigError(f"data.order={data.order} is for data.kind=ordinal; this run has {data.kind}")
-        if data.kind == "multilabel" and not isinstance(data, TableConfig):
+        if data.kind == "multilabel" and not isinstance(data, TableConfig | LabelledImagesConfig):
             raise ConfigError(
-                f"data.kind=multilabel needs data.name={TABLE} with data.targets; {data.name} has one label"
+                f"data.kind=multilabel needs data.name={TABLE} with data.targets, or data.name=image_folder with a file"
+                f" of labels; {data.name} has one label"
             )
         quantities = data.kind == "regression" or data.name == "diabetes"
         if quantities and (data.kind != "regression" or data.name not in (TABLE, "libsvm", "diabetes")):
@@ -372,7 +394,8 @@ class ClassificationConfig(RunConfig):
     def data_files(self) -> list[Path]:
         """Return the file or folder of the data, or of each part of it, or nothing."""
         parts = self.data.parts.values() if isinstance(self.data, PartsConfig) else ()
-        return [Path(each) for each in (self.data.root, *parts) if each]
+        images = self.data.images if isinstance(self.data, LabelledImagesConfig) else ""
+        return [Path(each) for each in (self.data.root, *parts, images) if each]
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`).

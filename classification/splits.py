@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.classification.arrays import read_arrays
-from metricopt_ext.classification.config import ClassificationConfig, DataConfig, PartsConfig, TableConfig
+from metricopt_ext.classification.config import (
+    ClassificationConfig,
+    DataConfig,
+    LabelledImagesConfig,
+    PartsConfig,
+    TableConfig,
+)
 from metricopt_ext.classification.data import (
     divided,
     hold_out,
@@ -23,7 +29,7 @@ from metricopt_ext.classification.data import (
 )
 from metricopt_ext.classification.libsvm import load_a9a
 from metricopt_ext.classification.masks import load_masks
-from metricopt_ext.classification.own_data import own_parts, read_table, size_of, streams
+from metricopt_ext.classification.own_data import labelled_images, own_parts, read_table, size_of, streams
 from metricopt_ext.classification.published import cropped, mean_and_std, published
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio
 from metricopt_ext.classification.targets import Target
@@ -160,6 +166,10 @@ def _divided(config: ClassificationConfig, seed: int) -> Splits:
         train, test = load_cifar10(data.root, **limits)
         rest, validation = hold_out(train, data.validation_size, seed)
         return Splits(rest, validation, test, train.class_names)
+    if isinstance(data, LabelledImagesConfig):
+        images, reading = labelled_images(data, limits, size)
+        parts = split(images.x, images.y, data.fractions, seed, class_names=images.class_names)
+        return replace(parts, reading=reading)
     if weights is None:
         whole = LOADERS[data.name](data, limits, config.metric_columns)
         if isinstance(whole, Table):

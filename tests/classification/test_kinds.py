@@ -185,7 +185,11 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, kind: str, more: l
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("digits", "multilabel", "data.kind=multilabel needs data.name=csv with data.targets; digits has one label"),
+        (
+            "digits",
+            "multilabel",
+            "data.kind=multilabel needs data.name=csv with data.targets, or data.name=image_folder",
+        ),
         ("digits", "regression", "data.name=digits and data.kind=regression: csv, libsvm and diabetes have quantities"),
         ("diabetes", "classes", "data.name=diabetes and data.kind=classes: csv, libsvm and diabetes have quantities"),
     ],
