@@ -20,6 +20,7 @@ from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.retrieval.cameras import CAMERA
 from metricopt_ext.retrieval.config import DataConfig, LossConfig, MetricConfig, ModelConfig, RetrievalConfig
 from metricopt_ext.retrieval.data import (
     hold_out_classes,
@@ -48,7 +49,7 @@ LOADERS: dict[str, Callable[[DataConfig, Limits], Labelled]] = {  # by the setti
 }
 
 
-WITH_PARTS = ("in_shop", "stanford_online_products")  # sets with train and test parts of their own
+WITH_PARTS = ("in_shop", "market1501", "stanford_online_products")  # sets with train and test parts of their own
 
 
 def embed(model: nn.Module, x: Tensor) -> Tensor:
@@ -79,16 +80,20 @@ def build_metric(
     Raises:
         ConfigError: The metric's settings are impossible.
     """
-    metric = embedding_metric(config)
-    if queries is not None and metric.against is None:
-        metric.judge(torch.zeros(0, 1), part.y[:0], queries[:0])  # refuses
+    metric, cameras = embedding_metric(config), part.columns.get(CAMERA)
+    metric.check(queries is not None, cameras is not None)
 
     def function(model: nn.Module) -> Any:
         embeddings, labels = embed(model, part.x).cpu(), part.y.cpu()
 
         def value_on(half: Tensor | None) -> float:
             rows = slice(None) if half is None else half.cpu()
-            return metric.judge(embeddings[rows], labels[rows], None if queries is None else queries.cpu()[rows])
+            return metric.judge(
+                embeddings[rows],
+                labels[rows],
+                None if queries is None else queries.cpu()[rows],
+                None if cameras is None else cameras[rows],
+            )
 
         return with_halves(value_on, halves)
 

@@ -28,9 +28,11 @@ from metricopt_ext.retrieval.build import (
     load_splits,
     untrained,
 )
+from metricopt_ext.retrieval.cameras import CAMERA, Seen, hits_across_cameras
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.metrics import check_ks, embedding_metric, try_metric
+from metricopt_ext.retrieval.neighbours import Array
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
 from metricopt_ext.retrieval.recall import hits_at_k
 from metricopt_ext.tasks.batches import Batches
@@ -132,9 +134,9 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             with evaluating(task.adapter.model):
                 embedded.append(embed_with(task.adapter, phi, self.splits.test.x))
         if self.config.metric.name == "recall":
-            return recall_error(
-                embedded[0], embedded[1], labels, check_ks(self.config.metric), rng, queries_of(self.splits)
-            )
+            cameras = self.splits.test.columns.get(CAMERA)
+            ks, queries = check_ks(self.config.metric), queries_of(self.splits)
+            return recall_error(embedded[0], embedded[1], labels, ks, rng, queries, cameras)
         queries = queries_of(self.splits)
         metric, classes = embedding_metric(self.config.metric), labels.unique()
         if len(classes) < FEWEST:
@@ -158,7 +160,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         after = embed_with(adapter, adapter.phi.detach(), test.x)
         queries, found = queries_of(self.splits), {"pretrained": before, "metricopt": after}
         plot_neighbours(test, before, after, self.folder / "neighbours.png", self.seed, queries)
-        save_recalls(test.y, found, self.folder / "recalls.json", queries)
+        save_recalls(test.y, found, self.folder / "recalls.json", queries, test.columns.get(CAMERA))
 
     @property
     def _siblings(self) -> EmbedderSiblingsConfig:
@@ -186,6 +188,7 @@ def recall_error(
     ks: Sequence[int],
     rng: torch.Generator,
     queries: Tensor | None = None,
+    cameras: Array | None = None,
 ) -> float | None:
     """Return the standard error of mean Recall@k's difference, by resampled classes of queries; None for one class.
 
@@ -198,10 +201,15 @@ def recall_error(
         ks: Numbers of neighbours.
         rng: Source of the draws.
         queries: Which of the images are queries, ``n`` booleans; None if each searches all others.
+        cameras: The camera of each, ``n``, as `hits_across_cameras` takes them; None without that rule.
     """
     found, gallery = [], None
     own_labels = labels if queries is None else labels[queries]
     for embeddings in (before, after):
+        if cameras is not None:
+            rows, hits = hits_across_cameras(*Seen(embeddings, labels, cameras).parted(queries), ks)
+            found.append(torch.from_numpy(hits).double().mean(1))
+            continue
         if queries is not None:
             gallery = embeddings[~queries], labels[~queries]
         rows, hits = hits_at_k(embeddings if queries is None else embeddings[queries], own_labels, ks, gallery=gallery)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.retrieval.cameras import Seen, recall_across_cameras
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.neighbours import Array
 from metricopt_ext.retrieval.recall import check_items, check_options, recall_at_k
@@ -25,6 +26,8 @@ class EmbeddingMetric:
 
     Attributes:
         function: Called with embeddings, ``n x d``, and labels, ``n``, both on the CPU; returns the value.
+        across: The same of queries and a gallery, but for those of a query's identity by its camera; None for a metric
+            that can't leave these out.
         against: The same of queries and a gallery: embeddings and labels of the former, then of the latter; None for a
             metric that has no gallery.
         name: Name in tables.
@@ -39,26 +42,51 @@ class EmbeddingMetric:
     bounds: tuple[float, float] = (0.0, 1.0)
     description: str = ""
     against: Callable[[Tensor, Tensor, Tensor, Tensor], float] | None = None
+    across: Callable[[Seen, Seen], float] | None = None
 
-    def judge(self, embeddings: Tensor, labels: Tensor, queries: Tensor | None = None) -> float:
+    def check(self, gallery: bool, cameras: bool) -> None:
+        """Reject what the metric can't judge.
+
+        Args:
+            gallery: Whether there are queries and a gallery.
+            cameras: Whether images have cameras, and those by a query's own camera of its identity are to be ignored.
+
+        Raises:
+            ConfigError: The metric has no gallery, or no cameras.
+        """
+        if cameras and self.across is None:
+            raise ConfigError(
+                f"metric.name={self.name} can't ignore what a query's own camera shows of its identity, as the rule of"
+                " data.name=market1501 is; take recall"
+            )
+        if gallery and not cameras and self.against is None:
+            raise ConfigError(
+                f"metric.name={self.name} is of embeddings that search each other, but the test images are queries and"
+                f" a gallery; take recall, {' or '.join(CALCULATED)}"
+            )
+
+    def judge(
+        self, embeddings: Tensor, labels: Tensor, queries: Tensor | None = None, cameras: Array | None = None
+    ) -> float:
         """Return the value for embeddings, ``n x d``, of which each searches all others, or queries a gallery.
 
         Args:
             embeddings: The embeddings, on the CPU.
             labels: ``n``.
             queries: Which of them are queries, ``n`` booleans; None if each searches all others.
+            cameras: The camera of each, ``n``; those of a query's identity by its camera are ignored then.
 
         Raises:
-            ConfigError: There is a gallery, but the metric has none.
+            ConfigError: As from `check`.
         """
+        self.check(queries is not None, cameras is not None)
+        queries = None if queries is None else queries.cpu()
+        if cameras is not None:
+            assert self.across is not None
+            return self.across(*Seen(embeddings, labels, cameras).parted(queries))
         if queries is None:
             return self.function(embeddings, labels)
-        if self.against is None:
-            raise ConfigError(
-                f"metric.name={self.name} is of embeddings that search each other, but the test images are queries and"
-                f" a gallery; take recall, {' or '.join(CALCULATED)}"
-            )
-        queries = queries.cpu()
+        assert self.against is not None
         return self.against(embeddings[queries], labels[queries], embeddings[~queries], labels[~queries])
 
 
@@ -81,6 +109,7 @@ def embedding_metric(config: MetricConfig) -> EmbeddingMetric:
             lambda x, y: recall_at_k(x, y, ks, query_subset=subset).mean,
             title,
             against=lambda x, y, *gallery: recall_at_k(x, y, ks, query_subset=subset, gallery=gallery).mean,
+            across=lambda queries, gallery: recall_across_cameras(queries, gallery, ks, query_subset=subset or 0),
         )
     if name in CALCULATED:
         return EmbeddingMetric(

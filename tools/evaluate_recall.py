@@ -278,6 +278,7 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
     """
     from metricopt_ext.methods.run_folder import FORMAT
     from metricopt_ext.retrieval.build import built, embed, load_splits
+    from metricopt_ext.retrieval.cameras import CAMERA
     from metricopt_ext.retrieval.config import RetrievalConfig
     from metricopt_ext.retrieval.data import queries_of
     from metricopt_ext.utils.config import load_config
@@ -302,6 +303,11 @@ def embed_run(folder: Path, part: str) -> Iterator[Search]:
     for seed in seeds:
         splits = load_splits(config, seed)
         data, queries = getattr(splits, part), queries_of(splits, part)
+        if CAMERA in data.columns:
+            raise DataError(
+                f"{folder} is of data.name={config.data.name}, where images by a query's own camera of its identity are"
+                " ignored; --run-dir can't ignore them: the run's seed-N/recalls.json has Recall@k of its test part"
+            )
         for name in ("model", "tuned"):
             model = built(config.model, data.x.shape[1:])
             load_checkpoint(model, folder / f"seed-{seed}" / f"{name}.safetensors")
