@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metricopt_ext.classification.numerals import BLANK, MISSING, WHOLE, Numeral, in_one_go, number_in, plain_number
 from metricopt_ext.data.labelled import check_bytes
+from metricopt_ext.data.numerals import BLANK, MISSING, WHOLE, Numeral, in_one_go, number_in, plain_number
 from metricopt_ext.data.reading import METRICS, Column
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.classification.columns import PRESENT, near_names
-from metricopt_ext.classification.text_files import DELIMITERS, TEXT_SHARE, content_of, decoded, rows_of_cells
 from metricopt_ext.data.images import (
     SUFFIXES,
     ImageSize,
@@ -27,6 +26,7 @@ from metricopt_ext.data.labelled import Labelled, check_bytes
 from metricopt_ext.data.own_parts import FOLDERS
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.streamed import as_inputs
+from metricopt_ext.data.text_files import DELIMITERS, TEXT_SHARE, content_of, decoded, rows_of_cells
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing, parse_json, walked
 from metricopt_ext.utils.words import brief, counted

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from metricopt_ext.classification.text_files import TEXT_SHARE, content_of
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
 from metricopt_ext.data.precision import in_single_precision
 from metricopt_ext.data.reading import Reading
+from metricopt_ext.data.text_files import TEXT_SHARE, content_of
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing
 from metricopt_ext.utils.words import brief, counted

@@ -11,12 +11,12 @@ import numpy.typing as npt
 import torch
 
 from metricopt_ext.classification.columns import Columns, class_labels, too_many
-from metricopt_ext.classification.numerals import plain_number
-from metricopt_ext.classification.text_files import TEXT_SHARE, content_of, decoded, rows_of_cells
 from metricopt_ext.data.labelled import MAX_BYTES, Labelled, Table, check_bytes
+from metricopt_ext.data.numerals import plain_number
 from metricopt_ext.data.parquet import PARQUET, parquet_cells
 from metricopt_ext.data.precision import in_single_precision
 from metricopt_ext.data.reading import Column, Reading
+from metricopt_ext.data.text_files import TEXT_SHARE, content_of, decoded, rows_of_cells
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing
 from metricopt_ext.utils.words import brief, counted

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from metricopt_ext.classification.numerals import MISSING, Numeral, in_one_go, number_in, plain_number
+from metricopt_ext.data.numerals import MISSING, Numeral, in_one_go, number_in, plain_number
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from metricopt_ext.classification.tables import load_csv, read_csv
-from metricopt_ext.classification.text_files import DELIMITERS
 from metricopt_ext.data.labelled import Table
+from metricopt_ext.data.text_files import DELIMITERS
 from metricopt_ext.errors import DataError
 
 
