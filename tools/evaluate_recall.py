@@ -12,8 +12,8 @@ A run is the output folder of tools/finetune_retrieval.py: the models of each se
 evaluated on its test classes (or --part validation), which seed-N/classes.json lists and data.test_classes can choose.
 Images are <class>/<file> in a folder or zip file, embedded by a model that the config file of
 tools/finetune_retrieval.py describes, with its weights, and with a finetuned adapter if one is given.
-Files are .npy, or have "embeddings" and "labels": .npz, .safetensors, .pt, .h5 or .parquet; --labels (--gallery-labels)
-is then omitted. Labels are integers, or names, which all files must then have.
+Files are .npy, or have "embeddings" and "labels": .npz, .safetensors, .pt, .h5, .parquet or .csv; --labels
+(--gallery-labels) is then omitted. Labels are integers, or names, which all files must then have.
 Without a gallery, or with a gallery that is the queries (the same file, or a copy), the queries search each other. Any
 other gallery should not contain the queries, which would find themselves: a note counts them. Embeddings are
 compared as they are; pytorch-metric-learning's testers scale them to length 1 first, as --distance cosine does. Prints
