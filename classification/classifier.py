@@ -12,8 +12,8 @@ from metricopt_ext.classification.adapter import attach, check_adapter, tuned_pa
 from metricopt_ext.classification.cifar_files import from_published
 from metricopt_ext.classification.config import ClassificationConfig, ModelConfig, SecondRoundConfig
 from metricopt_ext.classification.losses import classification_loss, loss_of
-from metricopt_ext.classification.models import CifarResNet, build_model
-from metricopt_ext.classification.published import load_published, published
+from metricopt_ext.classification.models import CifarResNet, build_model, torchvision_segmenters
+from metricopt_ext.classification.published import load_published, of_segmentation, published
 from metricopt_ext.classification.splits import target_in
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
@@ -125,6 +125,8 @@ def _load(model: nn.Module, name: str, weights: str, entry: str) -> None:
         state = read_state_dict(path, entry, what=f"weights for {type(model).__name__}")
         if isinstance(model, CifarResNet):
             state = from_published(model, state) or state
+        elif name in torchvision_segmenters():
+            state = of_segmentation(state, model, path)
         load_state(model, state, path)
     else:
         load_published(model, known)

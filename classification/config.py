@@ -168,12 +168,21 @@ class TableConfig(PartsConfig):
                 raise ConfigError(f"data.encoding={self.encoding!r}: {error}") from error
 
 
+@dataclass
+class MasksConfig(DataConfig):
+    """The same with what folders of images and label maps, ``data.name=segmentation``, take."""
+
+    # How many classes there are, as a network that you give has them; 0: as many as the largest number in a map says
+    classes: int = 0
+
+
 # The settings that each data.name has, if they are not those of `DataConfig`
 DATA: dict[str, type[DataConfig]] = {
     "arrays": PartsConfig,
     TABLE: TableConfig,
     "image_folder": ImageFolderConfig,
     "libsvm": PartsConfig,
+    "segmentation": MasksConfig,
 }
 # and those that it has with a data.kind
 KINDS_OF_DATA: dict[tuple[str, str], type[DataConfig]] = {("image_folder", "multilabel"): LabelledImagesConfig}
@@ -351,7 +360,8 @@ class ClassificationConfig(RunConfig):
             )
         if (data.kind == "segmentation") != (data.name == "segmentation"):
             raise ConfigError(f"data.name={data.name} and data.kind={data.kind}: both must be segmentation, or neither")
-        if data.kind == "segmentation":
+        if isinstance(data, MasksConfig):
+            check_at_least(0, {"data.classes": data.classes})
             if self.adapter.acts_on_logits or self.adapter.keep_before:
                 raise ConfigError(
                     "adapter.outputs, adapter.kind=outputs and adapter.keep_before are not for segmentation"

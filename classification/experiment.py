@@ -65,7 +65,12 @@ from metricopt_ext.value.value_function import ValueFunction
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
 UNGROUPED = ("regression", "segmentation")  # whose examples are of no class
-RIVALS = {"multilabel": "label_thresholds", "ordinal": "cut_points", "regression": "recalibration"}
+RIVALS = {
+    "multilabel": "label_thresholds",
+    "ordinal": "cut_points",
+    "regression": "recalibration",
+    "segmentation": "class_offsets",
+}
 MOST_PARTS = 20  # batches of test data on which losses are correlated with the metric
 MOST_STRENGTHS = 101  # candidates for the strength of logit adjustment
 
@@ -217,6 +222,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
                 "label_thresholds": label_thresholds,
                 "cut_points": cut_points,
                 "recalibration": recalibration,
+                **({"class_offsets": class_offsets} if kind == "segmentation" else {}),
             }
         contenders = {name: at_each_budget(run, least=lambda dim: 2) for name, run in more.items()}
         return {**super().contenders(config, subject), **contenders}

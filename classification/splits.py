@@ -12,6 +12,7 @@ from metricopt_ext.classification.config import (
     ClassificationConfig,
     DataConfig,
     LabelledImagesConfig,
+    MasksConfig,
     PartsConfig,
     TableConfig,
 )
@@ -50,7 +51,9 @@ LOADERS: dict[str, Callable[[DataConfig, Limits, Sequence[str]], Labelled | Tabl
     "arrays": lambda data, limits, _: read_arrays([Path(data.root)], max_bytes=limits["max_bytes"])[0],
     "csv": lambda data, limits, columns: read_table(data, [data.root], limits, columns),
     "image_folder": lambda data, limits, _: load_image_folder(data.root, size_of(data), stream=streams(data), **limits),
-    "segmentation": lambda data, limits, _: load_masks(data.root, data.image_size or None, **limits),
+    "segmentation": lambda data, limits, _: load_masks(
+        data.root, data.image_size or None, data.classes if isinstance(data, MasksConfig) else 0, **limits
+    ),
     "libsvm": lambda data, limits, columns: read_table(data, [data.root], limits, columns),
     **{name: lambda data, limits, _, name=name: load_sklearn(name) for name in SKLEARN_SETS},  # type: ignore[misc]
 }
