@@ -14,7 +14,7 @@ from metricopt_ext.retrieval.recall import check_options, nearest
 from metricopt_ext.utils.seeding import generator
 
 CAMERA = "camera"  # the column of a part whose images have cameras
-Array = npt.NDArray[Any]
+Cameras = npt.NDArray[Any]  # a number for each image, n
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Seen:
 
     embeddings: Tensor
     labels: Tensor
-    cameras: Array
+    cameras: Cameras
 
     def take(self, rows: Tensor) -> "Seen":
         """Those of some rows: indices or booleans."""
@@ -107,7 +107,7 @@ def _alike(queries: Seen, gallery: Seen) -> tuple[npt.NDArray[np.int64], npt.NDA
     return _count(*identities), _count(*both)
 
 
-def _count(of: Array, among: Array) -> npt.NDArray[np.int64]:
+def _count(of: npt.NDArray[Any], among: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """How often each row of an array is in another."""
     known, places = np.unique(np.concatenate([among, of]), axis=0, return_inverse=True)
     places = places.ravel()

@@ -28,11 +28,10 @@ from metricopt_ext.retrieval.build import (
     load_splits,
     untrained,
 )
-from metricopt_ext.retrieval.cameras import CAMERA, Seen, hits_across_cameras
+from metricopt_ext.retrieval.cameras import CAMERA, Cameras, Seen, hits_across_cameras
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.metrics import check_ks, embedding_metric, try_metric
-from metricopt_ext.retrieval.neighbours import Array
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
 from metricopt_ext.retrieval.recall import hits_at_k
 from metricopt_ext.tasks.batches import Batches
@@ -188,7 +187,7 @@ def recall_error(
     ks: Sequence[int],
     rng: torch.Generator,
     queries: Tensor | None = None,
-    cameras: Array | None = None,
+    cameras: Cameras | None = None,
 ) -> float | None:
     """Return the standard error of mean Recall@k's difference, by resampled classes of queries; None for one class.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, MetricOptError
-from metricopt_ext.retrieval.cameras import Seen, recall_across_cameras
+from metricopt_ext.retrieval.cameras import Cameras, Seen, recall_across_cameras
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.neighbours import Array
 from metricopt_ext.retrieval.recall import check_items, check_options, recall_at_k
@@ -66,7 +66,7 @@ class EmbeddingMetric:
             )
 
     def judge(
-        self, embeddings: Tensor, labels: Tensor, queries: Tensor | None = None, cameras: Array | None = None
+        self, embeddings: Tensor, labels: Tensor, queries: Tensor | None = None, cameras: Cameras | None = None
     ) -> float:
         """Return the value for embeddings, ``n x d``, of which each searches all others, or queries a gallery.
 

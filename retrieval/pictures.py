@@ -12,8 +12,7 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.method import METHODS
 from metricopt_ext.evidence.style import new_figure, over_seeds, save_figure
-from metricopt_ext.retrieval.cameras import CAMERA, Seen, hits_across_cameras, nearest_across_cameras
-from metricopt_ext.retrieval.neighbours import Array
+from metricopt_ext.retrieval.cameras import CAMERA, Cameras, Seen, hits_across_cameras, nearest_across_cameras
 from metricopt_ext.retrieval.recall import nearest, recall_at_k
 from metricopt_ext.utils.described import Finite, read_shaped
 from metricopt_ext.utils.files import write_json
@@ -50,11 +49,11 @@ def plot_neighbours(
     found = []
     for each in (before, after):
         if cameras is None:
-            rows = nearest(each[own], count, gallery=None if queries is None else each[items])
+            near = nearest(each[own], count, gallery=None if queries is None else each[items])
         else:
-            rows = nearest_across_cameras(*Seen(each.cpu(), labels, cameras).parted(queries), count)
-            rows = rows[:, (rows >= 0).all(0)]
-        found.append(items[torch.from_numpy(rows)])
+            near = nearest_across_cameras(*Seen(each.cpu(), labels, cameras).parted(queries), count)
+            near = near[:, (near >= 0).all(0)]
+        found.append(items[torch.from_numpy(near)])
     count = found[0].shape[1]
     right = [labels[rows[:, 0]] == y for rows in found]
     interest = 2 * (right[0] != right[1]).long() + (found[0] != found[1]).any(1).long()
@@ -87,7 +86,7 @@ def save_recalls(
     embeddings: dict[str, Tensor],
     path: Path,
     queries: Tensor | None = None,
-    cameras: Array | None = None,
+    cameras: Cameras | None = None,
 ) -> None:
     """Write Recall@k on the test data, for several k, as JSON.
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def config_of(*more: str) -> ClassificationConfig:
     return config
 
 
-def check(splits: Splits, numbers: dict[str, Sequence[int]] | None = None, scale: float = 255.0) -> None:
+def check(splits: Splits, numbers: Mapping[str, Sequence[int]] | None = None, scale: float = 255.0) -> None:
     """Each image has the labels of its number, and each part its images."""
     met = []
     for name in PARTS:
