@@ -78,6 +78,10 @@ def labels_files(root: Path) -> dict[str, Path]:
     Raises:
         DataError: There is none, or none can be told to be the one that is meant.
     """
+    if root.suffix.lower() == ".zip" and root.is_file():
+        raise DataError(
+            f"{root} is a zip file; unpack it, for data.kind=multilabel reads a folder and its file of labels"
+        )
     if not root.is_dir():
         return {WHOLE: existing(root)}
     inner = [each for each in sorted(root.iterdir()) if each.is_dir() and not each.name.startswith((".", "__"))]
