@@ -36,9 +36,9 @@ from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.data.halves import stratified_halves
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
+from metricopt_ext.evidence.method import SIBLINGS
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
 from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
-from metricopt_ext.methods.siblings.registry import SIBLINGS
 from metricopt_ext.methods.siblings.relational_loss import load_relational_loss
 from metricopt_ext.methods.siblings.set_loss import SetLoss, load_set_loss
 from metricopt_ext.tasks.batches import TensorBatches
