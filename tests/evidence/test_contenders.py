@@ -156,7 +156,9 @@ def test_best_step_of_the_loss_is_tried_at_no_more_points_than_queries(quadratic
 def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
     contenders = usual_contenders(RunConfig())
     assert set(contenders) <= set(METHODS)
-    assert {name for name, each in contenders.items() if each.anytime} == {"random_search", "turbo", "ours"}
+    assert {name for name, each in contenders.items() if each.anytime} == {
+        *("random_search", "turbo", "noisy_ei", "optuna_tpe", "optuna_gp", "ours")
+    }
     assert {name: each.least(32) for name, each in contenders.items()} == {
         "loss_finetune_best": 2,
         "guided_es": 14,
@@ -164,6 +166,9 @@ def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
         "random_search": 2,
         "ngopt": 2,
         "turbo": 17,
+        "noisy_ei": 9,
+        "optuna_tpe": 2,
+        "optuna_gp": 2,
         "ours": 15,
     }
 
