@@ -95,8 +95,8 @@ class NoisyEI(SearchStrategy):
         from botorch.acquisition.logei import qLogNoisyExpectedImprovement
         from botorch.fit import fit_gpytorch_mll
         from botorch.models import SingleTaskGP
-        from botorch.optim import optimize_acqf
-        from botorch.sampling import SobolQMCNormalSampler
+        from botorch.optim.optimize import optimize_acqf
+        from botorch.sampling.normal import SobolQMCNormalSampler
         from gpytorch.mlls import ExactMarginalLogLikelihood
 
         with seeded_streams(seed, CPU), warnings.catch_warnings():
