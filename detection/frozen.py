@@ -16,6 +16,7 @@ from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import (
     TorchvisionToolkit,
+    has_proposals,
     images_of,
     targets_of,
     to_detections,
@@ -201,7 +202,7 @@ def served(model: nn.Module) -> bool:
         layers = Adapter(model).layers
     except AdapterError:
         return False
-    in_box_head = all(layer.startswith(BOX_HEAD) for layer in layers)
+    in_box_head = has_proposals(model) and all(layer.startswith(BOX_HEAD) for layer in layers)
     return in_box_head and not any(tensor.requires_grad for tensor in before_head(model))
 
 

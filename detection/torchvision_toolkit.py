@@ -21,7 +21,8 @@ from metricopt_ext.utils.modes import evaluating, in_mode
 from metricopt_ext.utils.seeding import generator, seeded_streams
 
 try:
-    from torchvision.models.detection.roi_heads import fastrcnn_loss
+    from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
+    from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss
     from torchvision.models.detection.transform import resize_boxes
 except ImportError as error:
     raise ImportError("torchvision's detectors need torchvision: pip install 'metricopt-ext[detection]'") from error
@@ -224,8 +225,12 @@ class TorchvisionToolkit:
 
 
 def has_proposals(model: nn.Module) -> bool:
-    """Whether a detector has two stages: it detects in proposals, by a box head."""
-    return hasattr(model, "roi_heads")
+    """Whether a detector has torchvision's two stages: it detects in proposals, by a box head.
+
+    One whose own code does so in another way is computed as a whole.
+    """
+    parts = ((model, GeneralizedRCNN), (getattr(model, "roi_heads", None), RoIHeads))
+    return all(isinstance(part, kind) and type(part).forward is kind.forward for part, kind in parts)
 
 
 def total(losses: dict[str, Tensor]) -> Tensor:

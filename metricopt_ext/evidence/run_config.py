@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from metricopt_ext.data.images import MAX_PIXELS, Limits
 from metricopt_ext.data.labelled import MAX_BYTES
-from metricopt_ext.data.named_model import NamedModelConfig, has_settings
+from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.data.training import OPTIMIZERS
 from metricopt_ext.errors import ConfigError
@@ -117,7 +117,7 @@ class RunConfig:
     """
 
     CHOICES: ClassVar[tuple[str, ...]] = ("method.name", "methods", "metric.name", "model.name")
-    NAMED_MODEL: ClassVar[type[NamedModelConfig] | None] = None  # the section model, if `has_settings` of model.name
+    NAMED_MODEL: ClassVar[type[NamedModelConfig] | None] = None  # the section model, if they `are_of` model.name
     OWN_METRIC: ClassVar[type[OwnMetricConfig] | None] = None  # the section metric, if metric.name is MODULE:FUNCTION
 
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
@@ -167,7 +167,7 @@ class RunConfig:
         methods = choices.get("methods")
         named = [each for each in methods if isinstance(each, str)] if isinstance(methods, list) else []
         made = cls(method=method_named(choices.get("method.name", SearchConfig.name)), methods=named)
-        if cls.NAMED_MODEL and has_settings(str(choices.get("model.name", ""))):
+        if cls.NAMED_MODEL and cls.NAMED_MODEL.are_of(str(choices.get("model.name", ""))):
             made.model = cls.NAMED_MODEL()  # type: ignore[attr-defined]
         if cls.OWN_METRIC and ":" in str(choices.get("metric.name", "")):
             made.metric = cls.OWN_METRIC()  # type: ignore[attr-defined]
@@ -179,7 +179,7 @@ class RunConfig:
         if self.OWN_METRIC and section == "metric" and rest.partition(".")[0] in known_keys(self.OWN_METRIC):
             return f"{key} is a key of metric.name=MODULE:FUNCTION, a metric of your own; this run has one of the tool"
         if self.NAMED_MODEL and section == "model" and rest.partition(".")[0] in known_keys(self.NAMED_MODEL):
-            return f"{key} is a key of model.name=MODULE:FUNCTION, timm/NAME or a folder; this run has another model"
+            return f"{key} is a key of model.name={self.NAMED_MODEL.NAMES}; this run has another model"
         found = [*choice_of(self, key)]
         return f"{key} is a key of {found[0]}; this run has {found[1]}" if found else ""
 
