@@ -1,5 +1,6 @@
 """The settings that the tools of all tasks share; each key is a field here and nowhere else."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,10 +32,12 @@ from metricopt_ext.methods.siblings.registry import SIBLINGS
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
+from metricopt_ext.tasks.population import MEMORY
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.config import as_plain, config_section, known_keys
 
 STARTS = ("loss_finetune", "batchnorm", "prior", "prior_twice", "thresholds")
+MEMORY_GIB = MEMORY / 2**30
 VARIANTS = ("metricopt_paper", "metricopt_learned")  # the paper's own forms, run beside MetricOpt
 
 
@@ -133,7 +136,7 @@ class RunConfig:
     # outputs in phi: those at which as many train examples are predicted as there are; on where data.kind has them).
     starts: list[str] = field(default_factory=lambda: [each for each in STARTS if each != "thresholds"])
     queries: int = 600  # MetricOpt's metric queries in total
-    population: int | None = None  # tasks computed together; null: as many of 1, 4, 16, 32 as fit 1 GiB, if it can be
+    population: int | None = None  # tasks computed together; null: as many of 1, 4, 16, 32 as fit, if it can be
     best_evals: int = 51  # queries of the rival "loss finetune + best"
     # Of each direct search, Guided ES and CMA-ES, from the same start; same: as many as MetricOpt spent; 0: none.
     search_queries: int | str = 0
@@ -279,6 +282,26 @@ class RunConfig:
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""
         return as_plain(self)
+
+
+def memory_of(config: "RunConfig", gib: float) -> float:
+    """Return a key ``memory`` in bytes.
+
+    Args:
+        config: The settings that have it.
+        gib: Its value.
+
+    Raises:
+        ConfigError: It is no number above 0, or the population is given, which it does not bound.
+    """
+    if config.population is not None and gib != MEMORY_GIB:
+        raise ConfigError(
+            f"memory={gib} bounds a population that is chosen; this run has population={config.population}: leave out"
+            " memory, or set population=null"
+        )
+    if not 0 < gib < math.inf:
+        raise ConfigError(f"memory={gib}: it must be a number of GiB above 0")
+    return gib * 2**30
 
 
 def check_at_least(least: int, values: Mapping[str, float | None]) -> None:
