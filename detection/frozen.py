@@ -146,7 +146,7 @@ class FrozenFeatures:
             logits, deltas = heads.box_predictor(heads.box_head(torch.cat([each.pooled for each in proposals])))
             found = zip(*heads.postprocess_detections(logits, deltas, boxes, sizes), strict=True)
             scaled = [dict(zip(("boxes", "scores", "labels"), each, strict=True)) for each in found]
-            in_pixels = detector.transform.postprocess(scaled, sizes, [example.image.shape[1:] for example in batch])
+            in_pixels = detector.transform.postprocess(scaled, sizes, [example.size for example in batch])
         return [to_detections(each, self.toolkit.labels) for each in in_pixels]
 
     def propose(self, model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:

@@ -25,6 +25,22 @@ class Example:
     image: Tensor
     truth: Annotated
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the image."""
+        height, width = self.image.shape[1:]
+        return height, width
+
+    def begin(self) -> None:
+        """Begin to read the image, if it is not in memory."""
+
+
+def images_in(batch: Sequence[Example]) -> list[Tensor]:
+    """Return the images of a batch, ``3 x h x w`` each; those on disk are read at once, by several threads."""
+    for each in batch:
+        each.begin()
+    return [each.image for each in batch]
+
 
 class Toolkit(Protocol):
     """How to train, query and save detectors of one toolkit. A model is anything that its `build` returned."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.ap_loss import ClassificationLoss, ap_loss
 from metricopt_ext.detection.records import Detections, inside
-from metricopt_ext.detection.toolkit import Example, layers_at
+from metricopt_ext.detection.toolkit import Example, images_in, layers_at
 from metricopt_ext.detection.torchvision_models import ONE_STAGE, SMALL, STANDARD, build_small, build_standard
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils.files import write_atomically
@@ -267,14 +267,14 @@ def to_detections(found: dict[str, Tensor], labels: Sequence[int] = ()) -> Detec
 
 def to_pixels(boxes: Tensor, size: tuple[int, int], example: Example) -> Tensor:
     """Return boxes, ``n x 4``, of an image scaled to some height and width, in pixels of the example's image."""
-    resized: Tensor = resize_boxes(boxes, size, example.image.shape[1:])
+    resized: Tensor = resize_boxes(boxes, size, example.size)
     return resized.cpu()
 
 
 def images_of(model: nn.Module, batch: Sequence[Example]) -> list[Tensor]:
     """Return the images as torchvision takes them, each ``3 x h x w``, floats in [0, 1] like the model's."""
     like = next(model.parameters())
-    return [example.image.to(like) / 255 for example in batch]
+    return [image.to(like) / 255 for image in images_in(batch)]
 
 
 def targets_of(model: nn.Module, batch: Sequence[Example], own: Sequence[int] = ()) -> list[dict[str, Tensor]]:
@@ -288,7 +288,7 @@ def targets_of(model: nn.Module, batch: Sequence[Example], own: Sequence[int] = 
     like = next(model.parameters())
     targets = []
     for example in batch:
-        height, width = example.image.shape[1:]
+        height, width = example.size
         clipped, within = inside(example.truth.boxes.to(like.dtype), width, height)
         kept = within & ~(example.truth.difficult | example.truth.crowd)
         boxes, classes = clipped[kept], example.truth.labels[kept].long()

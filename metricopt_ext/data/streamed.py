@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, reduce
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 MOST_THREADS = 16  # that decode images at once: libraries release Python's lock while they do
 AHEAD = 4  # images that are read before they are asked for, for each thread ...
 AHEAD_BYTES = 1 << 26  # ... which take at most this many bytes
+
+Result = TypeVar("Result")
 
 _KEYS = itertools.count()
 
@@ -182,9 +184,7 @@ class _Decoder:
                 batch[place] = self.one(row)
                 self.tell(row)
             return batch
-        asked = {
-            row: self.begun.pop(row, None) or _pool(os.getpid()).submit(self.one, row) for row in dict.fromkeys(rows)
-        }
+        asked = {row: self.begun.pop(row, None) or in_thread(self.one, row) for row in dict.fromkeys(rows)}
         for place, row in enumerate(rows):
             batch[place] = asked[row].result()
             self.tell(row)
@@ -197,7 +197,7 @@ class _Decoder:
         for row in self.begun.keys() - wanted.keys():  # which were not asked for after all
             self.begun.pop(row).cancel()
         for row in wanted.keys() - self.begun.keys():
-            self.begun[row] = _pool(os.getpid()).submit(self.one, row)
+            self.begun[row] = in_thread(self.one, row)
 
 
 @dataclass
@@ -258,6 +258,11 @@ class _Joined:
 def threads() -> int:
     """Return how many threads read images: as many as this process has processors, up to `MOST_THREADS`."""
     return min(MOST_THREADS, _processors())
+
+
+def in_thread(function: Callable[..., Result], *arguments: Any) -> "Future[Result]":
+    """Begin a call in one of the threads that read images."""
+    return _pool(os.getpid()).submit(function, *arguments)
 
 
 @cache
