@@ -184,7 +184,8 @@ class _Decoder:
                 batch[place] = self.one(row)
                 self.tell(row)
             return batch
-        asked = {row: self.begun.pop(row, None) or in_thread(self.one, row) for row in dict.fromkeys(rows)}
+        self._begin(rows)
+        asked = {row: self.begun.pop(row) for row in dict.fromkeys(rows)}
         for place, row in enumerate(rows):
             batch[place] = asked[row].result()
             self.tell(row)
@@ -196,8 +197,12 @@ class _Decoder:
         wanted = dict.fromkeys(rows)
         for row in self.begun.keys() - wanted.keys():  # which were not asked for after all
             self.begun.pop(row).cancel()
-        for row in wanted.keys() - self.begun.keys():
-            self.begun[row] = in_thread(self.one, row)
+        self._begin(rows)
+
+    def _begin(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            if row not in self.begun:
+                self.begun[row] = in_thread(self.one, row)
 
 
 @dataclass
