@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, reduce
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from torch import Tensor
 MOST_THREADS = 16  # that decode images at once: libraries release Python's lock while they do
 AHEAD = 4  # images that are read before they are asked for, for each thread ...
 AHEAD_BYTES = 1 << 26  # ... which take at most this many bytes
-
-Result = TypeVar("Result")
 
 _KEYS = itertools.count()
 
@@ -174,8 +172,10 @@ class _Decoder:
     one: Callable[[int], Tensor]
     shape: torch.Size
     tell: Callable[[int], None]
-    begun: dict[int, "Future[Tensor]"] = field(default_factory=dict)
     key: int = field(default_factory=lambda: next(_KEYS))
+
+    def __post_init__(self) -> None:
+        self.begun = Begun(self.one)
 
     def read(self, rows: Sequence[int]) -> Tensor:
         batch = torch.empty((len(rows), *self.shape), dtype=torch.uint8)
@@ -184,25 +184,17 @@ class _Decoder:
                 batch[place] = self.one(row)
                 self.tell(row)
             return batch
-        self._begin(rows)
-        asked = {row: self.begun.pop(row) for row in dict.fromkeys(rows)}
+        self.begun.begin(rows)
+        found = {row: self.begun.result(row) for row in dict.fromkeys(rows)}
         for place, row in enumerate(rows):
-            batch[place] = asked[row].result()
+            batch[place] = found[row]
             self.tell(row)
         return batch
 
     def prepare(self, rows: Sequence[int]) -> None:
-        if threads() == 1:
-            return
-        wanted = dict.fromkeys(rows)
-        for row in self.begun.keys() - wanted.keys():  # which were not asked for after all
-            self.begun.pop(row).cancel()
-        self._begin(rows)
-
-    def _begin(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            if row not in self.begun:
-                self.begun[row] = in_thread(self.one, row)
+        if threads() > 1:
+            self.begun.keep(rows)
+            self.begun.begin(rows)
 
 
 @dataclass
@@ -265,9 +257,37 @@ def threads() -> int:
     return min(MOST_THREADS, _processors())
 
 
-def in_thread(function: Callable[..., Result], *arguments: Any) -> "Future[Result]":
-    """Begin a call in one of the threads that read images."""
-    return _pool(os.getpid()).submit(function, *arguments)
+class Begun:
+    """Images that threads were told to read, by their rows; a fork of the process, which has no threads, has none.
+
+    Args:
+        read: Returns the image of a row; called in any thread.
+    """
+
+    def __init__(self, read: Callable[[int], Tensor]) -> None:
+        self._read = read
+        self._process, self._futures = os.getpid(), dict[int, Future[Tensor]]()
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Begin to read rows that were not begun."""
+        for row in rows:
+            if row not in self._mine():
+                self._futures[row] = _pool(os.getpid()).submit(self._read, row)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop rows that were begun and are not among these."""
+        for row in self._mine().keys() - set(rows):
+            self._futures.pop(row).cancel()
+
+    def result(self, row: int) -> Tensor:
+        """Return an image that was begun, once it is read, or read it now."""
+        future = self._mine().pop(row, None)
+        return self._read(row) if future is None else future.result()
+
+    def _mine(self) -> dict[int, "Future[Tensor]"]:
+        if self._process != os.getpid():
+            self._process, self._futures = os.getpid(), {}
+        return self._futures
 
 
 @cache

@@ -1,5 +1,6 @@
 """Images on disk in the place of a tensor: the same values, read only when they are asked for."""
 
+import os
 import warnings
 import zipfile
 from pathlib import Path
@@ -132,6 +133,17 @@ def test_a_shift_is_that_of_images_in_memory() -> None:
         assert torch.equal(taken(part, torch.tensor([2, 0]))[:], expected[[2, 0]])
         normalised = changed(part, lambda x: (x - 0.5) / 0.2)
         assert torch.equal(normalised[[1]], (expected[[1]] - 0.5) / 0.2)
+
+
+def test_a_forked_process_reads_what_its_parent_had_begun_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(8)
+    images = disk.streamed()
+    images.prepare(slice(None))
+    first, process = images[:2], os.getpid()
+    for future in list(images._source.begun._futures.values()):  # type: ignore[attr-defined]
+        future.cancel()  # as in a fork, where no thread is left to read it
+    monkeypatch.setattr(os, "getpid", lambda: process + 1)
+    assert torch.equal(torch.cat([first, images[2:]]), disk.images)
 
 
 def test_an_error_is_that_of_the_image_that_was_asked_for() -> None:
