@@ -15,7 +15,15 @@ from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method import METHODS, siblings_of
 from metricopt_ext.evidence.method_config import brought_by, either
-from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
+from metricopt_ext.evidence.run_config import (
+    MEMORY_GIB,
+    AdapterConfig,
+    RunConfig,
+    ShiftConfig,
+    TrainingConfig,
+    check_at_least,
+    memory_of,
+)
 from metricopt_ext.evidence.siblings import SiblingsConfig
 from metricopt_ext.methods.recipe_settings import checked_setting
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
@@ -308,6 +316,7 @@ class ClassificationConfig(RunConfig):
     transfer: TransferConfig | None = field(default=None, metadata=brought_by("transfer"))
     second_round: SecondRoundConfig | None = field(default=None, metadata=brought_by("second_round"))
     batch_size: int = 100  # of the loss while finetuning
+    memory: float = MEMORY_GIB  # GiB that the activations of a population may take which is chosen (population=null)
     balanced: bool = True  # of these batches too every class gets an equal share; model.balanced is for training
 
     @classmethod
@@ -413,6 +422,7 @@ class ClassificationConfig(RunConfig):
             ValueFunctionError: It was fitted for another dimension.
         """
         check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
+        memory_of(self, self.memory)
         self._check_kind()
         if isinstance(self.data, TableConfig | ImageFolderConfig):
             self.data.check()

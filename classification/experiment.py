@@ -44,6 +44,7 @@ from metricopt_ext.evidence.correlation import CorrelationReport, correlation_re
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Contender, Earlier, End, Method, Planned
 from metricopt_ext.evidence.rivals import metricopt_result, planned
+from metricopt_ext.evidence.run_config import memory_of
 from metricopt_ext.evidence.siblings import SiblingsConfig, learned_losses, plot_histories, training
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.second_round import run_second_round
@@ -125,6 +126,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             batches=self._batches(splits.train),
             metric=model_metric(metric, splits.validation, metric_halves(splits.validation, metric, seed)),
             population=config.population,
+            memory=memory_of(config, config.memory),
         )
         for name in config.trained_methods:
             self._siblings.build(name).check(self._training(task))

@@ -27,7 +27,7 @@ from metricopt_ext.classification.labelled_images import (
 )
 from metricopt_ext.classification.libsvm import read_libsvm
 from metricopt_ext.classification.tables import read_csv
-from metricopt_ext.data.images import SUFFIXES, ImageSize, Limits, load_image_folder
+from metricopt_ext.data.images import ImageSize, Limits, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.own_parts import (
     digests_of_files,
@@ -40,7 +40,6 @@ from metricopt_ext.data.own_parts import (
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import Splits, check_fractions
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import walked
 from metricopt_ext.utils.words import counted
 
 
@@ -102,8 +101,6 @@ def image_parts(
         digests: dict[str, str] = {}
         loaded[name] = load_image_folder(path, size, contents=digests, stream=stream, **limits)
         contents[name] = {str(path / file): digest for file, digest in digests.items()}
-    if stream:  # which has read none
-        contents = digests_of_files({name: _below(path) for name, path in paths.items()})
     classes = same_classes({name: part.class_names for name, part in loaded.items()})
     warn_of_copies(contents)
     parts = {name: Split(part.x, renumbered(part.y, part.class_names, classes)) for name, part in loaded.items()}
@@ -225,10 +222,6 @@ def read_table(data: DataConfig, paths: Sequence[str], limits: Limits, columns: 
         max_categories=data.max_categories,
         max_bytes=limits["max_bytes"],
     )
-
-
-def _below(folder: Path) -> list[Path]:
-    return [folder / name for name in walked(folder)[0] if name.lower().endswith(SUFFIXES)]
 
 
 def size_of(data: DataConfig) -> ImageSize | None:

@@ -9,7 +9,15 @@ from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method import siblings_of
 from metricopt_ext.evidence.method_config import brought_by
-from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
+from metricopt_ext.evidence.run_config import (
+    MEMORY_GIB,
+    AdapterConfig,
+    RunConfig,
+    ShiftConfig,
+    TrainingConfig,
+    check_at_least,
+    memory_of,
+)
 from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import MISSING
@@ -112,6 +120,7 @@ class RetrievalConfig(RunConfig):
     shift: ShiftConfig = field(default_factory=ShiftConfig)
     siblings: EmbedderSiblingsConfig | None = field(default=None, metadata=brought_by(*siblings_of("embedders")))
     population: int | None = 1  # tasks whose images are embedded together; on a CPU 1 is fastest for convolutions
+    memory: float = MEMORY_GIB  # GiB that the activations of a population may take which is chosen (population=null)
 
     def data_files(self) -> list[Path]:
         """Return the file or folder of the data, or nothing."""
@@ -132,6 +141,7 @@ class RetrievalConfig(RunConfig):
             raise ConfigError("data.last_test=true is for data.root; data.test is the test part, or half of data.val")
         if isinstance(self.metric, OwnMetricConfig):
             self.metric.check()
+        memory_of(self, self.memory)
         self.model.check()
         check_at_least(1, {"model.embedding": self.model.embedding, "model.width": self.model.width})
         check_at_least(2, {"loss.classes": self.loss.classes, "loss.samples": self.loss.samples})

@@ -16,6 +16,7 @@ from metricopt_ext.evidence.bootstrap import error_of, jackknife_error, of_group
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.rivals import planned
+from metricopt_ext.evidence.run_config import memory_of
 from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig, plot_histories, training
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.retrieval.build import (
@@ -92,6 +93,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             batches=batches,
             metric=build_metric(config.metric, validation, class_halves(validation.y, seed)),
             population=config.population,
+            memory=memory_of(config, config.memory),
         )
         for name in config.trained_methods:
             self._siblings.build(name).check(self._training(task))

@@ -275,7 +275,8 @@ def _listed(
     places = {name: place for place, name in enumerate(classes)}
     paths = [path for path, _ in rows]
     if stream:
-        x = as_inputs(stream_images(base, paths, reader(base), size, max_pixels=limits["max_pixels"]))
+        images = stream_images(base, paths, reader(base), size, max_pixels=limits["max_pixels"], contents=contents)
+        x = as_inputs(images)
     else:
         x = read_images(base, paths, noting(reader(base), contents), size, **limits)
     return Labelled(x, torch.tensor([places[name] for _, name in rows]), tuple(classes))

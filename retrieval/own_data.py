@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.images import SUFFIXES, Limits
+from metricopt_ext.data.images import Limits
 from metricopt_ext.data.labelled import Labelled, Split
-from metricopt_ext.data.own_parts import digests_of_files, folders_of_parts, warn_of_copies
+from metricopt_ext.data.own_parts import folders_of_parts, warn_of_copies
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.streamed import taken
@@ -24,7 +24,6 @@ from metricopt_ext.retrieval.layouts import (
     load_market,
     queries_and_gallery,
 )
-from metricopt_ext.utils.files import walked
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, counted
 
@@ -64,8 +63,6 @@ def own_parts(data: DataConfig, limits: Limits, seed: int) -> Splits | None:
         return None
     contents: dict[str, dict[str, str]] = {}
     read = {name: _part(path, data, limits, contents.setdefault(name, {})) for name, path in paths.items()}
-    if data.stream:  # which has read none
-        contents = digests_of_files({name: _images_of(path) for name, path in paths.items()})
     warn_of_copies(contents)
     told = {
         name: " and ".join(f"{counted(len(each), 'image')} of {paths[name] / own}" for own, each in part.items())
@@ -147,12 +144,6 @@ def _part(path: Path, data: DataConfig, limits: Limits, contents: dict[str, str]
         )
         contents.update({str(folder / name): digest for name, digest in own.items()})
     return read
-
-
-def _images_of(path: Path) -> list[Path]:
-    """The files of a part's images."""
-    folders = queries_and_gallery(path) or (path,)
-    return [each / name for each in folders for name in walked(each)[0] if name.lower().endswith(SUFFIXES)]
 
 
 def _folders_of(root: Path) -> tuple[dict[str, Path], list[Path]]:

@@ -74,7 +74,8 @@ class OptunaSampler(SearchStrategy):
 
         box, seeds = Box(state.start, self.half_width), generator(seed, "optuna_sampler")
         names = [f"x{i}" for i in range(box.dim)]
-        space = dict.fromkeys(names, optuna.distributions.FloatDistribution(0.0, 1.0))
+        unit_range: Any = optuna.distributions.FloatDistribution(0.0, 1.0)
+        space = dict.fromkeys(names, unit_range)
 
         def told(unit: Tensor, cost: float) -> Any:
             params = dict(zip(names, unit.clamp(0, 1).tolist(), strict=True))

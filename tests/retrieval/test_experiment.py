@@ -4,6 +4,7 @@ import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
 from metricopt_ext.data.labelled import Split
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.experiment import State
 from metricopt_ext.retrieval.build import embed_with
 from metricopt_ext.retrieval.config import RetrievalConfig
@@ -41,6 +43,19 @@ def test_the_error_of_a_recalls_difference_is_that_of_whole_classes(tmp_path: Pa
     labels = torch.tensor([0] * 8 + [1])  # the single image of a class is no query
     experiment.splits = replace(experiment.splits, test=Split(part.x[some], labels))
     assert experiment.test_error(before, after) is None
+
+
+def test_a_population_is_chosen_by_the_memory_that_is_given(tmp_path: Path) -> None:
+    def population(*overrides: str) -> Any:
+        config = load_config(RetrievalConfig, DIGITS, [*TINY, *overrides])
+        config.check()
+        return RetrievalExperiment(config, tmp_path, 3).task.population
+
+    assert population() == 1
+    assert population("population=null", "memory=1e-6") == 1
+    assert population("population=null", "memory=1000") == 32
+    with pytest.raises(ConfigError, match=r"memory=2\.0 bounds a population that is chosen; this run has population=1"):
+        population("memory=2")
 
 
 def test_the_error_of_another_metric_is_that_of_classes_left_out(tmp_path: Path) -> None:

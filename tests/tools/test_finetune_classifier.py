@@ -619,6 +619,8 @@ def table(folder: Path, positives: int) -> list[str]:
         (["queries=15"], r"15 queries are too few .* give at least 16"),
         (["method.evals=9"], r"method: evals is 9; a task of 3 steps has 4 points"),
         (["population=0"], r"population=0: it must be at least 1"),
+        (["memory=2"], r"memory=2\.0 bounds a population that is chosen; this run has population=4: leave out memory"),
+        (["population=null", "memory=0"], r"memory=0\.0: it must be a number of GiB above 0"),
         (["search_queries=5", "adapter.dim=16"], r"search_queries=5: it must be at least 14 for adapter.dim=16, or 0"),
         (["methods=[refined]", "refined.queries=5", "adapter.dim=4"], r"=5: it must be at least 10 for adapter.dim=4"),
         (
