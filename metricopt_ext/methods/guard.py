@@ -162,8 +162,8 @@ def _telling(
             " values on two random halves of its data",
             stacklevel=4,
         )
-    without = {name: each._replace(halves=None) for name, each in candidates.items()}
-    return without, [each._replace(halves=None) for each in visited]
+    without = {name: each.without_halves() for name, each in candidates.items()}
+    return without, [each.without_halves() for each in visited]
 
 
 def judge(

@@ -17,7 +17,7 @@ from metricopt_ext.methods.result import Result, SearchDetails, outcome
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.search.strategy import SearchResult, SearchState, SearchStrategy
 from metricopt_ext.tasks.kept_evaluations import SAME, KeptEvaluation, KeptEvaluations, KeptPoint, digest_of
-from metricopt_ext.tasks.metric import Evaluation, stacked_halves
+from metricopt_ext.tasks.metric import Evaluation, pairs_of, stacked_halves
 from metricopt_ext.tasks.split_half import correlation_of_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
@@ -186,37 +186,48 @@ class Trials:
     # --- Telling -------------------------------------------------------------------------------------------------
 
     def tell(
-        self, id: int, value: float, halves: tuple[float, float] | None = None, noise: float | None = None
+        self,
+        id: int,
+        value: float,
+        halves: tuple[float, float] | Sequence[tuple[float, float]] | None = None,
+        noise: float | None = None,
     ) -> None:
         """Tell what the metric is at a trial; it is on disk when this returns.
 
         Args:
             id: The trial's.
             value: The metric's value, in its own units.
-            halves: Its values on two random halves of the data, by which the guard tells a gain from chance.
+            halves: Its values on two random halves of the data, by which the guard tells a gain from chance; or on
+                several pairs of halves, as many at each trial.
             noise: Standard error of the value, if it is the mean of several evaluations.
 
         Raises:
             ValueError: There is no such trial, it has another answer already, or a number is not finite or outside the
-                metric's bounds. Nothing has changed then.
+                metric's bounds, or another trial was told another number of pairs. Nothing has changed then.
         """
-        metric, split = self.task.metric, None
+        metric, pairs = self.task.metric, None
         try:
             cost = metric.checked_cost(float(value))
             if halves is not None:
-                first, second = (metric.checked_cost(float(each), " on a half of its data") for each in halves)
-                split = first, second
+                pairs = metric.costs_of(pairs_of(halves))
             error = None if noise is None else float(noise) / metric.scale
         except (TypeError, ValueError) as wrong:
             told = f"{brief(value)}, halves {brief(halves)}, noise {brief(noise)}"
             raise ValueError(
-                f"{told}: tell a number, two for halves or None, and a number for noise or None"
+                f"{told}: tell a number, two for halves or None (or several pairs of two), and a number for"
+                " noise or None"
             ) from wrong
         except MetricError as wrong:
             raise ValueError(str(wrong)) from wrong
         if error is not None and not 0 <= error < math.inf:
             raise ValueError(f"noise is {noise!r}; it must be a standard error, at least 0 and finite, or None")
-        self.tell_evaluation(id, Evaluation(cost, split, error))
+        before = {len(each.pairs) or 1 for each in self._kept.told.values() if each.halves is not None}
+        if pairs is not None and before and len(pairs) not in before:
+            raise ValueError(
+                f"trial {id} is told {counted(len(pairs), 'pair')} of halves, but others {before.pop()}; divide the"
+                " data in the same ways for all"
+            )
+        self.tell_evaluation(id, Evaluation.of(cost, pairs, error))
 
     def tell_evaluation(self, id: int, evaluation: Evaluation) -> None:
         """Tell the metric's evaluation at a trial, as a cost; see `tell`, as for the errors."""
