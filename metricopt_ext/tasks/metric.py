@@ -226,6 +226,8 @@ class Metric(CostScale):
             is no value, the worst cost so far is taken in its place, with a warning, and the queries count.
         require_guard: Refuse to be asked where nothing could tell a gain from chance: without repeats, by a function
             that reports no halves. A run with data held out from it does without (`optimize_metric`).
+        new_classes: Whether the model will be judged on other classes than the metric's, as in retrieval, and the
+            halves are of different classes. A guided search then keeps a part of the way to its end (`kept_share`).
 
     Attributes:
         takes_model: Whether ``function`` takes the model, and so can judge a copy of it.
@@ -251,6 +253,7 @@ class Metric(CostScale):
         repeats: int = 1,
         failures: int = 0,
         require_guard: bool = False,
+        new_classes: bool = False,
     ) -> None:
         check_above(0, timeout=timeout)
         check_integer(1, repeats=repeats)
@@ -260,7 +263,7 @@ class Metric(CostScale):
         name = name or getattr(function, "__name__", "metric").strip("<>")
         super().__init__(maximize=maximize, bounds=bounds, name=name, ledger=ledger)
         self.function, self.timeout, self.repeats, self.failures = function, timeout, repeats, failures
-        self.require_guard = require_guard
+        self.require_guard, self.new_classes = require_guard, new_classes
         self.takes_model = _takes_model(function)
         self.observers: list[Observer] = []
         self.failed = 0
@@ -272,7 +275,7 @@ class Metric(CostScale):
     @property
     def settings(self) -> dict[str, Any]:
         """What it was made with besides the function and the ledger."""
-        names = ("maximize", "bounds", "name", "timeout", "repeats", "failures", "require_guard")
+        names = ("maximize", "bounds", "name", "timeout", "repeats", "failures", "require_guard", "new_classes")
         return {name: getattr(self, name) for name in names}
 
     def with_new_ledger(self) -> "Metric":
