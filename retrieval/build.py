@@ -64,17 +64,22 @@ def embed_with(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
 
 
 def build_metric(
-    config: MetricConfig, part: Split, halves: Sequence[Tensor] | str = (), queries: Tensor | None = None
+    config: MetricConfig,
+    part: Split,
+    halves: Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]] | str = (),
+    queries: Tensor | None = None,
+    new_classes: bool = False,
 ) -> Metric:
     """Make the black box: the metric of a part's embeddings, by default mean Recall@k.
 
     Args:
         config: The settings.
         part: Images and labels.
-        halves: Indices of two halves of them, for a metric that also reports its value within each, or why there
-            are none; empty for one that does not.
+        halves: Indices of two halves of them, or several such pairs, for a metric that also reports its value within
+            each, or why there are none; empty for one that does not.
         queries: Which of the images are queries, ``n`` booleans, and the others their gallery; None if each searches
             all others.
+        new_classes: Whether the model will be judged on other classes, and the halves are of different ones.
 
     Raises:
         ConfigError: The metric's settings are impossible.
@@ -92,7 +97,7 @@ def build_metric(
 
         return with_halves(value_on, halves)
 
-    return Metric(function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
+    return Metric(function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name, new_classes=new_classes)
 
 
 def build_loss(config: LossConfig) -> Loss:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.data.halves import class_halves
+from metricopt_ext.data.halves import class_draws
 from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.neighbours import (
     SAMPLE,
@@ -213,6 +213,7 @@ def recall_metric(
     query_subset: int | None = None,
     seed: int = 0,
     ledger: Ledger | None = None,
+    new_classes: bool = True,
 ) -> Metric:
     """Make a black-box metric of a model's mean Recall@k, in [0, 1], higher is better.
 
@@ -230,6 +231,7 @@ def recall_metric(
         query_subset: As in `recall_at_k`.
         seed: As in `recall_at_k`; of the halves, too.
         ledger: Counts the metric queries.
+        new_classes: Whether the model will be judged on other classes than these, as usual in retrieval (`Metric`).
 
     Raises:
         DataError: For impossible ``ks``, distance, subset or seed. The metric raises whatever `recall_at_k` does.
@@ -252,10 +254,10 @@ def recall_metric(
             options: dict[str, Any] = {"distance": distance, "query_subset": query_subset, "seed": seed}
             return recall_at_k(queries[rows], labels[rows], ks, gallery=items, **options).mean
 
-        return with_halves(value_on, class_halves(labels, seed))
+        return with_halves(value_on, class_draws(labels, seed))
 
     name = ("mean " if len(ks) > 1 else "") + "Recall@" + ",".join(map(str, ks))
-    return Metric(mean_recall, maximize=True, name=name, ledger=ledger)
+    return Metric(mean_recall, maximize=True, name=name, ledger=ledger, new_classes=new_classes)
 
 
 def _call(model: nn.Module, inputs: Any) -> Tensor:

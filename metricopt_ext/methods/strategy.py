@@ -102,15 +102,14 @@ def sized(strategy: Strategy, evaluations: int, dim: int, starts: int, held_back
     Raises:
         BudgetError: The others are too few; the message says how many are needed.
     """
+    size = strategy.size(evaluations, dim, starts)
     try:
         strategy.size(evaluations - held_back, dim, starts)
     except BudgetError as error:
-        if not held_back:
-            raise
         raise BudgetError(
             f"{error}; of {evaluations}, one is held back for the value of what is kept, as classes are new"
         ) from error
-    return strategy.size(evaluations, dim, starts)
+    return size
 
 
 def check_strategy(strategy: Any) -> None:

@@ -26,7 +26,7 @@ from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN, FaissKNN
 from pytorch_metric_learning.utils.logging_presets import HookContainer
 
-from metricopt_ext.data.halves import class_halves
+from metricopt_ext.data.halves import class_draws, class_halves
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.retrieval import accuracy, neighbours, recall
 from metricopt_ext.retrieval.accuracy import RecallCalculator
@@ -529,6 +529,18 @@ def test_the_metric_tells_halves_by_class(separate: bool, subset: int | None) ->
     backwards = recall_metric(list(reversed(batches)), (1, 3), gallery=gallery if separate else None, seed=5)
     if subset is None:  # the division depends on the classes alone
         assert backwards.evaluate(model, "test").halves == pytest.approx(told, abs=1e-12)
+
+
+def test_the_metric_divides_its_classes_several_times_and_says_that_others_are_meant() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(120, 5, generator=g), torch.arange(120) % 12
+    metric = recall_metric([(x, y)], ks=(1, 3), seed=2)
+    assert metric.new_classes
+    assert not recall_metric([(x, y)], new_classes=False).new_classes
+    found, draws = metric.evaluate(nn.Identity(), "test"), class_draws(y, 2)
+    assert len(draws) == 8
+    for costs, halves in zip(found.pairs, draws, strict=True):
+        assert costs == tuple(1 - recall_at_k(x[half], y[half], (1, 3)).mean for half in halves)  # type: ignore[index]
 
 
 def test_a_metric_of_few_classes_says_that_it_has_no_halves() -> None:
