@@ -34,7 +34,7 @@ from metricopt_ext.retrieval.models import Embedder, build_model
 from metricopt_ext.retrieval.own_data import own_parts
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import ClassBatches
-from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.tasks.metric import Halved, Metric, with_halves
 from metricopt_ext.tasks.task import Loss
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.progress import Watcher
@@ -66,7 +66,7 @@ def embed_with(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
 def build_metric(
     config: MetricConfig,
     part: Split,
-    halves: Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]] | str = (),
+    halves: Sequence[tuple[Tensor, Tensor]] | str = (),
     queries: Tensor | None = None,
     new_classes: bool = False,
 ) -> Metric:
@@ -75,8 +75,8 @@ def build_metric(
     Args:
         config: The settings.
         part: Images and labels.
-        halves: Indices of two halves of them, or several such pairs, for a metric that also reports its value within
-            each, or why there are none; empty for one that does not.
+        halves: Pairs of halves of them by class, as indices, for a metric that also reports its value within each, or
+            why there are none; empty for one that does not.
         queries: Which of the images are queries, ``n`` booleans, and the others their gallery; None if each searches
             all others.
         new_classes: Whether the model will be judged on other classes, and the halves are of different ones.
@@ -90,6 +90,8 @@ def build_metric(
 
     def function(model: nn.Module) -> Any:
         embeddings, labels = embed(model, part.x).cpu(), part.y.cpu()
+        if metric.on_halves is not None and queries is None and halves and not isinstance(halves, str):
+            return Halved(*metric.on_halves(embeddings, labels, halves))
 
         def value_on(half: Tensor | None) -> float:
             rows = slice(None) if half is None else half.cpu()
