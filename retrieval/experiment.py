@@ -95,10 +95,10 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         )
         for name in config.trained_methods:
             self._siblings.build(name).check(self._training(task))
-        classes = len(validation.y.unique())
+        classes = self.splits.classes_of("validation")
         if seed == config.seed:
-            self.watcher.say(f"validation has {counted(classes, 'class')}; test has others")
-        told = FewClasses(task.metric, lambda: classes, self.watcher.say, config.guard.confidence)
+            self.watcher.say(f"validation has {counted(len(classes), 'class')}; test has others")
+        told = FewClasses(task.metric, lambda: len(classes), self.watcher.say, config.guard.confidence)
         task.metric.observers.append(told)
         return task, test
 

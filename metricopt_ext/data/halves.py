@@ -31,7 +31,8 @@ def random_halves(count: int, seed: int) -> Halves:
 def class_draws(y: Tensor, seed: int, draws: int = DRAWS) -> list[tuple[Tensor, Tensor]] | str:
     """Divide examples by class several times, each time at random; see `class_halves`, whose division is the first.
 
-    Few classes have fewer divisions: of four there are three. None is there twice.
+    None is there twice. Few classes have fewer divisions: of four there are three, and it is drawn up to four times as
+    often as asked for to find them.
 
     Args:
         y: Labels, ``n`` or ``n x l``.
@@ -45,8 +46,8 @@ def class_draws(y: Tensor, seed: int, draws: int = DRAWS) -> list[tuple[Tensor, 
     if isinstance(first, str):
         return first
     pairs = {_division(first): first}
-    for draw in range(1, draws):
-        if not isinstance(halves := class_halves(y, seed, draw), str):
+    for draw in range(1, 4 * draws):  # of few classes, the same division is drawn again and again
+        if len(pairs) < draws and not isinstance(halves := class_halves(y, seed, draw), str):
             pairs.setdefault(_division(halves), halves)
     return list(pairs.values())
 

@@ -72,8 +72,8 @@ def kept_share(end: SearchResult, start: Tensor) -> KeptShare | None:
     best at ``1 - O / (2 G)``, James and Stein's shrinkage along a line. O is counted `STRENGTH` times. The start is
     kept if nothing is left of t, or if one half's end does not gain on the other half's f, on average.
 
-    It is not mended by this where classes are few: with 60 classes, O was about what was lost on others; with 30 and
-    with 4, two to four times as much was. Halves have half the classes, and make other errors than all of them.
+    Where classes are few, this mends it only in part: with 60 classes O was about what was lost on others, with 30 and
+    with 4 it was too small by several times. Halves have half the classes, and make other errors than all of them.
 
     Args:
         end: A guided search's, with an f.
