@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from metricopt_ext.retrieval.data import (
     split_classes,
 )
 from metricopt_ext.retrieval.layouts import load_class_folders
-from metricopt_ext.retrieval.metrics import embedding_metric
+from metricopt_ext.retrieval.metrics import Draws, embedding_metric
 from metricopt_ext.retrieval.models import Embedder, build_model
 from metricopt_ext.retrieval.own_data import own_parts
 from metricopt_ext.tasks.batch_metric import BatchMetric
@@ -66,7 +66,7 @@ def embed_with(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
 def build_metric(
     config: MetricConfig,
     part: Split,
-    halves: Sequence[tuple[Tensor, Tensor]] | str = (),
+    halves: Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]] | str = (),
     queries: Tensor | None = None,
     new_classes: bool = False,
 ) -> Metric:
@@ -75,8 +75,8 @@ def build_metric(
     Args:
         config: The settings.
         part: Images and labels.
-        halves: Pairs of halves of them by class, as indices, for a metric that also reports its value within each, or
-            why there are none; empty for one that does not.
+        halves: Indices of two halves of them by class, or several such pairs, for a metric that also reports its value
+            within each, or why there are none; empty for one that does not.
         queries: Which of the images are queries, ``n`` booleans, and the others their gallery; None if each searches
             all others.
         new_classes: Whether the model will be judged on other classes, and the halves are of different ones.
@@ -85,13 +85,15 @@ def build_metric(
         ConfigError: The metric's settings are impossible.
     """
     metric = embedding_metric(config)
+    several = not isinstance(halves, str) and len(halves) > 0 and not isinstance(halves[0], Tensor)
+    draws = cast(Draws, halves) if several and queries is None else []
     if queries is not None and metric.against is None:
         metric.judge(torch.zeros(0, 1), part.y[:0], queries[:0])  # refuses
 
     def function(model: nn.Module) -> Any:
         embeddings, labels = embed(model, part.x).cpu(), part.y.cpu()
-        if metric.on_halves is not None and queries is None and halves and not isinstance(halves, str):
-            return Halved(*metric.on_halves(embeddings, labels, halves))
+        if metric.on_halves is not None and draws:
+            return Halved(*metric.on_halves(embeddings, labels, draws))
 
         def value_on(half: Tensor | None) -> float:
             rows = slice(None) if half is None else half.cpu()
