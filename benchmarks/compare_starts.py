@@ -27,11 +27,11 @@ from torch import Tensor
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.evidence.cli import RUNS_CODE, TASKS, errors_in_one_line, experiment_of
 from metricopt_ext.evidence.compare import judge
-from metricopt_ext.evidence.contenders import Contender, at_each_budget, loss_path
+from metricopt_ext.evidence.contenders import at_each_budget, loss_path
 from metricopt_ext.evidence.contest import Plan
 from metricopt_ext.evidence.contest_report import standard_error
 from metricopt_ext.evidence.experiment import Experiment
-from metricopt_ext.evidence.method import METHODS
+from metricopt_ext.evidence.method import METHODS, Begun, Contender
 from metricopt_ext.evidence.report import spread
 from metricopt_ext.evidence.style import direction, markdown_table, new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -147,7 +147,7 @@ def run_seed(
             start = task.starts(recipe.start_std, seed, [NEW + number])[0]
             contender, budgets = runs[name]
             possible = [queries for queries in budgets if queries >= contender.least(task.dim)]
-            found = contender.run(task, start, possible, seed + number) if possible else []
+            found = contender.run(task, Begun.at(start), possible, seed + number) if possible else []
             return [(reached.queries, judge(test, reached.end)) for reached in found]
 
         for name in missing:

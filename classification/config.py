@@ -13,12 +13,11 @@ from metricopt_ext.data.images import ImageSize, centre_crop
 from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.method import METHODS
+from metricopt_ext.evidence.method import METHODS, siblings_of
 from metricopt_ext.evidence.method_config import brought_by, either
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.evidence.siblings import SiblingsConfig
 from metricopt_ext.methods.recipe_settings import checked_setting
-from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS, SIBLINGS
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.checks import check_above, check_integer
@@ -27,7 +26,6 @@ from metricopt_ext.value.loading import load_value_function
 
 TABLE = "csv"  # the data.name that brings the keys of a table
 MISSING_NUMBERS = ("mean", "median", "indicator")
-FOR_CLASSIFIERS = tuple(name for name in SIBLINGS if name not in FOR_EMBEDDINGS)
 
 
 @dataclass
@@ -282,7 +280,7 @@ class ClassificationConfig(RunConfig):
     adapter: ClassifierAdapterConfig = field(default_factory=ClassifierAdapterConfig)
     metric: MetricConfig = field(default_factory=MetricConfig)
     shift: ClassifierShiftConfig = field(default_factory=ClassifierShiftConfig)
-    siblings: SiblingsConfig | None = field(default=None, metadata=brought_by(*FOR_CLASSIFIERS))
+    siblings: SiblingsConfig | None = field(default=None, metadata=brought_by(*siblings_of("classifiers")))
     transfer: TransferConfig | None = field(default=None, metadata=brought_by("transfer"))
     second_round: SecondRoundConfig | None = field(default=None, metadata=brought_by("second_round"))
     batch_size: int = 100  # of the loss while finetuning

@@ -51,14 +51,13 @@ from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.evidence.bootstrap import error_of, within_groups
-from metricopt_ext.evidence.contenders import Contender, at_each_budget
+from metricopt_ext.evidence.contenders import along_path, at_each_budget, ending_at
 from metricopt_ext.evidence.correlation import CorrelationReport, correlation_report
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
-from metricopt_ext.evidence.method import End, Method, ending_at, ending_path, following_metricopt
-from metricopt_ext.evidence.rivals import at_budget
-from metricopt_ext.evidence.siblings import SiblingsConfig, learned_losses, plot_histories, sibling_method
+from metricopt_ext.evidence.method import Contender, Earlier, End, Method, Planned
+from metricopt_ext.evidence.rivals import metricopt_result, planned
+from metricopt_ext.evidence.siblings import SiblingsConfig, learned_losses, plot_histories, training
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.result import RecipeDetails, Result
 from metricopt_ext.methods.second_round import run_second_round
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.methods.tuning import finetune
@@ -170,27 +169,27 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             budgets = {"threshold": default_of(tune_threshold, "evals"), "class_offsets": config.queries}
             counts = torch.bincount(self.splits.train.y, minlength=self.splits.num_classes)
             if counts.min() > 0:  # a class that training lacks has no prior
-                methods["logit_adjustment"] = ending_at(lambda task: adjust_logits(task, x, counts))
+                methods["logit_adjustment"] = planned(ending_at(lambda task: adjust_logits(task, x, counts)))
                 budgets["logit_adjustment_tuned"] = default_of(tune_adjustment, "evals")
-        methods |= {name: at_budget(contenders[name], queries, self.seed) for name, queries in budgets.items()}
+        methods |= {name: planned(contenders[name], queries, self.seed) for name, queries in budgets.items()}
         if transfer := config.transfer:
             f = load_value_function(transfer.value_function, self.task.dim).to(self.task.adapter.phi.device)
-            methods["transferred"] = ending_path(lambda task: self._follow(task, transfer, f))
             turned = RotatedValueFunction(f, self.seed)
-            methods["placebo"] = ending_path(lambda task: self._follow(task, transfer, turned))
+            methods["transferred"] = planned(self._following(transfer, f), 0, self.seed)
+            methods["placebo"] = planned(self._following(transfer, turned), 0, self.seed)
         if config.second_round:
-            methods["second_round"] = following_metricopt(self._second_round)
+            methods["second_round"] = self._second_round
         for name in config.trained_methods:
-            methods[name] = sibling_method(
+            sibling = training(
                 name,
                 self._siblings.build(name),
                 self._training,
                 self._with_threshold,
-                seed=self.seed,
                 folder=self.folder,
                 resume=resume,
                 watcher=watcher,
             )
+            methods[name] = planned(sibling, 0, self.seed)
         return methods
 
     @classmethod
@@ -361,24 +360,29 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         balanced = self.config.balanced and self.target.kind not in UNGROUPED
         return TensorBatches(part.x, part.y, self.config.batch_size, balanced=balanced)
 
-    def _follow(self, task: FinetuneTask, settings: TransferConfig, f: ValueFunction) -> Tensor:
-        """Return the end of finetuning under another run's f, trusted or not."""
+    def _following(self, settings: TransferConfig, f: ValueFunction) -> Contender:
+        """Return what finetunes under another run's f, trusted or not."""
         steps, lr = self.config.finetune.steps, self.config.finetune.lr
         policy = MetricOptStep(f, lr, settings.metric_step, settings.loss_weight, steps, even_untrusted=True)
-        return finetune(task, policy, steps, self.seed)
+        return along_path(lambda task, start, seed: finetune(task, policy, steps, seed, start))
 
-    def _second_round(self, task: FinetuneTask, result: Result[RecipeDetails]) -> nn.Module:
-        """Return the merged model of a second round."""
-        config, seed, again = self.config, self.seed, task.copied()
+    def _second_round(self, earlier: Earlier) -> Planned:
+        """Return what makes a merged model by a second round, from where MetricOpt ended."""
+        config, result = self.config, metricopt_result(earlier)
         recipe, settings = config.build_strategy(), config.second_round
         assert isinstance(recipe, Recipe)  # the settings are checked
         assert settings is not None
         assert result.fit is not None
-        again.adapter.set_phi(result.ends[result.chosen])
+        fit, setting = result.fit, result.details.setting
 
         def train_theta(model: nn.Module) -> None:
             balanced = config.model.balanced and self.target.kind not in UNGROUPED
-            train(model, self.splits.train, settings, balanced, seed, self.target)
+            train(model, self.splits.train, settings, balanced, self.seed, self.target)
 
-        run_second_round(again, result.fit, train_theta, recipe=recipe, setting=result.details.setting, seed=seed)
-        return again.adapter.merge()
+        def second_round(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module:
+            again = task.copied()
+            again.adapter.set_phi(result.ends[result.chosen])
+            run_second_round(again, fit, train_theta, recipe=recipe, setting=setting, seed=seed)
+            return again.adapter.merge()
+
+        return Planned(at_each_budget(second_round), (config.queries,), self.seed)

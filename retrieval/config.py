@@ -7,10 +7,10 @@ from typing import Any
 from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.method import siblings_of
 from metricopt_ext.evidence.method_config import brought_by
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig
-from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import MISSING
 
@@ -107,7 +107,7 @@ class RetrievalConfig(RunConfig):
     loss: LossConfig = field(default_factory=LossConfig)
     metric: MetricConfig = field(default_factory=MetricConfig)
     shift: ShiftConfig = field(default_factory=ShiftConfig)
-    siblings: EmbedderSiblingsConfig | None = field(default=None, metadata=brought_by(*FOR_EMBEDDINGS))
+    siblings: EmbedderSiblingsConfig | None = field(default=None, metadata=brought_by(*siblings_of("embedders")))
     population: int | None = 1  # tasks whose images are embedded together; on a CPU 1 is fastest for convolutions
 
     def data_files(self) -> list[Path]:

@@ -15,7 +15,8 @@ from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.evidence.bootstrap import error_of, jackknife_error, of_groups
 from metricopt_ext.evidence.experiment import Experiment, State, Subject
 from metricopt_ext.evidence.method import Method
-from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig, plot_histories, sibling_method
+from metricopt_ext.evidence.rivals import planned
+from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig, plot_histories, training
 from metricopt_ext.methods.siblings.training import TrainingTask
 from metricopt_ext.retrieval.build import (
     attach,
@@ -117,15 +118,10 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         """Return the usual methods, and the sibling methods that the settings select."""
         config, methods = self.config, super().methods(resume, watcher)
         for name in config.trained_methods:
-            methods[name] = sibling_method(
-                name,
-                self._siblings.build(name),
-                self._training,
-                seed=self.seed,
-                folder=self.folder,
-                resume=resume,
-                watcher=watcher,
+            sibling = training(
+                name, self._siblings.build(name), self._training, folder=self.folder, resume=resume, watcher=watcher
             )
+            methods[name] = planned(sibling, 0, self.seed)
         return methods
 
     def test_error(self, before: State, after: State) -> float | None:

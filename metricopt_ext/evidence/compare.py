@@ -1,13 +1,13 @@
 """Methods side by side on one task: each with its own ledger, each end judged once on the test data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.method import METHODS, End, Method, MethodResult, Reached, check_known
+from metricopt_ext.evidence.method import METHODS, End, Method, Reached, check_known
 from metricopt_ext.evidence.record import Outcome
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -20,12 +20,12 @@ class Comparison:
     """The outcomes of the methods in a comparison, by name.
 
     Attributes:
-        results: What each returned; those that do not apply are left out.
+        results: Where each stood; those that do not apply are left out.
         outcomes: The outcome of each end, one for each number of queries that the method reports.
         curves: Validation metric along a method's path, ``T + 1`` numbers, if it has one. No method sees them.
     """
 
-    results: dict[str, MethodResult]
+    results: dict[str, tuple[Reached, ...]]
     outcomes: dict[str, list[Outcome]]
     curves: dict[str, list[float]]
 
@@ -38,37 +38,40 @@ def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Metho
     Args:
         task: The task; its metric looks at the validation data.
         test_metric: The same metric on the test data.
-        methods: By name, ordered so that each finds the results that it continues from.
+        methods: By name, ordered so that each finds where those stood that it continues from.
 
     Raises:
         ConfigError: A method has no entry in `METHODS`; none was run.
     """
     check_known(methods)
-    results: dict[str, MethodResult] = {}
+    results: dict[str, tuple[Reached, ...]] = {}
     for name, method in methods.items():
-        entry = METHODS[name]
-        run = partial(method, task.judged_by(task.metric.with_new_ledger()), results)
-        result = run() if entry.shared else ranks.only_first(run)
-        if result is None:
+        entry, own = METHODS[name], task.judged_by(task.metric.with_new_ledger())
+        run = partial(_run, method, own, results)
+        reached = run() if entry.shared else ranks.only_first(run)
+        if not reached:
             continue
-        if entry.kind == "free" and result.reached[-1].queries:
-            spent = counted(result.reached[-1].queries, "query")
+        if entry.kind == "free" and reached[-1].queries:
+            spent = counted(reached[-1].queries, "query")
             raise ConfigError(f"method {name!r} is free in METHODS, but spent {spent}")
-        before = results[entry.after].reached[-1] if entry.after else None
-        reached = tuple(each.after(before) if before else each for each in result.reached)
-        results[name] = replace(result, reached=reached)
+        before = results[entry.after][-1] if entry.after else None
+        results[name] = tuple(each.after(before) if before else each for each in reached)
     return ranks.only_first(lambda: _judged(task, test_metric, results)) or Comparison(results, {}, {})
 
 
-def _judged(task: FinetuneTask, test_metric: Metric, results: dict[str, MethodResult]) -> Comparison:
+def _run(method: Method, task: FinetuneTask, earlier: Mapping[str, tuple[Reached, ...]]) -> tuple[Reached, ...]:
+    return method(earlier).run(task)
+
+
+def _judged(task: FinetuneTask, test_metric: Metric, results: dict[str, tuple[Reached, ...]]) -> Comparison:
     validation, test = task.judged_by(task.metric.with_new_ledger()), task.judged_by(test_metric)
 
     def outcome(each: Reached) -> Outcome:
         values = judge(validation, each.end), judge(test, each.end)
         return Outcome(*values, each.queries, each.queries_per_start, each.seconds, each.batch_queries)
 
-    outcomes = {name: [outcome(each) for each in result.reached] for name, result in results.items()}
-    paths = {name: result.path for name, result in results.items() if result.path is not None}
+    outcomes = {name: [outcome(each) for each in reached] for name, reached in results.items()}
+    paths = {name: reached[-1].path for name, reached in results.items() if reached[-1].path is not None}
     curves = {name: [judge(validation, phi) for phi in path] for name, path in paths.items()}
     return Comparison(results, outcomes, curves)
 

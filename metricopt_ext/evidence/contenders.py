@@ -1,47 +1,36 @@
-"""The methods of a comparison at several budgets: each asks the metric alone, from one start, and says where it stood.
+"""The methods of a comparison: each asks the metric alone, from one beginning, and says where it stood.
 
-A contender gets a task, a start phi, budgets and a seed. Every call of the metric is one query, whoever makes it: what
-was spent on choosing the start has been taken off the budgets before. What a query costs the model is another matter,
-and is counted besides (`passes`).
+Every call of the metric is one query, whoever makes it. What a query costs the model is another matter, and is counted
+besides (`passes`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import MetricError
-from metricopt_ext.evidence.method import METHODS, Meter, Reached, now
+from metricopt_ext.evidence.method import METHODS, Begun, Contender, End, Meter, Reached, end_of, now
 from metricopt_ext.evidence.method_config import FinetuneConfig
 from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.methods.guard import CONFIDENCE, decide
+from metricopt_ext.methods.guard import CONFIDENCE
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.searched import search_results
+from metricopt_ext.methods.strategy import LearningStrategy
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.search.optimizer import LossStep
-from metricopt_ext.search.strategy import SearchResult, SearchStrategy
+from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint, digest_of
 from metricopt_ext.tasks.metric import Ledger, Query
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.progress import Watcher
-
-# (task, start phi ``d``, budgets in ascending order, seed) -> where it stood at each budget, in that order.
-Run = Callable[[FinetuneTask, Tensor, Sequence[int], int], Iterator[Reached]]
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One method of a comparison.
-
-    Attributes:
-        run: Runs it.
-        least: The smallest budget that it can do with in d dimensions.
-        anytime: Whether its queries are the same whatever the budget, so that one run serves all budgets.
-    """
-
-    run: Run
-    least: Callable[[int], int]
-    anytime: bool = False
+from metricopt_ext.utils.progress import Watcher, Within
 
 
 def usual_contenders(config: RunConfig) -> dict[str, Contender]:
@@ -55,12 +44,11 @@ def usual_contenders(config: RunConfig) -> dict[str, Contender]:
     def best_step(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
         return best_of_loss_finetune(task, loss_path(task, config.finetune, seed, start), queries)
 
+    made = {name: entry.factory(config.finetune) for name, entry in METHODS.items() if entry.factory is not None}
     return {
         "loss_finetune_best": at_each_budget(best_step, least=lambda dim: 2),
-        **{
-            name: searching(each.factory(config.finetune)) for name, each in METHODS.items() if each.factory is not None
-        },
-        "ours": ours(config.guard.confidence, search if isinstance(search, GuidedTrustRegion) else None),
+        **{name: searching(each) for name, each in made.items() if isinstance(each, SearchStrategy)},
+        "ours": ours(search if isinstance(search, GuidedTrustRegion) else None, config.guard.confidence),
     }
 
 
@@ -82,35 +70,84 @@ def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Ten
     return points[chosen[costs.argmin()]]
 
 
-def ours(confidence: float = CONFIDENCE, search: GuidedTrustRegion | None = None) -> Contender:
-    """Make a contender of the guided search, its guard included: what the guard refuses ends at the start.
-
-    A comparison that knows the start's rivals too, the model as it was trained among them, decides anew (`guarded`).
+def ours(search: GuidedTrustRegion | None = None, confidence: float = CONFIDENCE) -> Contender:
+    """Make a contender of the guided search as `optimize_metric` runs it: its starts, its points and its guard.
 
     Args:
-        confidence: How sure the guard must be, at least 0.5 and below 1.
         search: The search.
+        confidence: How sure the guard must be, at least 0.5 and below 1.
     """
     engine = search or GuidedTrustRegion()
 
-    def run(task: FinetuneTask, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        limited = with_budget(task, max(budgets) + len(budgets) - 1)
-        meter = Meter(limited)
-        for end in engine.ends(limited, start, budgets, seed=seed):
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        starts = {name: start for name, start in begun.starts.items() if name != "start"}
+        numbers = [begun.spent + queries for queries in budgets]
+        limited = with_budget(task, max(numbers) + len(numbers) - 1)
+        known, meter, elsewhere = on_file(begun, limited), Meter(limited), 0
+        for result in search_results(
+            limited, numbers, engine, starts=starts, confidence=confidence, seed=seed, kept=known
+        ):
             reached = now()
-            yield replace(meter.reached(_kept(start, end, confidence)), search=end)
+            spent, before = result.queries_per_start - begun.spent, elsewhere
+            elsewhere = limited.metric.ledger.spent - result.queries_per_start
+            meter.forget_last_queries(elsewhere - before)  # a smaller budget's end, which this one has elsewhere
+            end = end_of(task, result.start_of(result.chosen))
+            yield replace(meter.reached(end), queries=spent, queries_per_start=spent, result=result)
             meter.forget_since(reached)  # what was reached is judged meanwhile
-            if end.f is not None:
-                meter.forget_last_query()  # that of its end, which a run of a larger budget has elsewhere
 
     return Contender(run, engine.least_queries, anytime=True)
 
 
-def _kept(start: Tensor, end: SearchResult, confidence: float) -> Tensor:
-    """Return the end of a search, ``d``, or the start, its first query, if that is what the guard keeps."""
-    asked = {"start": end.evaluations[0], "search": end.evaluation}
-    decision = decide(asked, end.evaluations, confidence, lambda kept: end.gain_over(start))
-    return end.phi if decision.kept == "search" else start
+def on_file(begun: Begun, task: FinetuneTask) -> KeptEvaluations:
+    """Return the evaluations of the starts that were asked, as a run that is resumed has them on file."""
+    kept = KeptEvaluations(None, task.metric)
+    names = ["start", *(name for name in begun.starts if name != "start")]
+    for id, name in enumerate(names):
+        if name in begun.asked:
+            start = begun.starts[name]
+            point = KeptPoint.of(id, start.phi, digest_of(start))
+            kept.tell(KeptEvaluation.told(point, begun.asked[name], task.metric.repeats))
+    return kept
+
+
+def optimizing(
+    strategy: SearchStrategy | LearningStrategy[Any],
+    *,
+    starts: Mapping[str, Start] | None = None,
+    confidence: float = CONFIDENCE,
+    output_dir: Path | None = None,
+    resume: bool = False,
+    watcher: Watcher,
+) -> Contender:
+    """Make a contender of `optimize_metric`, at one budget and from the model as it was trained; see there.
+
+    Args:
+        strategy: How it works.
+        starts: What it may begin from besides phi = 0.
+        confidence: How sure the guard must be.
+        output_dir: Receives what it keeps.
+        resume: Continue what an interrupted run left there.
+        watcher: Notified of progress.
+    """
+
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        (queries,), meter = budgets, Meter(task)
+        result: Result[Any] = optimize_metric(
+            task,
+            queries=queries,
+            strategy=strategy,
+            starts=starts,
+            guard_confidence=confidence,
+            seed=seed,
+            output_dir=output_dir,
+            resume=resume,
+            watcher=watcher,
+        )
+        task.adapter.apply(Start(task.origin()))  # the other methods begin from the base
+        end, path = end_of(task, result.start_of(result.chosen)), result.path if result.details.finetunes else None
+        yield replace(meter.reached(end), queries_per_start=result.queries_per_start, path=path, result=result)
+
+    return Contender(run)
 
 
 def searching(search: SearchStrategy) -> Contender:
@@ -124,8 +161,8 @@ def searching(search: SearchStrategy) -> Contender:
             lambda task, start, queries, seed: search(task, start, queries, seed=seed).phi, search.least_queries
         )
 
-    def run(task: FinetuneTask, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        limited, stopped = with_budget(task, max(budgets)), None
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        (limited, start), stopped = begun.of(with_budget(task, max(budgets))), None
         trace = Trace(limited)
         try:
             with limited.metric.observed_by(trace):
@@ -135,30 +172,83 @@ def searching(search: SearchStrategy) -> Contender:
         for queries in budgets:
             if stopped is not None and queries > len(trace.points):
                 raise stopped
-            yield trace.best(queries)
+            best = trace.best(queries)
+            yield replace(best, end=begun.standing(task, best.end))
 
     return Contender(run, search.least_queries, anytime=True)
 
 
 def at_each_budget(
-    run: Callable[[FinetuneTask, Tensor, int, int], Tensor | nn.Module | None],
+    run: Callable[[FinetuneTask, Tensor, int, int], End | None],
     least: Callable[[int], int] = lambda dim: 0,
 ) -> Contender:
     """Make a contender of a function that is run once for each budget.
 
     Args:
-        run: ``run(task, start, queries, seed)`` returns the end, or None if it does not apply.
+        run: ``run(task, start, queries, seed)`` returns the end, or None if it does not apply. The task is on the model
+            of the start.
         least: See `Contender`.
     """
 
-    def each(task: FinetuneTask, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+    def each(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         for queries in budgets:
-            limited = with_budget(task, queries)
+            limited, start = begun.of(with_budget(task, queries))
             meter, end = Meter(limited), run(limited, start, queries, seed)
             if end is not None:
-                yield meter.reached(end)
+                yield meter.reached(begun.standing(task, end))
 
     return Contender(each, least)
+
+
+def ending_at(run: Callable[[FinetuneTask], End | None]) -> Contender:
+    """Make a contender, which takes no queries, of a function of the task that returns an end; see `at_each_budget`."""
+    return at_each_budget(lambda task, *_: run(task))
+
+
+def along_path(run: Callable[[FinetuneTask, Tensor, int], Tensor]) -> Contender:
+    """Make a contender, which takes no queries, of a function that finetunes.
+
+    Args:
+        run: ``run(task, start, seed)`` returns the visited phi, ``(T + 1) x d``.
+    """
+
+    def each(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        limited, start = begun.of(with_budget(task, 0))
+        meter, path = Meter(limited), run(limited, start, seed)
+        reached = replace(meter.reached(begun.standing(task, path[-1])), path=path)
+        yield from (reached for _ in budgets)
+
+    return Contender(each)
+
+
+def told(contender: Contender, title: str, watcher: Watcher) -> Contender:
+    """Return a contender whose queries a watcher is told of now and then.
+
+    Args:
+        contender: The contender.
+        title: Its displayed name.
+        watcher: The watcher, whose own queries are another method's.
+    """
+
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        shown = Within(watcher, title, max(budgets) + begun.spent)
+        observed = task.judged_by(task.metric.with_observers(Spent(shown, begun.spent)))
+        return contender.run(observed, begun, budgets, seed)
+
+    return replace(contender, run=run)
+
+
+def staged(contender: Contender, watcher: Watcher, before: str = "", after: str = "") -> Contender:
+    """Return a contender that tells a watcher of a stage before it begins, or after it has ended."""
+
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        if before:
+            watcher.stage(before)
+        yield from contender.run(task, begun, budgets, seed)
+        if after:
+            watcher.stage(after)
+
+    return replace(contender, run=run)
 
 
 @dataclass(frozen=True)
@@ -207,9 +297,10 @@ class Spent:
         self.watcher, self.queries = watcher, queries
 
     def __call__(self, query: Query) -> None:
-        """Count a query."""
-        self.queries += 1
-        self.watcher.query(self.queries, query.value)
+        """Count a query, unless it was asked before."""
+        if not query.on_file:
+            self.queries += 1
+            self.watcher.query(self.queries, query.value)
 
 
 def with_budget(task: FinetuneTask, queries: int) -> FinetuneTask:

@@ -11,16 +11,16 @@ from typing import Any
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.evidence.compare import judge
-from metricopt_ext.evidence.contenders import Contender, Spent
+from metricopt_ext.evidence.contenders import Spent
 from metricopt_ext.evidence.contest_file import STARTS, read_row
 from metricopt_ext.evidence.experiment import Experiment, State
-from metricopt_ext.evidence.guarded import TRAINED, Candidate, Change, guarded
-from metricopt_ext.evidence.method import METHODS, End, Reached, now
+from metricopt_ext.evidence.guarded import TRAINED, Change, record_of
+from metricopt_ext.evidence.method import METHODS, Begun, Contender, End, Reached, now
 from metricopt_ext.evidence.passes import CountedTask, Passes, counting, noticing, passes_of
 from metricopt_ext.evidence.run_config import RunConfig
-from metricopt_ext.methods.starts import best_start, with_start
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.starts import all_starts, best_start, with_start
 from metricopt_ext.plain import MESSAGE, plain
-from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import write_json
@@ -35,7 +35,8 @@ class Plan:
     Attributes:
         methods: Names of contenders, in any order.
         budgets: Metric queries, ascending.
-        starts: Names of the free starts to choose from; empty for all that the experiment has.
+        starts: Names of the free starts to choose from, besides the model as it was trained; empty for all that the
+            experiment has.
         most: Largest budget of methods that take too long for larger ones, by name.
     """
 
@@ -69,39 +70,34 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """Where all methods of a seed begin.
+class Opening:
+    """Where all methods of a seed begin, and what it took.
 
     Attributes:
-        starts: The free starts, by name, each with its evaluation: one query.
-        chosen: The best of them.
+        begun: The free starts, ``"start"`` among them, each with its evaluation: one query.
         seconds: What making and choosing them took.
         passes: What that cost the model.
     """
 
-    starts: Mapping[str, Candidate]
-    chosen: str
+    begun: Begun
     seconds: float
     passes: Passes
 
-    @property
-    def state(self) -> State:
-        """The start that was chosen."""
-        return self.starts[self.chosen].state
-
-    def record(self, test_metric: Metric) -> dict[str, Any]:
+    def record(self, task: FinetuneTask, test_metric: Metric) -> dict[str, Any]:
         """Return what is kept of it: every start's metric on the data that the metric sees and on the test data."""
+        begun, test = self.begun, task.judged_by(test_metric)
         return {
-            "chosen": self.chosen,
-            "validation": {
-                name: state.task.metric.to_value(evaluation.cost) for name, (state, evaluation) in self.starts.items()
-            },
-            "test": {
-                name: judge(state.task.judged_by(test_metric), state.phi) for name, (state, _) in self.starts.items()
-            },
+            "chosen": shown(begun.chosen),
+            "validation": {shown(name): task.metric.to_value(each.cost) for name, each in begun.asked.items()},
+            "test": {shown(name): judge(with_start(test, start), start.phi) for name, start in begun.starts.items()},
             "seconds": self.seconds,
             "passes": asdict(self.passes),
         }
+
+
+def shown(start: str) -> str:
+    """Return what files and tables call a start."""
+    return TRAINED if start == "start" else start
 
 
 def run_seed(
@@ -131,23 +127,17 @@ def run_seed(
         spent = Spent(watcher)
         watcher.stage("starts")
         began = now()
-        free = {TRAINED: Start(experiment.task.origin()), **experiment.starts()}
-        starts, asked = chosen_starts(free, plan.starts), _fresh(experiment.task, spent)
-        chosen, evaluations = best_start(asked, starts)
-        begun = Begun(
-            {
-                name: Candidate(State(with_start(experiment.task, start), start.phi), evaluations[name])
-                for name, start in starts.items()
-            },
-            chosen,
-            now() - began,
-            _passes(made, asked, starts),
+        starts, asked = (
+            chosen_starts(all_starts(made, experiment.starts()), plan.starts),
+            _fresh(experiment.task, spent),
         )
-        write_json(folder / STARTS, {"seed": seed, **begun.record(experiment.test_metric)})
+        chosen, evaluations = best_start(asked, starts)
+        opening = Opening(Begun(starts, chosen, len(starts), evaluations), now() - began, _passes(made, asked, starts))
+        write_json(folder / STARTS, {"seed": seed, **opening.record(experiment.task, experiment.test_metric)})
         contenders = experiment.contenders(config, experiment)
         for name in missing:
             watcher.stage(METHODS[name].title)
-            row = _Row(experiment, begun, spent)
+            row = _Row(experiment, opening, spent)
             write_json(folder / f"{name}.json", {"method": name, **row.run(contenders[name], plan.budgets_of(name))})
     watcher.done()
 
@@ -157,16 +147,17 @@ def finished(file: Path) -> bool:
     return file.exists() and not read_row(file)["errors"]
 
 
-def chosen_starts(found: dict[str, Start], wanted: Sequence[str]) -> dict[str, Start]:
-    """Return the wanted starts, or all if none is named.
+def chosen_starts(found: Mapping[str, Start], wanted: Sequence[str]) -> dict[str, Start]:
+    """Return the wanted starts, or all if none is named; the model as it was trained is always among them.
 
     Raises:
         ConfigError: There is no such start.
     """
+    names = {shown(name): name for name in found}
     for name in wanted:
-        if name not in found:
-            raise ConfigError(f"starts={list(wanted)}: {name!r} is none of {', '.join(found)}")
-    return {name: found[name] for name in wanted} if wanted else found
+        if name not in names:
+            raise ConfigError(f"starts={list(wanted)}: {name!r} is none of {', '.join(names)}")
+    return {name: start for name, start in found.items() if not wanted or shown(name) in (TRAINED, *wanted)}
 
 
 def _fresh(task: FinetuneTask, spent: Spent) -> FinetuneTask:
@@ -192,33 +183,32 @@ class _Row:
 
     Args:
         experiment: The seed's.
-        begun: Where it begins; what choosing that took counts as its own.
+        opening: Where it begins; what choosing that took counts as its own.
         spent: Told of each query.
     """
 
-    def __init__(self, experiment: Experiment[Any], begun: Begun, spent: Spent) -> None:
-        self.experiment, self.begun, self.spent = experiment, begun, spent
-        self.task, self.start = begun.state
-        self.chosen_by = len(begun.starts)
+    def __init__(self, experiment: Experiment[Any], opening: Opening, spent: Spent) -> None:
+        self.experiment, self.opening, self.spent = experiment, opening, spent
+        self.task, self.begun = experiment.task, opening.begun
         self.validation_metric = self.task.metric.with_new_ledger()
 
     def run(self, contender: Contender, budgets: Sequence[int]) -> dict[str, Any]:
         """Run a contender at all budgets and return its row; an error marks its budget and those that depend on it."""
-        seed, least = self.experiment.seed, contender.least(self.task.dim) + self.chosen_by
+        seed, least = self.experiment.seed, contender.least(self.task.dim) + self.begun.spent
         possible = [budget for budget in budgets if budget >= least]
         cells: dict[str, Any] = {}
         errors: dict[str, str] = {}
         for group in [possible] if contender.anytime and possible else [[budget] for budget in possible]:
             left = list(group)
             try:
-                own = [budget - self.chosen_by for budget in group]
-                for reached in contender.run(_fresh(self.task, self.spent), self.start, own, seed):
-                    cells[str(left[0])] = self.cell(reached, left[0])
+                own = [budget - self.begun.spent for budget in group]
+                for reached in contender.run(_fresh(self.task, self.spent), self.begun, own, seed):
+                    cells[str(left[0])] = self.cell(reached.after_choice(self.begun.spent), left[0])
                     left.pop(0)
             except Exception as error:
                 message = plain(" ".join(f"{type(error).__name__}: {error}".split()), MESSAGE)
                 errors |= {str(budget): message for budget in left}
-        machine = str(Machine.current(self.start.device))
+        machine = str(Machine.current(self.task.adapter.phi.device))
         return {"seed": seed, "least": least, "cells": cells, "errors": errors, "machine": machine}
 
     def cell(self, reached: Reached, budget: int) -> dict[str, Any]:
@@ -227,31 +217,20 @@ class _Row:
         Raises:
             BudgetError: It spent more than its budget.
         """
-        queries = reached.queries + self.chosen_by
-        if queries > budget:
-            raise BudgetError(f"{queries} queries were spent of a budget of {budget}")
-        task, end, guard = self.task, reached.end, None
-        if reached.search is not None:
-            (task, end), guard = self.guarded(reached.search)
+        if reached.queries > budget:
+            raise BudgetError(f"{reached.queries} queries were spent of a budget of {budget}")
         return {
-            "queries": queries,
-            "validation": judge(task.judged_by(self.validation_metric), end),
-            "test": self.tested(task, end),
-            "seconds": reached.seconds + self.begun.seconds,
-            "passes": None if reached.passes is None else asdict(reached.passes + self.begun.passes),
-            "guard": guard,
+            "queries": reached.queries,
+            "validation": judge(self.task.judged_by(self.validation_metric), reached.end),
+            "test": self.tested(self.task, reached.end),
+            "seconds": reached.seconds + self.opening.seconds,
+            "passes": None if reached.passes is None else asdict(reached.passes + self.opening.passes),
+            "guard": None if reached.result is None else self.guard(reached.result),
         }
 
-    def guarded(self, end: SearchResult) -> tuple[State, dict[str, Any]]:
-        """Return what the guard keeps of a search, and a record of its decision."""
-        starts = self.begun.starts
-        return guarded(
-            {name: starts[name] for name in (TRAINED, self.begun.chosen) if name in starts},
-            end,
-            confidence=self.experiment.config.guard.confidence,
-            scale=self.task.metric.scale,
-            change=self.change,
-        )
+    def guard(self, result: Result) -> dict[str, Any]:
+        """Return a record of what the guard decided, and of what that came to on test."""
+        return record_of(result, self.task, scale=self.task.metric.scale, change=self.change)
 
     def change(self, before: State, after: State) -> Change:
         """Return what going from one state to another changes on test, positive being better."""

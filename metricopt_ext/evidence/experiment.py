@@ -16,12 +16,12 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.data.rare import Rare
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.evidence.compare import Comparison, compare
-from metricopt_ext.evidence.contenders import Contender, at_each_budget, loss_path, usual_contenders
+from metricopt_ext.evidence.contenders import along_path, loss_path, usual_contenders
 from metricopt_ext.evidence.correlation import CorrelationReport
 from metricopt_ext.evidence.events import query_events
-from metricopt_ext.evidence.method import End, Method
+from metricopt_ext.evidence.method import Contender, End, Method
 from metricopt_ext.evidence.record import SeedRecord
-from metricopt_ext.evidence.rivals import usual_methods
+from metricopt_ext.evidence.rivals import metricopt_result, usual_methods
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.starts import batchnorm_start
 from metricopt_ext.tasks.batches import Batches
@@ -160,12 +160,12 @@ class Experiment(ABC, Generic[Config]):
             subject: The experiment whose data they may look at; None where only names and least budgets are asked for.
         """
 
-        def on_labels(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
+        def on_labels(task: FinetuneTask, start: Tensor, seed: int) -> Tensor:
             assert subject is not None
             _, batches = subject.validation()
-            return loss_path(replace(task, batches=batches), config.finetune, seed, start)[-1]
+            return loss_path(replace(task, batches=batches), config.finetune, seed, start)
 
-        return {**usual_contenders(config), "loss_finetune_validation": at_each_budget(on_labels)}
+        return {**usual_contenders(config), "loss_finetune_validation": along_path(on_labels)}
 
     def test_error(self, before: State, after: State) -> float | None:
         """Return the standard error of the test metric's difference between two states, None if it is unknown."""
@@ -238,12 +238,11 @@ def run_seed(
 def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord:
     """Set MetricOpt's end, and write the record, the first seed's pictures and the tuned model."""
     config, folder, seed, task = experiment.config, experiment.folder, experiment.seed, experiment.task
-    result = comparison.results["metricopt"].result
-    assert result is not None
+    result = metricopt_result(comparison.results)
     task.adapter.apply(result.start_of(result.chosen))
     to_value = task.metric.to_value
     searched = [] if result.details.finetunes else [to_value(cost) for cost in result.costs]
-    correlations = experiment.correlations([each.reached[-1].end for each in comparison.results.values()])
+    correlations = experiment.correlations([reached[-1].end for reached in comparison.results.values()])
     if correlations is not None and config.pictures and seed == config.seed:
         correlations.plot(folder / "correlations.png")
     record = SeedRecord(
@@ -269,7 +268,7 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison) -> SeedRecord
     if config.pictures and seed == config.seed:
         from metricopt_ext.evidence.value_plots import draw_value_function
 
-        shown = [(name, comparison.results[name].path) for name in ("loss_finetune", "metricopt")]
+        shown = [(name, comparison.results[name][-1].path) for name in ("loss_finetune", "metricopt")]
         paths = {name: path for name, path in shown if path is not None}
         draw_value_function(task.judged_by(task.metric.with_new_ledger()), result, paths, folder)
     experiment.finish()

@@ -1,23 +1,15 @@
-"""A guarded search: what is kept of a whole run, from the model as it was trained, and what that changes on test."""
+"""What a guarded run came to on test: the step of its search, and the whole of it from the model as it was trained."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 from metricopt_ext.evidence.experiment import State
-from metricopt_ext.methods.guard import decide
-from metricopt_ext.search.strategy import SearchResult
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.starts import with_start
+from metricopt_ext.tasks.task import FinetuneTask
 
-TRAINED = "pretrained"
-
-
-class Candidate(NamedTuple):
-    """A state that may be kept, with its evaluation on the data that the metric sees."""
-
-    state: State
-    evaluation: Evaluation
+TRAINED = "pretrained"  # what files and tables call the model as it was trained, a result's "start"
 
 
 class Change(NamedTuple):
@@ -27,51 +19,41 @@ class Change(NamedTuple):
     error: float | None
 
 
-def guarded(
-    starts: Mapping[str, Candidate],
-    end: SearchResult,
-    *,
-    confidence: float,
-    scale: float,
-    change: Callable[[State, State], Change],
-) -> tuple[State, dict[str, Any]]:
-    """Return what the guard keeps, as `optimize_metric` does, and a record of its decision.
+def record_of(
+    result: Result, task: FinetuneTask, *, scale: float, change: Callable[[State, State], Change]
+) -> dict[str, Any]:
+    """Return a record of what the guard decided.
 
     Args:
-        starts: The model as it was trained, `TRAINED`, if it was asked, and the start that the search began from.
-        end: Where the search ended.
-        confidence: How sure the guard must be, at least 0.5 and below 1.
+        result: The run's.
+        task: Its task.
         scale: How much the metric changes when the cost changes by 1.
         change: What going from one state to another changes on test.
 
     Returns:
-        The state that was kept, and a record of plain data: ``kept``, its name; ``gain`` and the other terms of the
-        guard's `Verdict` on the end (see `Decision`), in the metric's units; of the search's step, from its start to
-        its end, whether it was ``accepted``, and its ``change`` on test with its ``error``; and ``whole``, of the whole
-        run from `TRAINED` on: whether anything else was ``accepted``, the ``change`` on test of what was kept with its
-        ``error``, and that of the ``best`` by the metric of start and end, kept or not. It is None if `TRAINED` is not
-        among the starts.
+        Plain data: ``kept``, the name of what was kept; ``gain`` and the other terms of the guard's `Verdict` on the
+        end, in the metric's units; of the search's step, from its start to its end, whether it was ``accepted``, and
+        its ``change`` on test with its ``error``; and ``whole``, of the whole run from the model as it was trained:
+        whether anything else was ``accepted``, the ``change`` on test of what was kept with its ``error``, and that of
+        the ``best`` by the metric of start and end, kept or not.
     """
-    *_, begun = starts
-    candidates = {**starts, "search": Candidate(State(starts[begun].state.task, end.phi), end.evaluation)}
-    asked = {name: each.evaluation for name, each in candidates.items()}
+    verdict, begun = result.verdict, result.begun_at
+    searched = with_start(task, result.candidates[begun])
 
-    def gain_by_f(name: str) -> float:
-        state = candidates[name].state
-        known = state.task.adapter.model is starts[begun].state.task.adapter.model  # f is of this one
-        return end.gain_over(state.phi) if known else math.inf
-
-    decision = decide(asked, end.evaluations, confidence, gain_by_f)
-    kept, verdict = decision.kept, decision.verdict
+    def state(name: str) -> State:
+        start = result.start_of(name)
+        same = start.replaces_the_same(result.candidates[begun])
+        return State(searched if same else with_start(task, start), start.phi)
 
     @cache
     def between(before: str, after: str) -> Change:
-        return change(candidates[before].state, candidates[after].state)
+        return change(state(before), state(after))
 
-    step = between(begun, "search")
-    record = {
-        "kept": kept,
-        "accepted": kept == "search",
+    best = begun if result.best == result.starts[begun] else "search"
+    step, run, possible = between(begun, "search"), between("start", result.chosen), between("start", best)
+    return {
+        "kept": TRAINED if result.chosen == "start" else result.chosen,
+        "accepted": result.chosen == "search",
         "gain": scale * verdict.gain,
         "chance": None if verdict.chance is None else scale * verdict.chance,
         "optimism": scale * verdict.optimism,
@@ -79,16 +61,11 @@ def guarded(
         "candidates": verdict.candidates,
         "change": step.value,
         "error": step.error,
-        "whole": None,
-    }
-    if TRAINED in starts:
-        best = min((begun, "search"), key=lambda name: asked[name].cost)
-        run, possible = between(TRAINED, kept), between(TRAINED, best)
-        record["whole"] = {
-            "accepted": kept != TRAINED,
+        "whole": {
+            "accepted": result.chosen != "start",
             "change": run.value,
             "error": run.error,
             "best": possible.value,
             "best_error": possible.error,
-        }
-    return candidates[kept].state, record
+        },
+    }

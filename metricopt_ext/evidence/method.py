@@ -1,22 +1,32 @@
-"""What a method is to a comparison: its name and title, what it needs, and what it returns."""
+"""What a method is to a comparison: its entry in the registry, where it begins, and what it says of where it stands."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.method_config import FinetuneConfig
-from metricopt_ext.evidence.passes import Passes, last_query, passes_of
+from metricopt_ext.evidence.passes import Passes, passes_of, queries_cost
 from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
+from metricopt_ext.methods.siblings.reloss import ReLoss
+from metricopt_ext.methods.siblings.sibling import Sibling
+from metricopt_ext.methods.siblings.surrogate_learning import SurrogateLearning
+from metricopt_ext.methods.starts import with_start
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.ngopt import NGOpt
+from metricopt_ext.search.noisy_ei import NoisyEI
+from metricopt_ext.search.optuna_sampler import OptunaSampler
 from metricopt_ext.search.random_search import RandomSearch
-from metricopt_ext.search.strategy import SearchResult, SearchStrategy
+from metricopt_ext.search.strategy import SearchStrategy
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.search.turbo import TuRBO
+from metricopt_ext.tasks.metric import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 
 Kind = Literal["free", "queries"]
@@ -37,8 +47,9 @@ class Entry:
             batches.
         after: The method that it continues from: what that one spent counts as its own too.
         shared: Whether ranks share its work (`ranks`), by `optimize_metric`.
-        factory: Makes the search that it is, from the settings of finetuning; None of what is more than a search. With
-            it, an entry is all that a comparison needs.
+        trains: What it trains, of a sibling method: classifiers, or embedders for the distances between them.
+        factory: Makes the search or the sibling method that it is, from the settings of finetuning; None of what a
+            task makes. With it, an entry is all that a comparison needs.
     """
 
     title: str
@@ -47,7 +58,8 @@ class Entry:
     needs: Needs = "scores"
     after: str = ""
     shared: bool = False
-    factory: Callable[[FinetuneConfig], SearchStrategy] | None = None
+    trains: Literal["", "classifiers", "embedders"] = ""
+    factory: Callable[[FinetuneConfig], SearchStrategy | Sibling] | None = None
 
 
 # Every method that a comparison can run, by name, in the order of tables.
@@ -69,8 +81,11 @@ METHODS: dict[str, Entry] = {
     "random_search": Entry("random search", "#b7b7b7", "queries", factory=lambda config: RandomSearch()),
     "ngopt": Entry("NGOpt on the metric", "#3b8f6b", "queries", factory=lambda config: NGOpt()),
     "turbo": Entry("TuRBO on the metric", "#8fbf8f", "queries", factory=lambda config: TuRBO()),
+    "noisy_ei": Entry("BoTorch, noisy EI", "#5a9a8a", "queries", factory=lambda config: NoisyEI()),
+    "optuna_tpe": Entry("Optuna, TPE", "#b08fbf", "queries", factory=lambda config: OptunaSampler("tpe")),
+    "optuna_gp": Entry("Optuna, GP", "#8a6f9a", "queries", factory=lambda config: OptunaSampler("gp")),
     "best_start": Entry("best free start", "#555555", "queries"),
-    "ours": Entry("MetricOpt, guided search", "#d7191c", "queries"),
+    "ours": Entry("MetricOpt, guided search", "#d7191c", "queries", factory=lambda config: GuidedTrustRegion()),
     "transferred": Entry("f of another run", "#7f9c3c", "free", "another f"),
     "placebo": Entry("the same f, turned", "#b9c58f", "free", "another f"),
     "metricopt": Entry("MetricOpt", "#c02942", "queries", shared=True),
@@ -78,15 +93,120 @@ METHODS: dict[str, Entry] = {
     "metricopt_learned": Entry("MetricOpt, learned", "#8e1b8e", "queries", shared=True),
     "refined": Entry("MetricOpt, then CMA-ES", "#e0607a", "queries", after="metricopt"),
     "second_round": Entry("MetricOpt, second round", "#7a1f3d", "queries", after="metricopt"),
-    "sl_u": Entry("SL, universal surrogate", "#c9b458", "queries", "batch metric"),
-    "sl_s": Entry("SL, surrogate from scratch", "#a88f2a", "queries", "batch metric"),
-    "sl_r": Entry("SL, refined surrogate", "#7d6608", "queries", "batch metric"),
-    "reloss": Entry("ReLoss and cross-entropy", "#1b7f79", "queries", "batch metric"),
-    "reloss_only": Entry("ReLoss alone", "#6fb7b0", "queries", "batch metric"),
-    "ala": Entry("ALA, class correlations", "#3a7d44", "queries", "labels"),
-    "ala_mixture": Entry("ALA, distance mixture", "#5fa36a", "queries", "labels"),
-    "ala_focal": Entry("ALA, focal weighting", "#93c49b", "queries", "labels"),
+    "sl_u": Entry(
+        "SL, universal surrogate",
+        "#c9b458",
+        "queries",
+        "batch metric",
+        trains="classifiers",
+        factory=lambda config: SurrogateLearning("universal"),
+    ),
+    "sl_s": Entry(
+        "SL, surrogate from scratch",
+        "#a88f2a",
+        "queries",
+        "batch metric",
+        trains="classifiers",
+        factory=lambda config: SurrogateLearning("scratch"),
+    ),
+    "sl_r": Entry(
+        "SL, refined surrogate",
+        "#7d6608",
+        "queries",
+        "batch metric",
+        trains="classifiers",
+        factory=lambda config: SurrogateLearning("refined"),
+    ),
+    "reloss": Entry(
+        "ReLoss and cross-entropy",
+        "#1b7f79",
+        "queries",
+        "batch metric",
+        trains="classifiers",
+        factory=lambda config: ReLoss(),
+    ),
+    "reloss_only": Entry(
+        "ReLoss alone",
+        "#6fb7b0",
+        "queries",
+        "batch metric",
+        trains="classifiers",
+        factory=lambda config: ReLoss(cross_entropy=False),
+    ),
+    "ala": Entry(
+        "ALA, class correlations",
+        "#3a7d44",
+        "queries",
+        "labels",
+        trains="classifiers",
+        factory=lambda config: AdaptiveLossAlignment("classes"),
+    ),
+    "ala_mixture": Entry(
+        "ALA, distance mixture",
+        "#5fa36a",
+        "queries",
+        "labels",
+        trains="embedders",
+        factory=lambda config: AdaptiveLossAlignment("mixture"),
+    ),
+    "ala_focal": Entry(
+        "ALA, focal weighting",
+        "#93c49b",
+        "queries",
+        "labels",
+        trains="embedders",
+        factory=lambda config: AdaptiveLossAlignment("focal"),
+    ),
 }
+
+# The sibling methods by name, with their papers' settings.
+SIBLINGS: dict[str, Sibling] = {
+    name: entry.factory(FinetuneConfig())  # type: ignore[misc]
+    for name, entry in METHODS.items()
+    if entry.trains and entry.factory is not None
+}
+
+
+def siblings_of(trains: str) -> tuple[str, ...]:
+    """Return the names of the sibling methods that train ``"classifiers"``, or those that train ``"embedders"``."""
+    return tuple(name for name in SIBLINGS if METHODS[name].trains == trains)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Where a method begins.
+
+    Attributes:
+        starts: What there was to choose from, by name: ``"start"``, phi = 0 of the model as it was trained, among them
+            if any was asked.
+        chosen: The one that it begins from.
+        spent: Queries that were spent on the choice.
+        asked: The metric's evaluations of the starts, for a search that learns from them too.
+    """
+
+    starts: Mapping[str, Start]
+    chosen: str
+    spent: int = 0
+    asked: Mapping[str, Evaluation] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, phi: Tensor) -> "Begun":
+        """Begin at a phi, ``d``, of the model as it was trained, without a choice."""
+        return cls({"given": Start(phi)}, "given")
+
+    def of(self, task: FinetuneTask) -> tuple[FinetuneTask, Tensor]:
+        """Return the task on the model of the chosen start, and its phi, ``d``."""
+        start = self.starts[self.chosen]
+        return with_start(task, start), start.phi
+
+    def standing(self, task: FinetuneTask, end: End) -> End:
+        """Return an end, a phi of the chosen start's model or a model, as the task itself can judge it."""
+        return end if isinstance(end, nn.Module) else end_of(task, replace(self.starts[self.chosen], phi=end))
+
+
+def end_of(task: FinetuneTask, start: Start) -> End:
+    """Return a start's phi, ``d``, or a copy of the model to which it is applied if it replaces tensors of that."""
+    return with_start(task, start).adapter.model if start.replaced else start.phi
 
 
 @dataclass(frozen=True)
@@ -99,8 +219,9 @@ class Reached:
         queries_per_start: How many of these each further start costs again.
         seconds: Wall-clock seconds spent by then.
         passes: What that cost the model, if it was counted.
-        search: Where its search ended, kept or not, if it has a guard.
         batch_queries: Evaluations of the metric on batches of scores and labels, besides ``queries``.
+        path: The visited phi, ``(T + 1) x d``, for a plot along finetuning; None if there is none.
+        result: What `optimize_metric` returned, or would have, of what is guarded.
     """
 
     end: End
@@ -108,8 +229,13 @@ class Reached:
     queries_per_start: int
     seconds: float
     passes: Passes | None = None
-    search: SearchResult | None = None
     batch_queries: int = 0
+    path: Tensor | None = None
+    result: Result[Any] | None = None
+
+    def after_choice(self, queries: int) -> "Reached":
+        """Return the same with the queries counted that choosing the start took."""
+        return replace(self, queries=self.queries + queries, queries_per_start=self.queries_per_start + queries)
 
     def after(self, before: "Reached") -> "Reached":
         """Return the same with what was spent before counted too."""
@@ -122,25 +248,54 @@ class Reached:
         )
 
 
+# (task, where it begins, budgets in ascending order, seed) -> where it stood at each budget, in that order. What was
+# spent on choosing the start has been taken off the budgets before. A method whose queries follow from its settings
+# says where it stood whatever the budgets; one that does not apply, nothing. It may leave the model with any phi, but
+# with its original weights.
+Run = Callable[[FinetuneTask, Begun, Sequence[int], int], Iterator[Reached]]
+
+
 @dataclass(frozen=True)
-class MethodResult:
-    """What a method returns.
+class Contender:
+    """A method of a comparison: a baseline, a sibling or ours.
 
     Attributes:
-        reached: Where it stood at each number of queries that it reports, in ascending order; at least one.
-        path: The visited phi, ``(T + 1) x d``, for a plot along finetuning; None if there is none.
-        result: What `optimize_metric` returned, for methods that continue from it.
+        run: Runs it.
+        least: The smallest budget that it can do with in d dimensions.
+        anytime: Whether its queries are the same whatever the budget, so that one run serves all budgets.
     """
 
-    reached: tuple[Reached, ...]
-    path: Tensor | None = None
-    result: Result[Any] | None = None
+    run: Run
+    least: Callable[[int], int] = lambda dim: 0
+    anytime: bool = False
 
 
-# A method runs on a task whose metric counts its queries alone, given the results of the methods before it; it returns
-# what came out, with what it spent itself, or None where it does not apply. It may leave the model with any phi, but
-# with its original weights.
-Method = Callable[[FinetuneTask, Mapping[str, MethodResult]], MethodResult | None]
+@dataclass(frozen=True)
+class Planned:
+    """A contender as a tool runs it.
+
+    Attributes:
+        contender: The contender.
+        budgets: Its budgets, without what was spent on choosing the start.
+        seed: Its seed.
+        begun: Where it begins; None: at phi = 0 of the model as it was trained.
+    """
+
+    contender: Contender
+    budgets: tuple[int, ...] = (0,)
+    seed: int = 0
+    begun: Begun | None = None
+
+    def run(self, task: FinetuneTask) -> tuple[Reached, ...]:
+        """Return where it stood, with what choosing the start took; nothing if it does not apply."""
+        begun = self.begun or Begun.at(task.origin())
+        found = self.contender.run(task, begun, self.budgets, self.seed)
+        return tuple(each.after_choice(begun.spent) for each in found)
+
+
+# Where the methods before stood, by name: what a method continues from.
+Earlier = Mapping[str, tuple[Reached, ...]]
+Method = Callable[[Earlier], Planned]
 
 
 class Meter:
@@ -160,11 +315,11 @@ class Meter:
             passes -= self.passes
         return Reached(end, spent, spent, seconds, passes)
 
-    def forget_last_query(self) -> None:
-        """Do not count the last query, which a run that was to end elsewhere would not have made."""
-        self.spent += 1
+    def forget_last_queries(self, queries: int) -> None:
+        """Do not count the last queries, which a run that was to end elsewhere would not have made."""
+        self.spent += queries
         if self.passes is not None:
-            self.passes += last_query(self.task)
+            self.passes += queries_cost(self.task, queries)
 
     def forget_since(self, moment: float) -> None:
         """Do not count the seconds since then; see `now`."""
@@ -176,37 +331,6 @@ def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def ending_at(run: Callable[[FinetuneTask], End | None]) -> Method:
-    """Make a method from a function of the task that returns an end, or None if it does not apply."""
-
-    def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult | None:
-        meter, end = Meter(task), run(task)
-        return None if end is None else MethodResult((meter.reached(end),))
-
-    return method
-
-
-def ending_path(run: Callable[[FinetuneTask], Tensor]) -> Method:
-    """Make a method from a function of the task that returns the visited phi, ``(T + 1) x d``."""
-
-    def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
-        meter, path = Meter(task), run(task)
-        return MethodResult((meter.reached(path[-1]),), path)
-
-    return method
-
-
-def following_metricopt(run: Callable[[FinetuneTask, Result[Any]], End]) -> Method:
-    """Make a method from a function that continues from MetricOpt's result and returns an end."""
-
-    def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
-        meter, result = Meter(task), earlier["metricopt"].result
-        assert result is not None  # the settings are checked: it follows a recipe
-        return MethodResult((meter.reached(run(task, result)),))
-
-    return method
 
 
 def check_known(names: Iterable[str]) -> None:

@@ -113,8 +113,8 @@ def counting(task: FinetuneTask) -> CountedTask:
 
 def noticing(task: FinetuneTask) -> CountedTask:
     """Return the same task with an empty ledger and its passes counted from now on; see `passes_of`."""
-    metric = task.metric
-    return counting(task.judged_by(Metric(Noticing(metric.function), **metric.settings)))
+    metric = Metric(Noticing(task.metric.function), **task.metric.settings)
+    return counting(task.judged_by(metric.with_observers(*task.metric.observers)))
 
 
 def passes_of(task: FinetuneTask) -> Passes | None:
@@ -125,7 +125,7 @@ def passes_of(task: FinetuneTask) -> Passes | None:
     return Passes(function.runs, task.losses.count)
 
 
-def last_query(task: FinetuneTask) -> Passes:
-    """Return what the last query of such a task cost."""
+def queries_cost(task: FinetuneTask, queries: int) -> Passes:
+    """Return what so many queries of such a task cost, if each cost what the last one did."""
     function = task.metric.function
-    return Passes(metric=int(isinstance(function, Noticing) and function.last))
+    return Passes(metric=queries * int(isinstance(function, Noticing) and function.last))

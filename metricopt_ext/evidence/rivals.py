@@ -9,27 +9,23 @@ from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.evidence.contenders import (
-    Contender,
-    Spent,
+    along_path,
+    at_each_budget,
     best_of_loss_finetune,
+    ending_at,
     loss_path,
+    optimizing,
+    searching,
+    staged,
+    told,
     usual_contenders,
 )
-from metricopt_ext.evidence.method import (
-    METHODS,
-    Meter,
-    Method,
-    MethodResult,
-    Reached,
-    ending_at,
-    ending_path,
-    following_metricopt,
-)
+from metricopt_ext.evidence.method import METHODS, Begun, Contender, Earlier, Method, Planned, Reached
+from metricopt_ext.evidence.method_config import LearnedConfig, PaperSettings
 from metricopt_ext.evidence.run_config import VARIANTS, RunConfig
-from metricopt_ext.evidence.variants import variant_method
-from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.searched import runner_of
-from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
+from metricopt_ext.methods.starts import reestimate_batchnorm
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
@@ -59,98 +55,112 @@ def usual_methods(
         resume: Let MetricOpt continue what an interrupted run left there.
         watcher: Notified of its progress.
     """
-    shown = watcher or Watcher()
+    shown, strategy = watcher or Watcher(), config.build_strategy()
+    metricopt = optimizing(
+        strategy,
+        starts=starts if runner_of(strategy).takes_starts else None,
+        confidence=config.guard.confidence,
+        output_dir=folder,
+        resume=resume,
+        watcher=shown,
+    )
 
-    def metricopt(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
-        meter, strategy = Meter(task), config.build_strategy()
-        result = optimize_metric(
-            task,
-            queries=config.queries,
-            strategy=strategy,
-            starts=starts if runner_of(strategy).takes_starts else None,
-            guard_confidence=config.guard.confidence,
-            seed=seed,
-            output_dir=folder,
-            resume=resume,
-            watcher=shown,
-        )
-        shown.stage("other methods")
-        phi = result.ends[result.chosen]
-        end = task.copied().adapter.model if result.start_of(result.chosen).replaced else phi
-        task.adapter.apply(Start(phi))  # the other methods begin from the base
-        spent = replace(meter.reached(end), queries_per_start=result.queries_per_start)
-        return MethodResult((spent,), result.path if result.details.finetunes else None, result)
+    def loss_finetune(task: FinetuneTask, start: Tensor, seed: int) -> Tensor:
+        return loss_path(task, config.finetune, seed, start)
 
-    def loss_finetune(task: FinetuneTask) -> Tensor:
-        return loss_path(task, config.finetune, seed)
+    def on_labels(task: FinetuneTask, start: Tensor, seed: int) -> Tensor:
+        return loss_finetune(replace(task, batches=batches), start, seed)
 
-    def loss_finetune_best(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
-        before = earlier["loss_finetune"]
-        assert before.path is not None
-        meter = Meter(task)
-        return MethodResult((meter.reached(best_of_loss_finetune(task, before.path, config.best_evals)),))
+    def loss_finetune_best(earlier: Earlier) -> Planned:
+        path = earlier["loss_finetune"][-1].path
+        assert path is not None
+        best = at_each_budget(lambda task, start, queries, seed: best_of_loss_finetune(task, path, queries))
+        return Planned(best, (config.best_evals,), seed)
 
     methods: dict[str, Method] = {
-        "pretrained": lambda task, earlier: MethodResult((Reached(task.origin(), 0, 0, 0.0),)),
-        "metricopt": metricopt,
-        "loss_finetune": ending_path(loss_finetune),
+        "pretrained": planned(ending_at(lambda task: task.origin())),
+        "metricopt": planned(staged(metricopt, shown, after="other methods"), config.queries, seed),
+        "loss_finetune": planned(along_path(loss_finetune), 0, seed),
         "loss_finetune_best": loss_finetune_best,
-        "batchnorm_validation": ending_at(lambda task: reestimate_batchnorm(task.adapter.model, inputs)),
-        "loss_finetune_validation": ending_path(lambda task: loss_finetune(replace(task, batches=batches))),
+        "batchnorm_validation": planned(ending_at(lambda task: reestimate_batchnorm(task.adapter.model, inputs))),
+        "loss_finetune_validation": planned(along_path(on_labels), 0, seed),
     }
     if config.search_queries:
         contenders = usual_contenders(config)
         for name in ("guided_es", "cma_es"):
-            methods[name] = following_start(contenders[name], config.search_queries, seed, name, shown)
+            rival = told(contenders[name], METHODS[name].title, shown)
+            methods[name] = where_metricopt_began(rival, config.search_queries, seed)
     for name in (name for name in config.methods if name in VARIANTS):
-        methods[name] = variant_method(name, config, seed, folder=folder, resume=resume, watcher=watcher)
+        methods[name] = variant(name, config, seed, folder=folder, resume=resume, watcher=shown)
     if refined := config.refined:
-        methods["refined"] = following_metricopt(
-            lambda task, result: CMAES()(task, result.ends[result.chosen], refined.queries, seed=seed).phi
+        methods["refined"] = lambda earlier: Planned(
+            searching(CMAES()), (refined.queries,), seed, Begun.at(phi_of(metricopt_result(earlier)))
         )
     return methods
 
 
-def at_budget(contender: Contender, queries: int, seed: int) -> Method:
-    """Make a method of a contender, from phi = 0.
-
-    Args:
-        contender: The contender.
-        queries: Its budget.
-        seed: Its seed.
-    """
-
-    def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult | None:
-        reached = tuple(contender.run(task, task.origin(), [queries], seed))
-        return MethodResult(reached) if reached else None
-
-    return method
+def planned(contender: Contender, queries: int = 0, seed: int = 0) -> Method:
+    """Make a method of a contender at one budget, from phi = 0; it continues from no other."""
+    return lambda earlier: Planned(contender, (queries,), seed)
 
 
-def following_start(contender: Contender, queries: int | str, seed: int, name: str, watcher: Watcher) -> Method:
-    """Make a method of a search from where MetricOpt's own search began, if it was one, and from phi = 0 else.
+def where_metricopt_began(contender: Contender, queries: int | str, seed: int) -> Method:
+    """Make a method of a contender from where MetricOpt's own search began, if it was one, and from phi = 0 else.
 
     What was spent on choosing the start counts as the method's own too.
 
     Args:
-        contender: The search.
+        contender: The contender.
         queries: Its budget, the choice of the start included; ``"same"`` for what MetricOpt spent.
         seed: Its seed.
-        name: Its name in `METHODS`.
-        watcher: Told of its queries now and then.
     """
 
-    def method(task: FinetuneTask, earlier: Mapping[str, MethodResult]) -> MethodResult:
-        before, start, asked = earlier["metricopt"], Start(task.origin()), 0
-        if before.result is not None and not before.result.details.finetunes:
-            start, asked = before.result.candidates[before.result.begun_at], len(before.result.candidates)
-        budget = before.reached[-1].queries if isinstance(queries, str) else queries
-        own, shown = with_start(task, start), Within(watcher, METHODS[name].title, budget)
-        told = own.judged_by(own.metric.with_observers(Spent(shown, asked)))
-        (reached,) = contender.run(told, start.phi, [budget - asked], seed)
-        assert isinstance(reached.end, Tensor)
-        own.adapter.set_phi(reached.end)
-        end, total = reached.end if own.adapter is task.adapter else own.adapter.model, reached.queries + asked
-        return MethodResult((replace(reached, end=end, queries=total, queries_per_start=total),))
+    def method(earlier: Earlier) -> Planned:
+        ours: Reached = earlier["metricopt"][-1]
+        budget = ours.queries if isinstance(queries, str) else queries
+        if ours.result is None or ours.result.details.finetunes:
+            return Planned(contender, (budget,), seed)
+        candidates = ours.result.candidates
+        begun = Begun(candidates, ours.result.begun_at, spent=len(candidates))
+        return Planned(contender, (budget - begun.spent,), seed, begun)
 
     return method
+
+
+def variant(
+    name: str, config: RunConfig, seed: int, *, folder: Path | None = None, resume: bool = False, watcher: Watcher
+) -> Method:
+    """Make a method of one of `run_config.VARIANTS`, from phi = 0.
+
+    Args:
+        name: ``metricopt_paper``, Algorithm 1 with the settings under ``paper``; or ``metricopt_learned``, an optimizer
+            that is learned by Algorithm S1, with those under ``learned``.
+        config: The run's settings.
+        seed: Seed of all draws.
+        folder: The seed's folder; the method keeps its work in a folder of its own name there.
+        resume: Continue what an interrupted run left there.
+        watcher: Told the stages, and of queries now and then: those counted are MetricOpt's.
+    """
+    settings = (config.learned or LearnedConfig()) if name == "metricopt_learned" else (config.paper or PaperSettings())
+    queries = (settings.queries if isinstance(settings, LearnedConfig) else 0) or config.queries
+    title = METHODS[name].title
+    contender = optimizing(
+        settings.build(config.finetune),
+        confidence=config.guard.confidence,
+        output_dir=None if folder is None else folder / name,
+        resume=resume,
+        watcher=Within(watcher, title, queries),
+    )
+    return planned(staged(contender, watcher, before=title), queries, seed)
+
+
+def metricopt_result(earlier: Earlier) -> Result[Any]:
+    """Return what MetricOpt's own run returned, for a method that continues from it."""
+    result = earlier["metricopt"][-1].result
+    assert result is not None
+    return result
+
+
+def phi_of(result: Result[Any]) -> Tensor:
+    """Return the phi that a run kept, ``d``."""
+    return result.ends[result.chosen]

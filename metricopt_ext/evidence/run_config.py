@@ -11,6 +11,7 @@ from metricopt_ext.data.named_model import NamedModelConfig, has_settings
 from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.data.training import OPTIMIZERS
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.evidence.method import SIBLINGS
 from metricopt_ext.evidence.method_config import (
     FinetuneConfig,
     LearnedConfig,
@@ -27,7 +28,6 @@ from metricopt_ext.evidence.method_config import (
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.siblings.registry import SIBLINGS
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.own_metric import OwnMetricConfig

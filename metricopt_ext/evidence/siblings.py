@@ -1,7 +1,7 @@
 """The sibling methods in a task's tool: their settings, and each as a method of a comparison."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.evidence.correlation import ScoreLoss
-from metricopt_ext.evidence.method import METHODS, Method, MethodResult, Reached, now
+from metricopt_ext.evidence.method import METHODS, SIBLINGS, Begun, Contender, Reached, now, siblings_of
 from metricopt_ext.evidence.method_config import brought_by
 from metricopt_ext.evidence.style import new_figure, save_figure
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
@@ -18,7 +18,6 @@ from metricopt_ext.methods.siblings.checkpoints import Checkpoints
 from metricopt_ext.methods.siblings.kept import Measured, keep, load_kept
 from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
 from metricopt_ext.methods.siblings.ranked_batches import BatchSource, RandomOutputs
-from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS, SIBLINGS
 from metricopt_ext.methods.siblings.relational_loss import RelationalTraining, load_relational_loss
 from metricopt_ext.methods.siblings.reloss import ReLoss
 from metricopt_ext.methods.siblings.set_loss import UniversalTraining, load_set_loss
@@ -178,7 +177,7 @@ class EmbedderSiblingsConfig:
     # What they train: phi (the model stays frozen), model (all weights, from the trained model on) or scratch (all
     # weights of an untrained one, as in their papers).
     trains: str = "phi"
-    ala: ALAConfig | None = field(default=None, metadata=brought_by("ala", *FOR_EMBEDDINGS))
+    ala: ALAConfig | None = field(default=None, metadata=brought_by("ala", *siblings_of("embedders")))
 
     def build(self, name: str) -> Sibling:
         """Return a method of `SIBLINGS` with these settings.
@@ -238,61 +237,58 @@ class SiblingsConfig(EmbedderSiblingsConfig):
         super().check(names)
 
 
-def sibling_method(
+def training(
     name: str,
     method: Sibling,
     make: Callable[[FinetuneTask], TrainingTask],
     tune: Callable[[FinetuneTask, nn.Module], nn.Module | None] = lambda task, model: None,
     *,
-    seed: int,
     folder: Path,
     resume: bool = False,
     watcher: Watcher | None = None,
-) -> Method:
-    """Make a method of a comparison: train, keep what came out in the folder, then tune the threshold.
+) -> Contender:
+    """Make a contender of a sibling method: train, keep what came out in the folder, then tune the threshold.
 
-    It reports where it stood before the threshold too.
+    Its queries follow from its settings. It says where it stood before the threshold too.
 
     Args:
         name: Its name in `METHODS` and of its files.
         method: The sibling method.
         make: Makes its task of the comparison's.
         tune: Tunes what it trained by queries of the task's metric; returns None where that does not apply.
-        seed: Its seed.
         folder: Receives its files.
         resume: Take what a finished training left there, and go on with one that a kill ended.
         watcher: Notified of its progress.
     """
     watcher = watcher or Watcher()
 
-    def run(task: FinetuneTask, earlier: object) -> MethodResult:
+    def run(task: FinetuneTask, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         watcher.stage(METHODS[name].title)
-        training = make(task)
-        trained = load_kept(training.copied().model, folder, name) if resume else None
+        own, _ = begun.of(task)
+        training_task = make(own)
+        trained = load_kept(training_task.copied().model, folder, name) if resume else None
         if trained is None:
             unfinished = folder / f"{name}_training.safetensors"
             if not resume:
                 unfinished.unlink(missing_ok=True)
-            trained = method.train(training, seed=seed, watcher=watcher, unfinished=unfinished)
+            trained = method.train(training_task, seed=seed, watcher=watcher, unfinished=unfinished)
             keep(trained, folder, name)
             unfinished.unlink(missing_ok=True)
         queries, asked = sum(trained.queries.values()), sum(trained.batch_queries.values())
-        reached = [Reached(trained.model, queries, queries, trained.seconds, batch_queries=asked)]
+        yield Reached(trained.model, queries, queries, trained.seconds, batch_queries=asked)
         before, began = task.metric.ledger.spent, now()
-        if (tuned := tune(task, trained.model)) is not None:
+        if (tuned := tune(own, trained.model)) is not None:
             queries += task.metric.ledger.spent - before
-            seconds = trained.seconds + now() - began
-            reached.append(Reached(tuned, queries, queries, seconds, batch_queries=asked))
-        return MethodResult(tuple(reached))
+            yield Reached(tuned, queries, queries, trained.seconds + now() - began, batch_queries=asked)
 
-    return run
+    return Contender(run)
 
 
 def learned_losses(folder: Path, names: Sequence[str]) -> dict[str, ScoreLoss]:
     """Return the losses that sibling methods learned, by their titles.
 
     Args:
-        folder: Where `sibling_method` left them.
+        folder: Where `training` left them.
         names: The methods that ran.
 
     Raises:

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.evidence.contest import Plan
 from metricopt_ext.evidence.experiment import Experiment
 from metricopt_ext.evidence.method_config import FinetuneConfig, RecipeConfig
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.tuning import FRESH, finetune, tune_start
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.optimizer import LossStep
-from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.progress import Watcher
 
@@ -129,7 +130,7 @@ def test_points_are_means_over_the_starts_of_what_each_method_finds(
         index, seed = FRESH + 1000 + number, 5 + number
         start = task.starts(recipe.start_std, 5, [index])[0]
         path = finetune(task, LossStep(0.1), 6, seed, start)
-        guided = GuidedTrustRegion().ends(task, start, [12, 30], seed=seed)
+        guided = search_results(task, [12, 30], starts={"given": Start(start)}, seed=seed)
         tuned = [
             tune_start(task, result.fit, recipe=own, setting=result.details.setting, start=start, index=index, seed=5)
             for own in (recipe, *(replace(recipe, refine=CMAES(), refine_queries=n) for n in (12, 30)))
@@ -140,7 +141,7 @@ def test_points_are_means_over_the_starts_of_what_each_method_finds(
             "loss_finetune_best": [(3, min((path[0], path[3], path[-1]), key=task.true_cost))],
             "guided_es": [(30, GuidedES(lr=0.1)(task, start, 30, seed=seed).phi)],  # 12 are too few
             "cma_es": [(n, CMAES()(task, start, n, seed=seed).phi) for n in (12, 30)],
-            "ours": [(n, end.phi) for n, end in zip((12, 30), guided, strict=True)],
+            "ours": [(n, each.ends[each.chosen]) for n, each in zip((12, 30), guided, strict=True)],
             "metricopt": [(3, tuned[0].ends[tuned[0].chosen])],
             "refined": [(3 + n, each.ends[each.chosen]) for n, each in zip((12, 30), tuned[1:], strict=True)],
         }

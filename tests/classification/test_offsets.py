@@ -23,8 +23,10 @@ from metricopt_ext.classification.offsets import (
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import DataError
 from metricopt_ext.evidence.compare import compare
-from metricopt_ext.evidence.method import Method, ending_at
+from metricopt_ext.evidence.contenders import at_each_budget, ending_at
+from metricopt_ext.evidence.method import Method
 from metricopt_ext.evidence.passes import Passes, noticing, passes_of
+from metricopt_ext.evidence.rivals import planned
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -293,9 +295,9 @@ def test_what_is_tuned_is_compared_like_any_other_end() -> None:
         metric=Metric(lambda judged: float((judged(X).argmax(1) == labels).double().mean()), maximize=True),
     )
     methods: dict[str, Method] = {
-        "pretrained": ending_at(lambda task: task.origin()),
-        "logit_adjustment": ending_at(lambda task: adjust_logits(task, X, COUNTS)),
-        "logit_adjustment_tuned": ending_at(lambda task: tune_adjustment(task, X, COUNTS)),
+        "pretrained": planned(ending_at(lambda task: task.origin())),
+        "logit_adjustment": planned(ending_at(lambda task: adjust_logits(task, X, COUNTS))),
+        "logit_adjustment_tuned": planned(at_each_budget(lambda task, *_: tune_adjustment(task, X, COUNTS)), 21),
     }
     outcomes = compare(task, task.metric.with_new_ledger(), methods).outcomes
     assert outcomes["pretrained"][0].test < 0.9

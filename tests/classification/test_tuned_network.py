@@ -50,5 +50,5 @@ def test_a_rows_prediction_is_its_own() -> None:
     whole = classifier.decision_function(X)
     assert len(X) > CHUNK
     one_by_one = np.concatenate([classifier.decision_function(row[None]) for row in X])
-    np.testing.assert_allclose(one_by_one, whole, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(one_by_one, whole, rtol=0, atol=1e-5)  # sums in another order, in single precision
     np.testing.assert_allclose(classifier.model_(torch.from_numpy(X)).detach().numpy(), whole, rtol=0, atol=1e-5)

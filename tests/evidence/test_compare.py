@@ -1,7 +1,7 @@
 """MetricOpt beside its rivals: outcomes against independent evaluation."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.compare import Comparison, compare
-from metricopt_ext.evidence.contenders import best_of_loss_finetune
-from metricopt_ext.evidence.method import MethodResult, Reached, ending_at, following_metricopt
+from metricopt_ext.evidence.contenders import at_each_budget, best_of_loss_finetune, ending_at
+from metricopt_ext.evidence.method import Contender, Planned, Reached
 from metricopt_ext.evidence.method_config import FinetuneConfig, RecipeConfig
-from metricopt_ext.evidence.rivals import usual_methods
+from metricopt_ext.evidence.rivals import planned, usual_methods
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
@@ -119,9 +119,9 @@ def test_each_method_is_charged_with_what_it_spent(quadratic: Callable[..., Any]
         return task.origin()
 
     more = {
-        "batchnorm_validation": ending_at(lambda task: task.origin()),
-        "cma_es": ending_at(search),
-        "refined": following_metricopt(lambda task, result: search(task)),
+        "batchnorm_validation": planned(ending_at(lambda task: task.origin())),
+        "cma_es": planned(at_each_budget(lambda task, *_: search(task)), 4),
+        "refined": lambda earlier: Planned(at_each_budget(lambda task, *_: search(task)), (4,)),
     }
     task = quadratic()
     outcomes = beside(task, tmp_path, more)[0].outcomes
@@ -146,11 +146,15 @@ def test_methods_may_end_at_a_phi_a_model_or_not_at_all(quadratic: Callable[...,
         other.metricopt.phi.data.copy_(points[3])
         return other
 
-    def several(task: FinetuneTask, earlier: Any) -> MethodResult:
-        return MethodResult(tuple(Reached(points[i], 10 * i, i, 0.5 * i) for i in (2, 5)), points)
+    def several(task: FinetuneTask, *_: Any) -> Iterator[Reached]:
+        return (Reached(points[i], 10 * i, i, 0.5 * i, path=points) for i in (2, 5))
 
     task = quadratic()
-    more = {"cma_es": several, "second_round": ending_at(model), "guided_es": ending_at(lambda task: None)}
+    more = {
+        "cma_es": planned(Contender(several)),
+        "second_round": planned(ending_at(model)),
+        "guided_es": planned(ending_at(lambda task: None)),
+    }
     comparison, hidden = beside(task, tmp_path, more)
     assert list(comparison.outcomes) == [*USUAL, "cma_es", "second_round"]
     assert comparison.outcomes["second_round"][0].validation == task.true_cost(points[3])
@@ -171,15 +175,15 @@ def test_seconds_are_booked_on_who_took_them(
         clock[0] += 1
         return task.distance(model)
 
-    def taking(seconds: float) -> Callable[..., Tensor]:
-        def run(task: FinetuneTask, *result: Any) -> Tensor:
+    def taking(seconds: float) -> Contender:
+        def run(task: FinetuneTask) -> Tensor:
             clock[0] += seconds
             return task.origin()
 
-        return run
+        return ending_at(run)
 
     slow = replace(task, metric=Metric(takes_a_second, maximize=False, bounds=None, name="distance"))
-    more = {"cma_es": ending_at(taking(7)), "refined": following_metricopt(taking(100))}
+    more = {"cma_es": planned(taking(7)), "refined": planned(taking(100))}
     comparison, _ = beside(slow, tmp_path, more)
     assert {name: outcome.seconds for name, (outcome,) in comparison.outcomes.items()} == {
         "pretrained": 0,
@@ -195,11 +199,11 @@ def test_seconds_are_booked_on_who_took_them(
 def test_an_interrupted_comparison_ends_as_an_uninterrupted_one(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     expected, _ = beside(quadratic(), tmp_path / "whole")
 
-    def interrupted(task: FinetuneTask, earlier: Any) -> None:
+    def interrupted(task: FinetuneTask) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        beside(quadratic(), tmp_path / "broken", {"cma_es": interrupted})
+        beside(quadratic(), tmp_path / "broken", {"cma_es": planned(ending_at(interrupted))})
     comparison, _ = beside(quadratic(), tmp_path / "broken", resume=True)
     assert without_seconds(comparison) == without_seconds(expected)
     with pytest.raises(FileFormatError, match="holds an earlier run"):
@@ -211,21 +215,21 @@ def test_a_method_without_an_entry_is_refused_before_anything_runs(
 ) -> None:
     task = quadratic()
     with pytest.raises(ConfigError, match="method 'mine' has no entry in METHODS; the choices are pretrained, "):
-        beside(task, tmp_path, {"mine": ending_at(lambda task: task.origin())})
+        beside(task, tmp_path, {"mine": planned(ending_at(lambda task: task.origin()))})
     assert task.queries == 0
 
 
 def test_a_method_must_come_after_the_one_that_it_continues_from(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     task = quadratic()
     with pytest.raises(ConfigError, match="method 'refined' continues from 'metricopt', which must run before it"):
-        compare(task, task.metric, {"refined": following_metricopt(lambda task, result: task.origin())})
+        compare(task, task.metric, {"refined": planned(ending_at(lambda task: task.origin()))})
     assert task.queries == 0
 
 
 def test_a_method_that_is_said_to_be_free_may_not_spend_queries(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    def spending(task: FinetuneTask) -> Tensor:
+    def spending(task: FinetuneTask, *_: Any) -> Tensor:
         task.cost(task.origin(), "secretly")
         return task.origin()
 
     with pytest.raises(ConfigError, match="method 'batchnorm_validation' is free in METHODS, but spent 1 query"):
-        beside(quadratic(), tmp_path, {"batchnorm_validation": ending_at(spending)})
+        beside(quadratic(), tmp_path, {"batchnorm_validation": planned(at_each_budget(spending), 1)})

@@ -8,24 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.evidence.contenders import (
-    Contender,
     Trace,
+    along_path,
     at_each_budget,
     ours,
     searching,
     usual_contenders,
     with_budget,
 )
-from metricopt_ext.evidence.method import METHODS, Entry
+from metricopt_ext.evidence.method import METHODS, Begun, Contender, Entry
 from metricopt_ext.evidence.passes import Passes, noticing
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
-from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.progress import Watcher
@@ -34,7 +34,7 @@ BUDGETS = [20, 35, 60]
 
 
 def run(contender: Contender, task: Any, seed: int = 3) -> list[Any]:
-    return list(contender.run(task, task.starts(0.3, 0, [0])[0], BUDGETS, seed))
+    return list(contender.run(task, Begun.at(task.starts(0.3, 0, [0])[0]), BUDGETS, seed))
 
 
 def test_one_run_of_an_anytime_search_serves_all_budgets(quadratic: Callable[..., Any]) -> None:
@@ -53,7 +53,7 @@ def test_one_run_of_an_anytime_search_serves_all_budgets(quadratic: Callable[...
 def test_an_anytime_search_keeps_what_it_reached_before_the_metric_failed(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     task.problem.fail_after = 40
-    reached = searching(RandomSearch()).run(task, task.origin(), BUDGETS, 0)
+    reached = searching(RandomSearch()).run(task, Begun.at(task.origin()), BUDGETS, 0)
     assert [next(reached).queries, next(reached).queries] == [20, 35]
     with pytest.raises(MetricError, match="query 41 of 60"):
         next(reached)
@@ -69,25 +69,40 @@ def test_other_searches_are_told_each_budget(quadratic: Callable[..., Any]) -> N
     assert task.queries == sum(BUDGETS)
 
 
+def begun_at(task: Any, **phi: Tensor) -> Begun:
+    """Return a choice among phi = 0 and others, all of which were asked."""
+    starts = {name: Start(each) for name, each in {"start": task.origin(), **phi}.items()}
+    asked = {name: task.evaluate(start.phi, "starts") for name, start in starts.items()}
+    return Begun(starts, min(asked, key=lambda name: asked[name].cost), len(starts), asked)
+
+
 @pytest.mark.parametrize("accepted", [True, False])
-def test_ours_starts_where_told_and_keeps_what_its_guard_accepts(quadratic: Callable[..., Any], accepted: bool) -> None:
+def test_ours_is_what_optimize_metric_does(quadratic: Callable[..., Any], accepted: bool) -> None:
+    """The same points and the same end at each budget, though the starts were asked by somebody else."""
     task = quadratic()
-    start = task.starts(0.3, 0, [0])[0] if accepted else task.goal
-    for each, budget in zip(ours().run(task, start, BUDGETS, 3), BUDGETS, strict=True):
-        found = GuidedTrustRegion()(quadratic(), start, budget, seed=3)
-        assert each.queries == budget
-        assert each.search.evaluations == found.evaluations
-        assert torch.equal(each.end, found.phi if accepted else start)
-        assert torch.equal(each.search.phi, found.phi)
+    near = task.goal / 2 if accepted else task.goal
+    begun, asked = begun_at(task, near=near, far=-near), task.queries
+    own = [budget - 3 for budget in BUDGETS]
+    for each, budget in zip(ours().run(task, begun, own, 3), BUDGETS, strict=True):
+        twin = quadratic()
+        alone = optimize_metric(
+            twin, queries=budget, starts={"near": Start(near), "far": Start(-near)}, seed=3, watcher=Watcher()
+        )
+        assert each.after_choice(3).queries == twin.queries == budget
+        assert torch.equal(each.result.points, alone.points)
+        assert each.result.costs == alone.costs
+        assert each.result.chosen == alone.chosen == ("search" if accepted else "near")
+        assert torch.equal(each.end, alone.ends[alone.chosen])
+    assert task.queries - asked == BUDGETS[-1] - 3 + 2  # the ends of the smaller budgets are elsewhere
 
 
 def test_passes_are_those_of_the_queries_and_of_the_losses(quadratic: Callable[..., Any]) -> None:
-    """The metric runs the model; the probe takes 64 batches, Guided ES one for a check and one for each step."""
+    """The metric runs the model; a check of the loss takes 2 batches or 1, the probe 64, Guided ES one a step."""
     config = RunConfig()
     config.finetune.steps = 30
     contenders = usual_contenders(config)
     expected = {
-        "ours": [(20, 64), (35, 64), (60, 64)],
+        "ours": [(20, 66), (35, 66), (60, 66)],  # phi = 0 is asked too
         "random_search": [(20, 0), (35, 0), (60, 0)],
         "cma_es": [(20, 0), (35, 0), (60, 0)],
         "guided_es": [(20, 1 + 1), (35, 1 + 2), (60, 1 + 4)],
@@ -104,8 +119,26 @@ def test_passes_are_those_of_the_queries_and_of_the_losses(quadratic: Callable[.
 
 def test_a_metric_that_runs_no_model_takes_no_passes(quadratic: Callable[..., Any]) -> None:
     (*_, last) = run(ours(), noticing(quadratic()))
-    assert (last.queries, last.passes) == (60, Passes(0, 64))
+    assert (last.queries, last.passes) == (60, Passes(0, 66))
     assert run(ours(), quadratic())[-1].passes is None  # not counted
+
+
+def test_a_path_is_walked_once_from_where_it_begins(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    path = along_path(lambda task, start, seed: torch.stack([start, start + seed, task.goal]))
+    start = task.starts(0.3, 0, [0])[0]
+    reached = run(path, task)
+    assert [each.queries for each in reached] == [0, 0, 0]
+    for each in reached:
+        assert torch.equal(each.end, task.goal)
+        assert torch.equal(each.path[:2], torch.stack([start, start + 3]))
+
+    def asking(task: Any, start: Tensor, seed: int) -> Tensor:
+        task.cost(start, "secretly")
+        return start[None]
+
+    with pytest.raises(BudgetError):
+        run(along_path(asking), task)
 
 
 def test_a_method_that_does_not_apply_reaches_nothing(quadratic: Callable[..., Any]) -> None:
@@ -123,7 +156,9 @@ def test_best_step_of_the_loss_is_tried_at_no_more_points_than_queries(quadratic
 def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
     contenders = usual_contenders(RunConfig())
     assert set(contenders) <= set(METHODS)
-    assert {name for name, each in contenders.items() if each.anytime} == {"random_search", "turbo", "ours"}
+    assert {name for name, each in contenders.items() if each.anytime} == {
+        *("random_search", "turbo", "noisy_ei", "optuna_tpe", "optuna_gp", "ours")
+    }
     assert {name: each.least(32) for name, each in contenders.items()} == {
         "loss_finetune_best": 2,
         "guided_es": 14,
@@ -131,6 +166,9 @@ def test_contenders_are_in_the_methods_table_and_say_what_they_need() -> None:
         "random_search": 2,
         "ngopt": 2,
         "turbo": 17,
+        "noisy_ei": 9,
+        "optuna_tpe": 2,
+        "optuna_gp": 2,
         "ours": 15,
     }
 

@@ -7,19 +7,18 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.evidence.contenders import Contender, at_each_budget, ours, searching
+from metricopt_ext.evidence.contenders import at_each_budget, ours, searching
 from metricopt_ext.evidence.contest import Plan, read_row, run_seed
 from metricopt_ext.evidence.experiment import Experiment, Subject
-from metricopt_ext.evidence.method import Reached
+from metricopt_ext.evidence.method import Begun, Contender, Reached
 from metricopt_ext.evidence.run_config import RunConfig
 from metricopt_ext.methods.guard import Decision, Verdict
+from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
-from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.progress import Watcher
 
@@ -27,15 +26,15 @@ VERDICT = Verdict(gain=0.0, optimism=0.0, chance=1.0, reliability=0.5, candidate
 PLAN = Plan(("random_search", "cma_es", "ngopt", "turbo", "ours"), (4, 20, 60))
 
 
-def failing(task: Any, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+def failing(task: Any, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
     if max(budgets) > 30:
         raise RuntimeError("out of\nmemory")
-    yield Reached(start, 1, 1, 0.0)
+    yield Reached(begun.of(task)[1], 1, 1, 0.0)
 
 
-def greedy(task: Any, start: Tensor, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+def greedy(task: Any, begun: Begun, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
     for queries in budgets:
-        yield Reached(start, queries + 1, 1, 0.0)
+        yield Reached(begun.of(task)[1], queries + 1, 1, 0.0)
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def experiment(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
             raise AssertionError("no start of these needs it")
 
         def starts(self) -> dict[str, Start]:
-            return {"pretrained": Start(self.task.origin()), "half": Start(self.made.goal / 2)}
+            return {"half": Start(self.made.goal / 2)}
 
         @classmethod
         def contenders(cls, config: Any, subject: Any = None) -> dict[str, Contender]:
@@ -130,7 +129,7 @@ def test_every_row_counts_what_the_starts_cost_the_model(
     }
     assert passes == {
         "random_search": {"20": {"metric": 21, "loss": 7}, "60": {"metric": 61, "loss": 7}},
-        "ours": {"20": {"metric": 21, "loss": 71}, "60": {"metric": 61, "loss": 71}},
+        "ours": {"20": {"metric": 21, "loss": 73}, "60": {"metric": 61, "loss": 73}},
     }
 
 
@@ -179,20 +178,21 @@ def test_a_guard_is_judged_on_the_test_data(
     run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
     problem = quadratic()
     half = problem.goal / 2
-    found = GuidedTrustRegion()(quadratic(), half, 58, seed=5)
+    alone = optimize_metric(quadratic(), queries=60, starts={"half": Start(half)}, seed=5, watcher=Watcher())
+    end = alone.ends["search"]
     cell = rows(tmp_path)["ours"]["cells"]["60"]
     guard = cell["guard"]
     assert guard["accepted"]
     assert guard["kept"] == "search"
-    assert guard["change"] == pytest.approx(problem.true_cost(half) - found.cost)
+    assert guard["change"] == pytest.approx(problem.true_cost(half) - problem.true_cost(end))
     assert guard["gain"] == pytest.approx(guard["change"])  # both look at the same metric here
-    assert guard["error"] == pytest.approx(float((found.phi - half).norm()))
-    assert guard["whole"]["change"] == pytest.approx(problem.true_cost(0 * half) - found.cost)
-    assert guard["whole"]["error"] == pytest.approx(float(found.phi.norm()))
-    assert cell["test"] == found.cost
+    assert guard["error"] == pytest.approx(float((end - half).norm()))
+    assert guard["whole"]["change"] == pytest.approx(problem.true_cost(0 * half) - problem.true_cost(end))
+    assert guard["whole"]["error"] == pytest.approx(float(end.norm()))
+    assert cell["test"] == problem.true_cost(end)
 
 
-@pytest.mark.parametrize(("kept", "share"), [("pretrained", 0.0), ("half", 0.5)])
+@pytest.mark.parametrize(("kept", "share"), [("start", 0.0), ("half", 0.5)])
 def test_what_the_guard_refuses_ends_where_it_says(
     experiment: Any,
     quadratic: Callable[..., Any],
@@ -201,23 +201,44 @@ def test_what_the_guard_refuses_ends_where_it_says(
     kept: str,
     share: float,
 ) -> None:
-    monkeypatch.setattr("metricopt_ext.evidence.guarded.decide", lambda *_: Decision(kept, VERDICT))
+    monkeypatch.setattr("metricopt_ext.methods.trials.decide", lambda *_: Decision(kept, VERDICT))
     experiment.contenders_now["ours"] = ours()
     run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
     cell, problem = rows(tmp_path)["ours"]["cells"]["60"], quadratic()
     assert cell["test"] == cell["validation"] == problem.true_cost(share * problem.goal)
+    assert cell["guard"]["kept"] == ("half" if share else "pretrained")
     assert not cell["guard"]["accepted"]
     assert cell["guard"]["whole"]["accepted"] == (share > 0)
     gain = problem.true_cost(0 * problem.goal) - problem.true_cost(share * problem.goal)
     assert cell["guard"]["whole"]["change"] == pytest.approx(gain)
 
 
-def test_a_run_that_may_not_keep_the_trained_model_has_no_whole_run(experiment: Any, tmp_path: Path) -> None:
+def test_the_trained_model_is_always_among_the_starts(experiment: Any, tmp_path: Path) -> None:
+    run_seed(experiment, RunConfig(), Plan(("random_search",), (20,), ("half",)), tmp_path, 5, Watcher())
+    assert rows(tmp_path)["starts"]["validation"].keys() == {"pretrained", "half"}
+
+
+def test_a_comparison_runs_what_optimize_metric_does(
+    experiment: Any, quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks the same points as the product, in the same order, though it asked the starts before."""
+    told: list[Any] = []
+    prepare = experiment.prepare
+
+    def observed(self: Any) -> Any:
+        task, test = prepare(self)
+        return task.judged_by(task.metric.with_observers(told.append)), test
+
+    monkeypatch.setattr(experiment, "prepare", observed)
     experiment.contenders_now["ours"] = ours()
-    run_seed(experiment, RunConfig(), Plan(("ours",), (60,), ("half",)), tmp_path, 5, Watcher())
-    guard = rows(tmp_path)["ours"]["cells"]["60"]["guard"]
-    assert guard["accepted"]
-    assert guard["whole"] is None
+    run_seed(experiment, RunConfig(), Plan(("ours",), (60,)), tmp_path, 5, Watcher())
+    asked = [query.item for query in told if query.purpose in ("starts", "search") and not query.on_file]
+    alone: list[Any] = []
+    task = quadratic()
+    with task.metric.observed_by(alone.append):
+        optimize_metric(task, queries=60, starts={"half": Start(task.goal / 2)}, seed=5, watcher=Watcher())
+    assert torch.equal(torch.stack(asked), torch.stack([query.item for query in alone]))
+    assert len(asked) == 60
 
 
 @pytest.mark.parametrize(

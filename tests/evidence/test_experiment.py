@@ -24,6 +24,7 @@ from metricopt_ext.errors import FileFormatError, UnguardedError
 from metricopt_ext.evidence.cli import run_and_report
 from metricopt_ext.evidence.dry_run import dry_run
 from metricopt_ext.evidence.experiment import State, run_seed
+from metricopt_ext.evidence.method import Begun
 from metricopt_ext.evidence.method_config import FinetuneConfig, PaperConfig, RecipeConfig, SearchConfig
 from metricopt_ext.evidence.record import SeedRecord
 from metricopt_ext.evidence.run_config import EvaluationConfig
@@ -67,28 +68,26 @@ def test_a_metric_is_as_patient_as_the_settings_say(tmp_path: Path) -> None:
 def test_free_starts_are_what_the_free_methods_reach(tmp_path: Path) -> None:
     experiment = ClassificationExperiment(tiny(), tmp_path, 3)
     starts, methods = experiment.starts(), experiment.methods()
-    loss = methods["loss_finetune"](experiment.task, {})
-    assert loss is not None
-    assert torch.equal(starts["loss_finetune"].phi, loss.reached[0].end)
-    other = methods["batchnorm_validation"](experiment.task, {})
-    assert ("batchnorm" in starts) == (other is not None)
-    if other is not None:
+    (loss,) = methods["loss_finetune"]({}).run(experiment.task)
+    assert torch.equal(starts["loss_finetune"].phi, loss.end)  # type: ignore[arg-type]
+    others = methods["batchnorm_validation"]({}).run(experiment.task)
+    assert ("batchnorm" in starts) == bool(others)
+    for other in others:
         cost = with_start(experiment.task, starts["batchnorm"]).cost(starts["batchnorm"].phi, "judge")
-        assert cost == experiment.task.metric.cost(other.reached[0].end, "judge")
+        assert cost == experiment.task.metric.cost(other.end, "judge")  # type: ignore[type-var]
     assert "threshold" in experiment.contenders(experiment.config)
 
 
 def test_a_comparison_finetunes_on_validation_labels_as_the_tool_does(tmp_path: Path) -> None:
     experiment = ClassificationExperiment(tiny(), tmp_path, 3)
-    tools = experiment.methods()["loss_finetune_validation"](experiment.task, {})
+    (tools,) = experiment.methods()["loss_finetune_validation"]({}).run(experiment.task)
     contender = experiment.contenders(experiment.config, experiment)["loss_finetune_validation"]
-    (one, other) = contender.run(experiment.task, experiment.task.origin(), [1, 9], 3)
-    assert tools is not None
-    assert torch.equal(one.end, tools.reached[0].end)
+    (one, other) = contender.run(experiment.task, Begun.at(experiment.task.origin()), [1, 9], 3)
+    assert torch.equal(one.end, tools.end)
     assert torch.equal(other.end, one.end)
     assert (one.queries, other.queries) == (0, 0)
     assert contender.least(experiment.task.dim) == 0
-    (elsewhere,) = contender.run(experiment.task, torch.ones_like(one.end), [1], 3)
+    (elsewhere,) = contender.run(experiment.task, Begun.at(torch.ones_like(one.end)), [1], 3)
     assert not torch.equal(elsewhere.end, one.end)
 
 

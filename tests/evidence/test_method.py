@@ -7,10 +7,25 @@ import pytest
 import torch
 from torch import nn
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.evidence.method import METHODS, Meter, MethodResult, Reached, check_known, ending_at
+from metricopt_ext.evidence.method import (
+    METHODS,
+    SIBLINGS,
+    Begun,
+    Contender,
+    Meter,
+    Planned,
+    Reached,
+    check_known,
+    siblings_of,
+)
 from metricopt_ext.evidence.passes import Passes, noticing
-from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
+from metricopt_ext.methods.siblings.reloss import ReLoss
+from metricopt_ext.methods.siblings.sibling import Sibling
+from metricopt_ext.methods.siblings.surrogate_learning import SurrogateLearning
+from metricopt_ext.tasks.metric import Evaluation, Metric
 
 
 def test_every_method_has_a_title_and_a_colour_of_its_own() -> None:
@@ -60,12 +75,82 @@ def test_a_meter_forgets_what_it_is_told_to(quadratic: Callable[..., Any], monke
     assert meter.reached(end) == Reached(end, 3, 3, 2.0, Passes(3, 2))
     clock[0] = 9.0
     meter.forget_since(7.0)
-    meter.forget_last_query()
-    assert meter.reached(end) == Reached(end, 2, 2, 2.0, Passes(2, 2))
+    meter.forget_last_queries(2)
+    assert meter.reached(end) == Reached(end, 1, 1, 2.0, Passes(1, 2))
 
 
-def test_a_method_that_does_not_apply_returns_nothing(quadratic: Callable[..., Any]) -> None:
-    assert ending_at(lambda task: None)(quadratic(), {}) is None
-    result = ending_at(lambda task: task.origin())(quadratic(), {})
-    assert isinstance(result, MethodResult)
-    assert torch.equal(result.reached[-1].end, torch.zeros(4, dtype=torch.float64))
+def test_a_planned_contender_begins_where_it_is_told_and_pays_for_the_choice(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    starts = {"start": Start(task.origin()), "half": Start(task.goal / 2)}
+    asked = {name: Evaluation(task.true_cost(start.phi)) for name, start in starts.items()}
+    seen: list[Any] = []
+
+    def run(task: Any, begun: Begun, budgets: Any, seed: int) -> Any:
+        seen.append((begun.chosen, tuple(budgets), seed))
+        yield Reached(begun.of(task)[1], 5, 3, 1.0)
+
+    begun = Begun(starts, "half", len(starts), asked)
+    (reached,) = Planned(Contender(run), (40,), 7, begun).run(task)
+    assert (reached.queries, reached.queries_per_start) == (7, 5)
+    assert torch.equal(reached.end, task.goal / 2)  # type: ignore[arg-type]
+    (plain,) = Planned(Contender(run)).run(task)
+    assert (plain.queries, plain.queries_per_start) == (5, 3)
+    assert torch.equal(plain.end, task.origin())  # type: ignore[arg-type]
+    assert seen == [("half", (40,), 7), ("given", (0,), 0)]
+    assert Planned(Contender(lambda *_: iter(()))).run(task) == ()
+
+
+def test_an_end_of_a_start_with_other_tensors_is_a_model(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    task.adapter.model.register_buffer("seen", torch.zeros(1))
+    start = Start(task.goal / 2, {"seen": torch.ones(1)})
+    own, phi = Begun({"other": start}, "other").of(task)
+    assert own.adapter.model is not task.adapter.model
+    assert torch.equal(phi, start.phi)
+    end = Begun({"other": start}, "other").standing(task, task.goal)
+    assert isinstance(end, nn.Module)
+    assert torch.equal(end.seen, torch.ones(1))
+    assert torch.equal(end.metricopt.phi, task.goal)
+    assert torch.equal(task.adapter.model.seen, torch.zeros(1))
+    assert Begun.at(phi).standing(task, task.goal) is task.goal
+    assert Begun.at(phi).standing(task, end) is end
+
+
+def test_every_sibling_has_settings_of_its_own() -> None:
+    assert all(isinstance(method, Sibling) for method in SIBLINGS.values())
+    assert len(set(map(repr, SIBLINGS.values()))) == len(SIBLINGS)
+
+
+def test_surrogate_learning_has_the_settings_of_its_paper() -> None:
+    for name, surrogate in {"sl_u": "universal", "sl_s": "scratch", "sl_r": "refined"}.items():
+        method = SIBLINGS[name]
+        assert isinstance(method, SurrogateLearning)
+        assert (method.surrogate, method.iterations, method.model_steps, method.surrogate_steps) == (
+            surrogate,
+            300_000,
+            3,
+            10,
+        )
+        assert method.model_lr == method.surrogate_lr == method.clip == 1e-5
+        assert (method.universal.positive, method.universal.mean, method.universal.std) == (0.5, 0.0, 1.0)
+        assert method.universal.lr == method.universal.clip == 1e-5
+
+
+def test_reloss_has_the_settings_of_its_paper() -> None:
+    for name, cross_entropy in {"reloss": True, "reloss_only": False}.items():
+        method = SIBLINGS[name]
+        assert isinstance(method, ReLoss)
+        assert method.cross_entropy == cross_entropy
+        assert (method.training.lr, method.training.weight_decay, method.training.penalty) == (0.01, 1e-4, 10.0)
+
+
+def test_adaptive_loss_alignment_has_the_settings_of_its_paper() -> None:
+    for name, loss in {"ala": "classes", "ala_mixture": "mixture", "ala_focal": "focal"}.items():
+        method = SIBLINGS[name]
+        assert isinstance(method, AdaptiveLossAlignment)
+        assert (method.loss, method.children, method.history, method.link) == (loss, 10, 10, "sigmoid")
+        assert method.action_steps == method.reward_evals == 200
+        assert (method.gamma, method.beta, method.policy_lr, method.offset) == (0.9, 0.1, 0.001, 1.0)
+        assert (method.optimizer, method.momentum) == ("sgd", 0.9)
+        assert (name in siblings_of("embedders")) == (loss != "classes")
+    assert {*siblings_of("embedders"), *siblings_of("classifiers")} == set(SIBLINGS)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from metricopt_ext.errors import MetricError
-from metricopt_ext.evidence.passes import Noticing, Passes, counting, last_query, noticing, passes_of
+from metricopt_ext.evidence.passes import Noticing, Passes, counting, noticing, passes_of, queries_cost
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -34,11 +34,11 @@ def test_a_query_is_a_pass_if_the_model_runs(running: FinetuneTask, quadratic: C
     points = torch.zeros(3, 4, dtype=torch.float64)
     running.costs_at(points, "search")
     assert passes_of(running) == Passes(metric=3)
-    assert last_query(running) == Passes(metric=1)
+    assert queries_cost(running, 2) == Passes(metric=2)
     still = noticing(quadratic())  # it reads phi alone
     still.costs_at(points, "search")
     assert still.metric.ledger.spent == 3
-    assert passes_of(still) == last_query(still) == Passes()
+    assert passes_of(still) == queries_cost(still, 2) == Passes()
 
 
 def test_it_does_not_matter_which_model_runs(running: FinetuneTask) -> None:
@@ -99,4 +99,4 @@ def test_a_task_that_counts_computes_what_it_did(quadratic: Callable[..., Any]) 
 
 def test_of_other_tasks_nothing_is_known(quadratic: Callable[..., Any]) -> None:
     assert passes_of(quadratic()) is None
-    assert last_query(quadratic()) == Passes()
+    assert queries_cost(quadratic(), 2) == Passes()

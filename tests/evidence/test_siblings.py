@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.compare import compare
-from metricopt_ext.evidence.method import METHODS, Method
+from metricopt_ext.evidence.method import METHODS, SIBLINGS, siblings_of
+from metricopt_ext.evidence.rivals import planned
 from metricopt_ext.evidence.siblings import (
     ALAConfig,
     EmbedderSiblingsConfig,
@@ -21,13 +22,12 @@ from metricopt_ext.evidence.siblings import (
     SLConfig,
     learned_losses,
     plot_histories,
-    sibling_method,
+    training,
 )
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
 from metricopt_ext.methods.siblings.checkpoints import Checkpoints
 from metricopt_ext.methods.siblings.loss_policy import LossPolicy
 from metricopt_ext.methods.siblings.ranked_batches import BatchSource, RandomOutputs
-from metricopt_ext.methods.siblings.registry import FOR_EMBEDDINGS, SIBLINGS
 from metricopt_ext.methods.siblings.relational_loss import RelationalLoss, RelationalTraining
 from metricopt_ext.methods.siblings.reloss import ReLoss
 from metricopt_ext.methods.siblings.set_loss import SetLoss
@@ -42,15 +42,15 @@ from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.progress import Watcher
 
 
-def test_every_sibling_method_is_in_the_table_of_methods() -> None:
+def test_every_training_is_in_the_table_of_methods() -> None:
     assert list(SIBLINGS) == [name for name in METHODS if name in SIBLINGS]
     assert all(METHODS[name].kind == "queries" for name in SIBLINGS)
 
 
 def test_the_default_settings_are_the_papers() -> None:
     assert {name: SiblingsConfig().build(name) for name in SIBLINGS} == SIBLINGS
-    built = {name: EmbedderSiblingsConfig().build(name) for name in FOR_EMBEDDINGS}
-    assert built == {name: SIBLINGS[name] for name in FOR_EMBEDDINGS}
+    built = {name: EmbedderSiblingsConfig().build(name) for name in siblings_of("embedders")}
+    assert built == {name: SIBLINGS[name] for name in siblings_of("embedders")}
 
 
 def test_what_is_set_reaches_ala(tmp_path: Path) -> None:
@@ -236,8 +236,8 @@ def nudged(quadratic: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
                 task.metric.cost(model, "threshold")
             return model if tuned else None
 
-        made: Method = sibling_method("sl_r", method, of, tune, seed=0, folder=tmp_path, resume=resume)
-        return task, compare(task.judged_by(metric), metric, {"sl_r": made}).outcomes["sl_r"]
+        made = training("sl_r", method, of, tune, folder=tmp_path, resume=resume)
+        return task, compare(task.judged_by(metric), metric, {"sl_r": planned(made)}).outcomes["sl_r"]
 
     return run
 

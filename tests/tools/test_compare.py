@@ -81,7 +81,7 @@ def test_shards_and_resuming_give_one_comparison(tmp_path: Path, capsys: pytest.
     assert methods["random_search"]["cells"]["6"]["queries"] == [6] * 3
     assert methods["threshold"]["cells"]["40"]["queries"] == [40] * 3
     # Of each: 3 starts and BatchNorm's pass, 5 steps of the loss; then 37 queries, of which the threshold's are on one
-    # pass, and the probe's 64 batches, or a check and two steps of Guided ES.
+    # pass, and a check of two batches and the probe's 64, or a check and two steps of Guided ES.
     passes = {name: method["cells"]["40"]["passes"] for name, method in methods.items()}
     assert passes == {
         name: [{"metric": 4 + metric, "loss": 5 + loss}] * 3
@@ -90,7 +90,7 @@ def test_shards_and_resuming_give_one_comparison(tmp_path: Path, capsys: pytest.
             ("guided_es", 37, 3),
             ("cma_es", 37, 0),
             ("random_search", 37, 0),
-            ("ours", 37, 64),
+            ("ours", 37, 66),
         )
     }
     assert len(whole["guards"]) == 3 * 2

@@ -36,9 +36,9 @@ from metricopt_ext.classification.probe import output_scale
 from metricopt_ext.data.halves import stratified_halves
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
+from metricopt_ext.evidence.method import SIBLINGS, Reached
 from metricopt_ext.methods.siblings.ala import AdaptiveLossAlignment
 from metricopt_ext.methods.siblings.loss_policy import load_loss_policy
-from metricopt_ext.methods.siblings.registry import SIBLINGS
 from metricopt_ext.methods.siblings.relational_loss import load_relational_loss
 from metricopt_ext.methods.siblings.set_loss import SetLoss, load_set_loss
 from metricopt_ext.tasks.batches import TensorBatches
@@ -1062,15 +1062,14 @@ def test_training_and_finetuning_have_their_own_balance(
     settings = [f"model.balanced={balanced}", f"balanced={not balanced}", "methods=[second_round]"]
     config = config_of(*settings, "data.name=breast_cancer", *MLP, "shift.kind=none")
     experiment = ClassificationExperiment(config, tmp_path, 0)
-    result = SimpleNamespace(
-        ends=experiment.task.origin()[None], chosen=0, fit=object(), details=SimpleNamespace(setting=None)
-    )
+    origin = experiment.task.origin()
+    result: Any = SimpleNamespace(ends=origin[None], chosen=0, fit=object(), details=SimpleNamespace(setting=None))
 
     def trained(task: FinetuneTask, fit: Any, train_theta: Callable[[nn.Module], None], **kwargs: Any) -> None:
         train_theta(task.adapter.model)
 
     monkeypatch.setattr(classification_experiment, "run_second_round", trained)
-    experiment._second_round(experiment.task, result)  # type: ignore[arg-type]
+    experiment._second_round({"metricopt": (Reached(origin, 0, 0, 0.0, result=result),)}).run(experiment.task)
     assert len(seen) == 2
     for batches, equal in ((seen[0], balanced), (seen[1], balanced), (experiment.task.batches, not balanced)):
         counts = sum(torch.bincount(batches(0, task, 0)[1], minlength=2) for task in range(20))

@@ -113,7 +113,7 @@ sys.meta_path.insert(0, Blocking)
 import torch
 from torch import nn
 import metricopt_ext as mo
-import metricopt_ext.methods.siblings.registry
+import metricopt_ext.evidence.method
 
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))

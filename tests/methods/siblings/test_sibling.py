@@ -1,6 +1,6 @@
 """The contract that every registered sibling method keeps, whatever it does.
 
-A new method joins by its entry in `SIBLINGS` and one in `CASES`.
+A new method joins by its entry in `METHODS` and one in `CASES`.
 """
 
 import copy
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.evidence.method import SIBLINGS
 from metricopt_ext.methods.siblings.checkpoints import Checkpoints
 from metricopt_ext.methods.siblings.ranked_batches import BatchSource
-from metricopt_ext.methods.siblings.registry import SIBLINGS
 from metricopt_ext.methods.siblings.relational_loss import RelationalTraining
 from metricopt_ext.methods.siblings.set_loss import UniversalTraining
 from metricopt_ext.methods.siblings.sibling import Sibling, Trained
