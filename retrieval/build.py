@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,12 @@ from metricopt_ext.retrieval.data import (
     split_classes,
 )
 from metricopt_ext.retrieval.layouts import load_class_folders
-from metricopt_ext.retrieval.metrics import embedding_metric
+from metricopt_ext.retrieval.metrics import Draws, embedding_metric
 from metricopt_ext.retrieval.models import Embedder, build_model
 from metricopt_ext.retrieval.own_data import own_parts
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import ClassBatches
-from metricopt_ext.tasks.metric import Metric, with_halves
+from metricopt_ext.tasks.metric import Halved, Metric, with_halves
 from metricopt_ext.tasks.task import Loss
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.progress import Watcher
@@ -65,26 +65,35 @@ def embed_with(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
 
 
 def build_metric(
-    config: MetricConfig, part: Split, halves: Sequence[Tensor] | str = (), queries: Tensor | None = None
+    config: MetricConfig,
+    part: Split,
+    halves: Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]] | str = (),
+    queries: Tensor | None = None,
+    new_classes: bool = False,
 ) -> Metric:
     """Make the black box: the metric of a part's embeddings, by default mean Recall@k.
 
     Args:
         config: The settings.
         part: Images and labels.
-        halves: Indices of two halves of them, for a metric that also reports its value within each, or why there
-            are none; empty for one that does not.
+        halves: Indices of two halves of them by class, or several such pairs, for a metric that also reports its value
+            within each, or why there are none; empty for one that does not.
         queries: Which of the images are queries, ``n`` booleans, and the others their gallery; None if each searches
             all others.
+        new_classes: Whether the model will be judged on other classes, and the halves are of different ones.
 
     Raises:
         ConfigError: The metric's settings are impossible.
     """
     metric, cameras = embedding_metric(config), part.columns.get(CAMERA)
     metric.check(queries is not None, cameras is not None)
+    several = not isinstance(halves, str) and len(halves) > 0 and not isinstance(halves[0], Tensor)
+    draws = cast(Draws, halves) if several and queries is None and cameras is None else []
 
     def function(model: nn.Module) -> Any:
         embeddings, labels = embed(model, part.x).cpu(), part.y.cpu()
+        if metric.on_halves is not None and draws:
+            return Halved(*metric.on_halves(embeddings, labels, draws))
 
         def value_on(half: Tensor | None) -> float:
             rows = slice(None) if half is None else half.cpu()
@@ -97,7 +106,7 @@ def build_metric(
 
         return with_halves(value_on, halves)
 
-    return Metric(function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
+    return Metric(function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name, new_classes=new_classes)
 
 
 def build_loss(config: LossConfig) -> Loss:

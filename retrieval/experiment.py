@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.halves import class_halves
+from metricopt_ext.data.halves import class_draws
 from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
@@ -33,6 +33,7 @@ from metricopt_ext.retrieval.build import (
 from metricopt_ext.retrieval.cameras import CAMERA, Cameras, Seen, hits_across_cameras
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
+from metricopt_ext.retrieval.few_classes import FewClasses
 from metricopt_ext.retrieval.metrics import check_ks, embedding_metric, try_metric
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
 from metricopt_ext.retrieval.recall import hits_at_k
@@ -44,6 +45,7 @@ from metricopt_ext.utils.files import write_json
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.progress import Watcher
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import counted
 
 STATISTICS_BATCH = 256  # images that BatchNorm's statistics are taken of at once
 LEFT_OUT = 20  # groups of test classes that are left out in turn
@@ -91,12 +93,17 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             attach(embedder(config, self.splits, seed, self.folder, self.watcher), config, seed),
             loss=loss,
             batches=batches,
-            metric=build_metric(config.metric, validation, class_halves(validation.y, seed)),
+            metric=build_metric(config.metric, validation, class_draws(validation.y, seed), new_classes=True),
             population=config.population,
             memory=memory_of(config, config.memory),
         )
         for name in config.trained_methods:
             self._siblings.build(name).check(self._training(task))
+        classes = self.splits.classes_of("validation")
+        if seed == config.seed:
+            self.watcher.say(f"validation has {counted(len(classes), 'class')}; test has others")
+        told = FewClasses(task.metric, lambda: len(classes), self.watcher.say, config.guard.confidence)
+        task.metric.observers.append(told)
         return task, test
 
     def rare(self) -> Rare | None:

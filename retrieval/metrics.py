@@ -1,6 +1,6 @@
 """What an embedding can be judged by: mean Recall@k, two of pytorch-metric-learning's metrics, one's own functions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,13 @@ from metricopt_ext.errors import ConfigError, MetricOptError
 from metricopt_ext.retrieval.cameras import Cameras, Seen, recall_across_cameras
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.neighbours import Array
-from metricopt_ext.retrieval.recall import check_items, check_options, recall_at_k
+from metricopt_ext.retrieval.recall import check_items, check_options, recall_at_k, recalls_on_halves
+from metricopt_ext.tasks.metric import Pairs
 from metricopt_ext.tasks.own_metric import number_within, own_metric
 from metricopt_ext.utils.seeding import generator
+
+# Pairs of halves, by the indices of each.
+Draws = Sequence[tuple[Tensor, Tensor]]
 
 CALCULATED = {  # by pytorch-metric-learning; R is the number of a query's class besides itself
     "mean_average_precision_at_r": "average precision of the R nearest, mean over queries (Musgrave et al., 2020)",
@@ -34,6 +38,8 @@ class EmbeddingMetric:
         maximize: Whether higher is better.
         bounds: Lowest and highest value.
         description: What it is, in a line; empty if its name says it.
+        on_halves: Called with embeddings, labels and pairs of halves by class; returns the value, and those on each
+            half, from one search of all. None for a metric that is called for each half.
     """
 
     function: Callable[[Tensor, Tensor], float]
@@ -43,6 +49,7 @@ class EmbeddingMetric:
     description: str = ""
     against: Callable[[Tensor, Tensor, Tensor, Tensor], float] | None = None
     across: Callable[[Seen, Seen], float] | None = None
+    on_halves: Callable[[Tensor, Tensor, Draws], tuple[float, Pairs]] | None = None
 
     def check(self, gallery: bool, cameras: bool) -> None:
         """Reject what the metric can't judge.
@@ -110,6 +117,7 @@ def embedding_metric(config: MetricConfig) -> EmbeddingMetric:
             title,
             against=lambda x, y, *gallery: recall_at_k(x, y, ks, query_subset=subset, gallery=gallery).mean,
             across=lambda queries, gallery: recall_across_cameras(queries, gallery, ks, query_subset=subset or 0),
+            on_halves=None if subset else lambda x, y, pairs: recalls_on_halves(x, y, ks, pairs),
         )
     if name in CALCULATED:
         return EmbeddingMetric(

@@ -3,6 +3,10 @@
 How large chance is shows in three ways: two halves of the metric's data, repeats of an evaluation, or data held out
 from the search. Of a metric that is a plain number nothing is known, and every gain is believed. Halves that can't be
 of two halves of data count for none (`fault_of_halves`).
+
+Where a model will be judged on other classes than the metric's (`Metric.new_classes`), chance is not all: a search also
+climbs what is its classes' own. Of an end that is kept, a share of the way is kept then, or nothing
+(`new_classes.kept_share`). With few classes, 30 say, that mends it only in part.
 """
 
 import math
@@ -84,10 +88,12 @@ class Decision:
         kept: Its name among the candidates.
         verdict: What the guard thinks of the best end: over the model as it was trained if that is what it was
             refused for, or if no start was kept; and else over the start.
+        otherwise: What is kept where the end is not, for other reasons (`kept_share`).
     """
 
     kept: str
     verdict: Verdict
+    otherwise: str = "start"
 
 
 def decide(
@@ -119,7 +125,7 @@ def decide(
     verdict = judge(candidates[trained], candidates[end], visited, confidence, predicted(trained))
     if verdict.accepted and kept != trained:
         verdict = judge(candidates[kept], candidates[end], visited, EXPECTED, predicted(kept))
-    return Decision(end if verdict.accepted else kept, verdict)
+    return Decision(end if verdict.accepted else kept, verdict, kept)
 
 
 def decide_among(
@@ -162,8 +168,8 @@ def _telling(
             " values on two random halves of its data",
             stacklevel=4,
         )
-    without = {name: each._replace(halves=None) for name, each in candidates.items()}
-    return without, [each._replace(halves=None) for each in visited]
+    without = {name: each.without_halves() for name, each in candidates.items()}
+    return without, [each.without_halves() for each in visited]
 
 
 def judge(

@@ -297,6 +297,7 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         **({} if isinstance(task.population, Population) else {"population": task.at_once}),  # or see `settled`
         "metric": [metric.name, metric.maximize, metric.bounds],  # stored costs depend on the last two
         "repeats": metric.repeats,
+        **({"classes are new": True} if metric.new_classes else {}),
         "code of the metric": fingerprint_of_code(metric.function),
         "adapter": task.adapter.signature.to_json(),
         "weights": fingerprint(task.adapter.base_state_dict()),

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic
 
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.run_folder import RunFolder
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.cached_metric import CachedMetric
-from metricopt_ext.tasks.metric import Evaluation
+from metricopt_ext.tasks.metric import Evaluation, Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TrajectoryStore
 from metricopt_ext.utils.checks import check_instance
@@ -72,6 +73,10 @@ class LearningStrategy(ABC, Generic[Own]):
             BudgetError: It is too small; the message says how many are needed.
         """
 
+    def held_back(self, metric: Metric) -> int:
+        """Return how many evaluations are for what is kept alone (`new_classes.held_back`)."""
+        return 0
+
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """Return what a run depends on, as JSON, to tell it from others."""
@@ -82,6 +87,29 @@ class LearningStrategy(ABC, Generic[Own]):
 
 
 Strategy = SearchStrategy | LearningStrategy[Any]
+
+
+def sized(strategy: Strategy, evaluations: int, dim: int, starts: int, held_back: int) -> dict[str, int]:
+    """Return what follows from a number of evaluations, of which some are held back.
+
+    Args:
+        strategy: The strategy.
+        evaluations: How many may be made.
+        dim: phi's dimension.
+        starts: Number of starts, phi = 0 among them.
+        held_back: How many of them are for what is kept alone.
+
+    Raises:
+        BudgetError: The others are too few; the message says how many are needed.
+    """
+    size = strategy.size(evaluations, dim, starts)
+    try:
+        strategy.size(evaluations - held_back, dim, starts)
+    except BudgetError as error:
+        raise BudgetError(
+            f"{error}; of {evaluations}, one is held back for the value of what is kept, as classes are new"
+        ) from error
+    return size
 
 
 def check_strategy(strategy: Any) -> None:

@@ -73,6 +73,7 @@ class GuidedTrustRegion(SearchStrategy):
     """
 
     anytime: ClassVar[bool] = True
+    keeps_shares: ClassVar[bool] = True
     design: int = 12
     batch: int = 8
     radius: float = 1.0
@@ -323,6 +324,7 @@ class GuidedState(SearchState):
             f=f,
             predicted=visited.predicted(),
             widened=visited.widened,
+            known=None if f is None else visited.fitted(),
         )
 
 
@@ -340,7 +342,7 @@ def descend(value: Callable[[Tensor], Tensor], phi: Tensor, centre: Tensor, radi
     Args:
         value: Maps ``m x d`` to each row's own value, ``m``; differentiable.
         phi: Starts, ``m x d``.
-        centre: Of the ball, ``d``.
+        centre: Of the ball, ``d``; or of each row's own ball, ``m x d``.
         radius: Of the ball.
 
     Returns:

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.tasks.metric import CostScale, Evaluation
+from metricopt_ext.tasks.metric import CostScale, Evaluation, Pairs
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import read_json, to_json, write_atomically
 from metricopt_ext.utils.identity import fingerprint
@@ -63,6 +64,7 @@ class KeptEvaluation(KeptPoint):
         failed: Whether the evaluation failed: the worst cost of the run stands in for it.
         given_up: Whether nobody waits for it any more; it costs no query.
         asked: How often the metric was called.
+        pairs: Its costs on several pairs of halves, ``halves`` the first; empty, and not in the file, without several.
     """
 
     cost: float | None
@@ -71,13 +73,16 @@ class KeptEvaluation(KeptPoint):
     failed: bool
     given_up: bool
     asked: int
+    pairs: Pairs = ()
 
     @classmethod
     def told(cls, point: KeptPoint, evaluation: Evaluation, asked: int) -> "KeptEvaluation":
         """Make one of an evaluation; of a stand-in only the failure is kept."""
         failed = evaluation.failed
-        cost, halves, noise = (None, None, None) if failed else evaluation[:3]
-        return cls(point.id, point.phi, point.replaced, cost, halves, noise, failed, False, asked)
+        if failed:
+            return cls(point.id, point.phi, point.replaced, None, None, None, True, False, asked)
+        cost, halves, noise = evaluation[:3]
+        return cls(point.id, point.phi, point.replaced, cost, halves, noise, False, False, asked, evaluation.pairs)
 
     @classmethod
     def without(cls, point: KeptPoint) -> "KeptEvaluation":
@@ -87,7 +92,13 @@ class KeptEvaluation(KeptPoint):
     @property
     def evaluation(self) -> Evaluation | None:
         """What the metric said; None if it failed or was given up."""
-        return None if self.cost is None else Evaluation(self.cost, self.halves, self.noise)
+        return None if self.cost is None else Evaluation(self.cost, self.halves, self.noise, pairs=self.pairs)
+
+    @property
+    def line(self) -> str:
+        """What the file holds of it."""
+        fields = asdict(self)
+        return to_json({name: value for name, value in fields.items() if name != "pairs" or value})
 
 
 class KeptEvaluations:
@@ -114,7 +125,7 @@ class KeptEvaluations:
             content = _read(path, scale)
             self.told = {each.id: each for each in content.evaluations}
             self.open = {each.id: each for each in content.open}
-        self._lines = {id: to_json(asdict(each)) for id, each in self.told.items()}
+        self._lines = {id: each.line for id, each in self.told.items()}
 
     @property
     def answered(self) -> int:
@@ -134,7 +145,7 @@ class KeptEvaluations:
 
     def tell(self, kept: KeptEvaluation) -> None:
         """Keep what became of a point; it is on disk when this returns."""
-        line, opened = to_json(asdict(kept)), self.open.get(kept.id)
+        line, opened = kept.line, self.open.get(kept.id)
         self.told[kept.id], self._lines[kept.id] = kept, line
         self.open.pop(kept.id, None)
         try:
@@ -166,7 +177,7 @@ class _File:
 def _read(path: Path, scale: CostScale) -> _File:
     try:
         kept = from_json(_File, read_json(path))
-        if kept.checksum != _checksum(_content(kept.open, to_json([asdict(each) for each in kept.evaluations]))):
+        if kept.checksum != _checksum(_content(kept.open, f"[{', '.join(each.line for each in kept.evaluations)}]")):
             raise ValueError("its checksum is another than when it was written")
         points = [*kept.open, *kept.evaluations]
         if len({point.id for point in points}) < len(points):
@@ -177,7 +188,9 @@ def _read(path: Path, scale: CostScale) -> _File:
         for each in kept.evaluations:
             if each.noise is not None and not 0 <= each.noise < math.inf:
                 raise ValueError(f"{each.noise} is no standard error")
-            for cost in (*(() if each.cost is None else (each.cost,)), *(each.halves or ())):
+            if each.pairs and each.halves != each.pairs[0]:
+                raise ValueError(f"evaluation {each.id} has other halves than the first of its pairs")
+            for cost in (*(() if each.cost is None else (each.cost,)), *(each.halves or ()), *chain(*each.pairs)):
                 if not math.isfinite(cost) or (scale.bounds is not None and not 0 <= cost <= 1):
                     raise ValueError(f"{cost} is no cost of a metric with bounds {scale.bounds}")
             if (each.cost is None) != (each.failed or each.given_up):
