@@ -5,7 +5,7 @@ the span of the last loss gradients; here the spectrum of loss gradients all aro
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import ClassVar, NamedTuple
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from metricopt_ext.search.descent import descend
 from metricopt_ext.search.lines import best_known, first_times, next_time
 from metricopt_ext.search.probe import check_dim, probe
 from metricopt_ext.search.strategy import (
@@ -37,8 +38,8 @@ from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.gp import GPLearner, GPValueFunction
 
-# Descent on a posterior sample: steps, their first length in units of the region's radius, starts for each proposal.
-STEPS, FIRST_STEP, STARTS = 25, 0.35, 3
+# From how many points each proposal's own posterior sample is descended.
+STARTS = 3
 
 # The end is the mean of an eighth of the visited points, the best by f, at least 2 and at most 16.
 END_SHARE, LEAST_END, MOST_END = 1 / 8, 2, 16
@@ -446,29 +447,3 @@ class _Ending(NamedTuple):
     f: GPValueFunction
     mean: Tensor
     asked: Evaluation | None = None
-
-
-def descend(value: Callable[[Tensor], Tensor], phi: Tensor, centre: Tensor, radius: float) -> tuple[Tensor, Tensor]:
-    """Minimise functions within a ball by normalised gradient steps that decay to 0.
-
-    Args:
-        value: Maps ``m x d`` to each row's own value, ``m``; differentiable.
-        phi: Starts, ``m x d``.
-        centre: Of the ball, ``d``.
-        radius: Of the ball.
-
-    Returns:
-        The best visited points, ``m x d``, and their values, ``m``.
-    """
-    best, least = phi.clone(), torch.full_like(phi[:, 0], math.inf)
-    for step in range(STEPS + 1):
-        phi = phi.detach().requires_grad_(True)
-        values = value(phi)
-        (gradient,) = torch.autograd.grad(values.sum(), phi)
-        with torch.no_grad():
-            better = values < least
-            best[better], least[better] = phi[better], values[better]
-            moved = phi - FIRST_STEP * (1 - step / STEPS) * radius * normalize(gradient, dim=1)
-            offset = moved - centre
-            phi = centre + offset * (radius / offset.norm(dim=1, keepdim=True)).clamp(max=1)
-    return best, least
