@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.tasks.metric import Evaluation, Metric, noise_of, stacked_halves
-from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves
+from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves, reliability_of
 from metricopt_ext.utils import ranks
 
 # What tells a gain from chance.
@@ -280,18 +280,6 @@ def _chance_by_size(start: Evaluation, costs: Tensor, halves: Tensor, gain: floa
     variance = (gains[:, 0] - gains[:, 1]).square().sum() / 4  # summed over the points, as is their size
     size = (start.cost - costs).abs().sum()
     return math.sqrt(float(variance / size) * abs(gain)) if size > 0 else 0.0
-
-
-def reliability_of(halves: Tensor) -> float:
-    """Return the share of the variance of costs on all data that is not chance, from their halves, ``n x 2``.
-
-    It is the correlation r of the halves, stepped up to all data as 2r / (1 + r) (Spearman-Brown); 0 for fewer than
-    `TELLING` points.
-    """
-    if len(halves) < TELLING or (halves.std(0) == 0).any():
-        return 0.0
-    r = float(torch.corrcoef(halves.T)[0, 1])
-    return max(0.0, 2 * r / (1 + r)) if r > -1 else 0.0
 
 
 def _by_repeats(start: Evaluation, end: Evaluation, ranked: Sequence[Evaluation]) -> _Chance | None:
