@@ -109,7 +109,7 @@ def ours(confidence: float = CONFIDENCE, search: GuidedTrustRegion | None = None
 def _kept(start: Tensor, end: SearchResult, confidence: float) -> Tensor:
     """Return the end of a search, ``d``, or the start, its first query, if that is what the guard keeps."""
     asked = {"start": end.evaluations[0], "search": end.evaluation}
-    decision = decide(asked, end.evaluations, confidence, lambda kept: end.gain_over(start))
+    decision = decide(asked, end.evaluations, confidence, lambda kept: end.gain_over(start), end.climbed)
     return end.phi if decision.kept == "search" else start
 
 

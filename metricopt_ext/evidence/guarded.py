@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from metricopt_ext.evidence.experiment import State
-from metricopt_ext.methods.guard import decide
+from metricopt_ext.methods.guard import LINE, decide
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.metric import Evaluation
 
@@ -53,7 +53,11 @@ def guarded(
         among the starts.
     """
     *_, begun = starts
-    candidates = {**starts, "search": Candidate(State(starts[begun].state.task, end.phi), end.evaluation)}
+    task = starts[begun].state.task
+    found = {"search": Candidate(State(task, end.phi), end.evaluation)}
+    if end.line is not None:
+        found = {LINE: Candidate(State(task, end.line.point), end.line.evaluation), **found}
+    candidates = {**starts, **found}
     asked = {name: each.evaluation for name, each in candidates.items()}
 
     def gain_by_f(name: str) -> float:
@@ -61,7 +65,7 @@ def guarded(
         known = state.task.adapter.model is starts[begun].state.task.adapter.model  # f is of this one
         return end.gain_over(state.phi) if known else math.inf
 
-    decision = decide(asked, end.evaluations, confidence, gain_by_f)
+    decision = decide(asked, end.evaluations, confidence, gain_by_f, end.climbed)
     kept, verdict = decision.kept, decision.verdict
 
     @cache

@@ -26,6 +26,7 @@ KEPT = {
     "adapted": "MetricOpt with f adapted",
     "refined": "MetricOpt, refined on the metric",
     "search": "the end of the search",
+    "line": "the best along the line of starts",
     "learned": "the learned optimizer's end",
     "batchnorm": "BatchNorm re-estimated",
     "prior": "logits adjusted by the priors",

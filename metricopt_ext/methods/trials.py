@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
-from metricopt_ext.methods.guard import CONFIDENCE, decide
+from metricopt_ext.methods.guard import CONFIDENCE, LINE, decide
 from metricopt_ext.methods.result import Result, SearchDetails, outcome
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.search.strategy import SearchResult, SearchState, SearchStrategy
@@ -417,7 +417,7 @@ def guarded(
     end: SearchResult,
     confidence: float,
 ) -> Result:
-    """Keep the start that the search began from if it gains on phi = 0, and the end if it gains on what was kept.
+    """Keep the start that the search began from, or the line's best, if it gains on phi = 0; or the end (`decide`).
 
     Args:
         task: Its metric's units.
@@ -429,15 +429,19 @@ def guarded(
     """
 
     def gain_by_f(kept: str) -> float:
-        known = starts[kept].replaces_the_same(starts[begun])  # f is of the model with its tensors
-        return end.gain_over(starts[kept].phi) if known else math.inf
+        known = kept == LINE or starts[kept].replaces_the_same(starts[begun])  # f is of the model with its tensors
+        return end.gain_over(states[kept]) if known else math.inf
 
-    candidates = {"start": asked["start"], begun: asked[begun], "search": end.evaluation}
-    decision = decide(candidates, end.evaluations, confidence, gain_by_f)
+    states = {name: start.phi for name, start in starts.items()}
+    candidates = {"start": asked["start"], begun: asked[begun]}
+    if end.line is not None:
+        states[LINE], candidates[LINE] = end.line
+    candidates["search"] = end.evaluation
+    decision = decide(candidates, end.evaluations, confidence, gain_by_f, end.climbed)
     value, repeats = task.metric.to_value, task.metric.repeats
     elsewhere = sum(not start.replaces_the_same(starts[begun]) for start in starts.values())
     evaluations = elsewhere + end.queries
-    ends = {**{name: start.phi for name, start in starts.items()}, "search": end.phi}
+    ends = {**states, "search": end.phi}
     fit = None if end.f is None else Fit(end.f, {}, end.predicted[:, 0], end.predicted[:, 1])
     return Result(
         **outcome(task.metric, candidates, decision, ends),

@@ -48,6 +48,8 @@ class SearchResult:
         predicted: What f predicted before it was queried, and what was found, ``m x 2``.
         widened: How many times wider than probed the design had to be for the metric to react, or, below 1, for it not
             to be ruined; 1 if neither.
+        climbed: What a search would have gained in chance alone, as far from the line's best, or the start, as its end
+            is, as a cost (`climb_of_chance`); 0 without an f, or if the metric's halves don't tell.
         line: The best along the task's line, by a Gaussian process on it; None without a line, or if it is the start.
     """
 
@@ -61,6 +63,7 @@ class SearchResult:
     f: GPValueFunction | None = None
     predicted: Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.float64))
     widened: float = 1.0
+    climbed: float = 0.0
     line: Found | None = None
 
     @property

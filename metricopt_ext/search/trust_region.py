@@ -376,6 +376,8 @@ class GuidedState(SearchState):
                 point, evaluation = visited.points[seen], visited.evaluations[seen]
             visited.complete(f, point)
             f.signature = self.signature
+        line = self._best_on_line(visited)
+        began = self.start if line is None else line.point
         return SearchResult(
             phi=point,
             evaluation=evaluation,
@@ -387,7 +389,8 @@ class GuidedState(SearchState):
             f=f,
             predicted=visited.predicted(),
             widened=visited.widened,
-            line=self._best_on_line(visited),
+            climbed=0.0 if f is None else visited.climbed(f, began, point),
+            line=line,
         )
 
     def _best_on_line(self, visited: Visited) -> Found | None:

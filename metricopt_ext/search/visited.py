@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from metricopt_ext.search.climb import climb_of_chance
 from metricopt_ext.tasks.metric import Evaluation, noise_of, stacked_halves
 from metricopt_ext.tasks.split_half import chance_of_gain, fault_of_halves
 from metricopt_ext.utils.threads import num_threads
@@ -154,6 +155,16 @@ class Visited:
         """Return the indices of the points that f is fitted to, the best by f first."""
         at = self.fitted()
         return at[f.mean(self.phi[at]).argsort()]
+
+    def climbed(self, f: GPValueFunction, began: Tensor, end: Tensor) -> float:
+        """Return the gain over where a search began, ``d``, that chance alone would have given at its end, ``d``.
+
+        See `climb_of_chance`; 0 if the metric has no halves that tell at a point that f is fitted to.
+        """
+        halves = stacked_halves([self.evaluations[at] for at in self.fitted().tolist()])
+        if halves is None or fault_of_halves(self.evaluations):
+            return 0.0
+        return climb_of_chance(f, halves, began, end)
 
     def predict(self, f: GPValueFunction, batch: Tensor) -> None:
         """Note what is predicted of a batch, ``m x d``, that is about to be queried."""
