@@ -65,7 +65,7 @@ class Verdict:
         needed: What a gain must exceed besides the optimism; None if chance is unknown.
         predicted: The gain as f sees it, all points considered; infinite if there is no f to ask.
         guard: What tells chance.
-        by_f: Whether f's gain alone decides.
+        by_f: Whether f's gain alone decides, unless the queries show a loss beyond chance.
     """
 
     gain: float
@@ -82,7 +82,7 @@ class Verdict:
     def accepted(self) -> bool:
         """Whether the gain is to be believed; f's is a posterior mean, and so shrunk already."""
         if self.by_f:
-            return self.predicted > 0
+            return self.predicted > 0 and self.gain > -(self.chance or 0.0)
         return min(self.gain - self.optimism, self.predicted) > (self.needed or 0.0)
 
 
@@ -144,7 +144,11 @@ def decide(
 
 
 def _between(before: Evaluation, after: Evaluation, visited: Sequence[Evaluation], by_f: float) -> Verdict:
-    """Judge which of two changes is expected to be better, by f's gain alone where there is an f."""
+    """Judge which of two changes is expected to be better, by f's gain where there is an f.
+
+    Only what the queries show to be worse by more than a deviation of chance is not better, whatever f says: f may be
+    off by more than what a metric without chance tells.
+    """
     return replace(judge(before, after, visited, EXPECTED, by_f), by_f=math.isfinite(by_f))
 
 

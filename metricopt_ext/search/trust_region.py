@@ -271,7 +271,8 @@ class GuidedState(SearchState):
             yield from self._along(self.line)
         yield (design := self._design(search.design_size(len(self.start)), SCALES)).points
         while (far := self._is_too_far(design)) or not visited.reacts():
-            visited.widened *= design.least if far else 2 if 2 * visited.widened <= WIDEST else 1
+            narrower = visited.widened * min(design.least, SCALES[1])
+            visited.widened = narrower if far else min(WIDEST, 2 * visited.widened)
             design = self._design(search.batch + search.batch % 2, SCALES if far else SCALES[:1])
             yield design.points
         unit = visited.widened * self.probe.scale * math.sqrt(len(self.start))
@@ -308,8 +309,8 @@ class GuidedState(SearchState):
         of_pairs = torch.tensor([scales[pair % len(scales)] for pair in range(points // 2)]).to(root)
         offsets = self.visited.widened * self.probe.scale * of_pairs[:, None] * drawn @ root.T
         best = self.visited.seen()
-        points = self.visited.points[best] + torch.cat([offsets, -offsets])
-        return _Design(points, of_pairs.repeat(2), best, len(self.visited.points))
+        drawn_at = self.visited.points[best] + torch.cat([offsets, -offsets])
+        return _Design(drawn_at, of_pairs.repeat(2), best, len(self.visited.points))
 
     def _is_too_far(self, design: "_Design") -> bool:
         """Whether no point of a design gains on what it was drawn around, and even its smallest pairs are far worse.

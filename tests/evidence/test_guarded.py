@@ -48,10 +48,10 @@ def end(cost: float, promise: float = 100.0) -> SearchResult:
     [
         (50.0, 0.0, "search", 7.0, 7.0),
         (50.0, 49.9, "search", 7.0, 7.0),
-        (50.0, 50.1, "prior", 3.0, 3.0),
+        (50.0, 50.1, "search", 7.0, 3.0),  # f, which decides between start and end, has no objection
         (99.9, 99.8, TRAINED, 0.0, 7.0),
         (99.9, 0.0, "search", 7.0, 7.0),
-        (50.0, 60.0, "prior", 3.0, 3.0),
+        (50.0, 60.0, "prior", 3.0, 3.0),  # unless the loss is beyond chance
         (99.9, 120.0, TRAINED, 0.0, 3.0),
     ],
 )

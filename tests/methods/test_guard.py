@@ -332,11 +332,17 @@ def test_between_start_and_end_f_alone_decides() -> None:
     candidates = dict(
         zip(("trained", "prior", "search"), evaluations([(100, 100), (10.0, 10.0), (10.5, 10.5)]), strict=True)
     )
+    chance = judge(*evaluations([(10.0, 10.0), (10.5, 10.5)]), visited).chance
+    assert chance is not None
+    assert chance > 0.5
     for by_f, kept in ((0.1, "search"), (-0.1, "prior"), (math.inf, "prior")):
         predicted = {"trained": 90.0, "prior": by_f}
         decision = decide(candidates, visited, CONFIDENCE, predicted.__getitem__)
         assert decision.kept == kept
         assert decision.verdict.by_f == math.isfinite(by_f)
+    for loss, accepted in ((chance - 1e-9, True), (chance + 1e-9, False)):
+        assert Verdict(-loss, 9.0, chance, 0.5, 9, 0.0, 0.1, by_f=True).accepted == accepted
+    assert not Verdict(-1e-9, 0.0, None, 1.0, 9, None, 0.1, "none", by_f=True).accepted
 
 
 LINE_CASES = {
