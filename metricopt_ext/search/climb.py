@@ -19,9 +19,9 @@ from metricopt_ext.value.gp import GPValueFunction
 # Climbs that are averaged. They differ by 0.7 of chance's deviation in a few dimensions, so the mean by a quarter.
 CLIMBS = 8
 
-# Standard errors by which the halves' correlation is lowered: those of a guard that is sure at .93. A search that has
-# climbed chance makes halves agree, too: they then correlate at .3 to .5, as what they share varies more than the rest.
-LOWERED = 1.5
+# Standard errors by which the halves' correlation is lowered, to be sure of it. A search that has climbed chance makes
+# halves agree, too: they then correlate at .3 to .5 after 60 queries, as what they share varies more than the rest.
+LOWERED = 3.0
 
 # Points from which each climbs, the best by what it climbs, and the start.
 BEGUN = 3

@@ -26,10 +26,10 @@ from metricopt_ext.methods.guard import (
     deviates,
     judge,
     judge_held_out,
-    reliability_of,
 )
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Evaluation, Metric
+from metricopt_ext.tasks.split_half import reliability_of
 from metricopt_ext.tasks.task import FinetuneTask
 
 
@@ -455,9 +455,9 @@ def searched_chance(seed: int, dim: int, queries: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.outcome
-@pytest.mark.parametrize(("dim", "queries"), [(8, 20), (8, 60), (24, 60)])
+@pytest.mark.parametrize(("dim", "queries"), [(8, 60), (24, 60)])
 def test_a_search_in_chance_alone_is_accepted_as_seldom_as_stated(dim: int, queries: int) -> None:
-    """RATES"""
+    """Of 48 runs 5 and 2. Were nothing climbed, 23 and 28: no comparison among the points shows their common luck."""
     runs, share = 48, 1 - CONFIDENCE
     accepted = sum(searched_chance(seed, dim, queries) for seed in range(runs))
     assert accepted / runs < share + 3 * math.sqrt(share * (1 - share) / runs)
