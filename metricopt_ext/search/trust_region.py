@@ -83,7 +83,7 @@ class GuidedTrustRegion(SearchStrategy):
 
     The end is the mean of the best visited points by f, if the last query finds it no worse than the best of them, up
     to f's noise, or up to chance if the metric's halves or repeats show less. A point that was seen to be better than
-    either by more than that is the end.
+    either by more than such chance is the end.
     Radii are per coordinate, |phi| / sqrt(d), in units of the probed scale.
 
     Attributes:
@@ -369,11 +369,12 @@ class GuidedState(SearchState):
             f = self._ending.f if self._ending is not None else visited.fit(last=True)
             best, seen = visited.best(f), visited.seen()
             point, evaluation = visited.points[best], visited.evaluations[best]
-            slack = min(f.noise_std, visited.chance(evaluation, visited.best_quarter()))
+            chance = visited.chance(evaluation, visited.best_quarter())
+            slack = min(f.noise_std, chance)
             asked = None if self._ending is None else self._ending.asked
             if self._ending is not None and asked is not None and asked.cost <= evaluation.cost + slack:
                 point, evaluation = self._ending.mean, asked
-            if visited.evaluations[seen].cost < evaluation.cost - slack:
+            if visited.evaluations[seen].cost < evaluation.cost - chance:  # never where nothing tells chance
                 point, evaluation = visited.points[seen], visited.evaluations[seen]
             visited.complete(f, point)
             f.signature = self.signature
