@@ -440,6 +440,25 @@ def test_the_end_is_no_worse_than_the_best_by_f(quadratic: Callable[..., Any], s
     )
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_end_is_no_worse_than_the_best_seen_but_for_what_halves_show_to_be_chance(
+    quadratic: Callable[..., Any], seed: int
+) -> None:
+    """The halves differ by 2e-3 at most, so chance is at most that; f's noise, all misfit, is far more."""
+    task = rugged(quadratic())
+    value = task.metric.function
+
+    def halves(model: Any) -> tuple[float, tuple[float, float]]:
+        found, apart = value(model), 1e-3 * math.sin(1e3 * float(model.metricopt.phi.sum()))
+        return found, (found + apart, found - apart)
+
+    told = replace(task, metric=Metric(halves, maximize=False, bounds=None))
+    end = SEARCH(told, task.origin(), 30, seed=seed)
+    assert end.f is not None
+    assert end.f.noise_std > 0.02
+    assert end.cost <= min(each.cost for each in end.evaluations) + 2e-3
+
+
 def test_f_comes_with_its_domain_quality_and_adapter(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     end = SEARCH(task, task.origin(), 50)
