@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.classification.adapter import attach, tuned_part
 from metricopt_ext.classification.classifier import classifier, train, untrained
@@ -23,6 +24,7 @@ from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.nelder_mead import tune_cut_points, tune_line
 from metricopt_ext.classification.offsets import (
     adjust_logits,
+    line_offsets,
     prior_offsets,
     threshold_of,
     tune_adjustment,
@@ -120,8 +122,12 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         model = tuned_part(classifier(config, splits, seed, self.folder, self.watcher), config)
         if isinstance(model, Rest):
             self.splits = splits = model.features(splits)
+        adapter = attach(model, config, seed, splits.train.x, target.scale)
+        adjustment = self._adjustment(adapter, 1.0)
+        along = None if adjustment is None else line_offsets(adjustment)
         task = FinetuneTask(
-            attach(model, config, seed, splits.train.x, target.scale),
+            adapter,
+            line=None if along is None else self._moved_by(adapter, along),
             loss=loss_of(target),
             batches=self._batches(splits.train),
             metric=model_metric(metric, splits.validation, metric_halves(splits.validation, metric, seed)),
@@ -230,24 +236,36 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
     def start(self, name: str) -> Start | None:
         """Return one of `run_config.STARTS`, or None if it does not apply; see `Experiment.start`."""
-        adapter, strength = self.task.adapter, PRIORS.get(name)
+        strength = PRIORS.get(name)
         if strength is None and name != "thresholds":
             return super().start(name)
+        adapter = self.task.adapter
+        offsets = self._adjustment(adapter, strength)
+        return None if offsets is None else Start(self._moved_by(adapter, offsets))
+
+    def _adjustment(self, adapter: Adapter, strength: float | None) -> Tensor | None:
+        """Return what adjusts the outputs by the priors, ``c``; None if phi has no offsets, or there are no priors.
+
+        Args:
+            adapter: Has the offsets.
+            strength: Of the adjustment; None for thresholds that predict as many as there are.
+        """
         if adapter.outputs is None:
             return None
-        phi = self.task.origin()
         if self.target.kind != "classes" or strength is None:
-            offsets = self._label_offsets(strength)
-            if offsets is None:
-                return None
-            phi[adapter.offsets] = offsets.to(phi) / adapter.outputs.scale
-            return Start(phi)
+            return self._label_offsets(strength)
         counts = self.splits.train.y.bincount(minlength=self.splits.num_classes)
         if not counts.min() > 0:
             return None  # a class without examples has no prior
-        size = len(phi[adapter.offsets])
-        phi[adapter.offsets] = strength * prior_offsets(counts, one_logit=size == 1).to(phi) / adapter.outputs.scale
-        return Start(phi)
+        size = len(adapter.phi[adapter.offsets])
+        return strength * prior_offsets(counts, one_logit=size == 1)
+
+    def _moved_by(self, adapter: Adapter, offsets: Tensor) -> Tensor:
+        """Return the phi, ``d``, that adds offsets to the outputs, ``c``, and nothing else."""
+        assert adapter.outputs is not None
+        phi = torch.zeros_like(adapter.phi.detach())
+        phi[adapter.offsets] = offsets.to(phi) / adapter.outputs.scale
+        return phi
 
     def _label_offsets(self, strength: float | None) -> Tensor | None:
         """Return offsets of the logits of labels or ranks, ``c``, by their shares in train; None for other targets.

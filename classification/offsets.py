@@ -19,6 +19,12 @@ from metricopt_ext.utils.checks import check_integer
 REACH = 4.0  # logits, to each side, of the first round
 STRONGEST = 2.0  # strength of logit adjustment
 
+# The least offset of a line of thresholds: whatever the priors, one logit and more moves what lies near the boundary.
+LEAST_THRESHOLD = 1.0
+
+# Several logits are not adjusted along a line if none moves by this much: classes are then as frequent within a fifth.
+LEAST_OFFSET = 0.2
+
 
 class WithOffsets(nn.Module):
     """A classifier with a constant added to each logit; a threshold t of a single logit is the offset -t.
@@ -193,6 +199,21 @@ def prior_offsets(counts: Tensor, *, one_logit: bool = False) -> Tensor:
         raise ValueError(f"one logit is for 2 classes, got counts of {len(counts)}")
     offsets = -counts.double().log()
     return offsets[1:] - offsets[:1] if one_logit else offsets - offsets.mean()
+
+
+def line_offsets(adjustment: Tensor) -> Tensor | None:
+    """Return the offsets along which a search looks first, ``C`` or ``1``: those of an adjustment by the priors.
+
+    A single logit's move by `LEAST_THRESHOLD` at least, in their direction: its threshold matters though both classes
+    are as frequent. None for several logits if none of their offsets reaches `LEAST_OFFSET`.
+
+    Args:
+        adjustment: Offsets of strength 1 (`prior_offsets`), ``C`` or ``1``.
+    """
+    if len(adjustment) == 1:
+        least = torch.full_like(adjustment, LEAST_THRESHOLD)
+        return torch.where(adjustment.abs() < least, torch.where(adjustment < 0, -least, least), adjustment)
+    return adjustment if float(adjustment.abs().max()) >= LEAST_OFFSET else None
 
 
 @torch.no_grad()

@@ -49,7 +49,8 @@ def record_of(
     def between(before: str, after: str) -> Change:
         return change(state(before), state(after))
 
-    best = begun if result.best == result.starts[begun] else "search"
+    better = max if task.metric.maximize else min
+    best = better((begun, "search"), key=lambda name: result.values[name])
     step, run, possible = between(begun, "search"), between("start", result.chosen), between("start", best)
     return {
         "kept": TRAINED if result.chosen == "start" else result.chosen,

@@ -28,6 +28,7 @@ KEPT = {
     "refined": "MetricOpt, refined on the metric",
     "search": "the end of the search",
     "part": "a part of the way to the end of the search",
+    "line": "the best along the line of starts",
     "learned": "the learned optimizer's end",
     "batchnorm": "BatchNorm re-estimated",
     "prior": "logits adjusted by the priors",
@@ -142,6 +143,7 @@ class Result(Generic[Own]):
         queries: Queries spent, by purpose.
         queries_per_start: Queries that another start would cost.
         ends: End point phi, ``d``, of each candidate.
+        values: Metric of each candidate that the guard chose from.
         starts: Metric of each candidate that the run could begin from, ``"start"`` (phi = 0) among them.
         begun_at: The candidate that it began from, the best of them.
         candidates: What the run could begin from.
@@ -170,6 +172,7 @@ class Result(Generic[Own]):
     queries: dict[str, int]
     queries_per_start: int
     ends: dict[str, Tensor]
+    values: dict[str, float]
     starts: dict[str, float]
     begun_at: str
     candidates: Mapping[str, Start]
@@ -274,6 +277,7 @@ def outcome(
         "optimism": verdict.optimism * metric.scale,
         "needed": None if verdict.needed is None else verdict.needed * metric.scale,
         "ends": ends,
+        "values": {name: metric.to_value(each.cost) for name, each in candidates.items()},
         "guard": verdict.guard,
         "verdict": verdict,
     }

@@ -303,6 +303,7 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         "weights": fingerprint(task.adapter.base_state_dict()),
         "loss of the first batch": first_loss,
         **({} if task.gradients is None else {"gradients": fingerprint({"gradients": task.gradients})}),
+        **({} if task.line is None else {"line": fingerprint({"line": task.line})}),
     }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
-from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide
+from metricopt_ext.methods.guard import CONFIDENCE, LINE, Decision, decide
 from metricopt_ext.methods.new_classes import KeptShare, held_back, kept_share
 from metricopt_ext.methods.result import Result, SearchDetails, outcome
 from metricopt_ext.methods.starts import with_start
@@ -457,15 +457,25 @@ def decided(
 
     Args are those of `guarded`.
     """
+    candidates, ends = found(starts, asked, begun, end)
 
     def gain_by_f(kept: str) -> float:
-        known = starts[kept].replaces_the_same(starts[begun])  # f is of the model with its tensors
-        return end.gain_over(starts[kept].phi) if known else math.inf
+        known = kept == LINE or starts[kept].replaces_the_same(starts[begun])  # f is of the model with its tensors
+        return end.gain_over(ends[kept]) if known else math.inf
 
-    candidates = {"start": asked["start"], begun: asked[begun], "search": end.evaluation}
-    decision = decide(candidates, end.evaluations, confidence, gain_by_f)
+    decision = decide(candidates, end.evaluations, confidence, gain_by_f, end.climbed)
     new = task.metric.new_classes and decision.kept == "search" and decision.verdict.guard == "halves"
     return decision, kept_share(end, starts[begun].phi) if new else None
+
+
+def found(
+    starts: Mapping[str, Start], asked: Mapping[str, Evaluation], begun: str, end: SearchResult
+) -> tuple[dict[str, Evaluation], dict[str, Tensor]]:
+    """Return the evaluations of what the guard chooses from, and the phi, ``d``, of these and all starts, by name."""
+    candidates, ends = {"start": asked["start"], begun: asked[begun]}, {name: each.phi for name, each in starts.items()}
+    if end.line is not None:
+        ends[LINE], candidates[LINE] = end.line
+    return {**candidates, "search": end.evaluation}, {**ends, "search": end.phi}
 
 
 def guarded(
@@ -477,7 +487,7 @@ def guarded(
     confidence: float,
     part: tuple[Tensor, Evaluation] | None = None,
 ) -> Result:
-    """Keep the start that the search began from if it gains on phi = 0, and the end if it gains on what was kept.
+    """Keep the start that the search began from, or the line's best, if it gains on phi = 0; or the end (`decide`).
 
     Args:
         task: Its metric's units, and whether its classes are new: then a share of the way to the end may be kept.
@@ -490,8 +500,7 @@ def guarded(
     """
     start, value, repeats = starts[begun].phi, task.metric.to_value, task.metric.repeats
     decision, share = decided(task, starts, asked, begun, end, confidence)
-    candidates = {"start": asked["start"], begun: asked[begun], "search": end.evaluation}
-    ends = {**{name: start.phi for name, start in starts.items()}, "search": end.phi}
+    candidates, ends = found(starts, asked, begun, end)
     path = path_of(start, end)
     if share is not None and share.share < 1:
         kept = decision.otherwise

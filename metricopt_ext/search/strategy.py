@@ -23,6 +23,13 @@ from metricopt_ext.utils.words import counted
 from metricopt_ext.value.gp import GPValueFunction
 
 
+class Found(NamedTuple):
+    """A point, ``d``, and the metric's evaluation of it."""
+
+    point: Tensor
+    evaluation: Evaluation
+
+
 @dataclass(frozen=True)
 class SearchResult:
     """Where a search stands.
@@ -39,8 +46,12 @@ class SearchResult:
         learns: Whether the search learns an f.
         f: The value function, with its domain and quality; None without one, also if the metric never varied.
         predicted: What f predicted before it was queried, and what was found, ``m x 2``.
-        widened: How many times wider than probed the design had to be for the metric to react; 1 if not at all.
+        widened: How many times wider than probed the design had to be for the metric to react, or, below 1, for it not
+            to be ruined; 1 if neither.
         known: Which of the visited points f was fitted to, ascending indices; None for all of them, or without an f.
+        climbed: What a search would have gained in chance alone, as far from the line's best, or the start, as its end
+            is, as a cost (`climb_of_chance`); 0 without an f, or if the metric's halves don't tell.
+        line: The best along the task's line, by a Gaussian process on it; None without a line, or if it is the start.
     """
 
     phi: Tensor
@@ -54,6 +65,8 @@ class SearchResult:
     predicted: Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.float64))
     widened: float = 1.0
     known: Tensor | None = None
+    climbed: float = 0.0
+    line: Found | None = None
 
     @property
     def cost(self) -> float:

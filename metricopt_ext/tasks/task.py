@@ -103,6 +103,8 @@ class FinetuneTask:
             (`TensorBatches`, `DatasetBatches`).
         gradients: Of a task without a loss: gradients of one in phi that were computed elsewhere, ``m x d``; their
             directions shape f's kernel and the first design.
+        line: A direction of phi to look along first, ``d``, as long as a whole step, e.g. what adjusts a classifier's
+            logits by its classes' priors: a guided search asks a few t of start + t line, each in [-2.5, 2.5].
         population: Maximum number of phi in one forward pass, at least 1; results can depend on it in the last bits.
             None has it chosen on the first batch: 1 if ``vmap`` can't compute two phi as one by one, as where control
             flow depends on data; else the largest of 1, 4, 16 and 32 whose activations fit ``memory``. What was chosen
@@ -117,6 +119,7 @@ class FinetuneTask:
     loss: Loss | None = None
     batches: Batches | None = None
     gradients: Tensor | None = None
+    line: Tensor | None = None
     population: int | None = None
     memory: float = MEMORY
 
@@ -125,7 +128,8 @@ class FinetuneTask:
 
         Raises:
             ValueError: ``population`` is below 1, ``memory`` no number above 0, one of ``loss`` and ``batches`` is
-                given without the other, or ``gradients`` beside them, or of another shape, or not finite.
+                given without the other, or ``gradients`` beside them; or these or ``line`` are of another shape, not
+                finite, or 0.
             TypeError: ``batches`` can't be replayed.
             AdapterError: The offsets act on a layer that does not give what the model returns, or a coordinate of phi
                 moves no output on the first batch.
@@ -141,6 +145,8 @@ class FinetuneTask:
             raise ValueError(f"{given} is given without {other}; give both, or neither for a search without a loss")
         if self.gradients is not None:
             self._check_gradients(self.gradients)
+        if self.line is not None:
+            self._check_line(self.line)
         if self.loss is None or self.batches is None:
             self._settle()
             return
@@ -191,6 +197,12 @@ class FinetuneTask:
             raise ValueError(f"gradients are {tuple(gradients.shape)}; they must be m x {self.dim}, a row for each")
         if not gradients.isfinite().all() or not gradients.any():
             raise ValueError("gradients must be finite, and not all 0; give those of the loss that it was trained by")
+
+    def _check_line(self, line: Tensor) -> None:
+        if line.shape != (self.dim,):
+            raise ValueError(f"line is {tuple(line.shape)}; it must be a direction of phi, {self.dim} numbers")
+        if not line.isfinite().all() or not line.any():
+            raise ValueError("line must be finite, and not all 0; leave it out if there is no direction to look along")
 
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""

@@ -117,9 +117,10 @@ def test_thresholds_and_priors_are_starts(tmp_path: Path, kind: str) -> None:
     plain = scores_at(adapter, experiment.task.origin(), train.x)
     moved = scores_at(adapter, starts["prior"].phi, train.x) - plain
     torch.testing.assert_close(moved.double(), (-shares.logit()).expand(200, -1), atol=1e-4, rtol=1e-4)
-    assert (
-        "thresholds" not in ClassificationExperiment(config_of(tmp_path, "regression"), tmp_path / "other", 0).starts()
-    )
+    assert torch.equal(experiment.task.line, starts["prior"].phi)
+    other = ClassificationExperiment(config_of(tmp_path, "regression"), tmp_path / "other", 0)
+    assert "thresholds" not in other.starts()
+    assert other.task.line is None
 
 
 @pytest.mark.parametrize(

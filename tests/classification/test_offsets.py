@@ -14,6 +14,7 @@ from metricopt_ext.classification.offsets import (
     Remembered,
     WithOffsets,
     adjust_logits,
+    line_offsets,
     prior_offsets,
     threshold_of,
     tune_adjustment,
@@ -254,6 +255,19 @@ def test_priors_that_can_not_be() -> None:
 
 
 COUNTS = torch.tensor([80, 10, 5])
+
+
+def test_a_line_of_offsets_is_the_adjustment_unless_it_moves_little() -> None:
+    several = prior_offsets(torch.tensor([100, 30, 10]))
+    assert line_offsets(several) is several
+    assert line_offsets(prior_offsets(torch.tensor([100, 99, 98]))) is None
+    rare = prior_offsets(torch.tensor([90, 10]), one_logit=True)
+    assert line_offsets(rare) is not None
+    assert line_offsets(rare).tolist() == rare.tolist() == pytest.approx([math.log(9)])  # type: ignore[union-attr]
+    for counts, least in (((60, 40), 1.0), ((40, 60), -1.0), ((50, 50), 1.0)):
+        found = line_offsets(prior_offsets(torch.tensor(counts), one_logit=True))
+        assert found is not None
+        assert found.tolist() == [least]
 
 
 def test_adjusting_costs_no_query() -> None:
