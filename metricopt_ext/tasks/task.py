@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -231,11 +231,11 @@ class FinetuneTask:
             indices: The n task indices.
             step: The step t.
             differentiable: Whether both can be differentiated further, with respect to whatever phi was computed from;
-                the loss must then be twice differentiable.
+                the loss must then be twice differentiable, and the model without gradient checkpointing.
 
         Raises:
             AdapterError: The loss is no scalar, has no gradient in phi, or can't be computed for several phi at once;
-                or there is none.
+                or there is none; or ``differentiable`` meets gradient checkpointing.
             FloatingPointError: A loss or a gradient is not finite, as with an empty batch.
         """
         if self.batches is None:
@@ -256,7 +256,7 @@ class FinetuneTask:
             raise FloatingPointError(f"the loss or its gradient of task {worst} is not finite at step {step}; {advice}")
         return loss, gradient
 
-    def check_loss(self, seed: int, tasks: int) -> None:
+    def check_loss(self, seed: int, tasks: int, *, differentiable: bool = False) -> None:
         """Compute losses and gradients at phi = 0 in the way that a search will, so that what fails costs no query.
 
         Without a loss there is nothing to check.
@@ -264,12 +264,14 @@ class FinetuneTask:
         Args:
             seed: Seed of the batches.
             tasks: How many are computed, together unless ``population`` is 1; two show whether several can be.
+            differentiable: As of `loss_and_gradient`.
 
         Raises:
             AdapterError, FloatingPointError: As from `loss_and_gradient`.
         """
         if self.loss is not None:
-            self.loss_and_gradient(self.origin().expand(tasks, -1), seed, range(tasks), 0)
+            phi = self.origin().expand(tasks, -1)
+            self.loss_and_gradient(phi, seed, range(tasks), 0, differentiable=differentiable)
 
     def first_loss(self, seed: int) -> float | None:
         """Return the loss at phi = 0 on the first batch of the first task, by which runs on other data are noticed.
@@ -389,7 +391,8 @@ class FinetuneTask:
             phi = phi.detach().requires_grad_(True)
         if differentiable or not self._one_by_one(batches):
             losses = self._losses(phi, batches)
-            gradient = _gradient_of(losses, phi, differentiable)
+            with self._not_run_again() if differentiable else nullcontext():
+                gradient = _gradient_of(losses, phi, differentiable)
             return losses if differentiable else losses.detach(), gradient
         rows = [self._alone(*each) for each in zip(phi.detach(), batches, strict=True)]
         loss, gradient = (torch.stack(each) for each in zip(*rows, strict=True))
@@ -401,6 +404,28 @@ class FinetuneTask:
         with self.adapter.using(phi):
             loss = self._loss(phi, batch)
             return loss.detach(), _gradient_of(loss, phi, differentiable=False)
+
+    @contextmanager
+    def _not_run_again(self) -> Iterator[None]:
+        """Refuse a backward pass that runs modulated layers again, when phi, and those of later passes, are gone.
+
+        Raises:
+            AdapterError: It does, as under gradient checkpointing.
+        """
+
+        def refuse(layer: nn.Module, inputs: Any) -> None:
+            raise AdapterError(
+                f"{type(self.adapter.model).__name__} uses gradient checkpointing, which runs layers again in a"
+                " backward pass: gradients that are differentiated further would be of another phi; turn it off, as by"
+                " model.gradient_checkpointing_disable()"
+            )
+
+        handles = [layer.register_forward_pre_hook(refuse) for layer, _ in self.adapter.modulations()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _losses(self, phi: Tensor, batches: Sequence[Any]) -> Tensor:
         if self._one_by_one(batches):
