@@ -49,6 +49,7 @@ def tune_trainer(
     maximize: bool | None = None,
     bounds: tuple[float, float] | None = (0.0, 1.0),
     attach: Callable[[nn.Module], Adapter] = FILM,
+    population: int | None = None,
     checkpoints: bool = True,
     seed: int = 0,
     **options: Any,
@@ -75,6 +76,8 @@ def tune_trainer(
             else whether it is no loss.
         bounds: Lowest and highest possible value; None for a metric without known bounds, as a loss always is.
         attach: Attaches the adapter to the model; by default FiLM on every normalisation layer, with 32 numbers.
+        population: How many phi are computed in one forward pass; by default chosen on the first batch, as in
+            `FinetuneTask`. A loss that keeps tensors for later needs 1.
         checkpoints: Whether checkpoints get the tuned weights.
         seed: Seed of all draws, that of the halves among them.
         options: Further arguments of `optimize_metric`, e.g. ``output_dir``.
@@ -116,7 +119,7 @@ def tune_trainer(
                 bounds=None if name == "loss" else bounds,
                 name=name,
             ),
-            population=1,  # a trainer's loss can be any code
+            population=population,  # 1 with BERT's mask, whose values transformers' code branches on
         )
         run: Result = optimize_metric(task, queries=queries, seed=seed, **options)
         adapter.set_phi(of_first(adapter.phi.detach()))

@@ -1,6 +1,7 @@
 """The finetuning task: one frozen model with its loss, its batches and its metric (paper, section 3.1)."""
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
@@ -26,6 +27,8 @@ from metricopt_ext.utils.modes import kept_modes
 from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.weights import held_weights, put_back_different
 from metricopt_ext.utils.words import and_more, brief
+
+LOGGER = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -373,14 +376,21 @@ class FinetuneTask:
         return torch.tensor(costs, dtype=torch.float64)
 
     def _losses_and_gradients(self, phi: Tensor, batches: Sequence[Any], differentiable: bool) -> tuple[Tensor, Tensor]:
-        """Compute a population, or say why that can't be done: of what fails for one phi alone, its own error."""
+        """Compute a population; if it fails, one by one where it was chosen, or say why a given one can't be done.
+
+        Of what fails for one phi alone, its own error is raised.
+        """
         try:
             return self._computed(phi, batches, differentiable)
         except Exception as error:
             if len(phi) == 1 or self.at_once == 1:
                 raise
-            for row in range(len(phi)):
-                self._computed(phi[row : row + 1], batches[row : row + 1], differentiable)
+            alone = [slice(row, row + 1) for row in range(len(phi))]
+            rows = [self._computed(phi[row], batches[row], differentiable) for row in alone]
+            if isinstance(self.population, Population):
+                LOGGER.debug("torch.func.vmap, of %d phi: %s: %s", len(phi), type(error).__name__, brief(error))
+                loss, gradient = (torch.cat(each) for each in zip(*rows, strict=True))
+                return loss, gradient
             raise AdapterError(
                 f"loss(model, batch) can be computed for one phi, but not for {len(phi)} at once by torch.func.vmap"
                 f" ({type(error).__name__}: {brief(error)}); make the task with population=1"

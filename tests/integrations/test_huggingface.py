@@ -113,6 +113,22 @@ def test_what_the_trainer_reloads_is_what_was_judged(tmp_path: Path) -> None:
     assert all(torch.equal(each, weights[name]) for name, each in resumed.model.state_dict().items())
 
 
+@pytest.mark.parametrize(("masked", "population"), [(False, 32), (True, 1)])
+def test_the_population_is_what_the_model_can_do(masked: bool, population: int, tmp_path: Path) -> None:
+    """BERT's code looks into a mask, which ``vmap`` can't."""
+
+    def collated(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        of_one_length = [row | {"input_ids": (row["input_ids"] * 6)[:6]} for row in rows]
+        return {name: each for name, each in collate(of_one_length).items() if masked or name != "attention_mask"}
+
+    host, said = trainer(tmp_path, num_train_epochs=1), list[str]()
+    host.data_collator = collated
+    shown = type("Shown", (Watcher,), {"say": lambda self, line: said.append(line)})()
+    run = tuned(host, "likelihood", watcher=shown)
+    assert said[0].startswith(f"population {population}: ")
+    assert host.evaluate()["eval_likelihood"] == pytest.approx(run.after, abs=1e-6)
+
+
 def test_what_the_guard_did_not_change_leaves_the_files_alone(tmp_path: Path) -> None:
     host = trainer(tmp_path, num_train_epochs=1, compute_metrics=lambda prediction: {"f1": 0.5})
     host.train()

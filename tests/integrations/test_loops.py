@@ -59,6 +59,15 @@ def test_the_model_is_an_ordinary_one_again_and_the_one_that_was_judged_best(wra
     assert likelihood(model.eval())[0] == pytest.approx(run.after, abs=1e-9)
 
 
+def test_how_many_phi_are_computed_at_once_is_chosen_unless_it_is_given() -> None:
+    seen: list[str] = []
+    for population in (None, 1):
+        shown = type("Shown", (Watcher,), {"say": lambda self, line: seen.append(line)})()
+        tuned(network(), likelihood, population=population, watcher=shown)
+    assert [line for line in seen if line.startswith("population")] == [next(iter(seen))]
+    assert seen[0].startswith("population 32: the activations of 32 batches take ")
+
+
 def test_the_search_is_the_one_of_the_parts() -> None:
     ours, other = network(), network()
     run = tuned(ours, likelihood)
@@ -67,7 +76,6 @@ def test_the_search_is_the_one_of_the_parts() -> None:
         loss=loss,
         batches=mo.DatasetBatches(LOADER.dataset, 20),
         metric=mo.Metric(likelihood, maximize=True),
-        population=1,
     )
     assert mo.optimize_metric(task, queries=20, watcher=Watcher()).after == run.after
     adapter.merge()

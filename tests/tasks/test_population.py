@@ -206,6 +206,26 @@ def test_a_loss_that_is_another_for_two_phi_at_once_is_computed_one_by_one() -> 
     assert task.population.why == "two phi at once have other losses or gradients than one by one"
 
 
+def test_what_vmap_can_not_take_later_is_computed_one_by_one() -> None:
+    late: list[bool] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = cross_entropy(model, batch)
+        return value * 2 if late and float(value.detach()) > 0 else value
+
+    task = made(mlp(), loss=loss)
+    assert task.population == 32
+    late.append(True)
+    phi = 0.1 * torch.randn(5, task.dim)
+    for differentiable in (False, True):
+        loss_of, slope = task.loss_and_gradient(phi, 0, range(5), 0, differentiable=differentiable)
+        alone = replace(task, population=1).loss_and_gradient(phi, 0, range(5), 0)
+        assert torch.equal(loss_of.detach(), alone[0])
+        assert torch.equal(slope.detach(), alone[1])
+    with pytest.raises(AdapterError, match="population=1"):
+        replace(task, population=5).loss_and_gradient(phi, 0, range(5), 0)
+
+
 def test_batches_of_other_sizes_are_computed_one_by_one() -> None:
     task = made(mlp(), batches=ragged)
     assert task.population == 32
