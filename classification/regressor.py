@@ -18,8 +18,9 @@ __all__ = ["CANNOT_PASS", "MetricRegressor"]
 
 # As in `estimator`.
 CANNOT_PASS = {
-    "check_sample_weight_equivalence_on_dense_data": "rows are drawn for the scorer and for each batch, and a row that"
-    " is there twice may be drawn for both, where one of weight 2 is drawn once",
+    "check_sample_weight_equivalence_on_dense_data": "a row is held out for the scorer or trained on, whole: one of"
+    " weight 2 is on one side, where its two copies may be parted. Equal rows would have to be held out together: of"
+    " few distinct rows, as of categories, all that have a label could be",
 }
 
 
