@@ -2,11 +2,15 @@
 
 import io
 import os
+import runpy
+import socket
 import sqlite3
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor, multiprocessing, nn
 
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import ConfigError
@@ -260,6 +264,39 @@ def torchrun(tmp_path: Path) -> Iterator[Launched]:
         if process.poll() is None:
             process.terminate()  # it ends its children
             process.communicate(timeout=300)
+
+
+@pytest.fixture
+def forked(tmp_path: Path) -> Callable[..., str]:
+    """Run a script as so many ranks of torchrun, by processes that have this one's imports; returns what they print."""
+
+    def launch(script: str, world: int, *arguments: str) -> str:
+        path, printed = tmp_path / "script.py", [tmp_path / f"printed-{world}-{rank}.txt" for rank in range(world)]
+        path.write_text(script)
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        told = world, port, printed, [str(path), *arguments]
+        ranks = multiprocessing.start_processes(_as_rank, told, nprocs=world, join=False, start_method="fork")
+        until = time.monotonic() + 300
+        try:
+            while not ranks.join(timeout=until - time.monotonic()):
+                assert time.monotonic() < until, "the ranks have not ended"
+        finally:
+            for process in ranks.processes:
+                process.kill()
+        return "".join(each.read_text() for each in printed)
+
+    return launch
+
+
+def _as_rank(rank: int, world: int, port: int, printed: list[Path], command: list[str]) -> None:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ |= {name: str(each) for name, each in numbers.items()}
+    os.environ |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "none"}
+    sys.argv = command
+    with printed[rank].open("w") as output, redirect_stdout(output), redirect_stderr(output):
+        runpy.run_path(command[0], run_name="__main__")
 
 
 @pytest.fixture

@@ -1,19 +1,15 @@
 """Each script of `examples`, run as it is on little training, and the counts of its marked lines."""
 
 import ast
-import os
 import re
 import runpy
-import socket
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import joblib
 import pytest
 import torch
-from torch import multiprocessing
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARED = "three_ways.py"  # a comparison, and no script of a user that was changed
@@ -180,29 +176,17 @@ def test_the_trainers_best_checkpoint_is_the_tuned_model(ran: Any) -> None:
     assert Path("huggingface_text/model.safetensors").exists()
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return int(one.getsockname()[1])
-
-
-def as_rank(rank: int, port: int, folder: Path) -> None:
-    """Run the script of Accelerate as one of two processes, with what torchrun tells each; keep what it prints."""
-    state = pytest.importorskip("accelerate.state")
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "localhost", **{name: str(each) for name, each in told.items()}}
-    state.AcceleratorState._reset_state(reset_partial_state=True)
-    with (folder / f"{rank}.txt").open("w") as printed, redirect_stdout(printed):
-        runpy.run_path("accelerate_loop.py", run_name="__main__")
+# Accelerate knows of the process that it was imported in.
+FRESH = "import accelerate.state; accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)\n"
 
 
 @pytest.mark.slow
-def test_processes_judge_their_shards_of_the_data(ran: Any, tmp_path: Path) -> None:
+def test_processes_judge_their_shards_of_the_data(ran: Any, forked: Any, tmp_path: Path) -> None:
     one = ran("accelerate_loop", "--epochs", "3")
     assert plain(torch.load("accelerate_loop.pth"))
     Path("accelerate_loop.pth").unlink()
-    multiprocessing.start_processes(as_rank, (free_port(), tmp_path), nprocs=2, start_method="fork")  # ready-imported
-    two = "".join((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
+    script = f"{FRESH}{(tmp_path / 'accelerate_loop.py').read_text()}"
+    two = forked(script, 2, "--epochs", "3")
     for printed in (one.printed, two):
         assert len(re.findall(r"macro recall on test, after: \d\.\d{4}", printed)) == 1
         assert len(re.findall(r"-> \d\.\d{4}; kept ", printed)) == 1

@@ -1,8 +1,5 @@
 """One call of a training script that tunes its model: what it leaves, what it refuses, several processes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -222,12 +219,9 @@ distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_processes_judge_their_shards_together(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SHARDED)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def test_processes_judge_their_shards_together(forked: Any, tmp_path: Path) -> None:
     for world in (1, 2):
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        subprocess.run([*launch, str(tmp_path / "script.py"), str(tmp_path)], env=environment, check=True, timeout=120)
+        forked(SHARDED, world, str(tmp_path))
     (before, after, one), *two = (torch.load(tmp_path / name) for name in ("1-0.pt", "2-0.pt", "2-1.pt"))
     assert after > before
     for shared_before, shared_after, state in two:
