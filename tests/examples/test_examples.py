@@ -150,7 +150,7 @@ def plain(state: dict[str, Any]) -> bool:
 
 @pytest.mark.slow
 def test_the_imagenet_trainer_resumes_the_tuned_model(ran: Any) -> None:
-    tuned = ran("imagenet_trainer", "--epochs", "4")
+    tuned = ran("imagenet_trainer", "--epochs", "2")
     again = ran("imagenet_trainer", "--evaluate", "--resume", "model_best.pth.tar")
     assert again.value("mean recall: ") == tuned.value("-> ")
     assert plain(torch.load("model_best.pth.tar")["state_dict"])
