@@ -1,6 +1,7 @@
 """A task of closed form, a record keeper in memory, a tiny Detectron2, and its catalog of sets as it was."""
 
 import io
+import multiprocessing
 import os
 import runpy
 import socket
@@ -10,7 +11,6 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import ConfigError
@@ -266,37 +266,56 @@ def torchrun(tmp_path: Path) -> Iterator[Launched]:
             process.communicate(timeout=300)
 
 
+# What a rank has to be before its script.
+RANK = """
+import os, sys
+os.environ |= {told!r}
+sys.argv = {command!r}
+sys.stdout = sys.stderr = open({printed!r}, "w", buffering=1)
+"""
+
+
 @pytest.fixture
 def forked(tmp_path: Path) -> Callable[..., str]:
-    """Run a script as so many ranks of torchrun, by processes that have this one's imports; returns what they print."""
+    """Run a script as so many ranks of torchrun, by processes that begin with imports; returns what they print.
+
+    They are forked from a server: this process may have threads of autograd, after which a fork can't use it.
+    """
 
     def launch(script: str, world: int, *arguments: str) -> str:
-        path, printed = tmp_path / "script.py", [tmp_path / f"printed-{world}-{rank}.txt" for rank in range(world)]
-        path.write_text(script)
+        context, processes, printed = multiprocessing.get_context("forkserver"), list[Any](), list[Path]()
+        context.set_forkserver_preload(
+            ["torch._dynamo", "torchvision", "sklearn.metrics", "metricopt_ext.methods.search"]
+        )
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        told = world, port, printed, [str(path), *arguments]
-        ranks = multiprocessing.start_processes(_as_rank, told, nprocs=world, join=False, start_method="fork")
-        until = time.monotonic() + 300
+        told = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        for rank in range(world):
+            own = told | {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "none"}
+            path, output = tmp_path / f"script-{rank}.py", tmp_path / f"printed-{world}-{rank}.txt"
+            begins = RANK.format(
+                told={name: str(each) for name, each in own.items()},
+                command=[str(path), *arguments],
+                printed=str(output),
+            )
+            path.write_text(begins + script)
+            processes.append(context.Process(target=runpy.run_path, args=(str(path), None, "__main__")))
+            printed.append(output)
         try:
-            while not ranks.join(timeout=until - time.monotonic()):
-                assert time.monotonic() < until, "the ranks have not ended"
+            for process in processes:
+                process.start()
+            until = time.monotonic() + 300
+            for process in processes:
+                process.join(timeout=max(0, until - time.monotonic()))
         finally:
-            for process in ranks.processes:
+            for process in processes:
                 process.kill()
-        return "".join(each.read_text() for each in printed)
+        said = "".join(each.read_text() for each in printed if each.exists())
+        assert [process.exitcode for process in processes] == [0] * world, said
+        return said
 
     return launch
-
-
-def _as_rank(rank: int, world: int, port: int, printed: list[Path], command: list[str]) -> None:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ |= {name: str(each) for name, each in numbers.items()}
-    os.environ |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "none"}
-    sys.argv = command
-    with printed[rank].open("w") as output, redirect_stdout(output), redirect_stderr(output):
-        runpy.run_path(command[0], run_name="__main__")
 
 
 @pytest.fixture

@@ -176,17 +176,12 @@ def test_the_trainers_best_checkpoint_is_the_tuned_model(ran: Any) -> None:
     assert Path("huggingface_text/model.safetensors").exists()
 
 
-# Accelerate knows of the process that it was imported in.
-FRESH = "import accelerate.state; accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)\n"
-
-
 @pytest.mark.slow
 def test_processes_judge_their_shards_of_the_data(ran: Any, forked: Any, tmp_path: Path) -> None:
     one = ran("accelerate_loop", "--epochs", "3")
     assert plain(torch.load("accelerate_loop.pth"))
     Path("accelerate_loop.pth").unlink()
-    script = f"{FRESH}{(tmp_path / 'accelerate_loop.py').read_text()}"
-    two = forked(script, 2, "--epochs", "3")
+    two = forked((tmp_path / "accelerate_loop.py").read_text(), 2, "--epochs", "3")
     for printed in (one.printed, two):
         assert len(re.findall(r"macro recall on test, after: \d\.\d{4}", printed)) == 1
         assert len(re.findall(r"-> \d\.\d{4}; kept ", printed)) == 1

@@ -71,7 +71,7 @@ def test_ranks_write_what_one_process_does(forked: Any, tmp_path: Path, monkeypa
     runs["in turn"] = ("finetune_classifier", in_turn)
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what torchrun gives each of several
-    for name, (tool, settings) in runs.items():  # first, so that the ranks have what it imports
+    for name, (tool, settings) in runs.items():
         script = str(ROOT / "tools" / f"{tool}.py")
         monkeypatch.setattr(sys, "argv", [script, *arguments(tool, tmp_path / "own" / name, *settings)])
         runpy.run_path(script, run_name="__main__")
