@@ -48,8 +48,9 @@ THRESHOLDS = "thresholds"  # the start at which as many are predicted as there a
 # Those of scikit-learn's checks that an estimator which draws its rows can't pass, with the reason; for
 # ``check_estimator(..., expected_failed_checks=CANNOT_PASS)``.
 CANNOT_PASS = {
-    "check_sample_weight_equivalence_on_dense_data": "rows are drawn for the scorer and for each batch, and a row that"
-    " is there twice may be drawn for both, where one of weight 2 is drawn once",
+    "check_sample_weight_equivalence_on_dense_data": "a row is held out for the scorer or trained on, whole: one of"
+    " weight 2 is on one side, where its two copies may be parted. Equal rows would have to be held out together: of"
+    " few distinct rows, as of categories, all that have a label could be",
 }
 
 
