@@ -13,6 +13,7 @@ from torch import Tensor
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.skeleton import Moved, attach_checkpoint, gradients_in_phi, moved_tensors
 from metricopt_ext.errors import BudgetError, ConfigError, FileFormatError, MetricError
+from metricopt_ext.methods.assessment import QUERIES as FIRST
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.kept_aside import preferred, values_of_candidates
 from metricopt_ext.methods.result import Result
@@ -224,6 +225,9 @@ class CheckpointRun:
             if isinstance(found, Score):
                 search.tell(trial, found.value, halves=found.halves, noise=found.noise)
                 watcher.query(search.spent * self.score.repeats, found.value)
+                if search.spent == FIRST:
+                    for line in search.assessment(FIRST).brief():
+                        watcher.say(line)
                 return
             log = self.log(str(trial))
             if search.failed >= failures:  # it stays open, so that --resume tries it again
