@@ -1,4 +1,4 @@
-r"""Say by a few queries whether to finetune for a metric: whether a search is worth more of them, or what else would do.
+r"""Say by a few queries whether a search for a metric is worth more of them, or what else would do.
 
     metricopt assess configs/classification/digits_longtail.yaml metric.name=worst_recall
     python tools/assess.py configs/classification/a9a.yaml metric.name=f1 data.root=FOLDER
