@@ -225,7 +225,9 @@ class CheckpointRun:
             if isinstance(found, Score):
                 search.tell(trial, found.value, halves=found.halves, noise=found.noise)
                 watcher.query(search.spent * self.score.repeats, found.value)
-                if search.spent == FIRST:
+                nonlocal said
+                if search.spent >= FIRST and not said:
+                    said = True
                     for line in search.assessment(FIRST).brief():
                         watcher.say(line)
                 return
@@ -236,6 +238,7 @@ class CheckpointRun:
             search.fail(trial, found.reason)
             watcher.say(f"trial {trial} failed: {found.reason}; its output is in {log}")
 
+        said = search.spent >= FIRST  # whether it is worth it, when it was run before
         running: dict[Future[Score | Failed], int] = {}
         with ThreadPoolExecutor(jobs) as pool, _ending() as programs:
             while True:
