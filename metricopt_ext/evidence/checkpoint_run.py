@@ -220,6 +220,7 @@ class CheckpointRun:
         self, search: Search, unchanged: Score | None, jobs: int, failures: int, watcher: Watcher
     ) -> None:
         """Score all that the search asks for, several at once, and tell it each score when it is there."""
+        said = search.spent >= FIRST  # whether it is worth it, when it was run before
 
         def tell(trial: int, found: Score | Failed) -> None:
             if isinstance(found, Score):
@@ -238,7 +239,6 @@ class CheckpointRun:
             search.fail(trial, found.reason)
             watcher.say(f"trial {trial} failed: {found.reason}; its output is in {log}")
 
-        said = search.spent >= FIRST  # whether it is worth it, when it was run before
         running: dict[Future[Score | Failed], int] = {}
         with ThreadPoolExecutor(jobs) as pool, _ending() as programs:
             while True:
