@@ -69,8 +69,8 @@ class Told(NamedTuple):
 
     Attributes:
         name: The start's; empty for a point of the search's own.
-        kind: What it changes in the model as it was trained: nothing, offsets of the logits alone, BatchNorm's
-            statistics alone, or phi.
+        kind: What it changes in the model as it was trained, or in the start that the search began from: nothing,
+            offsets of the logits alone, BatchNorm's statistics alone, or phi.
         evaluation: The metric's evaluation.
     """
 
@@ -151,27 +151,38 @@ class Assessment:
         return self.recommendation
 
 
-def kind_of(adapter: Adapter, point: Start, *, start: bool) -> Kind:
-    """Return what a point changes in the model as it was trained.
+def kind_of(adapter: Adapter, point: Start, begun: Start | None = None) -> Kind:
+    """Return what a point changes: a start in the model as it was trained, another in the start of its search.
 
     Args:
         adapter: Knows which coordinates are offsets of the logits. Where all are, the search's own points are a
             search's, as any other.
         point: phi, and what its start replaces.
-        start: Whether it is a start itself.
+        begun: Where the search began whose own point it is; None of a start.
     """
-    others = point.phi.clone()
-    others[adapter.offsets] = 0
-    searched = not start and len(point.phi[adapter.offsets]) == len(point.phi)
-    if point.parameters or others.any() or searched:
+
+    def beyond_offsets(moved: Tensor) -> bool:
+        moved = moved.clone()
+        moved[adapter.offsets] = 0
+        return bool(moved.any())
+
+    if begun is not None:
+        moved = point.phi - begun.phi
+        alone = len(moved[adapter.offsets]) == len(moved)
+        return "phi" if alone or beyond_offsets(moved) or not moved.any() else "offsets"
+    if point.parameters or beyond_offsets(point.phi) or (point.buffers and point.phi.any()):
         return "phi"
-    if point.buffers:
-        return "phi" if point.phi.any() else "batchnorm"
-    return "offsets" if point.phi.any() else "trained"
+    return "batchnorm" if point.buffers else "offsets" if point.phi.any() else "trained"
 
 
 def assessed(
-    metric: Metric, told: Sequence[Told], dim: int, *, confidence: float = CONFIDENCE, seconds: float = math.nan
+    metric: Metric,
+    told: Sequence[Told],
+    dim: int,
+    *,
+    confidence: float = CONFIDENCE,
+    least: int = 0,
+    seconds: float = math.nan,
 ) -> Assessment:
     """Assess a task by what its metric was told to be.
 
@@ -187,6 +198,7 @@ def assessed(
         told: The points, the model as it was trained first; those that failed don't count.
         dim: Dimension of phi.
         confidence: The guard's, at least 0.5 and below 1.
+        least: The fewest evaluations that a search can do with.
         seconds: Seconds that a query took.
     """
     told = _telling([each for each in told if not each.evaluation.failed])
@@ -202,7 +214,7 @@ def assessed(
     lowest = min(each.cost for each in points)
     guard: Guard = next((each.guard for each in verdicts.values()), "none")
     known = guard != "none"
-    advised = _advised(metric, told, best, verdicts, dim, confidence)
+    advised = _advised(metric, told, best, verdicts, dim, least)
     return Assessment(
         metric=metric.name,
         before=metric.to_value(trained.cost),
@@ -235,7 +247,7 @@ def _advised(
     best: Mapping[Kind, Told],
     verdicts: Mapping[Kind, Verdict],
     dim: int,
-    confidence: float,
+    least: int,
 ) -> _Advised:
     """Return what to do, and why."""
     points = [each.evaluation for each in told]
@@ -260,7 +272,7 @@ def _advised(
     search = _Advised(
         "search",
         f"a point that it asked gains {_gain(metric, verdicts.get('phi'))}, and the guard would keep that",
-        queries_to_search(len(told), dim, reliability) * metric.repeats,
+        queries_to_search(len(told), dim, reliability, least) * metric.repeats,
     )
     cheap = max((kind for kind in kept if kind in CHEAP), key=lambda kind: kept[kind].gain, default=None)
     if cheap is not None:
@@ -374,16 +386,18 @@ def times_the_data(verdict: Verdict) -> float:
     return ((needed + math.sqrt(needed**2 + 4 * gain * verdict.optimism)) / (2 * gain)) ** 2
 
 
-def queries_to_search(spent: int, dim: int, reliability: float) -> int:
+def queries_to_search(spent: int, dim: int, reliability: float, least: int = 0) -> int:
     """Return a number of evaluations for a search: one for each slope of f, more if part of what they tell is chance.
 
     Args:
         spent: Those that were made.
         dim: Dimension of phi.
         reliability: Share of the variance that is not chance, in [0, 1].
+        least: The fewest that it can do with.
     """
-    most = max(MOST_QUERIES, spent)
-    return most if reliability <= 0 else min(most, STEP * math.ceil((spent + dim / reliability) / STEP))
+    most = max(MOST_QUERIES, spent, least)
+    wanted = math.inf if reliability <= 0 else max(least, spent + dim / reliability)
+    return most if wanted >= most else STEP * math.ceil(wanted / STEP)
 
 
 def first_told(
@@ -402,5 +416,5 @@ def first_told(
         name = list(starts)[index] if index < len(starts) else ""
         at = starts[name or begun]
         point = Start(phi, at.buffers, at.parameters)
-        told.append(Told(name, kind_of(adapter, point, start=bool(name)), evaluation))
+        told.append(Told(name, kind_of(adapter, point, None if name else at), evaluation))
     return told

@@ -191,7 +191,9 @@ class Trials:
         worst, origin = self._worst(), self.task.origin()
         answers = [(each.at(origin), each.evaluation or worst) for each in kept]
         told = first_told(self.task.adapter, self._starts, self._begun, answers)
-        return assessed(self.task.metric, told, len(origin), confidence=self._confidence, seconds=seconds)
+        return assessed(
+            self.task.metric, told, len(origin), confidence=self._confidence, least=self._least, seconds=seconds
+        )
 
     @property
     def spent(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from metricopt_ext.adapters.attach import attach_film, attach_outputs
+from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.assessment import (
     LEVEL,
@@ -257,6 +258,8 @@ def test_a_search_has_a_query_for_each_slope_and_more_where_part_is_chance() -> 
     assert queries_to_search(12, 16, 0.5) == 50
     assert queries_to_search(12, 2000, 1.0) == queries_to_search(12, 16, 0.0) == 300
     assert queries_to_search(400, 16, 1.0) == 400
+    assert queries_to_search(8, 2, 1.0, least=13) == 20
+    assert queries_to_search(8, 2, 1.0, least=310) == 310
 
 
 def test_it_says_all_in_a_few_lines() -> None:
@@ -280,16 +283,30 @@ def test_a_point_is_of_what_it_changes() -> None:
     adapter = attach_film(model, dim=4)
     zero, phi, norm = torch.zeros(adapter.dim), torch.ones(adapter.dim), {"1.running_mean": torch.ones(6)}
     states = [Start(zero), Start(phi), Start(zero, norm), Start(phi, norm), Start(zero, {}, {"0.bias": torch.ones(6)})]
-    kinds = [kind_of(adapter, state, start=True) for state in states]
+    kinds = [kind_of(adapter, state) for state in states]
     assert kinds == ["trained", "phi", "batchnorm", "phi", "phi"]
+
+
+def test_a_searchs_own_point_is_of_what_it_changes_in_its_start() -> None:
+    """As a threshold that is tuned from a free start is a threshold."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    adapter = attach_film(model, dim=4, outputs=Outputs("3", 3))
+    assert (adapter.offsets.start, adapter.dim) == (4, 7)
+    finetuned, offsets = torch.rand(7), torch.tensor([0.0] * 4 + [1, -1, 0.5])
+    for begun in (Start(torch.zeros(7)), Start(finetuned), Start(torch.zeros(7), {"1.running_mean": torch.ones(6)})):
+        points = [begun.phi + offsets, begun.phi + 1, begun.phi]
+        kinds = [kind_of(adapter, Start(phi, begun.buffers), begun) for phi in points]
+        assert kinds == ["offsets", "phi", "phi"]
+    assert kind_of(adapter, Start(offsets)) == "offsets"
+    assert kind_of(adapter, Start(finetuned + offsets)) == "phi"
 
 
 def test_offsets_alone_are_offsets_unless_there_is_nothing_else_to_search() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
     adapter = attach_outputs(model)
     point = Start(torch.ones(adapter.dim))
-    assert kind_of(adapter, point, start=True) == "offsets"
-    assert kind_of(adapter, point, start=False) == "phi"
+    assert kind_of(adapter, point) == "offsets"
+    assert kind_of(adapter, point, Start(torch.zeros(adapter.dim))) == "phi"
 
 
 def test_answers_are_told_apart_by_their_number() -> None:
