@@ -42,8 +42,8 @@ def assess(
     an ``output_dir`` they count towards it: ``optimize_metric(..., output_dir=output_dir, resume=True)`` goes on as if
     it had asked them itself, bit for bit. The model is left as it was.
 
-    Of a metric that is noise it says ``"do not"`` in 97 of 100 runs; of one that reports neither halves nor repeats, or
-    never varies, ``"undecided"``.
+    Of a metric that is noise it says ``"do not"`` in at least 95 of 100 runs; of one that reports neither halves nor
+    repeats, or never varies, ``"undecided"``.
 
     Args:
         task: Model, loss, batches and metric. What is spent is charged to ``task.metric.ledger``; with an
