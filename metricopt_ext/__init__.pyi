@@ -10,6 +10,8 @@ from .adapters.attach import load_adapter as load_adapter
 from .adapters.signature import Outputs as Outputs
 from .adapters.start import Start as Start
 from .evidence.correlation import correlation_report as correlation_report
+from .methods.assess import assess as assess
+from .methods.assessment import Assessment as Assessment
 from .methods.paper import Algorithm1 as Algorithm1
 from .methods.pipeline import optimize_metric as optimize_metric
 from .methods.recipe import Recipe as Recipe

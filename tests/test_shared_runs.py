@@ -30,6 +30,7 @@ torch.set_num_threads(1)
 out = Path(sys.argv[1])
 STRATEGIES = {
     "search": (None, 45),
+    "assessed": (None, 45),
     "kept_aside": (None, 45),
     "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),)), 62),
     "paper": (Algorithm1(steps=6, evals=3), 40),
@@ -65,13 +66,14 @@ def run(name):
         population=3,
     )
     strategy, queries = STRATEGIES[name]
+    first = name == "assessed" and mo.assess(task, 11, seed=1, output_dir=out / name, watcher=Watcher())
     run = mo.optimize_metric(
-        task, queries=queries, strategy=strategy, seed=1, output_dir=out / name, watcher=Watcher(),
+        task, queries=queries, strategy=strategy, seed=1, output_dir=out / name, watcher=Watcher(), resume=bool(first),
         kept_aside=Metric(aside, maximize=True, name="aside") if name == "kept_aside" else None,
     )
     kept = {"phi": task.adapter.phi.detach(), "before": run.before, "after": run.after, "best": run.best,
             "queries": run.queries, "spent": task.metric.ledger.spent_on, "text": str(run), "aside": run.aside,
-            **{f"end {name}": end for name, end in run.ends.items()}}
+            "advice": first and first.advice, **{f"end {name}": end for name, end in run.ends.items()}}
     fit = getattr(run, "fit", None)
     if fit is not None:
         kept |= {f"f {name}": value for name, value in fit.f.state_dict().items()}
@@ -109,11 +111,14 @@ def test_the_result_does_not_depend_on_the_number_of_ranks(forked: Any, tmp_path
     (alone,), files = results(1)
     assert alone["ends"]["kept_aside"]["aside"].keys() == {"start", "search"}
     # Adapters, functions, the trajectories of recipe, paper and learned; the learned optimizer, and its training.
-    assert len(files) == 7 + 5 + 16 + 12 + 10 + 2
+    assert len(files) == 8 + 6 + 16 + 12 + 10 + 2
     shared, same_files = results(3)
     for each in shared:
         assert_same(alone["ends"], each["ends"])
     assert same_files == files
     # They share the work: each has its part, and all ask for a run's first value, which they compare.
-    assert sum(each["asked"] for each in shared) == alone["asked"] + 2 * len(alone["ends"])
+    # The assessment is a run of its own.
+    assert sum(each["asked"] for each in shared) == alone["asked"] + 2 * (len(alone["ends"]) + 1)
+    search, assessed = ({**alone["ends"][name], "advice": ""} for name in ("search", "assessed"))
+    assert_same(search, assessed)
     assert min(each["asked"] for each in shared) > alone["asked"] / 3 / 2

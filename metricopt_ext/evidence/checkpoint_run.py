@@ -13,6 +13,7 @@ from torch import Tensor
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.skeleton import Moved, attach_checkpoint, gradients_in_phi, moved_tensors
 from metricopt_ext.errors import BudgetError, ConfigError, FileFormatError, MetricError
+from metricopt_ext.methods.assessment import QUERIES as FIRST
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.kept_aside import preferred, values_of_candidates
 from metricopt_ext.methods.result import Result
@@ -219,11 +220,17 @@ class CheckpointRun:
         self, search: Search, unchanged: Score | None, jobs: int, failures: int, watcher: Watcher
     ) -> None:
         """Score all that the search asks for, several at once, and tell it each score when it is there."""
+        said = search.spent >= FIRST  # whether it is worth it, when it was run before
 
         def tell(trial: int, found: Score | Failed) -> None:
             if isinstance(found, Score):
                 search.tell(trial, found.value, halves=found.halves, noise=found.noise)
                 watcher.query(search.spent * self.score.repeats, found.value)
+                nonlocal said
+                if search.spent >= FIRST and not said:
+                    said = True
+                    for line in search.assessment(FIRST).brief():
+                        watcher.say(line)
                 return
             log = self.log(str(trial))
             if search.failed >= failures:  # it stays open, so that --resume tries it again

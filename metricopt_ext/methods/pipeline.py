@@ -1,8 +1,9 @@
 """The whole job under one query budget: find a better phi, and keep the change only if the metric agrees."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
@@ -110,14 +111,7 @@ def optimize_metric(
     if kept and kept_aside is not None:
         identity["kept aside"] = [fingerprint_of_code(kept_aside.function), guard_confidence]
     with ExitStack() as run:
-        run.enter_context(ranks.sharing({"queries": queries, **identity}))
-        task = settled(task, identity, output_dir)
-        folder = RunFolder(output_dir, identity)
-        run.enter_context(folder.writing(resume))
-        shown = run.enter_context(watched(watcher, task.metric.name, queries))
-        run.enter_context(telling(task, shown))
-        if isinstance(task.population, Population) and task.population.why:
-            shown.say(task.population.line)
+        task, folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, watcher))
         base = run.enter_context(ExitStack())
         base.enter_context(task.adapter.applied(Start(task.origin())))
         base.enter_context(task.keeping_weights())
@@ -132,6 +126,37 @@ def optimize_metric(
         shown.outcome(result.before, result.after)
         shown.done()
     return result
+
+
+@contextmanager
+def taken(
+    task: FinetuneTask,
+    identity: dict[str, Any],
+    queries: int,
+    output_dir: str | Path | None,
+    resume: bool,
+    watcher: Watcher | None,
+) -> Iterator[tuple[FinetuneTask, RunFolder, Watcher]]:
+    """Take a run's folder and watcher, and yield the task with the population of the run, and both.
+
+    Args:
+        task: The task.
+        identity: What the run depends on (`identity_of`).
+        queries: Those of the run, for the watcher.
+        output_dir: As of `optimize_metric`, as for the rest.
+        resume: Whether to continue what is in the folder.
+        watcher: Notified of progress.
+    """
+    with ExitStack() as run:
+        run.enter_context(ranks.sharing({"queries": queries, **identity}))
+        task = settled(task, identity, output_dir)
+        folder = RunFolder(output_dir, identity)
+        run.enter_context(folder.writing(resume))
+        shown = run.enter_context(watched(watcher, task.metric.name, queries))
+        run.enter_context(telling(task, shown))
+        if isinstance(task.population, Population) and task.population.why:
+            shown.say(task.population.line)
+        yield task, folder, shown
 
 
 def check_plan(

@@ -1,5 +1,6 @@
 """What a run keeps in its folder so that it can be resumed: its identity, trajectories and evaluations."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
@@ -20,7 +21,7 @@ from metricopt_ext.tasks.population import Population
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils import ranks
-from metricopt_ext.utils.files import read_json, remove_unfinished
+from metricopt_ext.utils.files import read_json, remove_unfinished, to_json, write_json
 from metricopt_ext.utils.identity import (
     Held,
     claim,
@@ -34,6 +35,7 @@ from metricopt_ext.value.value_function import ValueFunction
 IDENTITY, EVALUATIONS, KEPT_ASIDE = "identity.json", "evaluations.json", "kept_aside.json"
 ADAPTER = "adapter.safetensors"  # written last: it says that a run has finished
 SETTINGS, SEEDS = "run.json", "seed-*"  # of a tool's run, and its seeds' folders
+QUERIES = "queries"  # the key of an identity that an assessment leaves open
 JOINT_TRAINING = "joint_training.safetensors"
 
 FORMAT = 7  # of what is kept: a folder of another format is not resumed
@@ -116,7 +118,7 @@ class RunFolder:
         held.callback(setattr, self, "_held", None)
         self._refuse_another(path, resume)
         _refuse_nameless(path)
-        claim(path / IDENTITY, self.identity)  # it guards the evaluations too
+        claim_open(path / IDENTITY, self.identity)  # it guards the evaluations too
         remove_unfinished(path)
         remove_unfinished(path / TRAJECTORIES)
 
@@ -336,6 +338,28 @@ def settled(task: FinetuneTask, identity: dict[str, Any], folder: str | Path | N
     return task.with_population(int(population), population.why)
 
 
+def claim_open(file: Path, identity: dict[str, Any]) -> None:
+    """Claim a folder as `claim` does, where an assessment leaves open how many queries its run will have.
+
+    A run goes on with an assessment's folder and says it; an assessment finds what it needs in a run's.
+
+    Args:
+        file: The identity's.
+        identity: Without `QUERIES` of an assessment.
+
+    Raises:
+        FileFormatError: The folder belongs to a run with other settings.
+    """
+    kept = read_json(file) if file.exists() else None
+    if not isinstance(kept, dict) or (QUERIES in kept) == (QUERIES in identity):
+        claim(file, identity)
+    elif QUERIES in kept:
+        claim(file, {**identity, QUERIES: kept[QUERIES]})
+    else:
+        claim(file, {key: value for key, value in identity.items() if key != QUERIES})
+        write_json(file, json.loads(to_json(identity)))
+
+
 def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequence[Path] = ()) -> None:
     """Claim the output folder for a tool's run; seeds may be added to a run, other settings may not change.
 
@@ -358,4 +382,4 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequen
     elif not resume:
         raise FileFormatError(f"{folder} holds an earlier run: add --resume to continue it, or use another folder")
     identity = {"format": FORMAT, **{key: settings[key] for key in sorted(settings.keys() - RUN_AGAIN_KEYS)}}
-    claim(file, identity | ({"content of the data's files": fingerprint_of_files(files)} if files else {}))
+    claim_open(file, identity | ({"content of the data's files": fingerprint_of_files(files)} if files else {}))

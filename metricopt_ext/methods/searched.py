@@ -1,7 +1,9 @@
 """A search on a task's own metric: ask, evaluate, tell, until the budget is spent."""
 
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.methods.assessment import QUERIES, Assessment
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Own, Result, SearchDetails
@@ -23,6 +26,9 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.telling import telling
 from metricopt_ext.utils import ranks
 from metricopt_ext.utils.progress import Watcher
+
+# A budget that the first trials of a search do not come near.
+OUT_OF_SIGHT = 1000
 
 
 class SearchLoop(LearningStrategy[SearchDetails]):
@@ -66,6 +72,22 @@ class SearchLoop(LearningStrategy[SearchDetails]):
                 kept=kept,
             )
         return result
+
+
+class Asked(NamedTuple):
+    """What all ranks need of a trial.
+
+    Attributes:
+        id: Its number.
+        start: Name of its start.
+        phi: ``d``.
+        kept: What is on file of it.
+    """
+
+    id: int
+    start: str
+    phi: Tensor
+    kept: KeptEvaluation | None
 
 
 def runner_of(strategy: SearchStrategy | LearningStrategy[Own] | None) -> LearningStrategy[Own]:
@@ -114,51 +136,124 @@ def search_results(
     candidates = all_starts(task, starts or {})
     numbers = [queries // task.metric.repeats for queries in checkpoints]
     check_checkpoints(search, task, numbers, starts=len(candidates), held_back=held_back(search, task.metric))
-    search.check(task)
-    task.check_loss(seed, 2)
-    tasks = {name: with_start(task, start) for name, start in candidates.items()}
-    evaluations = kept or KeptEvaluations(None, task.metric)
-    trials = ranks.only_first(
-        lambda: Trials(task, search, candidates, numbers[0], evaluations, seed, confidence)  # the others only evaluate
-    )
-    with ExitStack() as held:
-        held.enter_context(telling(task, watcher))
-        for model_task in {id(each.adapter.model): each for each in tasks.values()}.values():
-            held.enter_context(model_task.keeping_weights())
+    with _begun(task, search, candidates, numbers[0], confidence, seed, watcher, kept) as (tasks, trials):
+        first = FirstLines(trials, watcher)
         for queries in numbers:
             if trials is not None:
                 trials.extend(queries)
-            for asked, evaluation in _evaluated(tasks, trials, queries, watcher):
+            for asked, evaluation in first.timed(_evaluated(tasks, trials, queries, watcher)):
                 if trials is not None and asked.kept is None:
                     trials.tell_evaluation(asked.id, evaluation)
+                first.told(asked)
             yield ranks.on_first(lambda: None if trials is None else trials.outcome())  # type: ignore[arg-type, return-value]
         if trials is not None and (moved := trials.moved()):
             watcher.say(moved)
 
 
-class Asked(NamedTuple):
-    """What all ranks need of a trial.
+def first_answers(
+    task: FinetuneTask,
+    most: int,
+    search: SearchStrategy,
+    *,
+    starts: Mapping[str, Start],
+    confidence: float = CONFIDENCE,
+    seed: int = 0,
+    watcher: Watcher,
+    kept: KeptEvaluations | None = None,
+) -> Assessment:
+    """Ask the first trials of a search, as `search_results` asks them, and return what they say.
 
-    Attributes:
-        id: Its number.
-        start: Name of its start.
-        phi: ``d``.
-        kept: What is on file of it.
+    Args:
+        task: Model, loss, batches and metric.
+        most: How many evaluations are made, more than there are starts, phi = 0 among them.
+        search: The search; what it asks first must not depend on its budget (`SearchStrategy.anytime`).
+        starts: As of `search_results`, as for the rest.
+        confidence: The guard's.
+        seed: Seed of all draws.
+        watcher: Notified of progress.
+        kept: Keeps the evaluations, for the search that goes on.
+    """
+    candidates = all_starts(task, starts)
+    # No end is asked for within the first trials, and no batch cut, if the budget is out of sight.
+    queries = OUT_OF_SIGHT + most
+    with _begun(task, search, candidates, queries, confidence, seed, watcher, kept) as (tasks, trials):
+        first = FirstLines(trials, Watcher())
+        for asked, evaluation in first.timed(_evaluated(tasks, trials, most, watcher, most)):
+            if trials is not None and asked.kept is None:
+                trials.tell_evaluation(asked.id, evaluation)
+        return ranks.on_first(lambda: trials.assessment(most, first.seconds))  # type: ignore[union-attr]
+
+
+@contextmanager
+def _begun(
+    task: FinetuneTask,
+    search: SearchStrategy,
+    candidates: Mapping[str, Start],
+    queries: int,
+    confidence: float,
+    seed: int,
+    watcher: Watcher,
+    kept: KeptEvaluations | None,
+) -> Iterator[tuple[dict[str, FinetuneTask], Trials | None]]:
+    """Yield the task of each start, on its own model, and the search's trials, which the first rank alone has."""
+    search.check(task)
+    task.check_loss(seed, 2)
+    tasks = {name: with_start(task, start) for name, start in candidates.items()}
+    evaluations = kept or KeptEvaluations(None, task.metric)
+    trials = ranks.only_first(
+        lambda: Trials(task, search, candidates, queries, evaluations, seed, confidence)  # the others only evaluate
+    )
+    with ExitStack() as held:
+        held.enter_context(telling(task, watcher))
+        for model_task in {id(each.adapter.model): each for each in tasks.values()}.values():
+            held.enter_context(model_task.keeping_weights())
+        yield tasks, trials
+
+
+class FirstLines:
+    """Says once, by the first trials of a run, whether it is worth its queries; it asks nothing itself.
+
+    Args:
+        trials: The run's; None on ranks that only evaluate.
+        watcher: What is said goes there.
     """
 
-    id: int
-    start: str
-    phi: Tensor
-    kept: KeptEvaluation | None
+    def __init__(self, trials: Trials | None, watcher: Watcher) -> None:
+        self._trials, self._watcher = trials, watcher
+        self._said, self._spent, self._new = trials is None, 0.0, 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that a query took; NaN if all were on file."""
+        assert self._trials is not None
+        return self._spent / (self._new * self._trials.task.metric.repeats) if self._new else math.nan
+
+    def timed(self, answers: Iterator[tuple[Asked, Evaluation]]) -> Iterator[tuple[Asked, Evaluation]]:
+        """Yield the answers, and count the time that new ones took."""
+        while True:
+            began = time.perf_counter()
+            found = next(answers, None)
+            if found is None:
+                return
+            if found[0].kept is None:
+                self._spent, self._new = self._spent + time.perf_counter() - began, self._new + 1
+            yield found
+
+    def told(self, asked: Asked) -> None:
+        """Say it once enough trials have been told."""
+        if not self._said and asked.id + 1 >= min(QUERIES, self._trials.queries):  # type: ignore[union-attr]
+            self._said = True
+            for line in self._trials.assessment(asked.id + 1, self.seconds).brief():  # type: ignore[union-attr]
+                self._watcher.say(line)
 
 
 def _evaluated(
-    tasks: Mapping[str, FinetuneTask], trials: Trials | None, queries: int, watcher: Watcher
+    tasks: Mapping[str, FinetuneTask], trials: Trials | None, queries: int, watcher: Watcher, most: int | None = None
 ) -> Iterator[tuple[Asked, Evaluation]]:
-    """Yield what the search asks for with its evaluation, until there is nothing more to ask."""
+    """Yield what the search asks for with its evaluation, until there is nothing more to ask, or so many were asked."""
 
     def next_batch() -> list[Asked]:
-        batch = [] if trials is None else trials.next_batch()
+        batch = [] if trials is None else trials.next_batch(most)
         return [Asked(trial.id, trial.start, trial.phi, kept) for trial, kept in batch]
 
     metric, stage, of_queries = tasks["start"].metric, "", 0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
+from metricopt_ext.methods.assessment import Assessment, assessed, first_told
 from metricopt_ext.methods.guard import CONFIDENCE, LINE, Decision, decide
 from metricopt_ext.methods.new_classes import KeptShare, held_back, kept_share
 from metricopt_ext.methods.result import Result, SearchDetails, outcome
@@ -144,14 +145,20 @@ class Trials:
         self._handed |= {trial.id for trial in new}
         return new
 
-    def next_batch(self) -> list[tuple[Trial, KeptEvaluation | None]]:
+    def next_batch(self, most: int | None = None) -> list[tuple[Trial, KeptEvaluation | None]]:
         """Return the next batch with what is on file of each trial, for a loop that answers all; [] at the end.
 
         Unlike `ask` it leaves the new trials to be written with their answers.
+
+        Args:
+            most: Number of the first trials that are wanted at all, the last batch's cut to them; None for all.
         """
+        if most is not None and self._end >= most and self._batch.trials:
+            return []
         if self._complete and not self._go_on():
             return []
         trials, kept = self._batch.trials, self._kept
+        trials = trials if most is None else trials[: most - self._batch.first]
         new = [trial for trial in trials if trial.id not in kept.told and trial.id not in kept.open]
         kept.ask(map(self._kept_point, new), write=False)
         return [(trial, kept.told.get(trial.id)) for trial in trials]
@@ -177,6 +184,21 @@ class Trials:
         """Return the trials that were asked for, here or in an earlier process, and not told yet."""
         self._advance()
         return [trial for trial in self._batch.trials if trial.id in self._kept.open]
+
+    def assessment(self, most: int, seconds: float = math.nan) -> Assessment:
+        """Return what the first trials say, as far as they were told, of whether the search is worth its queries.
+
+        Args:
+            most: How many trials.
+            seconds: Seconds that a query took.
+        """
+        kept = [each for id, each in sorted(self._kept.told.items()) if id < most and not each.given_up]
+        worst, origin = self._worst(), self.task.origin()
+        answers = [(each.at(origin), each.evaluation or worst) for each in kept]
+        told = first_told(self.task.adapter, self._starts, self._begun, answers)
+        return assessed(
+            self.task.metric, told, len(origin), confidence=self._confidence, least=self._least, seconds=seconds
+        )
 
     @property
     def spent(self) -> int:

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.evidence.checkpoint_run import CheckpointRun, TrialError
 from metricopt_ext.tasks.program_score import Printed, ProgramScore, Score
 from metricopt_ext.utils.checkpoint_file import read_checkpoint
+from metricopt_ext.utils.progress import Watcher
 
 # Keeps what it is given, and notes when it ran.
 KEEPING = """
@@ -63,6 +65,22 @@ def test_each_trial_is_scored_once_by_as_many_programs_as_jobs(run: CheckpointRu
     assert tuned.queries == {"score": 12}
     (kept,) = [n for n in range(12) if Path("out.safetensors").read_bytes() == Path(f"seen-{n}").read_bytes()]
     assert tuned.result.after == kept % 5
+
+
+def test_it_says_once_whether_it_is_worth_it(run: CheckpointRun) -> None:
+    """The twelfth trial may be one that fails: then the next one says it."""
+
+    class Heard(Watcher):
+        lines: ClassVar[list[str]] = []
+
+        def say(self, line: str) -> None:
+            self.lines.append(line)
+
+    code = 'import sys; n = int(sys.argv[2]); print("score", n % 5 if n != 11 else "none")'
+    made(code).tune(16, failures=1, watcher=Heard())
+    first, worth = (line for line in Heard.lines if not line.startswith("trial 11 failed"))
+    assert first == "score 0.0000 as trained; best of 11 queries +4.0000"
+    assert worth.startswith("worth it? undecided: nobody can tell a gain from chance")
 
 
 def test_repeats_count_as_queries(run: CheckpointRun) -> None:

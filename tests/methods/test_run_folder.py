@@ -12,7 +12,7 @@ import torch
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.run_folder import FORMAT, IDENTITY, identity_of, load_run, open_run, settled
+from metricopt_ext.methods.run_folder import FORMAT, IDENTITY, claim_open, identity_of, load_run, open_run, settled
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.population import Population
@@ -40,6 +40,23 @@ def test_a_run_folder_is_not_mixed(tmp_path: Path) -> None:
         "queries": 600,
         "recipe": {"steps": 50},
     }
+
+
+def test_an_assessment_leaves_the_number_of_queries_open(tmp_path: Path) -> None:
+    file, settings = tmp_path / "identity.json", {"search": "guided", "seed": 3}
+    claim_open(file, settings)
+    assert json.loads(file.read_text()) == settings
+    with pytest.raises(FileFormatError, match="seed was 3, now 4"):
+        claim_open(file, {"search": "guided", "queries": 60, "seed": 4})
+    claim_open(file, {"search": "guided", "queries": 60, "seed": 3})
+    claim_open(tmp_path / "alone.json", {"search": "guided", "queries": 60, "seed": 3})
+    assert file.read_bytes() == (tmp_path / "alone.json").read_bytes()
+    claim_open(file, settings)  # another assessment needs no number, and changes none
+    with pytest.raises(FileFormatError, match="queries was 60, now 61"):
+        claim_open(file, {"search": "guided", "queries": 61, "seed": 3})
+    with pytest.raises(FileFormatError, match="seed was 3, now 4"):
+        claim_open(file, {"search": "guided", "seed": 4})
+    assert file.read_bytes() == (tmp_path / "alone.json").read_bytes()
 
 
 def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""Is it worth it? The first queries of a search say so, and count towards the search that follows."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import BudgetError
+from metricopt_ext.methods.assessment import QUERIES, Assessment
+from metricopt_ext.methods.guard import CONFIDENCE, deviates
+from metricopt_ext.methods.pipeline import taken
+from metricopt_ext.methods.run_folder import identity_of
+from metricopt_ext.methods.searched import first_answers
+from metricopt_ext.methods.starts import all_starts
+from metricopt_ext.methods.strategy import check_strategy
+from metricopt_ext.search.strategy import SearchStrategy
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.undone import undone_if_cut_short
+from metricopt_ext.utils import ranks
+from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.progress import Watcher
+from metricopt_ext.utils.words import counted
+
+
+@undone_if_cut_short
+def assess(
+    task: FinetuneTask,
+    queries: int = QUERIES,
+    *,
+    strategy: SearchStrategy | None = None,
+    starts: Mapping[str, Start] | None = None,
+    guard_confidence: float = CONFIDENCE,
+    seed: int = 0,
+    output_dir: str | Path | None = None,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> Assessment:
+    """Say by a few queries whether finetuning for the metric is worth more of them, and what else would do.
+
+    They are those that `optimize_metric` asks first with the same arguments: the starts, then the search's design. With
+    an ``output_dir`` they count towards it: ``optimize_metric(..., output_dir=output_dir, resume=True)`` goes on as if
+    it had asked them itself, bit for bit. The model is left as it was.
+
+    Of a metric that is noise it says ``"do not"`` in at least 95 of 100 runs; of one that reports neither halves nor
+    repeats, or never varies, ``"undecided"``.
+
+    Args:
+        task: Model, loss, batches and metric. What is spent is charged to ``task.metric.ledger``; with an
+            ``output_dir``, by the run that goes on with it.
+        queries: How many, the metric's repeats among them; more than there are starts, phi = 0 among them.
+        strategy: The search that would follow, whose queries don't depend on its budget; by default a guided one.
+        starts: What it may begin from besides phi = 0, by name; each costs a query.
+        guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
+        seed: Seed of all draws.
+        output_dir: Keeps the evaluations; None keeps nothing.
+        resume: Go on with what is in ``output_dir``, of an assessment or of a run; what is on file is not asked again.
+        watcher: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
+
+    Returns:
+        The assessment, in the metric's own units.
+
+    Raises:
+        ValueError: A number is out of range, or the strategy's first queries depend on its budget, or a start has a
+            name that is taken.
+        BudgetError: ``queries`` is too small, or more than the metric's ledger has left.
+        AdapterError, MetricError, WeightsError, UnguardedError, FileFormatError, OSError, RankError: As from
+            `optimize_metric`.
+
+    Example:
+        >>> found = assess(task, starts={"batchnorm": batchnorm_start(task, x_val)})  # doctest: +SKIP
+        >>> print(found)  # doctest: +SKIP
+        >>> if found.recommendation == "search":  # doctest: +SKIP
+        ...     optimize_metric(task, queries=found.search_queries)
+    """
+    check_integer(0, queries=queries, seed=seed)
+    deviates(guard_confidence)  # refuses what is out of range
+    search = GuidedTrustRegion() if strategy is None else strategy
+    check_strategy(search)
+    if not isinstance(search, SearchStrategy) or not search.anytime:
+        raise ValueError(
+            f"what {search} asks first depends on its budget; assess with a search such as GuidedTrustRegion()"
+        )
+    starts = all_starts(task, starts or {})  # copies, as the model's own phi may be among them
+    del starts["start"]
+    repeats, least = task.metric.repeats, 2 + len(starts)
+    if queries // repeats < least:
+        asked = f"the {counted(len(starts) + 1, 'start')} and a point of the search"
+        raise BudgetError(f"{counted(queries, 'query')} are too few: {asked} take {least * repeats}")
+    if queries > task.metric.ledger.left:
+        left = task.metric.ledger.left
+        raise BudgetError(f"{counted(queries, 'query')} requested, {left} left in the metric's own budget")
+    kept = output_dir is not None or ranks.several()
+    identity = identity_of(search, task, starts, seed=seed, size={}) if kept else {}
+    with ExitStack() as run:
+        task, folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, watcher))
+        run.enter_context(task.adapter.applied(Start(task.origin())))
+        run.enter_context(task.keeping_weights())
+        on_file = ranks.only_first(lambda: folder.kept_evaluations(task.metric))
+        shown.on_file(0 if on_file is None else min(queries, on_file.answered * repeats))
+        run.enter_context(folder.own_ledger(task.metric, queries))
+        found = first_answers(
+            task,
+            queries // repeats,
+            search,
+            starts=starts,
+            confidence=guard_confidence,
+            seed=seed,
+            watcher=shown,
+            kept=on_file,
+        )
+        shown.done()
+    return found

@@ -1,0 +1,420 @@
+"""Whether finetuning for a metric is worth its queries: what the first points of a search say, and what to do.
+
+All of it is told by points that a search asks anyway, the free starts among them, with the guard's own formulas.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.methods.guard import (
+    CONFIDENCE,
+    EXPECTED,
+    Guard,
+    Verdict,
+    judge,
+    reliability_of,
+    reliability_under,
+)
+from metricopt_ext.tasks.metric import Evaluation, Metric, noise_of, stacked_halves
+from metricopt_ext.tasks.split_half import TELLING, fault_of_halves
+from metricopt_ext.utils.words import counted
+
+# How many queries tell: those of the starts, and of a first design or the better part of it.
+QUERIES = 12
+
+# How likely halves that have nothing in common may agree as well as they do, where the guard would keep a gain, and
+# where it would not. On noise it would in 5% of runs, and in 1.5% at this level (1,200 simulated runs of 12 points).
+LEVEL, LEVEL_REFUSED = 0.05, 0.02
+
+# A gain of so many deviations of chance shows that there is something besides chance, however few points agree.
+PLAIN = 3.0
+
+# Orders of the points that halves' agreement is compared with.
+ORDERS = 2000
+
+# A gain so many times as large as any that was seen, for which chance by size is the larger of the guard's estimates.
+VERY_LARGE = 1e12
+
+# More data than so many times as many is no advice.
+MOST_DATA = 16.0
+
+# A search is advised to have queries in steps of so many, and at most so many: from 150 on the limit is not the search.
+STEP, MOST_QUERIES = 10, 300
+
+Kind = Literal["trained", "offsets", "batchnorm", "phi"]
+Recommendation = Literal[
+    "a threshold or offsets",
+    "BatchNorm on the deployment's inputs",
+    "more validation data",
+    "search",
+    "do not",
+    "undecided",
+]
+RECOMMENDATIONS: tuple[Recommendation, ...] = get_args(Recommendation)
+CHEAP: Mapping[Kind, Recommendation] = {
+    "offsets": "a threshold or offsets",
+    "batchnorm": "BatchNorm on the deployment's inputs",
+}
+
+
+class Told(NamedTuple):
+    """A point that the metric was asked at.
+
+    Attributes:
+        name: The start's; empty for a point of the search's own.
+        kind: What it changes in the model as it was trained, or in the start that the search began from: nothing,
+            offsets of the logits alone, BatchNorm's statistics alone, or phi.
+        evaluation: The metric's evaluation.
+    """
+
+    name: str
+    kind: Kind
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """What the first points of a search say of a task, in the metric's own units.
+
+    Attributes:
+        metric: The metric's name.
+        before: Metric of the model as it was trained.
+        queries: Metric queries that it is told by.
+        guard: What tells a gain from chance; of ``"none"`` nobody can say what a gain is worth.
+        reliability: Share of the variance among the points that is not chance, in [0, 1]; NaN if nothing tells.
+        smallest: The smallest gain over ``before`` that the guard could accept with these data, at its confidence; the
+            optimism of having chosen the best of many comes on top. None if nothing tells.
+        best_start: Name of the best free start; empty without any.
+        headroom: By how much it is better than ``before``; 0 without any start.
+        headroom_chance: Standard deviation of the chance part of that; None if nothing tells.
+        found: By how much the best of all points is better than ``before``.
+        seconds: Seconds that a query took; NaN if all were on file.
+        recommendation: What to do.
+        reason: Why, in a sentence.
+        search_queries: How many queries to search with, these among them; None unless that is advised.
+        data: How many times as much validation data would do, above 1; None unless that is advised.
+    """
+
+    metric: str
+    before: float
+    queries: int
+    guard: Guard
+    reliability: float
+    smallest: float | None
+    best_start: str
+    headroom: float
+    headroom_chance: float | None
+    found: float
+    seconds: float
+    recommendation: Recommendation
+    reason: str
+    search_queries: int | None = None
+    data: float | None = None
+
+    def __str__(self) -> str:
+        """State it in a few lines."""
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """Return what ``str`` joins."""
+        first, last = self.brief()
+        if self.guard == "none":
+            return [first, last]
+        return [first, f"{100 * self.reliability:.0f}% of what sets the points apart is not chance", last]
+
+    def brief(self) -> list[str]:
+        """Return what a run says of it: what was found, and what to do."""
+        found = [f"{self.metric} {self.before:.4f} as trained"]
+        if self.best_start:
+            chance = "" if self.headroom_chance is None else f" (chance {self.headroom_chance:.4f})"
+            found.append(f"best free start {self.best_start} {self.headroom:+.4f}{chance}")
+        spent = "" if math.isnan(self.seconds) else f" of {self.seconds:.3g} s"
+        found.append(f"best of {counted(self.queries, 'query')}{spent} {self.found:+.4f}")
+        if self.smallest is not None:
+            found.append(f"the guard needs {self.smallest:.4f}")
+        return ["; ".join(found), f"worth it? {self.advice}: {self.reason}"]
+
+    @property
+    def advice(self) -> str:
+        """The recommendation with its number."""
+        if self.search_queries is not None:
+            return f"search with {counted(self.search_queries, 'query')}"
+        if self.data is not None:
+            return f"more validation data, {self.data:.1f} times as much"
+        return self.recommendation
+
+
+def kind_of(adapter: Adapter, point: Start, begun: Start | None = None) -> Kind:
+    """Return what a point changes: a start in the model as it was trained, another in the start of its search.
+
+    Args:
+        adapter: Knows which coordinates are offsets of the logits. Where all are, the search's own points are a
+            search's, as any other.
+        point: phi, and what its start replaces.
+        begun: Where the search began whose own point it is; None of a start.
+    """
+
+    def beyond_offsets(moved: Tensor) -> bool:
+        moved = moved.clone()
+        moved[adapter.offsets] = 0
+        return bool(moved.any())
+
+    if begun is not None:
+        moved = point.phi - begun.phi
+        alone = len(moved[adapter.offsets]) == len(moved)
+        return "phi" if alone or beyond_offsets(moved) or not moved.any() else "offsets"
+    if point.parameters or beyond_offsets(point.phi) or (point.buffers and point.phi.any()):
+        return "phi"
+    return "batchnorm" if point.buffers else "offsets" if point.phi.any() else "trained"
+
+
+def assessed(
+    metric: Metric,
+    told: Sequence[Told],
+    dim: int,
+    *,
+    confidence: float = CONFIDENCE,
+    least: int = 0,
+    seconds: float = math.nan,
+) -> Assessment:
+    """Assess a task by what its metric was told to be.
+
+    1. Is there anything but chance? If the metric were noise, its halves would agree as well in any order of the
+       points (a permutation test, `LEVEL`), or repeats would explain the variance between points (an F test).
+    2. Which gains would the guard keep (`judge`)? If that of an offset or of BatchNorm, and no other point is expected
+       to be better, that is all. If only another point's, a search.
+    3. If none, but there is a gain: with how many times the data, chance shrinking with the root of their number, would
+       the guard keep it?
+
+    Args:
+        metric: Its units, and how often it is repeated.
+        told: The points, the model as it was trained first; those that failed don't count.
+        dim: Dimension of phi.
+        confidence: The guard's, at least 0.5 and below 1.
+        least: The fewest evaluations that a search can do with.
+        seconds: Seconds that a query took.
+    """
+    told = _telling([each for each in told if not each.evaluation.failed])
+    trained, points = told[0].evaluation, [each.evaluation for each in told]
+    best: dict[Kind, Told] = {}
+    for each in told[1:]:
+        if each.kind not in best or each.evaluation.cost < best[each.kind].evaluation.cost:
+            best[each.kind] = each
+    verdicts = {kind: judge(trained, each.evaluation, points, confidence) for kind, each in best.items()}
+    starts = [each for each in told[1:] if each.name]
+    start = min(starts, key=lambda each: each.evaluation.cost, default=None)
+    of_start = None if start is None else judge(trained, start.evaluation, points, confidence)
+    lowest = min(each.cost for each in points)
+    guard: Guard = next((each.guard for each in verdicts.values()), "none")
+    known = guard != "none"
+    advised = _advised(metric, told, best, verdicts, dim, least)
+    return Assessment(
+        metric=metric.name,
+        before=metric.to_value(trained.cost),
+        queries=len(told) * metric.repeats,
+        guard=guard,
+        reliability=_reliability(points, guard) if known else math.nan,
+        smallest=smallest_gain(trained, points, confidence) * metric.scale if known else None,
+        best_start="" if start is None else start.name,
+        headroom=0.0 if of_start is None else of_start.gain * metric.scale,
+        headroom_chance=None if of_start is None or of_start.chance is None else of_start.chance * metric.scale,
+        found=(trained.cost - lowest) * metric.scale,
+        seconds=seconds,
+        recommendation=advised.recommendation,
+        reason=advised.reason,
+        search_queries=advised.queries,
+        data=advised.data,
+    )
+
+
+class _Advised(NamedTuple):
+    recommendation: Recommendation
+    reason: str
+    queries: int | None = None
+    data: float | None = None
+
+
+def _advised(
+    metric: Metric,
+    told: Sequence[Told],
+    best: Mapping[Kind, Told],
+    verdicts: Mapping[Kind, Verdict],
+    dim: int,
+    least: int,
+) -> _Advised:
+    """Return what to do, and why."""
+    points = [each.evaluation for each in told]
+    n, shown = counted(len(told), "point"), f"{metric.name} "
+    if len({each.cost for each in points}) < 2 or len(points) < TELLING:
+        return _Advised("undecided", f"{shown}has one value at all of {n}: modulate more layers, or train first")
+    guard = next(iter(verdicts.values())).guard
+    if guard == "none":
+        return _Advised(
+            "undecided",
+            "nobody can tell a gain from chance: let the metric return (value, (half, half)), or give it repeats",
+        )
+
+    def plain(verdict: Verdict) -> bool:
+        return verdict.gain - verdict.optimism > PLAIN * (verdict.chance or 0.0)
+
+    kept = {kind: each for kind, each in verdicts.items() if each.accepted}
+    level = LEVEL if kept else LEVEL_REFUSED
+    if by_chance(points, guard, metric.repeats) >= level and not any(map(plain, kept.values())):
+        return _Advised("do not", f"what sets {n} apart may be chance alone")
+    reliability = _reliability(points, guard)
+    search = _Advised(
+        "search",
+        f"a point that it asked gains {_gain(metric, verdicts.get('phi'))}, and the guard would keep that",
+        queries_to_search(len(told), dim, reliability, least) * metric.repeats,
+    )
+    cheap = max((kind for kind in kept if kind in CHEAP), key=lambda kind: kept[kind].gain, default=None)
+    if cheap is not None:
+        there = best[cheap]
+        better = "phi" in best and judge(there.evaluation, best["phi"].evaluation, points, EXPECTED).accepted
+        if better:
+            return search._replace(
+                reason=f"{_gain(metric, verdicts['phi'])}, {_called(there)} {_gain(metric, kept[cheap])}"
+            )
+        return _Advised(CHEAP[cheap], f"{_called(there)} gains {_gain(metric, kept[cheap])}, and no other point more")
+    if "phi" in kept:
+        return search
+    kind = max(verdicts, key=lambda kind: verdicts[kind].gain - verdicts[kind].optimism)
+    verdict = verdicts[kind]
+    if verdict.gain - verdict.optimism > 0 and (more := times_the_data(verdict)) <= MOST_DATA:
+        gain = _gain(metric, verdict)
+        return _Advised("more validation data", f"{_called(best[kind])} gains {gain}, which may be chance", data=more)
+    return _Advised("do not", f"none of {n} gains more than by chance")
+
+
+def _called(told: Told) -> str:
+    return f"the start {told.name!r}" if told.name else "a point that was asked"
+
+
+def _gain(metric: Metric, verdict: Verdict | None) -> str:
+    return "" if verdict is None else f"{verdict.gain * metric.scale:.4f}"
+
+
+def _telling(told: Sequence[Told]) -> list[Told]:
+    """Return the points, without halves if these can't be of two halves of data."""
+    if not fault_of_halves([each.evaluation for each in told]):
+        return list(told)
+    return [each._replace(evaluation=each.evaluation._replace(halves=None)) for each in told]
+
+
+def _distinct(points: Sequence[Evaluation]) -> list[Evaluation]:
+    """Return each evaluation once: a start that changes no prediction has the same, and no news."""
+    return list(dict.fromkeys(points))
+
+
+def _reliability(points: Sequence[Evaluation], guard: Guard) -> float:
+    """Return the share of the variance among the points that is not chance."""
+    if guard == "halves":
+        halves = stacked_halves([each for each in _distinct(points) if each.halves is not None])
+        assert halves is not None
+        return reliability_of(halves)
+    costs = torch.tensor([each.cost for each in points], dtype=torch.float64)
+    return reliability_under(noise_of(points), costs)
+
+
+def by_chance(points: Sequence[Evaluation], guard: Guard, repeats: int = 1) -> float:
+    """Return how likely points that differ by chance alone would be as much alike on both halves, or in repeats.
+
+    Args:
+        points: The evaluations.
+        guard: What tells chance, ``"halves"`` or ``"repeats"``.
+        repeats: Calls of each evaluation; 1 where the noise was told, by nobody knows how many calls: two at least.
+
+    Returns:
+        A p-value: of halves, the share of all orders of one half (of `ORDERS` random ones and the order itself) in
+        which its correlation with the other is as large; of repeats, that of Fisher's F.
+    """
+    points = _distinct(points)
+    if guard == "repeats":
+        noise = noise_of(points)
+        if noise == 0:
+            return 0.0
+        from scipy.stats import f  # takes a second
+
+        variance = float(torch.tensor([each.cost for each in points], dtype=torch.float64).var())
+        return float(f.sf(variance / noise**2, len(points) - 1, len(points) * max(1, repeats - 1)))
+    halves = stacked_halves([each for each in points if each.halves is not None])
+    if halves is None or len(halves) < TELLING:
+        return 1.0
+    first, second = (halves - halves.mean(0)).T
+    rng = torch.Generator().manual_seed(0)
+    orders = torch.rand(ORDERS, len(second), generator=rng).argsort(dim=1)
+    found = float(first @ second)
+    as_large = second[orders] @ first >= found - 1e-12 * abs(found)
+    return (1 + int(as_large.sum())) / (1 + ORDERS)
+
+
+def smallest_gain(trained: Evaluation, points: Sequence[Evaluation], confidence: float = CONFIDENCE) -> float:
+    """Return the smallest gain over the trained model that exceeds what the guard needs, in units of the cost.
+
+    What it needs is a constant or, where chance grows with the gain's size, c sqrt(gain) if that is larger (`judge`).
+    A gain exceeds the latter from c^2 on; of a very large one it is the larger, which tells c.
+
+    Args:
+        trained: The evaluation of the model as it was trained.
+        points: Those of all points.
+        confidence: The guard's.
+    """
+
+    def needed(gain: float) -> float:
+        return judge(trained, trained._replace(cost=trained.cost - gain), points, confidence).needed or 0.0
+
+    large = VERY_LARGE * max(abs(trained.cost - each.cost) for each in points)
+    return max(needed(0.0), needed(large) ** 2 / large if large else 0.0)
+
+
+def times_the_data(verdict: Verdict) -> float:
+    """Return with how many times as much data the guard would keep a gain that it refuses; infinite for none.
+
+    With m times the data chance shrinks with the root of m, and optimism with m itself: the least m with
+    gain - optimism / m > needed / sqrt(m).
+    """
+    gain, needed = verdict.gain, verdict.needed or 0.0
+    if gain <= 0:
+        return math.inf
+    return ((needed + math.sqrt(needed**2 + 4 * gain * verdict.optimism)) / (2 * gain)) ** 2
+
+
+def queries_to_search(spent: int, dim: int, reliability: float, least: int = 0) -> int:
+    """Return a number of evaluations for a search: one for each slope of f, more if part of what they tell is chance.
+
+    Args:
+        spent: Those that were made.
+        dim: Dimension of phi.
+        reliability: Share of the variance that is not chance, in [0, 1].
+        least: The fewest that it can do with.
+    """
+    most = max(MOST_QUERIES, spent, least)
+    wanted = math.inf if reliability <= 0 else max(least, spent + dim / reliability)
+    return most if wanted >= most else STEP * math.ceil(wanted / STEP)
+
+
+def first_told(
+    adapter: Adapter, starts: Mapping[str, Start], begun: str, answers: Sequence[tuple[Tensor, Evaluation]]
+) -> list[Told]:
+    """Return the answers of a search, in its order, with what they change.
+
+    Args:
+        adapter: The model's.
+        starts: What the search could begin from, ``"start"`` first; the first answers are theirs.
+        begun: The one that it began from.
+        answers: Points, ``d``, and the metric's evaluations.
+    """
+    told = []
+    for index, (phi, evaluation) in enumerate(answers):
+        name = list(starts)[index] if index < len(starts) else ""
+        at = starts[name or begun]
+        point = Start(phi, at.buffers, at.parameters)
+        told.append(Told(name, kind_of(adapter, point, None if name else at), evaluation))
+    return told

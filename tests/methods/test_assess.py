@@ -1,0 +1,278 @@
+"""Is it worth it: the queries are a search's first ones, and count towards it, byte for byte."""
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metricopt_ext as mo
+from metricopt_ext.errors import BudgetError, FileFormatError, UnguardedError
+from metricopt_ext.methods.assess import assess
+from metricopt_ext.methods.assessment import QUERIES
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.starts import batchnorm_start
+from metricopt_ext.search.direct import CMAES
+from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.tasks.metric import Ledger, Metric, Query
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.progress import Watcher
+
+
+class Heard(Watcher):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.spent: list[int] = []
+        self.filed = 0
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def on_file(self, queries: int) -> None:
+        self.filed = queries
+
+    def query(self, spent: int, value: float) -> None:
+        self.spent.append(spent)
+
+    @property
+    def worth(self) -> list[str]:
+        return [line for line in self.lines if line.startswith("worth it?")]
+
+
+class Shifted:
+    """A classifier whose BatchNorm statistics are wrong for its inputs, judged by its accuracy on them."""
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        rng = torch.Generator().manual_seed(0)
+        clean = torch.randn(240, 6, generator=rng)
+        self.y = (clean[:, 0] + clean[:, 1] > 0.3).long()
+        self.x = 2 * clean + 3
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        for _ in range(60):
+            optimizer.zero_grad()
+            F.cross_entropy(model(clean), self.y).backward()
+            optimizer.step()
+        self.calls, self.most = 0, 1000
+        self.task = FinetuneTask(
+            mo.attach_film(model.eval(), dim=5),
+            loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+            batches=mo.TensorBatches(clean, self.y, 32),
+            metric=Metric(self.accuracy, maximize=True, name="accuracy", ledger=ledger),
+            population=1,
+        )
+        self.starts = {
+            "batchnorm": batchnorm_start(self.task, self.x.split(60)),
+            "near": mo.Start(torch.full((5,), 0.01)),
+        }
+
+    def accuracy(self, model: nn.Module) -> Any:
+        if self.calls == self.most:
+            raise KeyboardInterrupt
+        self.calls += 1
+        right = (model(self.x).argmax(1) == self.y).double()
+        return float(right.mean()), (float(right[::2].mean()), float(right[1::2].mean()))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def asked_of(call: Callable[[FinetuneTask], Any], task: FinetuneTask) -> list[Any]:
+    found: list[Any] = []
+
+    def note(query: Query) -> None:
+        found.append((query.item.metricopt.phi if isinstance(query.item, nn.Module) else query.item).tolist())  # type: ignore[union-attr, operator]
+
+    with task.metric.observed_by(note):
+        call(task)
+    return found
+
+
+# --- The queries ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("queries", [4, 9, 12, 17])
+def test_the_union_is_the_search_alone_byte_for_byte(queries: int, tmp_path: Path) -> None:
+    """Whether the first batches are cut or not; the ledger has each query once."""
+    alone, heard = Shifted(), Heard()
+    expected = optimize_metric(
+        alone.task, queries=30, starts=alone.starts, seed=2, output_dir=tmp_path / "alone", watcher=heard
+    )
+    both = Shifted(Ledger(30))
+    found = assess(
+        both.task, queries, starts=both.starts, seed=2, output_dir=tmp_path / "both", watcher=(first := Heard())
+    )
+    assert (found.queries, both.calls, first.spent) == (queries, queries, list(range(1, queries + 1)))
+    assert both.task.metric.ledger.spent == 0  # the run that goes on is charged
+    assert not both.task.adapter.phi.any()
+    result = optimize_metric(
+        both.task,
+        queries=30,
+        starts=both.starts,
+        seed=2,
+        output_dir=tmp_path / "both",
+        resume=True,
+        watcher=(second := Heard()),
+    )
+    assert (second.filed, both.calls, alone.calls) == (queries, 30, 30)
+    assert both.task.metric.ledger.spent == 30
+    assert str(result) == str(expected)
+    assert contents(tmp_path / "both") == contents(tmp_path / "alone")
+    assert len(heard.worth) == 1
+    assert second.worth == heard.worth
+
+
+def test_it_asks_what_the_search_asks_first() -> None:
+    first = asked_of(lambda task: assess(task, 14, seed=4, watcher=Watcher()), Shifted().task)
+    run = asked_of(lambda task: optimize_metric(task, queries=24, seed=4, watcher=Watcher()), Shifted().task)
+    assert first == run[:14]
+
+
+def test_without_a_folder_it_is_charged_at_once() -> None:
+    shifted = Shifted(Ledger(20))
+    found = assess(shifted.task, starts=shifted.starts, watcher=Watcher())
+    assert (found.queries, shifted.calls, shifted.task.metric.ledger.spent) == (QUERIES, QUERIES, QUERIES)
+    assert found.seconds > 0
+    with pytest.raises(BudgetError, match="12 queries requested, 8 left"):
+        assess(shifted.task, starts=shifted.starts, watcher=Watcher())
+
+
+def test_an_interrupted_one_goes_on(tmp_path: Path) -> None:
+    whole, cut, again = Shifted(), Shifted(), Shifted()
+    assess(whole.task, starts=whole.starts, output_dir=tmp_path / "whole", watcher=Watcher())
+    cut.most = 7
+    with pytest.raises(KeyboardInterrupt):
+        assess(cut.task, starts=cut.starts, output_dir=tmp_path / "cut", watcher=Watcher())
+    found = assess(again.task, starts=again.starts, output_dir=tmp_path / "cut", resume=True, watcher=Watcher())
+    assert (again.calls, found.queries) == (QUERIES - 7, QUERIES)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_a_runs_folder_tells_without_a_query(tmp_path: Path) -> None:
+    shifted = Shifted()
+    heard = Heard()
+    optimize_metric(shifted.task, queries=24, starts=shifted.starts, output_dir=tmp_path, watcher=heard)
+    before = contents(tmp_path)
+    again = Shifted()
+    found = assess(again.task, starts=again.starts, output_dir=tmp_path, resume=True, watcher=Watcher())
+    assert (again.calls, found.queries) == (0, QUERIES)
+    assert found.brief()[1:] == heard.worth
+    assert contents(tmp_path) == before
+
+
+def test_another_run_is_refused(tmp_path: Path) -> None:
+    shifted = Shifted()
+    assess(shifted.task, starts=shifted.starts, output_dir=tmp_path, watcher=Watcher())
+    kept = contents(tmp_path)
+    with pytest.raises(FileFormatError, match="holds an earlier run; resume it"):
+        assess(shifted.task, starts=shifted.starts, output_dir=tmp_path, watcher=Watcher())
+    with pytest.raises(FileFormatError, match="holds another run: starts"):
+        optimize_metric(shifted.task, queries=24, output_dir=tmp_path, resume=True, watcher=Watcher())
+    with pytest.raises(FileFormatError, match="holds another run: seed was 0, now 1"):
+        assess(shifted.task, starts=shifted.starts, seed=1, output_dir=tmp_path, resume=True, watcher=Watcher())
+    assert contents(tmp_path) == kept
+    optimize_metric(
+        shifted.task, queries=24, starts=shifted.starts, output_dir=tmp_path, resume=True, watcher=Watcher()
+    )
+    with pytest.raises(FileFormatError, match="queries was 24, now 25"):
+        optimize_metric(
+            shifted.task, queries=25, starts=shifted.starts, output_dir=tmp_path, resume=True, watcher=Watcher()
+        )
+
+
+def test_any_search_whose_queries_do_not_depend_on_its_budget_will_do() -> None:
+    first = asked_of(lambda task: assess(task, 8, strategy=RandomSearch(), watcher=Watcher()), Shifted().task)
+    run = asked_of(
+        lambda task: optimize_metric(task, queries=20, strategy=RandomSearch(), watcher=Watcher()), Shifted().task
+    )
+    assert first == run[:8]
+
+
+@pytest.mark.parametrize("strategy", [CMAES(), Recipe()])
+def test_others_are_refused(strategy: Any) -> None:
+    with pytest.raises(ValueError, match="asks first depends on its budget; assess with a search such as"):
+        assess(Shifted().task, strategy=strategy, watcher=Watcher())
+
+
+def test_too_few_queries_are_refused_before_the_first() -> None:
+    shifted = Shifted()
+    with pytest.raises(BudgetError, match="3 queries are too few: the 3 starts and a point of the search take 4"):
+        assess(shifted.task, 3, starts=shifted.starts, watcher=Watcher())
+    task = replace(shifted.task, metric=shifted.task.metric.with_settings(repeats=2))
+    with pytest.raises(BudgetError, match="7 queries are too few: the 3 starts and a point of the search take 8"):
+        assess(task, 7, starts=shifted.starts, watcher=Watcher())
+    assert shifted.calls == 0
+
+
+def test_a_required_guard_is_required_here_too() -> None:
+    task = Shifted().task
+    number = Metric(lambda model: 0.5, maximize=True, name="number", require_guard=True)
+    with pytest.raises(UnguardedError):
+        assess(task.judged_by(number), watcher=Watcher())
+    assert number.ledger.spent == 0
+
+
+def test_repeats_are_queries() -> None:
+    shifted, rng = Shifted(), random.Random(0)
+    noisy = Metric(
+        lambda model: shifted.accuracy(model)[0] - 0.01 * rng.random(), maximize=True, name="noisy", repeats=2
+    )
+    found = assess(shifted.task.judged_by(noisy), 16, starts=shifted.starts, watcher=Watcher())
+    assert (found.queries, shifted.calls, found.guard) == (16, 16, "repeats")
+    assert found.recommendation in ("search", "BatchNorm on the deployment's inputs")
+    if found.search_queries is not None:
+        assert found.search_queries % 2 == 0
+
+
+# --- What it says ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.outcome
+def test_statistics_that_are_wrong_are_the_first_thing_to_mend() -> None:
+    """BatchNorm's start takes the accuracy from a half to nine tenths; a search may then be said to add to it."""
+    shifted = Shifted()
+    found = assess(shifted.task, starts=shifted.starts, watcher=Watcher())
+    assert found.best_start == "batchnorm"
+    assert found.headroom > 0.2
+    assert found.smallest is not None
+    assert found.smallest < 0.1
+    assert found.recommendation in ("BatchNorm on the deployment's inputs", "search")
+
+
+def test_every_run_says_it_by_its_first_queries_and_asks_none_for_it() -> None:
+    heard, shifted = Heard(), Shifted()
+    run = optimize_metric(shifted.task, queries=24, starts=shifted.starts, seed=1, watcher=heard)
+    other = Shifted()
+    found = assess(other.task, starts=other.starts, seed=1, watcher=Watcher())
+    said = [re.sub(r" of \S+ s ", " ", line) for line in heard.lines[-2:]]
+    assert said == [re.sub(r" of \S+ s ", " ", line) for line in found.brief()]
+    assert shifted.calls == sum(run.queries.values()) == 24
+
+
+@pytest.mark.outcome
+@pytest.mark.slow
+def test_on_noise_it_says_do_not() -> None:
+    """In the long run 2.3% of runs say something else: with 40, more than 4 in one of 3,000 tries."""
+    shifted, said = Shifted(), []
+    for seed in range(40):
+        rng = random.Random(seed)
+
+        def noise(model: nn.Module, rng: random.Random = rng) -> Any:
+            halves = [min(1.0, max(0.0, 0.5 + 0.07 * rng.gauss(0, 1))) for _ in range(2)]
+            return sum(halves) / 2, halves
+
+        task = shifted.task.judged_by(Metric(noise, maximize=True, name="noise"))
+        said.append(assess(task, starts=shifted.starts, seed=seed, watcher=Watcher()).recommendation)
+    assert said.count("do not") >= 36

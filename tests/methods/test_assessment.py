@@ -1,0 +1,320 @@
+"""What the first points of a search say: on noise, on cases known in closed form, and where nothing can be told."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import permutations
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from metricopt_ext.adapters.attach import attach_film, attach_outputs
+from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.methods.assessment import (
+    LEVEL,
+    ORDERS,
+    RECOMMENDATIONS,
+    Assessment,
+    Kind,
+    Told,
+    assessed,
+    by_chance,
+    first_told,
+    kind_of,
+    queries_to_search,
+    smallest_gain,
+    times_the_data,
+)
+from metricopt_ext.methods.guard import Verdict, judge
+from metricopt_ext.tasks.metric import Evaluation, Metric
+
+DIM, Z = 24, NormalDist().inv_cdf(0.93)
+STARTS: list[tuple[str, Kind]] = [
+    ("start", "trained"),
+    ("loss_finetune", "phi"),
+    ("batchnorm", "batchnorm"),
+    ("prior", "offsets"),
+    ("prior_twice", "offsets"),
+]
+WITH_STARTS: list[tuple[str, Kind]] = [*STARTS, *[("", "phi")] * 7]  # type: ignore[list-item]
+WITH_LINE: list[tuple[str, Kind]] = [*STARTS, *[("", "offsets")] * 4, *[("", "phi")] * 3]  # type: ignore[list-item]
+ALONE: list[tuple[str, Kind]] = [("start", "trained"), *[("", "phi")] * 11]  # type: ignore[list-item]
+
+
+def metric_of(**options: Any) -> Metric:
+    return Metric(lambda model: 0.0, maximize=True, name="score", **options)
+
+
+def halved(value: float, apart: float) -> Evaluation:
+    """An evaluation by a value to be maximised, whose halves are so far above and below."""
+    return Evaluation(1 - value, (1 - value - apart, 1 - value + apart))
+
+
+def case(values: Sequence[float], kinds: Sequence[tuple[str, Kind]] = WITH_STARTS, apart: float = 0.01) -> list[Told]:
+    """Points of these values; how far apart their halves are goes up and down."""
+    return [
+        Told(*kind, halved(value, apart * (1, -1, 0.5, -0.5)[i % 4]))
+        for i, (value, kind) in enumerate(zip(values, kinds, strict=True))
+    ]
+
+
+# --- Noise ----------------------------------------------------------------------------------------------------------
+
+
+def noisy(rng: random.Random, kinds: Sequence[tuple[str, Kind]], draw: Callable[[random.Random], float]) -> list[Told]:
+    halves = [(draw(rng), draw(rng)) for _ in kinds]
+    return [Told(*kind, Evaluation(sum(half) / 2, half)) for kind, half in zip(kinds, halves, strict=True)]
+
+
+@pytest.mark.parametrize("kinds", [WITH_STARTS, WITH_LINE, ALONE], ids=["starts", "line", "alone"])
+@pytest.mark.parametrize(
+    "draw",
+    [lambda rng: 0.5 + 0.07 * rng.gauss(0, 1), lambda rng: sum(rng.random() < 0.5 for _ in range(40)) / 40],
+    ids=["normal", "shares of 40"],
+)
+def test_noise_is_left_alone(kinds: Any, draw: Any) -> None:
+    """In the long run 1.9 to 2.3% are not (1,500 runs of each), three deviations of 300 runs below 5%."""
+    rng = random.Random(1)
+    said = Counter(assessed(metric_of(), noisy(rng, kinds, draw), DIM).recommendation for _ in range(300))
+    assert said["do not"] >= 285
+
+
+@pytest.mark.parametrize("repeats", [2, 3])
+def test_so_is_noise_that_repeats_show(repeats: int) -> None:
+    rng = random.Random(2)
+
+    def run() -> str:
+        told = []
+        for kind in WITH_STARTS:
+            calls = torch.tensor([0.5 + 0.05 * rng.gauss(0, 1) for _ in range(repeats)], dtype=torch.float64)
+            noise = float(calls.std()) / math.sqrt(repeats)
+            told.append(Told(*kind, Evaluation(float(calls.mean()), None, noise)))
+        return assessed(metric_of(repeats=repeats), told, DIM).recommendation
+
+    assert Counter(run() for _ in range(300))["do not"] >= 285
+
+
+def test_a_start_that_changes_no_prediction_is_no_further_evidence() -> None:
+    told = case(np.linspace(0.5, 0.6, 12))
+    points = [each.evaluation for each in told]
+    assert by_chance([*points, points[0], points[3]], "halves") == by_chance(points, "halves")
+
+
+def test_halves_are_compared_in_all_orders() -> None:
+    """Against all 720 orders; drawn ones differ from them by three deviations of their share at most."""
+    rng = random.Random(3)
+    for _ in range(8):
+        halves = np.array([(rng.gauss(0, 1), rng.gauss(0, 1)) for _ in range(6)])
+        halves[:, 1] += rng.choice([0, 1]) * halves[:, 0]
+        first, second = (halves - halves.mean(0)).T
+        found = [float(first @ second[list(order)]) for order in permutations(range(6))]
+        exact = np.mean([each >= found[0] - 1e-12 for each in found])
+        points = [Evaluation(float(pair.mean()), (float(pair[0]), float(pair[1]))) for pair in halves]
+        allowed = 3 * math.sqrt(exact * (1 - exact) / ORDERS) + 2 / ORDERS
+        assert by_chance(points, "halves") == pytest.approx(exact, abs=allowed)
+
+
+def test_repeats_are_compared_by_fishers_f() -> None:
+    """Of 12 evaluations of 3 calls the 5% point of F(11, 24) is 2.22 (any table), of 1% it is 3.09."""
+    for f, level in ((2.22, 0.05), (3.09, 0.01)):
+        costs = torch.linspace(0, 1, 12, dtype=torch.float64)
+        noise = float(costs.std()) / math.sqrt(f)
+        points = [Evaluation(cost, None, noise) for cost in costs.tolist()]
+        assert by_chance(points, "repeats", 3) == pytest.approx(level, abs=0.001)
+    assert by_chance([Evaluation(0.1, None, 0.0), Evaluation(0.2, None, 0.0)], "repeats", 3) == 0
+
+
+# --- What can't be told ---------------------------------------------------------------------------------------------
+
+
+def test_without_halves_or_repeats_nobody_can_tell() -> None:
+    told = [Told(*kind, Evaluation(0.5 - 0.01 * i)) for i, kind in enumerate(WITH_STARTS)]
+    found = assessed(metric_of(), told, DIM)
+    assert (found.recommendation, found.guard, found.smallest) == ("undecided", "none", None)
+    assert math.isnan(found.reliability)
+    assert "let the metric return (value, (half, half))" in str(found)
+    assert (found.best_start, found.headroom_chance) == ("prior_twice", None)
+    assert found.headroom == pytest.approx(0.04)
+    assert found.found == pytest.approx(0.11)
+
+
+def test_halves_that_are_none_count_for_none() -> None:
+    told = [Told(*kind, Evaluation(0.5 - 0.01 * i, (0.5 - 0.01 * i,) * 2)) for i, kind in enumerate(WITH_STARTS)]
+    found = assessed(metric_of(), told, DIM)
+    assert (found.recommendation, found.guard) == ("undecided", "none")
+
+
+@pytest.mark.parametrize("halves", [None, (0.4, 0.6)])
+def test_a_constant_metric_tells_nothing(halves: Any) -> None:
+    found = assessed(metric_of(), [Told(*kind, Evaluation(0.5, halves)) for kind in ALONE], DIM)
+    assert (found.recommendation, found.found, found.best_start, found.headroom) == ("undecided", 0, "", 0)
+    assert "one value at all of 12 points" in found.reason
+
+
+def test_what_repeats_exactly_is_believed() -> None:
+    told = [Told(*kind, Evaluation(0.5 - 0.01 * i, None, 0.0)) for i, kind in enumerate(WITH_STARTS)]
+    found = assessed(metric_of(repeats=2), told, DIM)
+    assert (found.guard, found.smallest, found.reliability, found.queries) == ("repeats", 0, 1, 24)
+    assert (found.recommendation, found.search_queries) == ("search", 2 * 40)  # 12 and a slope for each of 24, in tens
+
+
+def test_what_failed_does_not_count() -> None:
+    told = case([0.5, 0.5, 0.5, 0.9, 0.8, *np.linspace(0.3, 0.6, 7)])
+    lost = Told("", "phi", Evaluation(1.0, None, None, failed=True))
+    assert assessed(metric_of(), [*told, lost], DIM) == assessed(metric_of(), told, DIM)
+
+
+# --- What is recommended --------------------------------------------------------------------------------------------
+
+SPREAD = (0.32, 0.41, 0.35, 0.44, 0.38, 0.47, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("starts", "said"),
+    [
+        ((0.5, 0.5, 0.49, 0.6, 0.7), "a threshold or offsets"),
+        ((0.5, 0.5, 0.7, 0.6, 0.6), "BatchNorm on the deployment's inputs"),
+        ((0.5, 0.7, 0.5, 0.5, 0.5), "search"),  # from the end of a loss finetune
+        ((0.5, 0.5, 0.5, 0.4, 0.3), "do not"),
+    ],
+)
+def test_the_start_that_holds_the_gain_is_named(starts: Any, said: str) -> None:
+    found = assessed(metric_of(), case([*starts, *SPREAD]), DIM)
+    assert found.recommendation == said
+    assert found.before == pytest.approx(0.5)
+    assert found.headroom == pytest.approx(max(starts[1:]) - 0.5)
+    assert found.reliability > 0.9
+    assert (found.search_queries is None) == (said != "search")
+
+
+def test_a_point_beyond_the_start_asks_for_a_search() -> None:
+    found = assessed(metric_of(), case([0.5, 0.5, 0.49, 0.6, 0.7, *SPREAD[:-1], 0.8]), DIM)
+    assert found.advice == "search with 40 queries"
+    assert "0.3000, the start 'prior_twice' 0.2000" in found.reason
+
+
+def test_points_on_the_line_of_offsets_are_offsets() -> None:
+    values = [0.5, 0.5, 0.5, 0.45, 0.4, 0.55, 0.6, 0.65, 0.7, 0.4, 0.45, 0.5]
+    assert assessed(metric_of(), case(values, WITH_LINE), DIM).recommendation == "a threshold or offsets"
+
+
+def test_a_gain_that_the_guard_refuses_asks_for_data() -> None:
+    """The factor is the one at which the guard would keep it."""
+    told = case([0.5, 0.5, 0.5, 0.4, 0.3, *SPREAD[:-1], 0.51], apart=0.02)
+    found = assessed(metric_of(), told, DIM)
+    points = [each.evaluation for each in told]
+    verdict = judge(told[0].evaluation, told[-1].evaluation, points)
+    assert not verdict.accepted
+    assert found.recommendation == "more validation data"
+    assert found.data == times_the_data(verdict)
+    assert found.data > 1
+    assert f"{found.data:.1f} times as much" in str(found)
+
+
+@pytest.mark.parametrize(("gain", "optimism", "needed"), [(0.1, 0.05, 0.2), (0.1, 0.0, 0.2), (0.01, 0.02, 0.02)])
+def test_chance_shrinks_with_the_root_of_the_data(gain: float, optimism: float, needed: float) -> None:
+    m = times_the_data(Verdict(gain, optimism, needed / Z, 0.5, 12, needed))
+    assert gain - optimism / m == pytest.approx(needed / math.sqrt(m))
+    assert times_the_data(Verdict(-gain, optimism, needed / Z, 0.5, 12, needed)) == math.inf
+
+
+@pytest.mark.parametrize("apart", [0.002, 0.02, 0.2])
+def test_the_smallest_gain_is_the_guards(apart: float) -> None:
+    told = case([0.5, 0.5, 0.48, 0.6, 0.7, *SPREAD], apart=apart)
+    points, trained = [each.evaluation for each in told], told[0].evaluation
+
+    def short(gain: float) -> bool:
+        needed = judge(trained, trained._replace(cost=trained.cost - gain), points).needed
+        assert needed is not None
+        return gain < needed
+
+    smallest = smallest_gain(trained, points)
+    assert short(0.999 * smallest)
+    assert not short(1.001 * smallest)
+    gains = torch.tensor([(trained.halves[0] - a) - (trained.halves[1] - b) for _, (a, b), *_ in points])  # type: ignore[index, misc]
+    size = sum(abs(trained.cost - each.cost) for each in points)
+    assert smallest >= Z**2 * float(gains.square().sum()) / 4 / size * 0.999  # chance by size alone
+    assert smallest_gain(trained, points, 0.5) == 0
+
+
+def test_numbers_are_in_the_metrics_units() -> None:
+    told = case([0.5, 0.5, 0.49, 0.6, 0.7, *SPREAD])
+    plain, percent = (assessed(metric_of(bounds=bounds), told, DIM) for bounds in ((0.0, 1.0), (0.0, 100.0)))
+    for name in ("before", "smallest", "headroom", "headroom_chance", "found"):
+        assert getattr(percent, name) == pytest.approx(100 * getattr(plain, name))
+    assert (percent.recommendation, percent.reliability) == (plain.recommendation, plain.reliability)
+    cost = assessed(Metric(lambda model: 0.0, maximize=False, name="cost"), told, DIM)
+    assert (cost.before, cost.headroom) == (pytest.approx(0.5), pytest.approx(plain.headroom))
+
+
+def test_a_search_has_a_query_for_each_slope_and_more_where_part_is_chance() -> None:
+    assert queries_to_search(12, 16, 1.0) == 30
+    assert queries_to_search(12, 16, 0.5) == 50
+    assert queries_to_search(12, 2000, 1.0) == queries_to_search(12, 16, 0.0) == 300
+    assert queries_to_search(400, 16, 1.0) == 400
+    assert queries_to_search(8, 2, 1.0, least=13) == 20
+    assert queries_to_search(8, 2, 1.0, least=310) == 310
+
+
+def test_it_says_all_in_a_few_lines() -> None:
+    found = assessed(metric_of(), case([0.5, 0.5, 0.49, 0.6, 0.7, *SPREAD]), DIM, seconds=0.25)
+    first, second, last = str(found).splitlines()
+    assert first.startswith("score 0.5000 as trained; best free start prior_twice +0.2000 (chance ")
+    assert "; best of 12 queries of 0.25 s +0.2000; the guard needs 0." in first
+    assert second == f"{100 * found.reliability:.0f}% of what sets the points apart is not chance"
+    assert last == ("worth it? a threshold or offsets: the start 'prior_twice' gains 0.2000, and no other point more")
+    assert found.brief() == [first, last]
+    assert isinstance(found, Assessment)
+    assert len(RECOMMENDATIONS) == 6
+    assert 0 < LEVEL < 0.1
+
+
+# --- What a point changes -------------------------------------------------------------------------------------------
+
+
+def test_a_point_is_of_what_it_changes() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    adapter = attach_film(model, dim=4)
+    zero, phi, norm = torch.zeros(adapter.dim), torch.ones(adapter.dim), {"1.running_mean": torch.ones(6)}
+    states = [Start(zero), Start(phi), Start(zero, norm), Start(phi, norm), Start(zero, {}, {"0.bias": torch.ones(6)})]
+    kinds = [kind_of(adapter, state) for state in states]
+    assert kinds == ["trained", "phi", "batchnorm", "phi", "phi"]
+
+
+def test_a_searchs_own_point_is_of_what_it_changes_in_its_start() -> None:
+    """As a threshold that is tuned from a free start is a threshold."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    adapter = attach_film(model, dim=4, outputs=Outputs("3", 3))
+    assert (adapter.offsets.start, adapter.dim) == (4, 7)
+    finetuned, offsets = torch.rand(7), torch.tensor([0.0] * 4 + [1, -1, 0.5])
+    for begun in (Start(torch.zeros(7)), Start(finetuned), Start(torch.zeros(7), {"1.running_mean": torch.ones(6)})):
+        points = [begun.phi + offsets, begun.phi + 1, begun.phi]
+        kinds = [kind_of(adapter, Start(phi, begun.buffers), begun) for phi in points]
+        assert kinds == ["offsets", "phi", "phi"]
+    assert kind_of(adapter, Start(offsets)) == "offsets"
+    assert kind_of(adapter, Start(finetuned + offsets)) == "phi"
+
+
+def test_offsets_alone_are_offsets_unless_there_is_nothing_else_to_search() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    adapter = attach_outputs(model)
+    point = Start(torch.ones(adapter.dim))
+    assert kind_of(adapter, point) == "offsets"
+    assert kind_of(adapter, point, Start(torch.zeros(adapter.dim))) == "phi"
+
+
+def test_answers_are_told_apart_by_their_number() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    adapter = attach_film(model, dim=4)
+    zero, norm = torch.zeros(adapter.dim), {"1.running_mean": torch.ones(6)}
+    starts = {"start": Start(zero), "batchnorm": Start(zero, norm)}
+    answers = [(zero, Evaluation(0.5)), (zero, Evaluation(0.4)), (zero + 1, Evaluation(0.3))]
+    told = first_told(adapter, starts, "batchnorm", answers)
+    assert [each[:2] for each in told] == [("start", "trained"), ("batchnorm", "batchnorm"), ("", "phi")]
+    assert [each.evaluation.cost for each in told] == [0.5, 0.4, 0.3]
