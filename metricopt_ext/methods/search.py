@@ -44,6 +44,7 @@ class Search(Trials):
         maximize: Of an adapter alone: whether higher is better.
         bounds: Of an adapter alone: lowest and highest possible value; None if they are not known.
         name: Of an adapter alone: the metric's name.
+        subject_to: Of an adapter alone: constraints on other quantities, which `tell` has as ``also`` (`Metric`).
         gradients: Of an adapter alone: gradients of a loss in phi, ``m x d``, if some were computed elsewhere; their
             directions shape f's kernel and the first design.
 
@@ -77,9 +78,10 @@ class Search(Trials):
         maximize: bool | None = None,
         bounds: tuple[float, float] | None = None,
         name: str | None = None,
+        subject_to: Mapping[str, str] | None = None,
         gradients: Tensor | None = None,
     ) -> None:
-        task = _task_of(task, maximize, bounds, name, gradients)
+        task = _task_of(task, maximize, bounds, name, subject_to, gradients)
         strategy = strategy or GuidedTrustRegion()
         check_search(strategy)
         check_integer(0, queries=queries, seed=seed)
@@ -151,9 +153,16 @@ def _task_of(
     maximize: bool | None,
     bounds: tuple[float, float] | None,
     name: str | None,
+    subject_to: Mapping[str, str] | None,
     gradients: Tensor | None,
 ) -> FinetuneTask:
-    given = {"maximize": maximize, "bounds": bounds, "name": name, "gradients": gradients}
+    given = {
+        "maximize": maximize,
+        "bounds": bounds,
+        "name": name,
+        "subject_to": subject_to,
+        "gradients": gradients,
+    }
     if isinstance(task, FinetuneTask):
         if several := [key for key, value in given.items() if value is not None]:
             raise ValueError(f"{several[0]} is given beside a task, whose metric has its own; leave it out")
@@ -162,7 +171,7 @@ def _task_of(
         raise ValueError(f"task is {brief(task)}; it must be a FinetuneTask, or the Adapter that attach_film returns")
     if maximize is None:
         raise ValueError("maximize is missing: say whether higher values are better, maximize=True or maximize=False")
-    metric = Metric(_told_from_outside, maximize=maximize, bounds=bounds, name=name or "metric")
+    metric = Metric(_told_from_outside, maximize=maximize, bounds=bounds, name=name or "metric", subject_to=subject_to)
     return FinetuneTask(task, metric=metric, gradients=gradients)
 
 

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
-from metricopt_ext.methods.guard import CONFIDENCE, decide
+from metricopt_ext.methods.constrained import Constrained, decide_within
+from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.result import Result, SearchDetails, outcome
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.search.strategy import SearchResult, SearchState, SearchStrategy
+from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.kept_evaluations import SAME, KeptEvaluation, KeptEvaluations, KeptPoint, digest_of
-from metricopt_ext.tasks.metric import Evaluation, stacked_halves
+from metricopt_ext.tasks.metric import Evaluation, Metric, stacked_halves
 from metricopt_ext.tasks.split_half import correlation_of_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
@@ -111,6 +113,7 @@ class Trials:
         self._starts, self._kept, self._seed, self._confidence = starts, kept, seed, confidence
         self._least = strategy.least_queries(task.dim, len(starts))
         self._state: SearchState | None = None
+        self._limits: Limits | None = None  # known with the start
         self._batch = _Batch(0, ())
         self._handed: set[int] = set()
         self._asked: dict[str, Evaluation] = {}  # of the starts
@@ -186,7 +189,12 @@ class Trials:
     # --- Telling -------------------------------------------------------------------------------------------------
 
     def tell(
-        self, id: int, value: float, halves: tuple[float, float] | None = None, noise: float | None = None
+        self,
+        id: int,
+        value: float,
+        halves: tuple[float, float] | None = None,
+        noise: float | None = None,
+        also: Mapping[str, float] | None = None,
     ) -> None:
         """Tell what the metric is at a trial; it is on disk when this returns.
 
@@ -195,10 +203,11 @@ class Trials:
             value: The metric's value, in its own units.
             halves: Its values on two random halves of the data, by which the guard tells a gain from chance.
             noise: Standard error of the value, if it is the mean of several evaluations.
+            also: Other quantities, by name: those that the metric is subject to, and any that are to be shown.
 
         Raises:
-            ValueError: There is no such trial, it has another answer already, or a number is not finite or outside the
-                metric's bounds. Nothing has changed then.
+            ValueError: There is no such trial, it has another answer already, or a number is not finite, outside the
+                metric's bounds, or missing although the metric is subject to it. Nothing has changed then.
         """
         metric, split = self.task.metric, None
         try:
@@ -216,7 +225,7 @@ class Trials:
             raise ValueError(str(wrong)) from wrong
         if error is not None and not 0 <= error < math.inf:
             raise ValueError(f"noise is {noise!r}; it must be a standard error, at least 0 and finite, or None")
-        self.tell_evaluation(id, Evaluation(cost, split, error))
+        self.tell_evaluation(id, Evaluation(cost, split, error, also=told_besides(also, metric)))
 
     def tell_evaluation(self, id: int, evaluation: Evaluation) -> None:
         """Tell the metric's evaluation at a trial, as a cost; see `tell`, as for the errors."""
@@ -340,7 +349,9 @@ class Trials:
         """Begin the search at the best of the starts, of which it knows those with the same tensors."""
         worst = self._worst()
         self._asked = {trial.start: self._kept.told[trial.id].evaluation or worst for trial in self._batch.trials}
-        self._begun = min(self._asked, key=lambda name: self._asked[name].cost)
+        self._limits = limits = Limits.of(self.task.metric.constraints, self._asked["start"])
+        violates = {name: limits is not None and not limits.hold(each) for name, each in self._asked.items()}
+        self._begun = min(self._asked, key=lambda name: (violates[name], self._asked[name].cost))
         at = self._starts[self._begun]
         known = [name for name in self._starts if self._starts[name].replaces_the_same(at)]
         elsewhere = len(self._starts) - len(known)
@@ -352,6 +363,7 @@ class Trials:
                 known=[(self._starts[name].phi, self._asked[name]) for name in known],
                 seed=self._seed,
             )
+        self._state.limits = limits
 
     def _tell_state(self) -> None:
         """Tell the search what is known of the batch; the worst value so far stands in for those that failed."""
@@ -406,7 +418,7 @@ class Trials:
         if not self._settled:  # what is told of an open batch counts too
             self._tell_state()
         end = self._state.end()
-        return guarded(self.task, self._starts, self._asked, self._begun, end, self._confidence)
+        return guarded(self.task, self._starts, self._asked, self._begun, end, self._confidence, self._limits)
 
 
 def guarded(
@@ -416,6 +428,7 @@ def guarded(
     begun: str,
     end: SearchResult,
     confidence: float,
+    limits: Limits | None = None,
 ) -> Result:
     """Keep the start that the search began from if it gains on phi = 0, and the end if it gains on what was kept.
 
@@ -426,6 +439,7 @@ def guarded(
         begun: The one that it began from.
         end: Where it stands.
         confidence: How sure the guard must be, at least 0.5 and below 1.
+        limits: The metric's constraints; what violates one is not kept.
     """
 
     def gain_by_f(kept: str) -> float:
@@ -433,7 +447,11 @@ def guarded(
         return end.gain_over(starts[kept].phi) if known else math.inf
 
     candidates = {"start": asked["start"], begun: asked[begun], "search": end.evaluation}
-    decision = decide(candidates, end.evaluations, confidence, gain_by_f)
+    decision = decide_within(limits, candidates, end.evaluations, confidence, gain_by_f)
+    others = [each for name, each in asked.items() if not starts[name].replaces_the_same(starts[begun])]
+    last = [end.evaluation] if end.queries > len(end.evaluations) else []  # a guided search's own
+    constrained = Constrained.of(limits, candidates, [*others, *end.evaluations, *last])
+    candidates = {name: each for name, each in candidates.items() if constrained is None or constrained.allows(name)}
     value, repeats = task.metric.to_value, task.metric.repeats
     elsewhere = sum(not start.replaces_the_same(starts[begun]) for start in starts.values())
     evaluations = elsewhere + end.queries
@@ -454,7 +472,33 @@ def guarded(
         details=SearchDetails(
             learns=end.learns, plain=task.loss is None and task.gradients is None, widened=end.widened
         ),
+        constrained=constrained,
     )
+
+
+def told_besides(also: Mapping[str, float] | None, metric: Metric) -> dict[str, float] | None:
+    """Return what was told besides the metric; None if it is nothing.
+
+    Raises:
+        ValueError: It is no mapping of names to finite numbers, or lacks what the metric is subject to.
+    """
+    if also is not None and not isinstance(also, Mapping):
+        raise ValueError(f"also is {brief(also)}; it must map names to numbers, e.g. {{'accuracy': 0.9}}")
+    told = dict[str, float]()
+    for name, value in (also or {}).items():
+        try:
+            told[name] = float(value)
+        except (TypeError, ValueError) as wrong:
+            raise ValueError(f"also has {brief(name)}: {brief(value)}; it must be a number") from wrong
+        if not isinstance(name, str) or not math.isfinite(told[name]):
+            raise ValueError(f"also has {brief(name)}: {brief(value)}; it must be a finite number with a name")
+    missing = [name for name in metric.subject_to if name not in told]
+    if missing:
+        known = f"told are {', '.join(map(repr, told))}" if told else "nothing was told"
+        raise ValueError(
+            f"the metric is subject to {missing[0]!r}, and {known} besides; tell(..., also={{{missing[0]!r}: VALUE}})"
+        )
+    return told or None
 
 
 def path_of(start: Tensor, end: SearchResult) -> Tensor:

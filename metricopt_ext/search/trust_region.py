@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from metricopt_ext.search.feasibility import Aim, Feasibility
 from metricopt_ext.search.probe import check_dim, probe
 from metricopt_ext.search.strategy import (
     Answers,
@@ -192,6 +193,7 @@ class GuidedState(SearchState):
         for point, evaluation in known:
             self.note(point, evaluation)
         self.unprobed, self._bounded = task.loss is None, task.metric.bounds is not None
+        self.feasibility = Feasibility()
         self._ending: _Ending | None = None
 
     @property
@@ -213,7 +215,7 @@ class GuidedState(SearchState):
                 batch, proposed = proposed[:left], proposed[left:]
                 yield batch
             if self.visited.varies():
-                self._ending = _Ending(f := self.visited.fit(last=True), self._mean_of_best(f))
+                self._ending = _Ending(f := self.visited.fit(last=True), self._mean_of_best(self._aim(f, last=True)))
                 yield self._ending.mean[None]
             while self.queries == queries:
                 yield self.start[None][:0]
@@ -253,12 +255,13 @@ class GuidedState(SearchState):
         radius, centre, began = search.radius, -1, 0
         while True:
             f, latest = visited.fit(), centre
-            centre = visited.best(f)
+            aim = self._aim(f)
+            centre = aim.best()
             if latest >= 0:
                 success = centre != latest and centre >= began
                 radius *= search.grow if success else search.shrink
                 radius = min(max(radius, search.least_radius), search.largest_radius)
-            began, batch = len(visited.points), self._batch(f, visited.phi[centre], radius * unit)
+            began, batch = len(visited.points), self._batch(aim, visited.phi[centre], radius * unit)
             visited.predict(f, batch)
             yield batch
 
@@ -273,8 +276,13 @@ class GuidedState(SearchState):
         far = self.visited.cost[-latest:] - self.visited.begun[1].cost > FAR * self.at_stake
         return 2 * int(far.sum()) > latest
 
+    def _aim(self, f: GPValueFunction, visited: Visited | None = None, *, last: bool = False) -> Aim:
+        """Return what the search goes for: f's least, where the constraints hold if there are any."""
+        visited = visited or self.visited
+        return Aim(f, visited) if self.limits is None else self.feasibility.aim(f, visited, self.limits, last=last)
+
     @num_threads(1)  # the tensors are small
-    def _batch(self, f: GPValueFunction, centre: Tensor, radius: float) -> Tensor:
+    def _batch(self, f: Aim, centre: Tensor, radius: float) -> Tensor:
         """Return the next points, ``batch x d``: minima, in the region, of f plus tau times a sample's deviation."""
         batch = self.search.batch
         own = torch.arange(batch).repeat_interleave(STARTS)
@@ -292,9 +300,9 @@ class GuidedState(SearchState):
         best = values.view(batch, STARTS).argmin(1) + STARTS * torch.arange(batch, device=values.device)
         return ends[best]
 
-    def _mean_of_best(self, f: GPValueFunction) -> Tensor:
-        """Return the mean of the best visited points by f, ``d``."""
-        order = self.visited.order(f)
+    def _mean_of_best(self, aim: Aim) -> Tensor:
+        """Return the mean of the best visited points by f, ``d``, of those that satisfy the constraints."""
+        order = aim.order()
         share = int(END_SHARE * len(order))
         return self.visited.phi[order[: min(max(share, LEAST_END), MOST_END)]].mean(0).to(self.start)
 
@@ -305,10 +313,11 @@ class GuidedState(SearchState):
             f, (point, evaluation) = None, visited.begun
         else:
             f = self._ending.f if self._ending is not None else visited.fit(last=True)
-            best = visited.best(f)
+            aim = self._aim(f, visited, last=True)
+            best = aim.best()
             point, evaluation = visited.points[best], visited.evaluations[best]
             asked = None if self._ending is None else self._ending.asked
-            if self._ending is not None and asked is not None and asked.cost <= evaluation.cost + f.noise_std:
+            if self._ending is not None and asked is not None and aim.prefers(asked, evaluation, f.noise_std):
                 point, evaluation = self._ending.mean, asked
             visited.complete(f, point)
             f.signature = self.signature

@@ -63,6 +63,7 @@ class KeptEvaluation(KeptPoint):
         failed: Whether the evaluation failed: the worst cost of the run stands in for it.
         given_up: Whether nobody waits for it any more; it costs no query.
         asked: How often the metric was called.
+        also: Other quantities that it told, by name; None, and not in the file, without any.
     """
 
     cost: float | None
@@ -71,13 +72,15 @@ class KeptEvaluation(KeptPoint):
     failed: bool
     given_up: bool
     asked: int
+    also: dict[str, float] | None = None
 
     @classmethod
     def told(cls, point: KeptPoint, evaluation: Evaluation, asked: int) -> "KeptEvaluation":
         """Make one of an evaluation; of a stand-in only the failure is kept."""
         failed = evaluation.failed
         cost, halves, noise = (None, None, None) if failed else evaluation[:3]
-        return cls(point.id, point.phi, point.replaced, cost, halves, noise, failed, False, asked)
+        also = None if failed else evaluation.also
+        return cls(point.id, point.phi, point.replaced, cost, halves, noise, failed, False, asked, also)
 
     @classmethod
     def without(cls, point: KeptPoint) -> "KeptEvaluation":
@@ -87,7 +90,12 @@ class KeptEvaluation(KeptPoint):
     @property
     def evaluation(self) -> Evaluation | None:
         """What the metric said; None if it failed or was given up."""
-        return None if self.cost is None else Evaluation(self.cost, self.halves, self.noise)
+        return None if self.cost is None else Evaluation(self.cost, self.halves, self.noise, also=self.also)
+
+    @property
+    def line(self) -> str:
+        """What the file holds of it."""
+        return to_json({name: value for name, value in asdict(self).items() if name != "also" or value is not None})
 
 
 class KeptEvaluations:
@@ -114,7 +122,7 @@ class KeptEvaluations:
             content = _read(path, scale)
             self.told = {each.id: each for each in content.evaluations}
             self.open = {each.id: each for each in content.open}
-        self._lines = {id: to_json(asdict(each)) for id, each in self.told.items()}
+        self._lines = {id: each.line for id, each in self.told.items()}
 
     @property
     def answered(self) -> int:
@@ -134,7 +142,7 @@ class KeptEvaluations:
 
     def tell(self, kept: KeptEvaluation) -> None:
         """Keep what became of a point; it is on disk when this returns."""
-        line, opened = to_json(asdict(kept)), self.open.get(kept.id)
+        line, opened = kept.line, self.open.get(kept.id)
         self.told[kept.id], self._lines[kept.id] = kept, line
         self.open.pop(kept.id, None)
         try:
@@ -166,7 +174,7 @@ class _File:
 def _read(path: Path, scale: CostScale) -> _File:
     try:
         kept = from_json(_File, read_json(path))
-        if kept.checksum != _checksum(_content(kept.open, to_json([asdict(each) for each in kept.evaluations]))):
+        if kept.checksum != _checksum(_content(kept.open, f"[{', '.join(each.line for each in kept.evaluations)}]")):
             raise ValueError("its checksum is another than when it was written")
         points = [*kept.open, *kept.evaluations]
         if len({point.id for point in points}) < len(points):
@@ -180,6 +188,9 @@ def _read(path: Path, scale: CostScale) -> _File:
             for cost in (*(() if each.cost is None else (each.cost,)), *(each.halves or ())):
                 if not math.isfinite(cost) or (scale.bounds is not None and not 0 <= cost <= 1):
                     raise ValueError(f"{cost} is no cost of a metric with bounds {scale.bounds}")
+            for name, value in (each.also or {}).items():
+                if not math.isfinite(value) or each.cost is None:
+                    raise ValueError(f"evaluation {each.id} has {brief(name)} = {value}, which no evaluation has")
             if (each.cost is None) != (each.failed or each.given_up):
                 raise ValueError(f"evaluation {each.id} has a cost although it failed or was given up, or has none")
     except (ValueError, FileFormatError) as error:
