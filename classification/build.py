@@ -1,7 +1,7 @@
 """Turns a classification config into the things it describes: data, model, adapter, metric."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification.arrays import read_arrays
+from metricopt_ext.classification.besides import check_besides
 from metricopt_ext.classification.cifar_files import from_published
 from metricopt_ext.classification.config import (
     ClassificationConfig,
@@ -184,7 +185,14 @@ def value_of(spec: MetricSpec, logits: Tensor, part: Split, rows: Tensor | None 
     return spec.function(logits[rows], part.y[rows], *(column[places] for column in columns))
 
 
-def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] | str = ()) -> Metric:
+def model_metric(
+    spec: MetricSpec,
+    part: Split,
+    halves: Sequence[Tensor] | str = (),
+    *,
+    also: Mapping[str, MetricSpec] | None = None,
+    subject_to: Mapping[str, str] | None = None,
+) -> Metric:
     """Make the black box: a classifier's metric on one part of the data.
 
     Args:
@@ -192,18 +200,28 @@ def model_metric(spec: MetricSpec, part: Split, halves: Sequence[Tensor] | str =
         part: Inputs and labels.
         halves: Indices of two halves of them, for a metric that also reports its value on each, or why there are
             none; empty for one that does not.
+        also: What counts besides, by name (`Metric`).
+        subject_to: Constraints on it, which are told at every query, by the same logits.
     """
+    also, subject_to = also or {}, subject_to or {}
+    bounded = {name: each for name, each in also.items() if name in subject_to}
 
     def function(model: nn.Module) -> Any:
         logits = predict(model, part.x)
+        value = with_halves(lambda half: value_of(spec, logits, part, half), halves)
+        others = {name: value_of(each, logits, part) for name, each in bounded.items()}
+        return {spec.name: value, **others} if others else value
 
-        return with_halves(lambda half: value_of(spec, logits, part, half), halves)
+    def alone(other: MetricSpec) -> Callable[[nn.Module], float]:
+        return lambda model: value_of(other, predict(model, part.x), part)
 
     return Metric(
         function,
         maximize=spec.maximize,
         bounds=spec.bounds,
         name=spec.name,
+        also={name: alone(each) for name, each in also.items() if name not in bounded},
+        subject_to=subject_to,
     )
 
 
@@ -269,7 +287,13 @@ def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
         raise ConfigError(f"metric.name={config.name!r}: {error}") from error
 
 
-def try_metric(config: MetricConfig, part: Split, num_classes: int, target: Target | None = None) -> None:
+def try_metric(
+    config: MetricConfig,
+    part: Split,
+    num_classes: int,
+    target: Target | None = None,
+    others: Mapping[str, MetricSpec] | None = None,
+) -> None:
     """Evaluate the metric on made-up predictions, every second of them right, before work is done for it.
 
     Args:
@@ -277,14 +301,16 @@ def try_metric(config: MetricConfig, part: Split, num_classes: int, target: Targ
         part: Has true labels, ``n`` in 0..num_classes-1, and the columns that the metric is given.
         num_classes: Number of classes.
         target: What is predicted, if not classes.
+        others: What counts besides the metric, by name.
 
     Raises:
         ConfigError: The metric fails; the message says why.
     """
     target = target or Target("classes", num_classes)
-    metric = build_metric(config, target.kind)
+    metric, outputs = build_metric(config, target.kind), _made_up(part.y, target)
+    check_besides(others or {}, outputs, part.y)
     try:
-        value_of(metric, _made_up(part.y, target), part)
+        value_of(metric, outputs, part)
     except Exception as error:
         keys = (
             "; see metric.kwargs (its arguments), metric.scores and metric.columns (what it is given) and metric.bounds"

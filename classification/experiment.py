@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.classification.besides import besides
 from metricopt_ext.classification.build import (
     attach,
     batch_metric,
@@ -99,6 +100,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def describe(cls, config: ClassificationConfig) -> Subject:
         """Return what a run is about."""
         metric, data = build_metric(config.metric, config.data.kind), config.data.name
+        besides(config.metric, config.data.kind)  # refuses what is no metric
         shown = data if config.data.imbalance == 1 else f"long-tailed {data}"
         shown = shown if config.shift.kind == "none" else f"shifted {shown}"
         arguments = ", ".join(f"{name}={value}" for name, value in getattr(config.metric, "kwargs", {}).items())
@@ -117,8 +119,9 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         self.target = target = target_in(config, splits)
         for name in PARTS:
             check_part(getattr(splits, name), target, name)
+        also, subject_to = besides(config.metric, target.kind, splits.class_names), config.metric.subject_to
         for part in (splits.validation, splits.test):
-            try_metric(config.metric, part, splits.num_classes, target)
+            try_metric(config.metric, part, splits.num_classes, target, also)
         self._batches(splits.train)  # refuses a size before anything is trained, as do the siblings'
         if config.trained_methods:
             self._sibling_batches()
@@ -130,12 +133,18 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             attach(model, config, seed, splits.train.x, target.scale),
             loss=loss_of(target),
             batches=self._batches(splits.train),
-            metric=model_metric(metric, splits.validation, metric_halves(splits.validation, metric, seed)),
+            metric=model_metric(
+                metric,
+                splits.validation,
+                metric_halves(splits.validation, metric, seed),
+                also=also,
+                subject_to=subject_to,
+            ),
             population=config.population,
         )
         for name in config.trained_methods:
             self._siblings.build(name).check(self._training(task))
-        return task, model_metric(metric, splits.test)
+        return task, model_metric(metric, splits.test, also=also)
 
     @classmethod
     def plot_seeds(cls, folder: Path, seeds: Sequence[int]) -> list[Path]:

@@ -29,7 +29,7 @@ from metricopt_ext.retrieval.data import (
     split_classes,
 )
 from metricopt_ext.retrieval.layouts import load_class_folders
-from metricopt_ext.retrieval.metrics import embedding_metric
+from metricopt_ext.retrieval.metrics import EmbeddingMetric, besides, embedding_metric
 from metricopt_ext.retrieval.models import Embedder, build_model
 from metricopt_ext.retrieval.own_data import own_parts
 from metricopt_ext.tasks.batch_metric import BatchMetric
@@ -64,7 +64,12 @@ def embed_with(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
 
 
 def build_metric(
-    config: MetricConfig, part: Split, halves: Sequence[Tensor] | str = (), queries: Tensor | None = None
+    config: MetricConfig,
+    part: Split,
+    halves: Sequence[Tensor] | str = (),
+    queries: Tensor | None = None,
+    *,
+    constrained: bool = True,
 ) -> Metric:
     """Make the black box: the metric of a part's embeddings, by default mean Recall@k.
 
@@ -75,24 +80,38 @@ def build_metric(
             are none; empty for one that does not.
         queries: Which of the images are queries, ``n`` booleans, and the others their gallery; None if each searches
             all others.
+        constrained: Whether it is subject to what the settings say, told at every query, by the same embeddings.
 
     Raises:
         ConfigError: The metric's settings are impossible.
     """
-    metric = embedding_metric(config)
-    if queries is not None and metric.against is None:
-        metric.judge(torch.zeros(0, 1), part.y[:0], queries[:0])  # refuses
+    metric, also = embedding_metric(config), besides(config)
+    for each in (metric, *also.values()):
+        if queries is not None and each.against is None:
+            each.judge(torch.zeros(0, 1), part.y[:0], queries[:0])  # refuses
+    bounded = {name: each for name, each in also.items() if name in config.subject_to and constrained}
+
+    def value_of(each: EmbeddingMetric, embeddings: Tensor, half: Tensor | None = None) -> float:
+        rows = slice(None) if half is None else half.cpu()
+        return each.judge(embeddings[rows], part.y.cpu()[rows], None if queries is None else queries.cpu()[rows])
 
     def function(model: nn.Module) -> Any:
-        embeddings, labels = embed(model, part.x).cpu(), part.y.cpu()
+        embeddings = embed(model, part.x).cpu()
+        value = with_halves(lambda half: value_of(metric, embeddings, half), halves)
+        others = {name: value_of(each, embeddings) for name, each in bounded.items()}
+        return {metric.name: value, **others} if others else value
 
-        def value_on(half: Tensor | None) -> float:
-            rows = slice(None) if half is None else half.cpu()
-            return metric.judge(embeddings[rows], labels[rows], None if queries is None else queries.cpu()[rows])
+    def alone(other: EmbeddingMetric) -> Callable[[nn.Module], float]:
+        return lambda model: value_of(other, embed(model, part.x).cpu())
 
-        return with_halves(value_on, halves)
-
-    return Metric(function, maximize=metric.maximize, bounds=metric.bounds, name=metric.name)
+    return Metric(
+        function,
+        maximize=metric.maximize,
+        bounds=metric.bounds,
+        name=metric.name,
+        also={name: alone(each) for name, each in also.items() if name not in bounded},
+        subject_to=config.subject_to if constrained else None,
+    )
 
 
 def build_loss(config: LossConfig) -> Loss:

@@ -11,6 +11,7 @@ from metricopt_ext.evidence.method import siblings_of
 from metricopt_ext.evidence.method_config import brought_by
 from metricopt_ext.evidence.run_config import AdapterConfig, RunConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.evidence.siblings import EmbedderSiblingsConfig
+from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import MISSING
 
@@ -79,7 +80,7 @@ class LossConfig:
 
 
 @dataclass
-class MetricConfig:
+class MetricConfig(BesidesConfig):
     """What the embedding is judged by."""
 
     # recall (the mean over ks), mean_average_precision_at_r, r_precision, or MODULE:FUNCTION, which is imported and run
