@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from metricopt_ext.methods.guard import START_CONFIDENCE, Decision, decide
+from metricopt_ext.methods.guard import Decision
 from metricopt_ext.tasks.constraints import Constraint, Limits
 from metricopt_ext.tasks.metric import Evaluation
 
@@ -75,25 +75,23 @@ class Constrained:
 def decide_within(
     limits: Limits | None,
     candidates: Mapping[str, Evaluation],
-    visited: Sequence[Evaluation],
-    confidence: float,
-    predicted: Callable[[str], float],
+    on_end: Callable[[Mapping[str, Evaluation]], Decision],
+    on_starts: Callable[[Mapping[str, Evaluation]], Decision],
 ) -> Decision:
-    """Decide as `decide` does, among the candidates that satisfy the constraints and the model as it was trained.
+    """Decide among the candidates that satisfy the constraints and the model as it was trained.
 
     Args:
-        limits: The constraints; None without any.
-        candidates: As in `decide`; what was observed counts.
-        visited: As in `decide`, as the other arguments.
-        confidence: See there.
-        predicted: See there.
+        limits: The constraints; None without any. What was observed counts.
+        candidates: Evaluations by name: of the model as it was trained first, and of the search's end last.
+        on_end: Decides among candidates of which the last is the search's end, as `decide` does.
+        on_starts: Decides among candidates without it.
     """
     trained, *_, end = candidates
     allowed = {
         name: each for name, each in candidates.items() if name == trained or limits is None or limits.hold(each)
     }
     if end in allowed and end != trained:
-        return decide(allowed, visited, confidence, predicted)
-    if len(allowed) > 1:  # a start that the search began from, as if it were the end
-        return decide(allowed, visited, min(confidence, START_CONFIDENCE))
-    return Decision(trained, decide(candidates, visited, confidence, predicted).verdict)
+        return on_end(allowed)
+    if len(allowed) > 1:  # a start that the search began from
+        return on_starts(allowed)
+    return Decision(trained, on_end(candidates).verdict)

@@ -13,7 +13,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.constrained import Constrained, decide_within
-from metricopt_ext.methods.guard import CONFIDENCE
+from metricopt_ext.methods.guard import CONFIDENCE, START_CONFIDENCE, decide
 from metricopt_ext.methods.result import Result, SearchDetails, outcome
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.search.strategy import SearchResult, SearchState, SearchStrategy
@@ -447,7 +447,12 @@ def guarded(
         return end.gain_over(starts[kept].phi) if known else math.inf
 
     candidates = {"start": asked["start"], begun: asked[begun], "search": end.evaluation}
-    decision = decide_within(limits, candidates, end.evaluations, confidence, gain_by_f)
+    decision = decide_within(
+        limits,
+        candidates,
+        lambda those: decide(those, end.evaluations, confidence, gain_by_f),
+        lambda those: decide(those, end.evaluations, min(confidence, START_CONFIDENCE)),
+    )
     others = [each for name, each in asked.items() if not starts[name].replaces_the_same(starts[begun])]
     last = [end.evaluation] if end.queries > len(end.evaluations) else []  # a guided search's own
     constrained = Constrained.of(limits, candidates, [*others, *end.evaluations, *last])

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -17,7 +17,7 @@ from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
 from metricopt_ext.methods.constrained import Constrained, decide_within
-from metricopt_ext.methods.guard import CONFIDENCE, decide
+from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide
 from metricopt_ext.methods.paper import Algorithm1
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
@@ -191,8 +191,11 @@ def at(cost: float, a: float) -> Evaluation:
 
 
 def test_the_guard_decides_among_what_is_allowed() -> None:
+    def decided(candidates: Mapping[str, Evaluation]) -> Decision:
+        return decide(candidates, [*candidates.values()], CONFIDENCE)
+
     def kept(**candidates: Evaluation) -> str:
-        return decide_within(LIMITS, candidates, [*candidates.values()], CONFIDENCE, lambda name: math.inf).kept
+        return decide_within(LIMITS, candidates, decided, decided).kept
 
     assert kept(start=at(0.9, 0.6), search=at(0.1, 0.6)) == "search"
     assert kept(start=at(0.9, 0.6), search=at(0.1, 0.4)) == "start"
@@ -202,10 +205,8 @@ def test_the_guard_decides_among_what_is_allowed() -> None:
     assert kept(start=at(0.9, 0.4), search=at(0.1, 0.6)) == "search"
     assert kept(start=at(0.9, 0.4), search=at(0.95, 0.6)) == "start"
     assert kept(start=at(0.9, 0.6), search=at(0.1, 0.6)._replace(failed=True)) == "start"
-    candidates = {"start": at(0.9, 0.6), "search": at(0.1, 0.4)}
-    assert decide_within(None, candidates, [], CONFIDENCE, lambda name: 1.0) == decide(
-        candidates, [], CONFIDENCE, lambda name: 1.0
-    )
+    candidates = {"start": at(0.9, 0.6), "prior": at(0.5, 0.4), "search": at(0.1, 0.4)}
+    assert decide_within(None, candidates, decided, decided) == decided(candidates)
 
 
 def test_what_was_refused_is_said() -> None:
